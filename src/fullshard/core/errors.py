@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exceptions that fullshard raises.
+
+    FullshardError
+    ├── ConfigurationError (ValueError)      the caller asked for something that cannot be
+    ├── UsageError (RuntimeError)            right thing, wrong moment: order of calls, lost state
+    ├── UnshardedOperationError (TypeError)  an operation that needs the full parameter
+    └── NotSupportedError (NotImplementedError)   a gap, named
+
+Each is also the built-in class that a reader would have caught, so ``except ValueError`` works.
+"""
+
+__all__ = [
+    "ConfigurationError",
+    "FullshardError",
+    "NotSupportedError",
+    "UnshardedOperationError",
+    "UsageError",
+]
+
+
+class FullshardError(Exception):
+    """Base of all errors raised by fullshard."""
+
+
+class ConfigurationError(FullshardError, ValueError):
+    """The caller's arguments cannot be satisfied; nothing was changed."""
+
+
+class UsageError(FullshardError, RuntimeError):
+    """A call came in the wrong order, or on state that is no longer valid."""
+
+
+class UnshardedOperationError(FullshardError, TypeError):
+    """An operation needs a whole parameter, but this rank holds one span of it."""
+
+
+class NotSupportedError(FullshardError, NotImplementedError):
+    """Known and wanted, but not built yet; the message names the argument."""

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where every element of a unit lives: slots in a flat buffer, cut into equal slices.
+
+[Note: Equal slices]
+A unit's parameters lie one behind the other in a flat buffer, one segment for each kind
+(dtype, trainable). A segment is cut into equal slices, one a rank, without regard to where one
+parameter ends and the next begins. So a gather is one call that writes every element to its final
+place, a reduce is its mirror image, and no rank holds more than another.
+
+Of {no copy after the gather, whole rows on one rank, no padding} equal slices allow any two; we
+take the first and the last. The price is that a rank holds an *interval* of a parameter rather than
+some of its rows; `fullshard.core.boxes` turns it back into rectangles.
+
+[Note: Sixteen elements]
+Slots start, and slices end, on multiples of 16 elements. In every dtype that is at least 16 bytes,
+which NCCL needs for its fast path, and it stays so when the buffer travels in another dtype than
+the one it rests in. For fp32 it is a cache line, so that kernels see the same alignment that they
+would see in an unsharded model and round alike. Since slots do not depend on the number of slices,
+an element has the same offset for every world size, and resharding is interval arithmetic.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.spec import ParamSpec, item_bytes
+
+__all__ = ["ALIGN_NUMEL", "Layout", "Segment", "Slot", "Span", "lay_out"]
+
+ALIGN_NUMEL = 16
+
+
+@dataclass(frozen=True)
+class Span:
+    """The interval [start, stop) of a flattened parameter that one rank holds; may be empty."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements held."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place [start, stop) in its segment, in elements."""
+
+    spec: ParamSpec
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The parameters of one unit that share dtype and trainability, as one flat run of elements."""
+
+    dtype: str
+    trainable: bool
+    slots: tuple[Slot, ...]
+    shards: int
+    slice_numel: int
+
+    @property
+    def full_numel(self) -> int:
+        """Elements of the whole segment with padding; a multiple of the number of shards."""
+        return self.slice_numel * self.shards
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of one rank's slice at rest."""
+        return self.slice_numel * item_bytes(self.dtype)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the whole segment with padding."""
+        return self.full_numel * item_bytes(self.dtype)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.full_numel - sum(slot.stop - slot.start for slot in self.slots)
+
+    def span(self, slot: Slot, rank: int) -> Span:
+        """The part of ``slot`` in slice ``rank``, counted from the parameter's first element."""
+        first = rank * self.slice_numel
+        numel = slot.stop - slot.start
+        start = min(max(first - slot.start, 0), numel)
+        stop = min(max(first + self.slice_numel - slot.start, 0), numel)
+        return Span(start, stop)
+
+    def spans(self, slot: Slot) -> tuple[Span, ...]:
+        """The spans of all ranks; together they tile the parameter in rank order."""
+        return tuple(self.span(slot, rank) for rank in range(self.shards))
+
+    def offset_in_slice(self, slot: Slot, rank: int) -> int:
+        """Where the span of ``slot`` begins in slice ``rank``, in elements (0 if it is empty)."""
+        span = self.span(slot, rank)
+        return slot.start + span.start - rank * self.slice_numel if span.numel else 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The flat buffer of one unit: its segments, in the order in which they lie in the buffer."""
+
+    segments: tuple[Segment, ...]
+    shards: int
+
+    def __iter__(self) -> Iterator[tuple[Segment, Slot]]:
+        for segment in self.segments:
+            for slot in segment.slots:
+                yield segment, slot
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one rank's shard of the parameters, padding included."""
+        return sum(segment.slice_bytes for segment in self.segments)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered unit, padding included."""
+        return sum(segment.full_bytes for segment in self.segments)
+
+    @property
+    def grad_shard_bytes(self) -> int:
+        """Bytes of one rank's shard of the gradients: frozen parameters have none."""
+        return sum(segment.slice_bytes for segment in self.segments if segment.trainable)
+
+    @property
+    def grad_full_bytes(self) -> int:
+        """Bytes of the full gradients of the unit."""
+        return sum(segment.full_bytes for segment in self.segments if segment.trainable)
+
+
+def _round_up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple
+
+
+def lay_out(specs: Iterable[ParamSpec], shards: int) -> Layout:
+    """Lay the parameters of one unit out for ``shards`` equal slices.
+
+    Parameters keep their order inside a segment; segments come in order of first appearance.
+    """
+    if shards < 1:
+        raise ConfigurationError(f"a layout needs at least 1 shard, got {shards}")
+    kinds: dict[tuple[str, bool], list[ParamSpec]] = {}
+    for spec in specs:
+        kinds.setdefault((spec.dtype, spec.trainable), []).append(spec)
+    segments = []
+    for (dtype, trainable), members in kinds.items():
+        slots = []
+        end = 0
+        for spec in members:
+            slots.append(Slot(spec, end, end + spec.numel))
+            end = _round_up(end + spec.numel, ALIGN_NUMEL)
+        slice_numel = _round_up(-(-end // shards), ALIGN_NUMEL)
+        segments.append(Segment(dtype, trainable, tuple(slots), shards, slice_numel))
+    return Layout(tuple(segments), shards)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ops follow which event: when units are gathered, freed and reduced.
+
+The engine tells a `Scheduler` what happens (a unit's forward begins, its backward ends, ...) and
+gets back the ops to carry out, in order. Nothing here touches a tensor: the same function drives
+the engine, the planner and the tests.
+
+[Note: Record, replay, fall back]
+During the first step nobody knows what comes next, so units are gathered when they are needed
+(backward is foreseen as forward in reverse). The events of that step are recorded and compiled into
+one list of ops for every event, with prefetches in it. The next steps replay that list: one
+comparison for each event. An event that is not the recorded one ends the replay; the rest of that
+step is decided on demand, recorded anew, and compiled again.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+from fullshard.core.errors import UsageError
+from fullshard.core.strategy import Prefetch
+
+__all__ = ["Event", "Moment", "Op", "OpKind", "Scheduler", "UnitPolicy", "compile_step"]
+
+
+class Moment(Enum):
+    """What can happen to a unit in a step."""
+
+    FORWARD_BEGIN = auto()
+    FORWARD_END = auto()
+    BACKWARD_BEGIN = auto()
+    BACKWARD_PAUSE = auto()  # one call's backward is over, that of another call is to come
+    BACKWARD_END = auto()  # all calls' backwards are over, gradients are complete
+    STEP_END = auto()  # end of backward, or of a forward without one
+
+
+class Event(NamedTuple):
+    """``moment`` of unit number ``unit`` (of no unit at STEP_END: -1)."""
+
+    moment: Moment
+    unit: int = -1
+
+
+class OpKind(Enum):
+    """What the engine can do to a unit."""
+
+    GATHER = "gather"  # start to gather the full parameters
+    AWAIT_GATHER = "await_gather"  # they are needed now
+    FREE = "free"  # drop the full parameters
+    REDUCE = "reduce"  # start to reduce the full gradients to the shard gradient
+    AWAIT_REDUCE = "await_reduce"  # deliver the shard gradient, drop the full gradients
+
+
+class Op(NamedTuple):
+    """One action on one unit."""
+
+    kind: OpKind
+    unit: int
+
+
+@dataclass(frozen=True)
+class UnitPolicy:
+    """How one unit is treated.
+
+    ``gathered`` is false for a unit whose resting state is the full one (replicated, or empty);
+    ``reduced`` is false for a unit without trainable parameters.
+    """
+
+    gathered: bool = True
+    reduced: bool = True
+    reshard_after_forward: bool = True
+
+
+class _State:
+    """What is where in the middle of a step, and the rules that move it."""
+
+    def __init__(self, policies: Mapping[int, UnitPolicy], prefetch: Prefetch):
+        self.policies = policies
+        self.prefetch = prefetch
+        self.gathering: set[int] = set()
+        self.full: set[int] = set()
+        self.reducing: list[int] = []
+        self.open: dict[int, int] = {}
+        self.in_backward = False
+
+    def copy(self) -> "_State":
+        twin = _State(self.policies, self.prefetch)
+        twin.gathering = set(self.gathering)
+        twin.full = set(self.full)
+        twin.reducing = list(self.reducing)
+        twin.open = dict(self.open)
+        twin.in_backward = self.in_backward
+        return twin
+
+    def decide(self, event: Event, upcoming: Iterable[int]) -> list[Op]:
+        """The ops that follow ``event`` when the units in ``upcoming`` are used next, in order."""
+        moment, unit = event
+        if moment is Moment.STEP_END:
+            return self._end_step()
+        policy = self.policies[unit]
+        if moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_BEGIN):
+            self.open[unit] = self.open.get(unit, 0) + 1
+            self.in_backward = self.in_backward or moment is Moment.BACKWARD_BEGIN
+            return [*self._need(unit), *self._gather_ahead(unit, upcoming)]
+        self.open[unit] = max(0, self.open.get(unit, 0) - 1)
+        keep = not policy.reshard_after_forward
+        if moment is Moment.FORWARD_END:
+            # Recomputation runs forward inside backward: what it needs, backward needs next.
+            return [] if keep or self.in_backward else self._free(unit)
+        if moment is Moment.BACKWARD_PAUSE:
+            return [] if keep else self._free(unit)
+        return [*self._make_room_to_reduce(unit), *self._free(unit), *self._reduce(unit)]
+
+    def _need(self, unit: int) -> Iterator[Op]:
+        if not self.policies[unit].gathered or unit in self.full:
+            return
+        yield from self._gather(unit)
+        self.gathering.discard(unit)
+        self.full.add(unit)
+        yield Op(OpKind.AWAIT_GATHER, unit)
+
+    def _gather(self, unit: int) -> Iterator[Op]:
+        if unit not in self.gathering:
+            self.gathering.add(unit)
+            yield Op(OpKind.GATHER, unit)
+
+    def _gather_ahead(self, unit: int, upcoming: Iterable[int]) -> Iterator[Op]:
+        depth = self.prefetch.backward if self.in_backward else self.prefetch.forward
+        seen = {unit}
+        for following in upcoming if depth else ():
+            if following in seen or not self.policies[following].gathered:
+                continue
+            if following not in self.full:
+                yield from self._gather(following)
+            seen.add(following)
+            if len(seen) > depth:
+                return
+
+    def _free(self, unit: int) -> list[Op]:
+        if self.open.get(unit, 0) or unit not in self.full:
+            return []
+        self.full.discard(unit)
+        return [Op(OpKind.FREE, unit)]
+
+    def _make_room_to_reduce(self, unit: int) -> Iterator[Op]:
+        if self.policies[unit].reduced:
+            while len(self.reducing) >= self.prefetch.reduces_in_flight or unit in self.reducing:
+                yield Op(OpKind.AWAIT_REDUCE, self.reducing.pop(0))
+
+    def _reduce(self, unit: int) -> Iterator[Op]:
+        if self.policies[unit].reduced:
+            self.reducing.append(unit)
+            yield Op(OpKind.REDUCE, unit)
+
+    def _end_step(self) -> list[Op]:
+        ops = [Op(OpKind.AWAIT_GATHER, unit) for unit in sorted(self.gathering)]
+        ops += [Op(OpKind.FREE, unit) for unit in sorted(self.gathering | self.full)]
+        ops += [Op(OpKind.AWAIT_REDUCE, unit) for unit in self.reducing]
+        self.gathering.clear()
+        self.full.clear()
+        self.reducing.clear()
+        self.open.clear()
+        self.in_backward = False
+        return ops
+
+
+_BACKWARD = (Moment.BACKWARD_BEGIN, Moment.BACKWARD_PAUSE, Moment.BACKWARD_END)
+
+
+def _upcoming(events: Sequence[Event], position: int) -> Iterator[int]:
+    """The units whose use begins after ``events[position]``, up to the end of the same phase."""
+    in_backward = any(event.moment in _BACKWARD for event in events[: position + 1])
+    for moment, unit in events[position + 1 :]:
+        if moment in _BACKWARD and not in_backward:
+            return
+        if moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_BEGIN):
+            yield unit
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    events: tuple[Event, ...]
+    ops: tuple[tuple[Op, ...], ...]
+    before: tuple[_State, ...]
+
+
+def _compile(
+    events: Sequence[Event], policies: Mapping[int, UnitPolicy], prefetch: Prefetch
+) -> _Compiled:
+    state = _State(policies, prefetch)
+    ops, before = [], []
+    for position, event in enumerate(events):
+        before.append(state.copy())
+        ops.append(tuple(state.decide(event, _upcoming(events, position))))
+    return _Compiled(tuple(events), tuple(ops), tuple(before))
+
+
+def compile_step(
+    events: Sequence[Event], policies: Mapping[int, UnitPolicy], prefetch: Prefetch
+) -> tuple[tuple[Op, ...], ...]:
+    """The ops that follow each event of a step whose events are all known.
+
+    ``policies`` holds one entry for each unit number in ``events``.
+    """
+    return _compile(events, policies, prefetch).ops
+
+
+class Scheduler:
+    """Turns events into ops as they happen. See [Note: Record, replay, fall back]."""
+
+    def __init__(self, policies: Mapping[int, UnitPolicy], prefetch: Prefetch):
+        self._policies = dict(policies)
+        self._prefetch = prefetch
+        self._compiled: _Compiled | None = None
+        self._cursor = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self._cursor = 0
+        self._state: _State | None = None
+        self._events: list[Event] = []
+        self._to_come_back: list[int] = []  # units whose backward is still due, in forward order
+
+    @property
+    def idle(self) -> bool:
+        """True between steps."""
+        return self._cursor == 0 and not self._events
+
+    def on(self, event: Event) -> Sequence[Op]:
+        """The ops to carry out now, in order."""
+        compiled = self._compiled
+        if compiled is not None and self._state is None:
+            cursor = self._cursor
+            if cursor < len(compiled.events) and compiled.events[cursor] == event:
+                self._cursor = 0 if event.moment is Moment.STEP_END else cursor + 1
+                return compiled.ops[cursor]
+            self._leave_the_record(compiled)
+        return self._decide_on_demand(event)
+
+    def _leave_the_record(self, compiled: _Compiled) -> None:
+        cursor = self._cursor
+        self._state = compiled.before[cursor].copy()
+        self._events = list(compiled.events[:cursor])
+        for event in self._events:
+            self._foresee(event)
+        self._compiled = None
+
+    def _foresee(self, event: Event) -> None:
+        if event.moment is Moment.FORWARD_END:
+            self._to_come_back.append(event.unit)
+        elif event.moment is Moment.BACKWARD_BEGIN and event.unit in self._to_come_back:
+            last = len(self._to_come_back) - 1 - self._to_come_back[::-1].index(event.unit)
+            del self._to_come_back[last]
+
+    def _decide_on_demand(self, event: Event) -> Sequence[Op]:
+        if self._state is None:
+            self._state = _State(self._policies, self._prefetch)
+        if event.unit not in self._policies and event.moment is not Moment.STEP_END:
+            raise UsageError(f"unit {event.unit} is not known to this schedule")
+        self._events.append(event)
+        self._foresee(event)
+        backward = event.moment is Moment.BACKWARD_BEGIN
+        ops = self._state.decide(event, reversed(self._to_come_back) if backward else ())
+        if event.moment is Moment.STEP_END:
+            self._compiled = _compile(self._events, self._policies, self._prefetch)
+            self._restart()
+        return ops

@@ -1,0 +1,412 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two front doors: FSDP1's wrapper class and FSDP2's function, over one engine.
+
+Both end in `_shard`: parameters become a `Unit`, the unit gets its hooks. What differs is who chooses
+the units (a policy, or the caller bottom-up) and what is left standing (a wrapper, or the module
+itself with another class).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.core.grouping import group_parameters
+from fullshard.core.strategy import BackwardPrefetch, Prefetch, ShardingStrategy
+from fullshard.torch.groups import Where, compute_device, ranks_of
+from fullshard.torch.modules import (
+    WRAPPED,
+    ParamSites,
+    clean_name,
+    device_of,
+    find_parameters,
+    move_buffers,
+)
+from fullshard.torch.optim import clip_grad_norm_
+from fullshard.torch.options import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    refuse_unsupported,
+)
+from fullshard.torch.runtime import ManagedUnit, Runtime, managed_unit_of
+from fullshard.torch.unit import Ranks, Unit
+from fullshard.wrap import modules_to_wrap
+
+__all__ = ["FSDPModule", "FullyShardedDataParallel", "fully_shard", "set_prefetch"]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything that is decided before the first parameter is touched."""
+
+    ranks: Ranks
+    device: torch.device
+    reshard_after_forward: bool | None
+
+
+def _shard(modules: Sequence[nn.Module], params: Sequence[ParamSites], plan: _Plan) -> None:
+    """Make one unit of ``params`` and let the forwards of ``modules`` drive it."""
+    name = type(modules[0]).__name__
+    unit = Unit(name, params, plan.ranks, plan.device)
+    ManagedUnit(unit, modules, plan.reshard_after_forward)
+
+
+def _shardable(modules: Sequence[nn.Module], where: Where) -> tuple[list[ParamSites], torch.device]:
+    """The parameters that are to be sharded now, all checked, and where they shall live."""
+    params = find_parameters(modules)
+    device = device_of(params) or torch.device("cpu")
+    if device.type == "meta":
+        raise NotSupportedError(
+            f"parameter {params[0].spec.name!r} is on the meta device, which is not supported yet; "
+            "build the module on a real device"
+        )
+    return params, compute_device(where, device)
+
+
+def set_prefetch(module: nn.Module, forward: int = 1, backward: int = 1) -> None:
+    """Set how many units are gathered ahead of use below the root ``module``, between steps.
+
+    ``forward`` and ``backward`` count units beyond the one in use: 0 gathers each when it is needed.
+    Every unit more costs the memory of one full unit. All ranks must choose the same.
+    """
+    managed = managed_unit_of(module)
+    prefetch = Prefetch(forward, backward)
+    runtime = (managed.runtime if managed else None) or Runtime.adopt(module)
+    if not runtime.idle:
+        raise UsageError("prefetch can only be changed between steps, not in the middle of one")
+    runtime.set_prefetch(prefetch)
+
+
+# ---- FSDP2's door -------------------------------------------------------------------------------
+
+
+class FSDPModule:
+    """What a module's class gains from `fully_shard`."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose, between steps, if full parameters are dropped after forward."""
+        assert isinstance(self, nn.Module)
+        for module in self.modules() if recurse else (self,):
+            managed = managed_unit_of(module)
+            if managed is not None:
+                managed.set_reshard_after_forward(reshard_after_forward)
+
+
+_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: Where = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shard the parameters of ``module`` that are not sharded yet, in place, as one unit.
+
+    Call it bottom-up: first on the blocks, then on the root, which takes what is left. Of a list of
+    modules the parameters form one unit, gathered when the first of them runs. Collective over the
+    ranks of ``mesh``; every rank must hold the same values.
+
+    Args:
+        module: the module or modules; their parameters must be on one device.
+        mesh: a 1-D ``DeviceMesh`` (or a process group); None is the default group.
+        reshard_after_forward: drop full parameters between forward and backward. None: yes, but not
+            for the root, whose parameters backward needs at once.
+        shard_placement_fn: not supported yet, like the following ones.
+        mp_policy: see there.
+        offload_policy: see there.
+        ignored_params: see there.
+        dp_mesh_dims: see there.
+
+    Returns:
+        ``module``; its class is now a subclass of its own class and of `FSDPModule`.
+
+    Raises:
+        ConfigurationError: parameters on several devices, or a mesh that is none.
+        NotSupportedError: an argument that this version cannot honour.
+        UsageError: no process group, or a module that is sharded already.
+    """
+    refuse_unsupported(
+        {
+            "shard_placement_fn": shard_placement_fn,
+            "mp_policy": mp_policy,
+            "offload_policy": offload_policy,
+            "ignored_params": ignored_params,
+            "dp_mesh_dims": dp_mesh_dims,
+        }
+    )
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise NotSupportedError(
+            f"reshard_after_forward={reshard_after_forward!r} (a group size) is not supported yet; "
+            "use True, False or None"
+        )
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    _check_modules(modules)
+    params, device = _shardable(modules, mesh)
+    ranks = ranks_of(mesh, sharded=True)
+    for each in modules:
+        move_buffers(each, device)
+        each.__class__ = _sharded_class(type(each))
+    _shard(modules, params, _Plan(ranks, device, reshard_after_forward))
+    return module
+
+
+def _check_modules(modules: Sequence[nn.Module]) -> None:
+    if not modules:
+        raise ConfigurationError("fully_shard needs at least one module, got an empty list")
+    for each in modules:
+        if not isinstance(each, nn.Module) or isinstance(each, (nn.ModuleList, nn.ModuleDict)):
+            raise ConfigurationError(
+                "fully_shard needs modules that have a forward, got "
+                f"{type(each).__name__}; shard the modules inside it"
+            )
+        if managed_unit_of(each) is not None:
+            raise UsageError(f"this {type(each).__name__} is sharded already")
+
+
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    if cls not in _sharded_classes:
+        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+    return _sharded_classes[cls]
+
+
+# ---- FSDP1's door -------------------------------------------------------------------------------
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Wraps a module whose parameters are sharded as one unit; FSDP1's signature.
+
+    With an ``auto_wrap_policy`` the submodules that it picks are wrapped too, each a unit of its own.
+    Construction is collective over the ranks of ``process_group``; every rank must hold the same
+    values. Calls, attributes and items pass through to the wrapped module; names of parameters,
+    buffers and state dict entries are those of the plain model.
+
+    Args:
+        module: the module to shard; its parameters must be on one device.
+        process_group: the ranks to shard over (a 1-D ``DeviceMesh`` is taken too); None is the
+            default group, initialised from a launcher's environment if need be.
+        sharding_strategy: FULL_SHARD if None.
+        cpu_offload: not supported yet beyond its default.
+        auto_wrap_policy: see `fullshard.wrap`.
+        backward_prefetch: BACKWARD_PRE gathers one unit ahead in backward, others none.
+        mixed_precision: not supported yet beyond its default.
+        ignored_modules: not supported yet.
+        param_init_fn: not supported yet.
+        device_id: not supported yet.
+        sync_module_states: not supported yet.
+        forward_prefetch: one unit is always gathered ahead in forward; True gathers two.
+        limit_all_gathers: accepted; the schedule always bounds what is gathered ahead.
+        use_orig_params: accepted; original names and shapes are always kept.
+        ignored_states: not supported yet.
+        device_mesh: a 1-D mesh, instead of ``process_group``.
+
+    Raises:
+        ConfigurationError: parameters on several devices, a policy whose result is unknown, a group
+            that is none. Nothing has been changed then.
+        NotSupportedError: an argument that this version cannot honour, by name.
+        UsageError: no process group and no launcher's environment.
+    """
+
+    ShardingStrategy = ShardingStrategy
+    BackwardPrefetch = BackwardPrefetch
+    CPUOffload = CPUOffload
+    MixedPrecision = MixedPrecision
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Where = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: Any = None,
+    ):
+        super().__init__()
+        _check_wrappable(module)
+        where = _one_of(process_group, device_mesh)
+        options = {
+            "process_group": where,
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "ignored_modules": ignored_modules,
+            "param_init_fn": param_init_fn,
+            "device_id": device_id,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "ignored_states": ignored_states,
+        }
+        wanted = {} if auto_wrap_policy is None else modules_to_wrap(module, auto_wrap_policy)
+        chosen = {**wanted, module: {}}
+        all_options = {each: {**options, **overrides} for each, overrides in chosen.items()}
+        for each in all_options.values():
+            _check_fsdp1_options(each)
+        params, device = _shardable([module], where)
+        members = _parameters_by_module(module, chosen, params)
+        # From here on things change: first the submodules, then the root.
+        move_buffers(module, device)
+        for each, its_options in all_options.items():
+            wrapper = self if each is module else FullyShardedDataParallel.__new__(type(self))
+            wrapper._wrap(each, members[each], _plan_of(its_options, device))
+            if wrapper is not self:
+                _replace_module(module, each, wrapper)
+        depth = 2 if forward_prefetch else 1
+        backward = 1 if backward_prefetch is BackwardPrefetch.BACKWARD_PRE else 0
+        set_prefetch(self, depth, backward)
+
+    def _wrap(self, module: nn.Module, params: Sequence[ParamSites], plan: _Plan) -> None:
+        nn.Module.__init__(self)
+        setattr(self, WRAPPED, module)
+        self._register_load_state_dict_pre_hook(_add_wrapped_to_keys)
+        _shard([self], params, plan)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        wrapped = self._modules[WRAPPED]
+        assert wrapped is not None
+        return wrapped
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module's forward; its parameters are gathered by then."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__(WRAPPED), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The sharded parameters under the names they have in the plain model."""
+        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield clean_name(name), param
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The buffers under the names they have in the plain model."""
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield clean_name(name), buffer
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """The wrapped module's state dict, with sharded entries: each rank has its spans."""
+        if args:
+            destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[:3]
+        return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their global norm is at most ``max_norm``.
+
+        Returns the norm before clipping, the same on every rank. Collective.
+        """
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    @staticmethod
+    def fsdp_modules(
+        module: nn.Module, root_only: bool = False
+    ) -> "list[FullyShardedDataParallel]":
+        """The wrappers in ``module``, itself included; ``root_only``: only outermost ones."""
+        wrappers = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        if not root_only:
+            return wrappers
+        inner = {below for w in wrappers for below in w.modules() if below is not w}
+        return [w for w in wrappers if w not in inner]
+
+
+def _check_wrappable(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise ConfigurationError(f"expected a module to wrap, got {type(module).__name__}")
+    if managed_unit_of(module) is not None:
+        raise UsageError(f"this {type(module).__name__} is sharded already")
+
+
+def _one_of(process_group: Where, device_mesh: Where) -> Where:
+    if process_group is not None and device_mesh is not None:
+        raise ConfigurationError("pass process_group or device_mesh, not both")
+    if isinstance(process_group, tuple):
+        raise NotSupportedError("process_group: a pair (hybrid sharding) is not supported yet")
+    return process_group if device_mesh is None else device_mesh
+
+
+def _check_fsdp1_options(options: dict[str, Any]) -> None:
+    checked = dict(options)
+    for name in ("process_group", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
+        checked.pop(name, None)
+    strategy = checked.pop("sharding_strategy")
+    if strategy is not None and not isinstance(strategy, ShardingStrategy):
+        raise ConfigurationError(
+            f"sharding_strategy must be a fullshard ShardingStrategy or None, got {strategy!r}"
+        )
+    prefetch = checked.pop("backward_prefetch")
+    if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
+        raise ConfigurationError(
+            f"backward_prefetch must be a fullshard BackwardPrefetch or None, got {prefetch!r}"
+        )
+    refuse_unsupported(checked)
+
+
+def _plan_of(options: dict[str, Any], device: torch.device) -> _Plan:
+    sharding = (options["sharding_strategy"] or ShardingStrategy.FULL_SHARD).value
+    ranks = ranks_of(options["process_group"], sharded=sharding.sharded)
+    return _Plan(ranks, device, None if sharding.reshard_after_forward else False)
+
+
+def _parameters_by_module(
+    root: nn.Module, chosen: Iterable[nn.Module], params: Sequence[ParamSites]
+) -> dict[nn.Module, list[ParamSites]]:
+    """Which of ``params`` each chosen module's unit owns, named from that module on."""
+    paths = {module: clean_name(path) for path, module in root.named_modules()}
+    by_path = {paths[module]: module for module in chosen}
+    by_name = {each.spec.name: each for each in params}
+    groups = group_parameters((each.spec for each in params), by_path)
+    return {
+        module: [by_name[spec.name].relative_to(path) for spec in groups[path]]
+        for path, module in by_path.items()
+    }
+
+
+def _replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put ``new`` wherever a module below ``root`` holds ``old``."""
+    for module in list(root.modules()):
+        if module is not new:
+            for name, child in module._modules.items():
+                if child is old:
+                    module._modules[name] = new
+
+
+def _add_wrapped_to_keys(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+    """Before a wrapper loads: what the plain model calls ``x`` is ``_fsdp_wrapped_module.x`` here."""
+    for key in [key for key in state if key.startswith(prefix)]:
+        rest = key[len(prefix) :]
+        if not rest.startswith(f"{WRAPPED}."):
+            state[f"{prefix}{WRAPPED}.{rest}"] = state.pop(key)

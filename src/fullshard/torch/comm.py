@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Communication between ranks: the one protocol that the engine speaks, and torch.distributed's.
+
+This is the only file of the engine that calls collectives. Every collective is asynchronous: the
+call returns a `Work`, its outputs may be read, and its inputs changed or freed, only after
+``wait()``. On CUDA ``wait()`` makes the current stream wait, not the host.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Comm", "Done", "ProcessGroupComm", "ReduceOp", "SoloComm", "Work", "rank_order_sum"]
+
+ReduceOp = Literal["sum", "max", "min"]
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Block (on CUDA: make the current stream wait) until the outputs are there."""
+
+    def is_completed(self) -> bool:
+        """True if ``wait()`` would not block."""
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """A group of ranks and what they can do together.
+
+    Each method is collective: all ranks of the group call it, in the same order, with tensors of the
+    same sizes and dtypes. A method takes a list of tensors (or pairs) that travel in one call.
+    """
+
+    rank: int
+    size: int
+
+    def duplicate(self) -> "Comm":
+        """A second communicator over the same ranks, whose calls need no order against this one's."""
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+        """For each (full, shard): write the shards of all ranks into ``full`` in rank order.
+
+        ``full`` is contiguous, with ``size`` times the elements of ``shard``.
+        """
+
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+        """For each (shard, full): ``shard`` gets the sum over ranks of its slice of ``full``."""
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+        """Replace every tensor by its sum, maximum or minimum over the ranks."""
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """Replace every tensor by that of rank ``source`` (counted in this group)."""
+
+    def reduce_scratch_bytes(self, full_bytes: int) -> int:
+        """Bytes a `reduce_scatter` of ``full_bytes`` holds, beside its tensors, until waited for."""
+
+
+def rank_order_sum(slices: Sequence[Tensor], out: Tensor) -> None:
+    """``out`` = the sum of ``slices``, added in rank order, low precision accumulated in fp32.
+
+    The fixed order makes a reduce reproducible bit by bit, on threads, processes and in a reference.
+    """
+    total = out
+    if out.dtype in (torch.bfloat16, torch.float16):
+        total = torch.empty_like(out, dtype=torch.float32)
+    total.copy_(slices[0])
+    for piece in slices[1:]:
+        total += piece
+    if total is not out:
+        out.copy_(total)
+
+
+class Done:
+    """The `Work` of something that was finished when it was issued."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def is_completed(self) -> bool:
+        """Always true."""
+        return True
+
+
+class SoloComm:
+    """A group of one rank: collectives are copies, or nothing."""
+
+    rank = 0
+    size = 1
+
+    def duplicate(self) -> "SoloComm":
+        """Itself: there is no order to keep."""
+        return self
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+        """Copy each shard to its full tensor."""
+        for full, shard in pairs:
+            full.copy_(shard)
+        return Done()
+
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+        """Copy each full tensor to its shard."""
+        for shard, full in pairs:
+            shard.copy_(full)
+        return Done()
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+        """Nothing to do: the sum over one rank."""
+        return Done()
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """Nothing to do: the source is this rank."""
+        return Done()
+
+    def reduce_scratch_bytes(self, full_bytes: int) -> int:
+        """None."""
+        return 0
+
+
+class _Pending:
+    """Several works of torch.distributed as one, and what is to be done with their results."""
+
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None):
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+# torch 2.13 renamed the tensor collectives and warns of the old names; 2.11 knows only those.
+_all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+class ProcessGroupComm:
+    """`Comm` over a process group of torch.distributed (NCCL, Gloo, ...)."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        # NCCL sums on its way; Gloo's reduce-scatter is an all-reduce underneath, which sends twice
+        # as much and adds in an order of its own. See [Note: Reduce by exchange].
+        self._by_exchange = dist.get_backend(group) != dist.Backend.NCCL
+
+    def duplicate(self) -> "ProcessGroupComm":
+        """Make a new process group of the same ranks (collective over those ranks alone)."""
+        ranks = dist.get_process_group_ranks(self.group)
+        group = dist.new_group(ranks, use_local_synchronization=len(ranks) < dist.get_world_size())
+        return ProcessGroupComm(group)
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+        """See `Comm.all_gather`."""
+        return _Pending(
+            [
+                _all_gather_tensor(full, shard, group=self.group, async_op=True)
+                for full, shard in pairs
+            ]
+        )
+
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+        """See `Comm.reduce_scatter`."""
+        if self._by_exchange:
+            return self._reduce_scatter_by_exchange(pairs)
+        return _Pending(
+            [
+                _reduce_scatter_tensor(shard, full, group=self.group, async_op=True)
+                for shard, full in pairs
+            ]
+        )
+
+    def _reduce_scatter_by_exchange(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+        # [Note: Reduce by exchange]
+        # Every rank sends slice r to rank r and adds what it gets itself: (N-1)/N of the buffer on
+        # the wire, the least possible, added in rank order, in fp32 for low precision. It costs a
+        # receive buffer as large as the input until the sum is taken.
+        received = [torch.empty_like(full) for _, full in pairs]
+        works = [
+            dist.all_to_all_single(into, full, group=self.group, async_op=True)
+            for into, (_, full) in zip(received, pairs, strict=True)
+        ]
+
+        def add_up() -> None:
+            for into, (shard, _) in zip(received, pairs, strict=True):
+                rank_order_sum(into.chunk(self.size), shard)
+            received.clear()
+
+        return _Pending(works, add_up)
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+        """See `Comm.all_reduce`."""
+        return _Pending(
+            [
+                dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self.group, async_op=True)
+                for tensor in tensors
+            ]
+        )
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """See `Comm.broadcast`."""
+        return _Pending(
+            [
+                dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
+                for tensor in tensors
+            ]
+        )
+
+    def reduce_scratch_bytes(self, full_bytes: int) -> int:
+        """A receive buffer of the input's size where the reduce is an exchange, else none."""
+        return full_bytes if self._by_exchange else 0

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule: pinned for a model of three units, and its laws for random ones."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.core.schedule import Event, Moment, Op, OpKind, Scheduler, UnitPolicy, compile_step
+from fullshard.core.strategy import Prefetch
+
+F_BEGIN, F_END = Moment.FORWARD_BEGIN, Moment.FORWARD_END
+B_BEGIN, B_END = Moment.BACKWARD_BEGIN, Moment.BACKWARD_END
+END = Event(Moment.STEP_END)
+
+
+def short(ops):
+    signs = {
+        OpKind.GATHER: "G",
+        OpKind.AWAIT_GATHER: "g",
+        OpKind.FREE: "F",
+        OpKind.REDUCE: "R",
+        OpKind.AWAIT_REDUCE: "r",
+    }
+    return " ".join(f"{signs[op.kind]}{op.unit}" for op in ops)
+
+
+def chain(count):
+    """A root (unit 0) without parameters of its own around units 1..count, one after the other."""
+    units = range(1, count + 1)
+    forward = [Event(moment, unit) for unit in units for moment in (F_BEGIN, F_END)]
+    backward = [Event(moment, unit) for unit in reversed(units) for moment in (B_BEGIN, B_END)]
+    return [Event(F_BEGIN, 0), *forward, Event(F_END, 0), Event(B_BEGIN, 0), *backward, END]
+
+
+POLICIES = {0: UnitPolicy(gathered=False, reduced=False)} | {n: UnitPolicy() for n in (1, 2, 3)}
+
+# One column an event: root, 1, /1, 2, /2, 3, /3, /root; backward root, 3, /3, 2, /2, 1, /1; end.
+PINNED = {
+    0: ["", "G1 g1", "F1", "G2 g2", "F2", "G3 g3", "F3", ""]
+    + ["", "G3 g3", "F3 R3", "G2 g2", "r3 F2 R2", "G1 g1", "r2 F1 R1", "r1"],
+    1: ["G1", "g1 G2", "F1", "g2 G3", "F2", "g3", "F3", ""]
+    + ["G3", "g3 G2", "F3 R3", "g2 G1", "r3 F2 R2", "g1", "r2 F1 R1", "r1"],
+    2: ["G1 G2", "g1 G3", "F1", "g2", "F2", "g3", "F3", ""]
+    + ["G3 G2", "g3 G1", "F3 R3", "g2", "r3 F2 R2", "g1", "r2 F1 R1", "r1"],
+}
+
+
+@pytest.mark.parametrize("depth", PINNED)
+def test_ops_of_three_units_are_pinned(depth):
+    ops = compile_step(chain(3), POLICIES, Prefetch(depth, depth))
+    assert [short(each) for each in ops] == PINNED[depth]
+
+
+@pytest.mark.parametrize("depth", PINNED)
+def test_the_first_step_foresees_backward_and_the_second_replays(depth):
+    scheduler = Scheduler(POLICIES, Prefetch(depth, depth))
+    first = [short(scheduler.on(event)) for event in chain(3)]
+    second = [short(scheduler.on(event)) for event in chain(3)]
+    assert first[:8] == PINNED[0][:8]
+    assert first[9:] == (PINNED[depth][9:] if depth < 1 else first[9:])
+    assert second == PINNED[depth]
+    assert scheduler.idle
+
+
+def test_without_resharding_units_stay_until_their_backward_is_over():
+    policies = {n: UnitPolicy(reshard_after_forward=False) for n in (1, 2)}
+    policies[0] = POLICIES[0]
+    ops = compile_step(chain(2), policies, Prefetch(1, 1))
+    assert [short(each) for each in ops] == (
+        ["G1", "g1 G2", "", "g2", "", "", "", "", "F2 R2", "", "r2 F1 R1", "r1"]
+    )
+
+
+def test_replicated_units_are_only_reduced():
+    policies = {n: UnitPolicy(gathered=False) for n in (1, 2)} | {0: POLICIES[0]}
+    ops = compile_step(chain(2), policies, Prefetch(1, 1))
+    assert [short(each) for each in ops if each] == ["R2", "r2 R1", "r1"]
+
+
+def test_another_order_falls_back_and_is_recorded_anew():
+    scheduler = Scheduler(POLICIES, Prefetch(1, 1))
+    for event in chain(3):
+        scheduler.on(event)
+    swapped = [Event(F_BEGIN, 0), *(Event(m, u) for u in (2, 1, 3) for m in (F_BEGIN, F_END))]
+    swapped += [Event(F_END, 0), Event(B_BEGIN, 0)]
+    swapped += [*(Event(m, u) for u in (3, 1, 2) for m in (B_BEGIN, B_END)), END]
+    fallen = [short(scheduler.on(event)) for event in swapped]
+    assert fallen[:6] == ["G1", "G2 g2", "F2", "g1", "F1", "G3 g3"]  # unit 1 was gathered ahead
+    assert scheduler.idle
+    again = [short(scheduler.on(event)) for event in swapped]
+    assert again == [short(ops) for ops in compile_step(swapped, POLICIES, Prefetch(1, 1))]
+
+
+def test_what_was_gathered_ahead_in_vain_is_freed_at_the_end():
+    scheduler = Scheduler(POLICIES, Prefetch(1, 1))
+    for event in chain(3):
+        scheduler.on(event)
+    cut = [Event(F_BEGIN, 0), Event(F_BEGIN, 1), Event(F_END, 1), Event(F_END, 0), END]
+    assert [short(scheduler.on(event)) for event in cut] == ["G1", "g1 G2", "F1", "", "g2 F2"]
+
+
+def test_a_unit_called_twice_is_gathered_for_each_call():
+    calls = [Event(m, 1) for _ in range(2) for m in (F_BEGIN, F_END)]
+    backward = [Event(B_BEGIN, 1), Event(Moment.BACKWARD_PAUSE, 1), *chain(1)[-3:]]
+    ops = compile_step([*calls, *backward], {1: UnitPolicy()}, Prefetch(1, 1))
+    assert [short(each) for each in ops] == (
+        ["G1 g1", "F1", "G1 g1", "F1", "G1 g1", "F1", "G1 g1", "F1 R1", "r1"]
+    )
+
+
+def test_recomputation_does_not_free_what_backward_needs_next():
+    events = [Event(B_BEGIN, 0), Event(F_BEGIN, 1), Event(F_END, 1), Event(B_BEGIN, 1)]
+    events += [Event(B_END, 1), END]
+    ops = compile_step(events, POLICIES, Prefetch(0, 0))
+    assert [short(each) for each in ops] == ["", "G1 g1", "", "", "F1 R1", "r1"]
+
+
+def test_bad_input():
+    with pytest.raises(ConfigurationError, match="forward must be a whole number of at least 0"):
+        Prefetch(forward=-1)
+    with pytest.raises(UsageError, match="unit 7 is not known"):
+        Scheduler(POLICIES, Prefetch()).on(Event(F_BEGIN, 7))
+
+
+# ---- laws -------------------------------------------------------------------------------------
+
+
+@st.composite
+def steps(draw):
+    """Random trees of units run in a random order, some twice: their events and policies."""
+    count = draw(st.integers(1, 7))
+    policies = {
+        unit: UnitPolicy(
+            gathered=draw(st.booleans()) or unit > 2,
+            reduced=draw(st.booleans()),
+            reshard_after_forward=draw(st.booleans()) and unit > 0,
+        )
+        for unit in range(count)
+    }
+    forward, backward = [], []
+
+    def visit(units):
+        if not units:
+            return
+        unit, rest = units[0], units[1:]
+        cut = draw(st.integers(0, len(rest)))
+        forward.append(Event(F_BEGIN, unit))
+        end_of_backward = Event(B_END, unit)
+        backward.insert(0, end_of_backward)
+        visit(rest[:cut])
+        forward.append(Event(F_END, unit))
+        backward.insert(0, Event(B_BEGIN, unit))
+        visit(rest[cut:])
+
+    visit(draw(st.permutations(range(count))))
+    return [*forward, *backward, END], policies
+
+
+prefetches = st.builds(Prefetch, st.integers(0, 3), st.integers(0, 3), st.integers(1, 2))
+
+
+def check_ops(events, ops_by_event, policies, prefetch):
+    """Carry the ops out on a model of the units and check every law on the way."""
+    gathering, full, reducing, open_units = set(), set(), [], []
+    gathers, frees = [], []
+    for event, ops in zip(events, ops_by_event, strict=True):
+        begins = event.moment in (F_BEGIN, B_BEGIN)
+        if begins:
+            open_units.append(event.unit)
+        elif event.moment in (F_END, B_END):
+            open_units.remove(event.unit)
+        for kind, unit in ops:
+            if kind is OpKind.GATHER:
+                assert unit not in gathering | full
+                gathering.add(unit)
+                gathers.append(unit)
+            elif kind is OpKind.AWAIT_GATHER:
+                assert unit in gathering
+                gathering.remove(unit)
+                full.add(unit)
+            elif kind is OpKind.FREE:
+                assert unit in full
+                full.remove(unit)
+                frees.append(unit)
+            elif kind is OpKind.REDUCE:
+                assert unit not in reducing
+                reducing.append(unit)
+                assert len(reducing) <= prefetch.reduces_in_flight
+            else:
+                reducing.remove(unit)
+        if begins and policies[event.unit].gathered:
+            assert event.unit in full, "a unit in use must be full"
+        kept = {u for u, policy in policies.items() if not policy.reshard_after_forward}
+        ahead = max(prefetch.forward, prefetch.backward)
+        assert len((gathering | full) - kept) <= len(set(open_units)) + ahead
+    assert sorted(gathers) == sorted(frees), "every gather has one free"
+    assert not gathering
+    assert not full
+    assert not reducing
+
+
+@given(steps(), prefetches)
+def test_laws_hold_for_compiled_steps(step, prefetch):
+    events, policies = step
+    check_ops(events, compile_step(events, policies, prefetch), policies, prefetch)
+
+
+@given(steps(), prefetches, st.data())
+def test_laws_hold_on_demand_in_replay_and_after_a_cut(step, prefetch, data):
+    events, policies = step
+    scheduler = Scheduler(policies, prefetch)
+    whole = [scheduler.on(event) for event in events]
+    check_ops(events, whole, policies, prefetch)
+    replayed = [tuple(scheduler.on(event)) for event in events]
+    assert replayed == list(compile_step(events, policies, prefetch))
+    cut = [*events[: data.draw(st.integers(1, len(events) - 1))], END]
+    check_ops(cut, [scheduler.on(event) for event in cut], policies, prefetch)
+    assert scheduler.idle
+
+
+@given(steps(), prefetches)
+def test_each_trainable_unit_is_reduced_once(step, prefetch):
+    events, policies = step
+    ops = [op for each in compile_step(events, policies, prefetch) for op in each]
+    for unit, policy in policies.items():
+        assert ops.count(Op(OpKind.REDUCE, unit)) == policy.reduced
+        assert ops.count(Op(OpKind.AWAIT_REDUCE, unit)) == policy.reduced

@@ -122,9 +122,9 @@ def parameter_numel(shape: Transformer) -> int:
 def training_flops_per_token(shape: Transformer, context: int) -> float:
     """FLOPs of forward and backward for one token at sequences of ``context`` tokens.
 
-    6 for every parameter that multiplies (an untied input embedding is looked up, not multiplied) plus
-    12 * layers * width * context for attention, as in PaLM (arXiv:2204.02311), appendix B. The causal
-    mask is not discounted and recomputation is not counted there, nor here.
+    6 for every parameter that multiplies (an untied input embedding is looked up, not multiplied)
+    plus 12 * layers * width * context for attention, as in PaLM (arXiv:2204.02311), appendix B. The
+    causal mask is not discounted and recomputation is not counted there, nor here.
     """
     multiplied = parameter_numel(shape)
     if not shape.tied:

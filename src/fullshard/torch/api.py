@@ -28,7 +28,6 @@ from fullshard.torch.modules import (
 from fullshard.torch.optim import clip_grad_norm_
 from fullshard.torch.options import (
     CPUOffload,
-    CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,

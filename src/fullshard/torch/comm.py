@@ -40,7 +40,10 @@ class Comm(Protocol):
     size: int
 
     def duplicate(self) -> "Comm":
-        """A second communicator over the same ranks, whose calls need no order against this one's."""
+        """A communicator over the same ranks whose calls may overlap with this one's.
+
+        May be this one where a further one cannot be had: calls keep one order over both.
+        """
 
     def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
         """For each (full, shard): write the shards of all ranks into ``full`` in rank order.
@@ -158,18 +161,27 @@ class ProcessGroupComm:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        # NCCL sums on its way; Gloo's reduce-scatter is an all-reduce underneath, which sends twice
-        # as much and adds in an order of its own. See [Note: Reduce by exchange].
+        # NCCL has collectives of its own; see [Note: Direct exchange] for the others.
         self._by_exchange = dist.get_backend(group) != dist.Backend.NCCL
+        self._tag = 0
 
     def duplicate(self) -> "ProcessGroupComm":
-        """Make a new process group of the same ranks (collective over those ranks alone)."""
+        """A new process group if this one spans the world, else itself.
+
+        A group of some ranks cannot be made by those ranks alone: ``new_group`` with
+        ``use_local_synchronization`` names it by how many groups each rank knows, and hangs when
+        they know different numbers (torch 2.13). Gathers and reduces then share a communicator,
+        which is correct, as all ranks issue them in one order, but overlaps less under NCCL.
+        """
+        if self.size < dist.get_world_size():
+            return self
         ranks = dist.get_process_group_ranks(self.group)
-        group = dist.new_group(ranks, use_local_synchronization=len(ranks) < dist.get_world_size())
-        return ProcessGroupComm(group)
+        return ProcessGroupComm(dist.new_group(ranks))
 
     def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
         """See `Comm.all_gather`."""
+        if self._by_exchange:
+            return self._all_gather_by_exchange(pairs)
         return _Pending(
             [
                 _all_gather_tensor(full, shard, group=self.group, async_op=True)
@@ -188,23 +200,51 @@ class ProcessGroupComm:
             ]
         )
 
+    # [Note: Direct exchange]
+    # Gloo's all-gather goes through a flat buffer of its own, twice the memory and a copy, and its
+    # reduce-scatter is an all-reduce underneath, which sends twice what is needed and adds in an
+    # order of its own. So ranks send each other slices directly: a gather receives every slice in
+    # its place; a reduce receives the other ranks' parts of this rank's slice and adds them in rank
+    # order, in fp32 for low precision. Both send (N-1)/N of the buffer, the least possible.
+
+    def _all_gather_by_exchange(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+        works: list[dist.Work] = []
+        for full, shard in pairs:
+            slices = full.chunk(self.size)
+            slices[self.rank].copy_(shard)
+            works += self._exchange([shard] * self.size, slices)
+        return _Pending(works)
+
     def _reduce_scatter_by_exchange(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
-        # [Note: Reduce by exchange]
-        # Every rank sends slice r to rank r and adds what it gets itself: (N-1)/N of the buffer on
-        # the wire, the least possible, added in rank order, in fp32 for low precision. It costs a
-        # receive buffer as large as the input until the sum is taken.
-        received = [torch.empty_like(full) for _, full in pairs]
-        works = [
-            dist.all_to_all_single(into, full, group=self.group, async_op=True)
-            for into, (_, full) in zip(received, pairs, strict=True)
-        ]
+        works: list[dist.Work] = []
+        sums: list[tuple[list[Tensor], Tensor]] = []
+        for shard, full in pairs:
+            slices = full.chunk(self.size)
+            parts = [
+                slices[rank] if rank == self.rank else torch.empty_like(shard)
+                for rank in range(self.size)
+            ]
+            works += self._exchange(slices, parts)
+            sums.append((parts, shard))
 
         def add_up() -> None:
-            for into, (shard, _) in zip(received, pairs, strict=True):
-                rank_order_sum(into.chunk(self.size), shard)
-            received.clear()
+            for parts, shard in sums:
+                rank_order_sum(parts, shard)
+            sums.clear()
 
         return _Pending(works, add_up)
+
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[dist.Work]:
+        """Send ``outgoing[r]`` to each other rank r, receive ``incoming[r]`` from it."""
+        self._tag += 1  # several exchanges may be under way between two ranks
+        works = []
+        for step in range(1, self.size):
+            target, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            works += [
+                dist.irecv(incoming[source], group=self.group, group_src=source, tag=self._tag),
+                dist.isend(outgoing[target], group=self.group, group_dst=target, tag=self._tag),
+            ]
+        return [work for work in works if work is not None]
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
         """See `Comm.all_reduce`."""
@@ -225,5 +265,5 @@ class ProcessGroupComm:
         )
 
     def reduce_scratch_bytes(self, full_bytes: int) -> int:
-        """A receive buffer of the input's size where the reduce is an exchange, else none."""
-        return full_bytes if self._by_exchange else 0
+        """The other ranks' parts of this rank's slice where the reduce is an exchange, else none."""
+        return full_bytes * (self.size - 1) // self.size if self._by_exchange else 0

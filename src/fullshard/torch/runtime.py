@@ -64,9 +64,15 @@ class _Call:
 
     def watch_outputs(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
-            tensor.register_hook(self._on_output_gradient)
+            # One unit's output is the next one's input. Hooks of a tensor run before those of the
+            # node that made it, so that the next unit is over before this one begins.
+            node = tensor.grad_fn
+            if node is None:
+                tensor.register_hook(self._on_output_gradient)
+            else:
+                node.register_prehook(self._on_output_gradient)
 
-    def _on_output_gradient(self, _grad: Tensor) -> None:
+    def _on_output_gradient(self, _grads: object) -> None:
         if not self.begun:
             self.begun = True
             self._to_come = self.watched

@@ -44,6 +44,18 @@ class Ranks:
         """How many ranks contribute to a gradient."""
         return self.gather.size * self.replicas.size
 
+    @property
+    def first(self) -> bool:
+        """True on the one rank that speaks for all, and writes files."""
+        return self.gather.rank == 0 and self.replicas.rank == 0
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """True on every rank if ``flag`` is true on one of them. Collective."""
+        raised = torch.tensor(float(flag), device=device)
+        for comm in (self.gather, self.replicas):
+            comm.all_reduce([raised], "max").wait()
+        return bool(raised.item())
+
 
 class UnitState(Enum):
     """What a unit has in memory beside its shard."""
@@ -106,8 +118,9 @@ class Unit:
         self._full = self._shard
         if not self.resident:
             self._full = FlatBuffer(self.layout.segments, device, full=True)
-            self._full.release()
         self.full = [self._make_full(i) for i in range(len(self.params))]
+        if not self.resident:
+            self._full.release()
         self._grads: FlatBuffer | None = None
         self._grad_views: dict[int, Tensor] = {}
         self._delivered: set[int] = set()
@@ -260,7 +273,9 @@ class Unit:
     def _fill(self) -> None:
         self.await_reduce()  # a gradient that comes late must not touch a buffer under way
         self._move("fill")
-        if self._grads is None:
+        if self._grads is not None:
+            self._grads.allocate()
+        else:
             self._grads = FlatBuffer(self._trainable, self.device, full=True)
             self._grad_views = {
                 index: self._grads.flats[place.grad_number][
@@ -269,7 +284,6 @@ class Unit:
                 for index, place in enumerate(self._places)
                 if place.grad_number >= 0
             }
-        self._grads.allocate()
 
     def _zero_what_did_not_come(self, grads: FlatBuffer) -> None:
         for segment, flat in zip(self._trainable, grads.flats, strict=True):

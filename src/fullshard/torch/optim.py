@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers over sharded parameters: which are refused, what they hold, and gradient clipping.
+
+[Note: Looking at optimizers]
+An optimizer that was created before the model was sharded holds parameters which nothing uses any
+more: it would train nothing, in silence. And one that needs whole tensors must not see spans. So from
+the first sharding on, every optimizer is looked at when it steps: once, and again when its parameters
+or the set of sharded parameters have changed since.
+"""
+
+import itertools
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.torch.parameter import ShardedParameter
+
+__all__ = [
+    "NEEDS_WHOLE_TENSORS",
+    "clip_grad_norm_",
+    "mark_replaced",
+    "name_of_replacement",
+    "optimizer_state_bytes",
+]
+
+NEEDS_WHOLE_TENSORS = {
+    "Adafactor",
+    "DistributedShampoo",
+    "KFAC",
+    "LBFGS",
+    "Lamb",
+    "LAMB",
+    "LARS",
+    "Muon",
+    "SOAP",
+    "Shampoo",
+}
+"""Classes of optimizers, by name, that use rows, matrices or the geometry of whole parameters. Others
+of their kind are stopped by the operations that they call on a `ShardedParameter`."""
+
+_MARK = "_fullshard_replaced_as"
+_CHECKED = "_fullshard_checked"
+
+_replacements = itertools.count(1)
+_last_replacement = 0
+_watching = False
+_lock = threading.Lock()
+
+
+def mark_replaced(original: nn.Parameter, name: str) -> None:
+    """Note on ``original`` that a sharded parameter has taken its place under ``name``.
+
+    The first call begins to watch optimizers, see [Note: Looking at optimizers].
+    """
+    global _last_replacement, _watching
+    setattr(original, _MARK, name)
+    with _lock:
+        _last_replacement = next(_replacements)
+        if not _watching:
+            register_optimizer_step_pre_hook(_look_at)
+            _watching = True
+
+
+def name_of_replacement(param: Tensor | None) -> str | None:
+    """The name given to `mark_replaced`, None for a parameter that was not replaced."""
+    return getattr(param, _MARK, None)
+
+
+def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise, before anything has changed, if ``optimizer`` cannot work on what it holds."""
+    groups = optimizer.param_groups
+    seen = (_last_replacement, sum(len(group["params"]) for group in groups))
+    if getattr(optimizer, _CHECKED, None) == seen:
+        return
+    kind = type(optimizer).__name__
+    params = [param for group in groups for param in group["params"]]
+    for param in params:
+        name = name_of_replacement(param)
+        if name is not None:
+            raise UsageError(
+                f"{kind} was created before the model was sharded: its parameter {name!r} has been "
+                "replaced, and stepping would train nothing. Create the optimizer afterwards, "
+                "from the sharded model's parameters()"
+            )
+    sharded = next((param for param in params if isinstance(param, ShardedParameter)), None)
+    names = {cls.__name__ for cls in type(optimizer).__mro__} & NEEDS_WHOLE_TENSORS
+    if sharded is not None and names:
+        raise NotSupportedError(
+            f"{kind} needs whole tensors ({', '.join(sorted(names))}), but "
+            f"{sharded.ownership.name!r} is sharded by element. Use an elementwise optimizer (SGD, "
+            "Adam, AdamW, Adagrad, RMSprop, ...), or keep the parameters whole with NO_SHARD outside "
+            "fullshard"
+        )
+    setattr(optimizer, _CHECKED, seen)
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Scale the gradients so that their global norm is at most ``max_norm``.
+
+    Returns the norm before clipping, the same on every rank. Gradients of plain parameters count
+    once: every rank is taken to have the same. Collective. The same as `torch.nn.utils`' function.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+
+
+def optimizer_state_bytes(optimizer: Optimizer) -> int:
+    """Bytes that this rank holds as state of ``optimizer``: spans, and plain tensors as they are."""
+    return sum(
+        _bytes_of(value)
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    held = tensor.local if isinstance(tensor, ShardedParameter) else tensor
+    return held.numel() * held.element_size()

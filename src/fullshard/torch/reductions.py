@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms and truth values over whole parameters, of which each rank sees one span.
+
+[Note: Norms across ranks]
+A p-norm is (sum of |x|^p)^(1/p). Each rank takes the norm of its span with torch's own kernel, and the
+ranks add the p-th powers in fp64, so that nothing overflows which the norm itself would not. All
+tensors of a call travel in one all-reduce per communicator; its result, and so the norm, has the same
+bits on every rank. Order 0 adds counts, inf and -inf take the extreme. The maximum of a NaN and
+a number is not the same in every backend, so NaNs travel beside the extremes as flags.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard.torch.ownership import Ownership
+
+__all__ = ["GlobalScalar", "global_norms", "global_truth"]
+
+
+class GlobalScalar(torch.Tensor):
+    """A number that every rank has: a plain 0-dim tensor that also answers ``full_tensor()``.
+
+    Small results (0-dim and 1-d) of torch functions on it are of the same type, so that the total
+    norm which torch computes from the norms of parameters is one too.
+    """
+
+    def full_tensor(self) -> Tensor:
+        """The same number as a plain tensor; nothing is communicated."""
+        return self.as_subclass(torch.Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as a plain tensor, so that any reader can load it."""
+        return self.full_tensor().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func``; keep the type of small new tensors and leave all else as it comes."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if (
+            type(result) is torch.Tensor
+            and func is not torch.Tensor.as_subclass
+            and result.dim() <= 1
+            and not any(result is arg for arg in args)
+        ):
+            return result.as_subclass(cls)
+        return result
+
+
+def global_norms(
+    parts: Sequence[tuple[Tensor, Ownership | None]],
+    order: float,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """The norm of order ``order`` of each whole tensor; see [Note: Norms across ranks].
+
+    ``parts`` are (tensor, None) for what every rank has whole, and (span, ownership) otherwise.
+    Returns 0-dim tensors of ``dtype``, by default the real dtype of each part. Collective over the
+    communicators of the parts.
+    """
+    norms: list[Tensor | None] = [None] * len(parts)
+    by_comm: dict[int, list[int]] = {}
+    for i, (tensor, ownership) in enumerate(parts):
+        if ownership is None or ownership.comm.size == 1:
+            norms[i] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+        else:
+            by_comm.setdefault(id(ownership.comm), []).append(i)
+    for indices in by_comm.values():
+        ownership = parts[indices[0]][1]
+        assert ownership is not None
+        locals_ = [parts[i][0] for i in indices]
+        totals = _combine(_local_norms(locals_, order), order, ownership)
+        for i, local, total in zip(indices, locals_, totals.unbind(), strict=True):
+            norms[i] = total.to(dtype or local.dtype.to_real())
+    return [norm.as_subclass(GlobalScalar) for norm in norms if norm is not None]
+
+
+def _local_norms(locals_: Sequence[Tensor], order: float) -> Tensor:
+    """The norms of the spans as one fp64 vector; an empty span gives what does not count."""
+    nothing = math.inf if order == -math.inf or -math.inf < order < 0 else 0.0
+    norms = torch.full((len(locals_),), nothing, dtype=torch.float64, device=locals_[0].device)
+    for i, local in enumerate(locals_):
+        if local.numel():
+            # low precision is rounded once, at the end
+            wide = torch.float32 if local.dtype in (torch.bfloat16, torch.float16) else None
+            norms[i] = torch.linalg.vector_norm(local, order, dtype=wide)
+    return norms
+
+
+def _combine(norms: Tensor, order: float, ownership: Ownership) -> Tensor:
+    comm = ownership.comm
+    if math.isinf(order):
+        sign = math.copysign(1.0, order)
+        extremes = torch.stack([norms.nan_to_num(math.inf, posinf=math.inf) * sign, norms.isnan()])
+        comm.all_reduce([extremes], "max").wait()
+        return torch.where(extremes[1] > 0, math.nan, extremes[0] * sign)
+    if order not in (0, 1):
+        norms = norms.pow(order)
+    comm.all_reduce([norms]).wait()
+    return norms if order in (0, 1) else norms.pow(1 / order)
+
+
+def global_truth(local: Tensor, ownership: Ownership, *, every: bool) -> Tensor:
+    """``all`` (``every``) or ``any`` over the whole parameter, as a 0-dim bool. Collective."""
+    mine = local.all() if every else local.any()
+    votes = mine.to(torch.int32).reshape(1)
+    ownership.comm.all_reduce([votes], "min" if every else "max").wait()
+    return votes[0].bool().as_subclass(GlobalScalar)

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+from hypothesis import settings
+from support.gloo_world import GlooWorld
+
+settings.register_profile("fullshard", deadline=None, derandomize=True)
+settings.load_profile("fullshard")
+
+
+@pytest.fixture(scope="session")
+def gloo_world():
+    world = GlooWorld()
+    yield world
+    world.close()
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Ranks are threads here: more threads inside each would only fight over the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine does when: op sequences, counted collectives, and steps that are not textbook."""
+
+from collections import Counter
+
+import pytest
+import torch
+from support.models import loss_of, make, make_batches
+from support.stack import WIDTH, Stack, shard_stack, step
+from support.training import shard
+from torch import nn
+
+from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.torch import FullyShardedDataParallel, fully_shard, set_prefetch, tracing
+from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.runtime import managed_unit_of
+from fullshard.torch.unit import UnitState
+
+SIGNS = {
+    "gather": "G",
+    "await_gather": "g",
+    "free": "F",
+    "fill": "+",
+    "reduce": "R",
+    "await_reduce": "r",
+}
+
+
+def ops_of(trace):
+    return " ".join(SIGNS[r.op] + r.unit.removeprefix("blocks.") for r in trace)
+
+
+# A root without parameters around blocks 0, 1, 2; forward, then backward.
+PINNED = {
+    0: "G0 g0 F0 G1 g1 F1 G2 g2 F2"
+    " G2 g2 +2 F2 R2 G1 g1 +1 r2 F1 R1 G0 g0 +0 r1 F0 R0 r0",
+    1: "G0 g0 G1 F0 g1 G2 F1 g2 F2"
+    " G2 g2 G1 +2 F2 R2 g1 G0 +1 r2 F1 R1 g0 +0 r1 F0 R0 r0",
+    2: "G0 G1 g0 G2 F0 g1 F1 g2 F2"
+    " G2 G1 g2 G0 +2 F2 R2 g1 +1 r2 F1 R1 g0 +0 r1 F0 R0 r0",
+}
+
+
+@pytest.mark.parametrize("depth", PINNED)
+def test_ops_of_a_step_are_pinned(depth):
+    def body(comm):
+        model = shard_stack(comm, layers=3)
+        set_prefetch(model, depth, depth)
+        step(model)
+        with tracing(model) as trace:
+            step(model)
+        return ops_of(trace)
+
+    assert LocalWorld(2).run(body) == [PINNED[depth]] * 2
+
+
+class CountingComm:
+    """A comm that counts the collectives issued through it and its duplicates."""
+
+    def __init__(self, comm, counts):
+        self.__dict__.update(comm=comm, counts=counts, rank=comm.rank, size=comm.size)
+
+    def duplicate(self):
+        return CountingComm(self.comm.duplicate(), self.counts)
+
+    def __getattr__(self, name):
+        method = getattr(self.comm, name)
+
+        def counted(*args, **kwargs):
+            self.counts[name] += 1
+            return method(*args, **kwargs)
+
+        return counted if name in ("all_gather", "reduce_scatter", "all_reduce") else method
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ("FULL_SHARD", {"all_gather": 5, "reduce_scatter": 3}),
+        ("SHARD_GRAD_OP", {"all_gather": 3, "reduce_scatter": 3}),
+        ("NO_SHARD", {"all_reduce": 3}),
+    ],
+)
+def test_collectives_of_a_step_are_counted(strategy, expected):
+    """GPT: two blocks and a root, which is gathered once as backward needs it at once."""
+
+    def body(comm):
+        counts = Counter()
+        model = shard(make("gpt"), "gpt", CountingComm(comm, counts), strategy=strategy)
+        for inputs, targets in make_batches("gpt", 2, 2):
+            counts.clear()
+            loss_of(model(inputs), targets).backward()
+        return dict(counts)
+
+    assert LocalWorld(2).run(body) == [expected] * 2
+
+
+def test_modules_show_sharded_parameters_outside_of_forward_and_backward():
+    def body(comm):
+        model = shard(make("gpt"), "gpt", comm, door="function")
+        shown = [type(p).__name__ for p in model.parameters()]
+        inputs, targets = make_batches("gpt", 1, 2)[0]
+        inside = []
+        model.blocks[0].register_forward_pre_hook(
+            lambda m, _: inside.append((type(m.attention.out.weight), m.attention.out.weight.shape))
+        )
+        loss = loss_of(model(inputs), targets)
+        shown += [type(p).__name__ for p in model.parameters()]
+        loss.backward()
+        shown += [type(p).__name__ for p in model.parameters()]
+        return set(shown), inside
+
+    for shown, inside in LocalWorld(2).run(body):
+        assert shown == {"ShardedParameter"}
+        assert inside == [(nn.Parameter, (12, 12))]
+
+
+def gradients(model):
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def plain_gradients(name, forwards):
+    """Gradients of one process for the sum of the losses of ``forwards`` batches."""
+    model = make(name)
+    for inputs, targets in forwards:
+        loss_of(model(inputs), targets).backward()
+    return {key: p.grad for key, p in model.named_parameters()}
+
+
+def assert_equal_gradients(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)
+
+
+def run_sharded(name, body, world=2, **how):
+    """The same data on every rank, so that the average over ranks is one process's gradient."""
+    return LocalWorld(world).run(lambda comm: body(shard(make(name), name, comm, **how)))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("name", ["gpt", "nested", "twice"])
+def test_gradients_accumulate_over_backwards(name, strategy):
+    batches = make_batches(name, 3, 2)
+
+    def body(model):
+        for inputs, targets in batches:
+            loss_of(model(inputs), targets).backward()
+        return gradients(model)
+
+    for found in run_sharded(name, body, strategy=strategy):
+        assert_equal_gradients(found, plain_gradients(name, batches))
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_two_forwards_before_two_backwards(strategy):
+    batches = make_batches("nested", 2, 2)
+
+    def body(model):
+        for _ in range(2):
+            model.zero_grad()
+            losses = [loss_of(model(inputs), targets) for inputs, targets in batches]
+            for loss in losses:
+                loss.backward()
+        return gradients(model)
+
+    for found in run_sharded("nested", body, strategy=strategy):
+        assert_equal_gradients(found, plain_gradients("nested", batches))
+
+
+def test_backward_twice_through_a_retained_graph():
+    batch = make_batches("nested", 1, 2)[0]
+
+    def body(model):
+        loss = loss_of(model(batch[0]), batch[1])
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    for found in run_sharded("nested", body):
+        assert_equal_gradients(found, plain_gradients("nested", [batch, batch]))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_and_within_steps(mode):
+    batches = make_batches("gpt", 2, 2)
+
+    def body(model):
+        outputs = []
+        for inputs, targets in batches:
+            with mode():
+                outputs.append(model(inputs).clone())
+            loss = loss_of(model(inputs), targets)
+            with mode():
+                model(inputs)
+            loss.backward()
+        with mode():
+            model(inputs)
+        states = {m.unit.state for m in map(managed_unit_of, model.modules()) if m}
+        return outputs, gradients(model), states
+
+    for outputs, found, states in run_sharded("gpt", body):
+        assert_equal_gradients(found, plain_gradients("gpt", batches))
+        assert states == {UnitState.RESTING}
+        for output, (inputs, _) in zip(outputs, batches, strict=True):
+            torch.testing.assert_close(output, make("gpt")(inputs).detach())
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_forward_without_backward_does_not_leave_stale_parameters(strategy):
+    """Parameters kept for a backward that never comes must not survive the optimizer's step."""
+    batch = make_batches("gpt", 1, 2)[0]
+
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss_of(model(batch[0]), batch[1]).backward()
+        model(batch[0])
+        optimizer.step()
+        return loss_of(model(batch[0]), batch[1]).item()
+
+    expected = train(make("gpt"))
+    for found in run_sharded("gpt", train, strategy=strategy):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+def test_a_good_step_after_an_exception_in_the_middle_of_one(where, door):
+    batch = make_batches("gpt", 1, 2)[0]
+
+    class Boom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            if where == "forward":
+                raise ZeroDivisionError
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, _grad):
+            raise ZeroDivisionError
+
+    def body(model):
+        loss_of(model(batch[0]), batch[1]).backward()
+        model.zero_grad()
+        handle = model.blocks[0].register_forward_hook(lambda m, i, output: Boom.apply(output))
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model(batch[0]), batch[1]).backward()
+        handle.remove()
+        model.zero_grad()
+        loss_of(model(batch[0]), batch[1]).backward()
+        return gradients(model)
+
+    for found in run_sharded("gpt", body, door=door):
+        assert_equal_gradients(found, plain_gradients("gpt", [batch]))
+
+
+def test_an_unused_unit_on_one_rank_counts_as_zero_and_hangs_nothing():
+    class Choice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.left, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x, use):
+            x = self.first(x)
+            left = self.left(x)
+            return self.last(x + left if use else x)
+
+    torch.manual_seed(0)
+    plain = Choice()
+    state = plain.state_dict()
+    for use in (True, False):
+        plain(torch.ones(1, 4), use).sum().backward()
+    expected = {name: p.grad / 2 for name, p in plain.named_parameters()}
+
+    def body(comm):
+        model = Choice()
+        model.load_state_dict(state)
+        for child in (model.first, model.left, model.last):
+            fully_shard(child, mesh=comm)
+        fully_shard(model, mesh=comm)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(1, 4), use=comm.rank == 0).sum().backward()
+        return gradients(model)
+
+    for found in LocalWorld(2).run(body):
+        assert_equal_gradients(found, expected)
+
+
+def test_frozen_parameters_have_no_gradients_and_units_of_them_no_reduce():
+    batch = make_batches("gpt", 1, 2)[0]
+
+    def freeze(model):
+        model.requires_grad_(False)
+        model.blocks[0].attention.qkv.requires_grad_(True)
+        return model
+
+    plain = freeze(make("gpt"))
+    loss_of(plain(batch[0]), batch[1]).backward()
+
+    def body(comm):
+        counts = Counter()
+        model = shard(freeze(make("gpt")), "gpt", CountingComm(comm, counts))
+        loss_of(model(batch[0]), batch[1]).backward()
+        reduces = counts["reduce_scatter"]
+        bytes_of_grads = managed_unit_of(model.blocks[1]).unit.layout.grad_shard_bytes
+        return (
+            reduces,
+            bytes_of_grads,
+            {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None},
+        )
+
+    for reduces, bytes_of_grads, found in LocalWorld(2).run(body):
+        assert (reduces, bytes_of_grads) == (1, 0)
+        assert_equal_gradients(
+            found, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        )
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_in_and_around_units(reentrant):
+    checkpoint = torch.utils.checkpoint.checkpoint
+    inputs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def run(model):
+        x = inputs.clone().requires_grad_()
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        x.square().mean().backward()
+        return model
+
+    torch.manual_seed(0)
+    plain = Stack()
+    state = {k: v.clone() for k, v in plain.state_dict().items()}
+    run(plain)
+
+    class Around(nn.Module):
+        """Calls what it is given, so that the recomputed units have a root."""
+
+        def __init__(self, stack):
+            super().__init__()
+            self.stack = stack
+
+        def forward(self, function):
+            return function(self.stack)
+
+    def body(comm):
+        stack = Stack()
+        stack.load_state_dict(state)
+        for block in stack.blocks:
+            fully_shard(block, mesh=comm)
+        model = fully_shard(Around(stack), mesh=comm)
+        for _ in range(2):
+            stack.zero_grad()
+            x = inputs.clone().requires_grad_()
+
+            def forward(stack, x=x):
+                for block in stack.blocks:
+                    x = checkpoint(block, x, use_reentrant=reentrant)
+                return x
+
+            model(forward).square().mean().backward()
+        return gradients(stack)
+
+    for found in LocalWorld(2).run(body):
+        assert_equal_gradients(found, {n: p.grad for n, p in plain.named_parameters()})
+
+
+def test_prefetch_cannot_change_in_the_middle_of_a_step():
+    def body(comm):
+        model = shard_stack(comm)
+        loss = model(torch.ones(2, WIDTH)).sum()
+        with pytest.raises(UsageError, match="only be changed between steps"):
+            set_prefetch(model, 2, 2)
+        with pytest.raises(UsageError, match="only be changed between steps"):
+            model.set_reshard_after_forward(False)
+        loss.backward()
+        with pytest.raises(ConfigurationError, match="forward must be a whole number"):
+            set_prefetch(model, -1)
+        model.set_reshard_after_forward(False)
+        with tracing(model) as trace:
+            step(model)
+        return trace.count("gather")
+
+    assert LocalWorld(2).run(body) == [4, 4]
+
+
+def test_a_sharded_child_used_alone_joins_a_larger_model_later():
+    def body(comm):
+        stack = shard_stack(comm)
+        step(stack)
+        larger = FullyShardedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), stack), comm)
+        step(larger)
+        with tracing(larger) as trace:
+            step(larger)
+        return {record.unit for record in trace}
+
+    expected = {"(root)", *(f"1.blocks.{i}" for i in range(4))}
+    assert LocalWorld(2).run(body) == [expected] * 2
+
+

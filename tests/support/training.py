@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few training steps: sharded over ranks, in one process, and as a reference that sums as ranks do."""
+
+from dataclasses import dataclass
+
+import torch
+from support.models import CASES, loss_of, make, make_batches
+from torch import nn
+
+from fullshard.core.layout import lay_out
+from fullshard.core.spec import ParamSpec
+from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard, set_prefetch
+
+STEPS = 5
+MAX_NORM = 0.25
+LEARNING_RATE = 1e-2
+
+
+@dataclass(frozen=True)
+class Run:
+    losses: list[float]
+    norms: list[float]
+    params: dict[str, torch.Tensor]
+
+
+def shard(model, name, comm, strategy="FULL_SHARD", door="wrapper", prefetch=1):
+    """Shard ``model`` over the ranks of ``comm`` (a Comm or process group) by one of the doors."""
+    if door == "wrapper":
+        chosen = {model.get_submodule(path) for path in CASES[name].units}
+        wrapped = FullyShardedDataParallel(
+            model,
+            comm,
+            ShardingStrategy[strategy],
+            auto_wrap_policy=_choose(chosen),
+        )
+    else:
+        reshard = None if strategy == "FULL_SHARD" else False
+        for path in CASES[name].units:
+            fully_shard(model.get_submodule(path), mesh=comm, reshard_after_forward=reshard)
+        wrapped = fully_shard(model, mesh=comm, reshard_after_forward=reshard)
+    set_prefetch(wrapped, prefetch, prefetch)
+    return wrapped
+
+
+def _choose(chosen):
+    def policy(module, recurse, nonwrapped_numel):
+        return True if recurse else module in chosen
+
+    return policy
+
+
+def train_sharded(comm, name, dtype, **how):
+    """Train on this rank's part of the batches; losses are averaged over the ranks."""
+    model = shard(make(name, dtype), name, comm, **how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    losses, norms = [], []
+    rank, size = (comm.rank(), comm.size()) if callable(comm.rank) else (comm.rank, comm.size)
+    for inputs, targets in make_batches(name, STEPS, 2 * size, dtype):
+        part = slice(2 * rank, 2 * rank + 2)
+        loss = loss_of(model(inputs[part]), targets[part])
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    params = {key: p.full_tensor().detach().clone() for key, p in model.named_parameters()}
+    return Run(losses, norms, params)
+
+
+def mean_losses(runs):
+    """Losses averaged over ranks, step by step."""
+    return [sum(losses) / len(runs) for losses in zip(*(run.losses for run in runs), strict=True)]
+
+
+def train_plain(name, dtype, world):
+    """One process, the whole batch at once, torch's own everything."""
+    model = make(name, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    losses, norms = [], []
+    for inputs, targets in make_batches(name, STEPS, 2 * world, dtype):
+        loss = loss_of(model(inputs), targets)
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Run(losses, norms, {key: p.detach() for key, p in model.named_parameters()})
+
+
+def train_split(name, dtype, world, sharded=True):
+    """One process that takes each rank's part of the batch in turn and sums in rank order."""
+    model = make(name, dtype)
+    spans = _spans(model, name, world if sharded else 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    losses, norms = [], []
+    for inputs, targets in make_batches(name, STEPS, 2 * world, dtype):
+        sums, step_losses = None, []
+        for rank in range(world):
+            part = slice(2 * rank, 2 * rank + 2)
+            loss = loss_of(model(inputs[part]), targets[part])
+            params = list(model.parameters())
+            grads = torch.autograd.grad(loss, params, allow_unused=True)
+            grads = [
+                torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)
+            ]
+            sums = grads if sums is None else [s + g for s, g in zip(sums, grads, strict=True)]
+            step_losses.append(loss.item())
+        for (_, param), total in zip(model.named_parameters(), sums, strict=True):
+            param.grad = total / world
+        norms.append(_clip_by_spans(model, spans).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(step_losses) / world)
+    return Run(losses, norms, {key: p.detach() for key, p in model.named_parameters()})
+
+
+def _spans(model, name, shards):
+    """For each parameter the spans of the ranks, as the layout of its unit cuts it."""
+    units = [*CASES[name].units, ""]
+    spans = {}
+    for path in sorted(units, key=len, reverse=True):
+        below = model.get_submodule(path)
+        prefix = f"{path}." if path else ""
+        mine = [
+            ParamSpec(prefix + key, tuple(p.shape), str(p.dtype)[6:])
+            for key, p in below.named_parameters()
+            if prefix + key not in spans
+        ]
+        for segment, slot in lay_out(mine, shards):
+            spans[slot.spec.name] = segment.spans(slot)
+    return spans
+
+
+def _clip_by_spans(model, spans):
+    """What clip_grad_norm_ does, each parameter's norm taken from the norms of its spans."""
+    norms = []
+    for key, param in model.named_parameters():
+        flat = param.grad.reshape(-1)
+        parts = [torch.linalg.vector_norm(flat[s.start : s.stop]) for s in spans[key]]
+        if len(parts) == 1:
+            norms.append(parts[0])
+            continue
+        squares = sum(part.double() ** 2 for part in parts)
+        norms.append((squares**0.5).to(param.dtype))
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    scale = torch.clamp(MAX_NORM / (total + 1e-6), max=1.0)
+    for param in model.parameters():
+        param.grad.mul_(scale)
+    return total

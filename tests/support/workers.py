@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that tests run on the ranks of a `support.gloo_world.GlooWorld`."""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from support.stack import WIDTH, shard_stack
+
+from fullshard.torch.comm import ProcessGroupComm
+
+
+def collectives_on_group(group):
+    return collectives(ProcessGroupComm(group))
+
+
+def collectives(comm):
+    """One of each, with values that tell the ranks apart."""
+    full, shard = torch.empty(2 * comm.size), torch.tensor([1.0, 2.0]) + 10 * comm.rank
+    comm.all_gather([(full, shard)]).wait()
+    part = torch.empty(2)
+    comm.duplicate().reduce_scatter([(part, full)]).wait()
+    extremes = [torch.tensor(float(comm.rank)), torch.tensor(-float(comm.rank))]
+    comm.all_reduce(extremes, "max").wait()
+    sent = torch.tensor([comm.rank])
+    comm.broadcast([sent], source=comm.size - 1).wait()
+    return full.tolist(), part.tolist(), [e.item() for e in extremes], sent.item()
+
+
+def copies_in_forward(group):
+    """How many elements were copied in a forward under the profiler, op by op."""
+    model = shard_stack(group)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.no_grad(), torch.profiler.profile(activities=cpu, record_shapes=True) as profile:
+        model(torch.ones(2, WIDTH))
+    return [
+        torch.Size(event.input_shapes[0]).numel()
+        for event in profile.events()
+        if event.name in ("aten::copy_", "aten::clone", "aten::cat", "aten::_to_copy")
+    ]
+
+
+def bandwidth(group, numel):
+    """Seconds for a gather and a reduce: ours and torch.distributed's own, in turn."""
+    comm = ProcessGroupComm(group)
+    full, shard = torch.ones(numel), torch.ones(numel // comm.size)
+    ways = {
+        "gather": lambda: comm.all_gather([(full, shard)]).wait(),
+        "torch gather": lambda: dist.all_gather_single(full, shard, group=group),
+        "reduce": lambda: comm.reduce_scatter([(shard, full)]).wait(),
+        "torch reduce": lambda: dist.reduce_scatter_single(shard, full, group=group),
+    }
+    seconds = {name: [] for name in ways}
+    for _ in range(9):
+        for name, way in ways.items():
+            dist.barrier(group)
+            start = time.perf_counter()
+            way()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(each) for name, each in seconds.items()}

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import socket
+
 import pytest
 import torch
 from hypothesis import settings
@@ -13,6 +15,13 @@ def gloo_world():
     world = GlooWorld()
     yield world
     world.close()
+
+
+@pytest.fixture
+def unused_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @pytest.fixture(autouse=True)

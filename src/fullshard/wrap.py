@@ -1,16 +1,324 @@
 # SPDX-License-Identifier: Apache-2.0
-# INTERIM by the lead, to run the engine: replace freely.
-"""Interim."""
+"""Wrapping policies: which submodules become units of their own.
+
+The names, arguments and choices are those of ``torch.distributed.fsdp.wrap``. A policy comes in one
+of two forms. A *stepwise* policy is a function ``(module, recurse, nonwrapped_numel) -> bool`` that
+is asked on the way down whether to look below ``module`` and on the way up whether to wrap it; a
+*whole* policy (`ModuleWrapPolicy`, `CustomPolicy`) looks at each module once. `modules_to_wrap`
+reads both.
+Nothing here is collective, and no policy changes a module.
+"""
+
+import inspect
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+from fullshard.core.errors import ConfigurationError
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "modules_to_wrap",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
 
 
-def modules_to_wrap(root, policy, ignored=frozenset()):
-    out = {}
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Wrap every submodule."""
+    return True
 
-    def visit(m):
-        for c in m.children():
-            visit(c)
-        if m is not root and policy(m, False, 0):
-            out[m] = {}
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """Wrap each module for which ``lambda_fn(module)`` is True; give it by `functools.partial`."""
+    return True if recurse else lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: set[type[nn.Module]],
+) -> bool:
+    """Wrap each instance of ``transformer_layer_cls``; give it by `functools.partial`."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Wrap a module when its submodules leave at least ``min_num_params`` elements unwrapped.
+
+    Args:
+        module: the module asked about.
+        recurse: True asks whether to look below ``module``, False whether to wrap it.
+        nonwrapped_numel: elements in the parameters of ``module`` that no unit below it has taken.
+        min_num_params: the threshold, in elements (not in parameters).
+        force_leaf_modules: classes never looked into; by default the attribute
+            ``FORCE_LEAF_MODULES`` of this function, as it is at the time of the call.
+        exclude_wrap_modules: classes never wrapped themselves, though modules below them may be;
+            by default the attribute ``EXCLUDE_WRAP_MODULES``.
+    """
+    if force_leaf_modules is None:
+        force_leaf_modules = size_based_auto_wrap_policy.FORCE_LEAF_MODULES  # type: ignore[attr-defined]
+    if exclude_wrap_modules is None:
+        exclude_wrap_modules = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES  # type: ignore[attr-defined]
+    barred = force_leaf_modules if recurse else exclude_wrap_modules
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(barred))
+
+
+# Containers are excluded because their forward never runs; attention is not looked into because it
+# reads the weights of its output projection without calling that module.
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+
+
+class ModuleWrapPolicy:
+    """Wrap each module that is an instance of one of ``module_classes``.
+
+    Raises:
+        ConfigurationError: ``module_classes`` is not an iterable of classes.
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]):
+        given = module_classes
+        classes = frozenset(given) if isinstance(given, Iterable) else frozenset({None})
+        if not all(isinstance(each, type) for each in classes):
+            raise ConfigurationError(
+                "ModuleWrapPolicy: module_classes must be a set of module classes, "
+                f"got {given!r}; write for example ModuleWrapPolicy({{nn.Linear}})"
+            )
+        self._module_classes = tuple(classes)
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        """Answer as a stepwise policy, so that it combines with others."""
+        return recurse or isinstance(module, self._module_classes)
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: AbstractSet[nn.Module],
+        root_kwargs: Mapping[str, Any],
+    ) -> dict[nn.Module, dict[str, Any]]:
+        return {
+            module: dict(root_kwargs)
+            for module in root_module.modules()
+            if module not in ignored_modules and isinstance(module, self._module_classes)
+        }
+
+    def __repr__(self) -> str:
+        names = ", ".join(sorted(each.__name__ for each in self._module_classes))
+        return f"{type(self).__name__}({{{names}}})"
+
+
+class CustomPolicy:
+    """Wrap what ``lambda_fn(module)`` says: False or an empty dict no, True yes.
+
+    A dict that is not empty also means yes and holds keyword arguments for this module's wrapper,
+    which go before those of the root.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]):
+        self._lambda_fn = lambda_fn
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: AbstractSet[nn.Module],
+        root_kwargs: Mapping[str, Any],
+    ) -> dict[nn.Module, dict[str, Any]]:
+        chosen: dict[nn.Module, dict[str, Any]] = {}
+        for module in root_module.modules():
+            if module in ignored_modules:
+                continue
+            answer: object = self._lambda_fn(module)
+            if not isinstance(answer, bool | dict):
+                expected = "True, False or a dict of keyword arguments"
+                raise _unknown_answer("CustomPolicy", root_module, module, answer, expected)
+            if answer:
+                overrides = answer if isinstance(answer, dict) else {}
+                chosen[module] = {**root_kwargs, **overrides}
+        return chosen
+
+
+def modules_to_wrap(
+    root: nn.Module, policy: Any, ignored: AbstractSet[nn.Module] = frozenset()
+) -> dict[nn.Module, dict[str, Any]]:
+    """The submodules of ``root`` that ``policy`` makes units of their own; changes nothing.
+
+    Args:
+        root: the module being wrapped; itself never in the result.
+        policy: a stepwise policy (called with the keywords ``module``, ``recurse`` and
+            ``nonwrapped_numel``), or an object with the method ``_run_policy`` of PyTorch's
+            policies: `ModuleWrapPolicy`, `CustomPolicy`, PyTorch's own, or a subclass of any.
+        ignored: modules left out, with everything below them; their parameters count nowhere.
+
+    Returns:
+        Keyword overrides by module, children before parents, siblings in order of registration. A
+        module found in several places appears once, at the first.
+
+    Raises:
+        ConfigurationError: ``policy`` is no policy, or answered something that has no meaning.
+    """
+    left_out = {below for module in ignored for below in module.modules()}
+    if not isinstance(policy, type):
+        if hasattr(policy, "_run_policy"):
+            return _run_whole(root, policy, left_out)
+        if callable(policy):
+            _check_signature(policy)
+            return _run_stepwise(root, policy, left_out)
+    raise ConfigurationError(
+        "auto_wrap_policy must be a function (module, recurse, nonwrapped_numel) -> bool, a "
+        f"ModuleWrapPolicy or a CustomPolicy, got {policy!r}; to wrap by class write "
+        "ModuleWrapPolicy({TheClass})"
+    )
+
+
+def _run_whole(
+    root: nn.Module, policy: Any, left_out: set[nn.Module]
+) -> dict[nn.Module, dict[str, Any]]:
+    # No keywords of the root go in, so what comes out are the overrides alone.
+    chosen = policy._run_policy(root, left_out, {})
+    if not isinstance(chosen, dict):
+        raise _unknown_answer(_name_of_policy(policy), root, root, chosen, "a dict by module")
+    for module, overrides in chosen.items():
+        if not isinstance(overrides, dict):
+            raise _unknown_answer(_name_of_policy(policy), root, module, overrides, "a dict")
+    return {module: chosen[module] for module in _bottom_up(root) if module in chosen}
+
+
+def _run_stepwise(
+    root: nn.Module, policy: Callable[..., Any], left_out: set[nn.Module]
+) -> dict[nn.Module, dict[str, Any]]:
+    chosen: dict[nn.Module, dict[str, Any]] = {}
+    wrapped_numel: dict[nn.Module, int] = {}
+    uncounted = {param for module in left_out for param in module.parameters(recurse=False)}
+
+    def ask(module: nn.Module, recurse: bool, numel: int) -> bool:
+        answer = policy(module=module, recurse=recurse, nonwrapped_numel=numel)
+        if not isinstance(answer, bool):
+            raise _unknown_answer(_name_of_policy(policy), root, module, answer, "True or False")
+        return answer
+
+    def visit(module: nn.Module) -> int:
+        """Decide on ``module`` and all below it; return how many of its elements are in units."""
+        if module in wrapped_numel:
+            # A shared module was decided at its first place. Each further place subtracts its
+            # elements again, from a sum that holds them once: PyTorch counts so, and we follow.
+            return wrapped_numel[module]
+        wrapped_numel[module] = 0
+        numel = sum(param.numel() for param in module.parameters() if param not in uncounted)
+        if ask(module, True, numel):
+            below = sum(visit(child) for child in module.children() if child not in left_out)
+            wrapped_numel[module] = below
+            if module is not root and ask(module, False, numel - below):
+                chosen[module] = {}
+                wrapped_numel[module] = numel
+        return wrapped_numel[module]
 
     visit(root)
-    return out
+    return chosen
+
+
+def _bottom_up(root: nn.Module) -> Iterator[nn.Module]:
+    """Each submodule once, children before parents, without the root."""
+    seen = {root}
+
+    def below(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                yield from below(child)
+                yield child
+
+    return below(root)
+
+
+def _check_signature(policy: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(policy)
+    except ValueError:  # some callables written in C have none to look at
+        return
+    try:
+        signature.bind(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"auto_wrap_policy {_name_of_policy(policy)}{signature} cannot be called as "
+            f"(module=..., recurse=..., nonwrapped_numel=...): {error}; bind further arguments "
+            "with functools.partial, and give a function of the module alone as CustomPolicy"
+        ) from None
+
+
+def _unknown_answer(
+    policy_name: str, root: nn.Module, module: object, answer: object, expected: str
+) -> ConfigurationError:
+    names = [name for name, each in root.named_modules() if each is module]
+    where = f"{names[0]!r}" if names and names[0] else "the root"
+    return ConfigurationError(
+        f"auto_wrap_policy {policy_name} returned {answer!r} for {where} "
+        f"({type(module).__name__}); expected {expected}. Nothing was wrapped"
+    )
+
+
+def _name_of_policy(policy: Any) -> str:
+    function = getattr(policy, "func", policy)  # of a functools.partial
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+# A context variable, so that each thread (a rank may be one) has its own.
+_enabled: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = ContextVar(
+    "fullshard_enable_wrap", default=None
+)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, None, None]:
+    """Let `wrap` wrap with ``wrapper_cls(module, **wrapper_kwargs)`` inside this context.
+
+    It holds for the calling thread. Contexts nest: the inner one replaces the outer until it ends.
+
+    Raises:
+        ConfigurationError: ``wrapper_cls`` cannot be called.
+    """
+    if not callable(wrapper_cls):
+        raise ConfigurationError(
+            "enable_wrap: wrapper_cls must be a class or function that takes a module, "
+            f"such as FullyShardedDataParallel, got {wrapper_cls!r}"
+        )
+    token = _enabled.set((wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Wrap ``module`` as the surrounding `enable_wrap` says; outside of one return it as it is.
+
+    ``wrap_overrides`` go before the keyword arguments given to `enable_wrap`. Collective if the
+    wrapper class's constructor is.
+    """
+    enabled = _enabled.get()
+    if enabled is None:
+        return module
+    wrapper_cls, kwargs = enabled
+    return wrapper_cls(module, **{**kwargs, **wrap_overrides})

@@ -37,13 +37,14 @@ POLICIES = {0: UnitPolicy(gathered=False, reduced=False)} | {n: UnitPolicy() for
 
 # One column an event: root, 1, /1, 2, /2, 3, /3, /root; backward root, 3, /3, 2, /2, 1, /1; end.
 PINNED = {
-    0: ["", "G1 g1", "F1", "G2 g2", "F2", "G3 g3", "F3", ""]
-    + ["", "G3 g3", "F3 R3", "G2 g2", "r3 F2 R2", "G1 g1", "r2 F1 R1", "r1"],
-    1: ["G1", "g1 G2", "F1", "g2 G3", "F2", "g3", "F3", ""]
-    + ["G3", "g3 G2", "F3 R3", "g2 G1", "r3 F2 R2", "g1", "r2 F1 R1", "r1"],
-    2: ["G1 G2", "g1 G3", "F1", "g2", "F2", "g3", "F3", ""]
-    + ["G3 G2", "g3 G1", "F3 R3", "g2", "r3 F2 R2", "g1", "r2 F1 R1", "r1"],
+    0: " | G1 g1 | F1 | G2 g2 | F2 | G3 g3 | F3 | "
+    "| | G3 g3 | F3 R3 | G2 g2 | r3 F2 R2 | G1 g1 | r2 F1 R1 | r1",
+    1: "G1 | g1 G2 | F1 | g2 G3 | F2 | g3 | F3 | "
+    "| G3 | g3 G2 | F3 R3 | g2 G1 | r3 F2 R2 | g1 | r2 F1 R1 | r1",
+    2: "G1 G2 | g1 G3 | F1 | g2 | F2 | g3 | F3 | "
+    "| G3 G2 | g3 G1 | F3 R3 | g2 | r3 F2 R2 | g1 | r2 F1 R1 | r1",
 }
+PINNED = {depth: [each.strip() for each in text.split("|")] for depth, text in PINNED.items()}
 
 
 @pytest.mark.parametrize("depth", PINNED)

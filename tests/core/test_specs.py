@@ -41,7 +41,7 @@ def test_a_parameter_belongs_to_the_deepest_unit_around_all_its_places():
 
 
 def test_a_parameter_outside_all_units_is_refused():
-    with pytest.raises(ConfigurationError, match="'a.w' lies in none of the units"):
+    with pytest.raises(ConfigurationError, match=r"'a\.w' lies in none of the units"):
         group_parameters([ParamSpec("a.w", (1,))], ["b"])
 
 

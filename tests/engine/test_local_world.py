@@ -57,7 +57,7 @@ def test_ranks_that_disagree_are_found():
     def body(comm):
         comm.all_reduce([torch.zeros(1 + comm.rank)]).wait()
 
-    with pytest.raises(LocalWorldError, match="calls .* where another rank calls"):
+    with pytest.raises(LocalWorldError, match=r"calls .* where another rank calls"):
         LocalWorld(2).run(body)
 
 

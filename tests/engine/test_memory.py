@@ -57,7 +57,7 @@ def test_gradients_are_gone_after_zero_grad():
 
 
 def unit_bytes_from_allocator(run, sizes):
-    """The peak of live bytes in allocations of the given sizes, from the profiler's memory events."""
+    """Peak and rest of live bytes in allocations of the given sizes, as the profiler saw them."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         run()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded training is equal to one process: strategies x worlds x prefetch x models, on threads.
 
-In fp64 against one process that sees the whole batch, to 1e-9. In fp32 bit by bit against one process
-that takes the ranks' parts of the batch in turn and sums in rank order, since rounding then has no
-freedom left; and losses against the whole batch, to 1e-6.
+In fp64 against one process that sees the whole batch, to 1e-9. In fp32 bit by bit against one
+process that takes the ranks' parts of the batch in turn and sums in rank order, since rounding then
+has no freedom left; and losses against the whole batch, to 1e-6.
 """
 
 from functools import cache

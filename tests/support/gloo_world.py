@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four processes of one Gloo world, kept alive for the test session, that run functions on demand."""
+"""Four processes of one Gloo world, kept for the test session, that run functions on demand."""
 
 import multiprocessing
 import os
@@ -9,6 +9,9 @@ import tempfile
 import traceback
 import warnings
 from datetime import timedelta
+
+import torch
+import torch.distributed as dist
 
 SIZES = (2, 3, 4)
 TIMEOUT = timedelta(seconds=20)  # a rank whose peer has failed fails too, instead of waiting
@@ -57,9 +60,6 @@ class GlooWorld:
 def _rank_main(rank, rendezvous, pipe, path):
     sys.path[:] = path
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    import torch
-    import torch.distributed as dist
-
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.init_process_group(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models that between them have what breaks sharding engines, and how each is cut into units."""
+"""Small models that have what breaks sharding engines, and how each is cut into units."""
 
 import threading
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few training steps: sharded over ranks, in one process, and as a reference that sums as ranks do."""
+"""Training steps: sharded over ranks, in one process, and in one that sums as ranks do."""
 
 from dataclasses import dataclass
 
@@ -52,7 +52,7 @@ def _choose(chosen):
 def train_sharded(comm, name, dtype, **how):
     """Train on this rank's part of the batches; losses are averaged over the ranks."""
     model = shard(make(name, dtype), name, comm, **how)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, norms = [], []
     rank, size = (comm.rank(), comm.size()) if callable(comm.rank) else (comm.rank, comm.size)
     for inputs, targets in make_batches(name, STEPS, 2 * size, dtype):
@@ -75,7 +75,7 @@ def mean_losses(runs):
 def train_plain(name, dtype, world):
     """One process, the whole batch at once, torch's own everything."""
     model = make(name, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, norms = [], []
     for inputs, targets in make_batches(name, STEPS, 2 * world, dtype):
         loss = loss_of(model(inputs), targets)
@@ -91,7 +91,7 @@ def train_split(name, dtype, world, sharded=True):
     """One process that takes each rank's part of the batch in turn and sums in rank order."""
     model = make(name, dtype)
     spans = _spans(model, name, world if sharded else 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, norms = [], []
     for inputs, targets in make_batches(name, STEPS, 2 * world, dtype):
         sums, step_losses = None, []

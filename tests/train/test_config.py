@@ -76,7 +76,7 @@ def test_a_file_that_makes_no_sense_is_refused(tmp_path, text, message):
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ConfigurationError, match="nowhere.toml"):
+    with pytest.raises(ConfigurationError, match=r"nowhere\.toml"):
         resolve(tmp_path / "nowhere.toml")
 
 
@@ -98,9 +98,9 @@ def test_mnist_has_defaults_of_its_own_that_the_user_can_change():
 def test_a_batch_must_divide():
     config = resolve(overrides=["train.batch=8"])
     check_world(config, 4)
-    with pytest.raises(ConfigurationError, match="set train.batch to 6 or 9, or start another"):
+    with pytest.raises(ConfigurationError, match=r"set train\.batch to 6 or 9, or start"):
         check_world(config, 3)
-    with pytest.raises(ConfigurationError, match="set train.batch to 16, or"):
+    with pytest.raises(ConfigurationError, match=r"set train\.batch to 16, or"):
         check_world(config, 16)
 
 

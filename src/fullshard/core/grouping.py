@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that put parameters into units.
 
-However units were chosen (by class, by size, by hand), what is left of the choice is a set of module
-paths. A parameter belongs to the deepest unit that contains *all* the places where it appears: so a
-tied weight has one owner, the nearest common ancestor of its users, and is gathered whenever one of
-them runs.
+However units were chosen (by class, by size, by hand), what is left of the choice is a set of
+module paths. A parameter belongs to the deepest unit that contains *all* the places where it
+appears: so a tied weight has one owner, the nearest common ancestor of its users, and is gathered
+whenever one of them runs.
 """
 
 from collections.abc import Iterable

@@ -2,6 +2,7 @@
 """Model shapes and accelerators as data, with the arithmetic that training and planning share."""
 
 import difflib
+import re
 from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigurationError
@@ -62,10 +63,10 @@ TRANSFORMERS: dict[str, Transformer] = {
 class Device:
     """An accelerator: dense bf16 peak (no sparsity) in FLOP/s and memory in bytes.
 
-    ``matches`` are the parts that a device name, as the driver reports it, must all contain.
+    ``matches`` are the words, in small letters, that the driver's name for it has.
     """
 
-    matches: tuple[str, ...]
+    matches: frozenset[str]
     bf16_flops: float
     memory_bytes: int
     source: str
@@ -73,19 +74,23 @@ class Device:
 
 _GB = 10**9
 
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # The first match counts, so the more specific name comes first.
 DEVICES: dict[str, Device] = {
-    "A100-40GB": Device(("A100", "40GB"), 312e12, 40 * _GB, "NVIDIA A100 data sheet"),
-    "A100-80GB": Device(("A100",), 312e12, 80 * _GB, "NVIDIA A100 data sheet"),
-    "H200": Device(("H200",), 989.4e12, 141 * _GB, "NVIDIA H200 data sheet, SXM"),
-    "H100-PCIe": Device(("H100", "PCIe"), 756e12, 80 * _GB, "NVIDIA H100 data sheet, PCIe"),
-    "H100-NVL": Device(("H100", "NVL"), 835e12, 94 * _GB, "NVIDIA H100 data sheet, NVL"),
-    "H100-SXM": Device(("H100",), 989.4e12, 80 * _GB, "NVIDIA H100 data sheet, SXM"),
-    "B200": Device(("B200",), 2250e12, 180 * _GB, "NVIDIA HGX B200 data sheet"),
-    "L40S": Device(("L40S",), 362.05e12, 48 * _GB, "NVIDIA L40S data sheet"),
-    "L4": Device(("L4",), 121e12, 24 * _GB, "NVIDIA L4 data sheet"),
-    "V100": Device(("V100",), 125e12, 32 * _GB, "NVIDIA V100 data sheet (fp16: it has no bf16)"),
-    "MI300X": Device(("MI300X",), 1307.4e12, 192 * _GB, "AMD Instinct MI300X data sheet"),
+    "A100-40GB": Device(_words("a100 40gb"), 312e12, 40 * _GB, "NVIDIA A100 data sheet"),
+    "A100-80GB": Device(_words("a100"), 312e12, 80 * _GB, "NVIDIA A100 data sheet"),
+    "H200": Device(_words("h200"), 989.4e12, 141 * _GB, "NVIDIA H200 data sheet, SXM"),
+    "H100-PCIe": Device(_words("h100 pcie"), 756e12, 80 * _GB, "NVIDIA H100 data sheet, PCIe"),
+    "H100-NVL": Device(_words("h100 nvl"), 835e12, 94 * _GB, "NVIDIA H100 data sheet, NVL"),
+    "H100-SXM": Device(_words("h100"), 989.4e12, 80 * _GB, "NVIDIA H100 data sheet, SXM"),
+    "B200": Device(_words("b200"), 2250e12, 180 * _GB, "NVIDIA HGX B200 data sheet"),
+    "L40S": Device(_words("l40s"), 362.05e12, 48 * _GB, "NVIDIA L40S data sheet"),
+    "L4": Device(_words("l4"), 121e12, 24 * _GB, "NVIDIA L4 data sheet"),
+    "MI300X": Device(_words("mi300x"), 1307.4e12, 192 * _GB, "AMD Instinct MI300X data sheet"),
 }
 
 
@@ -102,11 +107,8 @@ def transformer(name: str) -> Transformer:
 
 def device_named(reported: str) -> Device | None:
     """The device of a driver's name such as ``NVIDIA H100 80GB HBM3``, or None if unknown."""
-    words = reported.lower()
-    for device in DEVICES.values():
-        if all(part.lower() in words for part in device.matches):
-            return device
-    return None
+    words = set(re.split(r"[^a-z0-9]+", reported.lower()))
+    return next((device for device in DEVICES.values() if device.matches <= words), None)
 
 
 def parameter_numel(shape: Transformer) -> int:

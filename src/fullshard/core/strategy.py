@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is sharded, for how long, and how far ahead of use it is gathered: as data.
 
-A strategy names what happens on one axis of the mesh. On a *sharded* axis every rank keeps one slice
-of parameters, gradients and optimizer state; on a *replicated* axis every rank keeps all of it and
-gradients are summed by an all-reduce. ``reshard_after_forward`` says if full parameters are dropped
-between forward and backward, at the price of a second gather.
+A strategy names what happens on one axis of the mesh. On a *sharded* axis every rank keeps one
+slice of parameters, gradients and optimizer state; on a *replicated* axis every rank keeps all of
+it and gradients are summed by an all-reduce. ``reshard_after_forward`` says if full parameters are
+dropped between forward and backward, at the price of a second gather.
 """
 
 from dataclasses import dataclass

@@ -63,7 +63,5 @@ class Trace:
                 fields: Mapping[str, object] = json.loads(line)
                 records.append(TraceRecord(**fields))  # type: ignore[arg-type]
             except (TypeError, json.JSONDecodeError) as error:
-                raise ConfigurationError(
-                    f"{path}:{number} is no trace record: {error}"
-                ) from error
+                raise ConfigurationError(f"{path}:{number} is no trace record: {error}") from error
         return cls(records)

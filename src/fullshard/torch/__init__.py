@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """fullshard's engine on torch.distributed.
 
-`FullyShardedDataParallel` has FSDP1's signature, `fully_shard` FSDP2's; behind both doors is the same
-engine. Outside of forward and backward, parameters are `ShardedParameter`s.
+`FullyShardedDataParallel` has FSDP1's signature, `fully_shard` FSDP2's; behind both doors is the
+same engine. Outside of forward and backward, parameters are `ShardedParameter`s.
 """
 
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy

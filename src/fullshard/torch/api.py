@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two front doors: FSDP1's wrapper class and FSDP2's function, over one engine.
 
-Both end in `_shard`: parameters become a `Unit`, the unit gets its hooks. What differs is who chooses
-the units (a policy, or the caller bottom-up) and what is left standing (a wrapper, or the module
-itself with another class).
+Both end in `_shard`: parameters become a `Unit`, the unit gets its hooks. What differs is who
+chooses the units (a policy, or the caller bottom-up) and what is left standing (a wrapper, or the
+module itself with another class).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -71,8 +71,8 @@ def _shardable(modules: Sequence[nn.Module], where: Where) -> tuple[list[ParamSi
 def set_prefetch(module: nn.Module, forward: int = 1, backward: int = 1) -> None:
     """Set how many units are gathered ahead of use below the root ``module``, between steps.
 
-    ``forward`` and ``backward`` count units beyond the one in use: 0 gathers each when it is needed.
-    Every unit more costs the memory of one full unit. All ranks must choose the same.
+    ``forward`` and ``backward`` count units beyond the one in use: 0 gathers each when it is
+    needed. Every unit more costs the memory of one full unit. All ranks must choose the same.
     """
     managed = managed_unit_of(module)
     prefetch = Prefetch(forward, backward)
@@ -183,13 +183,22 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 # ---- FSDP1's door -------------------------------------------------------------------------------
 
 
-class FullyShardedDataParallel(nn.Module):
+class _OptionClasses:
+    """FSDP1's options as attributes of its wrapper class: ``FSDP.ShardingStrategy.FULL_SHARD``."""
+
+    ShardingStrategy = ShardingStrategy
+    BackwardPrefetch = BackwardPrefetch
+    CPUOffload = CPUOffload
+    MixedPrecision = MixedPrecision
+
+
+class FullyShardedDataParallel(_OptionClasses, nn.Module):
     """Wraps a module whose parameters are sharded as one unit; FSDP1's signature.
 
-    With an ``auto_wrap_policy`` the submodules that it picks are wrapped too, each a unit of its own.
-    Construction is collective over the ranks of ``process_group``; every rank must hold the same
-    values. Calls, attributes and items pass through to the wrapped module; names of parameters,
-    buffers and state dict entries are those of the plain model.
+    With an ``auto_wrap_policy`` the submodules that it picks are wrapped too, each a unit of its
+    own. Construction is collective over the ranks of ``process_group``; every rank must hold the
+    same values. Calls, attributes and items pass through to the wrapped module; names of
+    parameters, buffers and state dict entries are those of the plain model.
 
     Args:
         module: the module to shard; its parameters must be on one device.
@@ -216,11 +225,6 @@ class FullyShardedDataParallel(nn.Module):
         NotSupportedError: an argument that this version cannot honour, by name.
         UsageError: no process group and no launcher's environment.
     """
-
-    ShardingStrategy = ShardingStrategy
-    BackwardPrefetch = BackwardPrefetch
-    CPUOffload = CPUOffload
-    MixedPrecision = MixedPrecision
 
     def __init__(
         self,
@@ -260,8 +264,8 @@ class FullyShardedDataParallel(nn.Module):
         wanted = {} if auto_wrap_policy is None else modules_to_wrap(module, auto_wrap_policy)
         chosen = {**wanted, module: {}}
         all_options = {each: {**options, **overrides} for each, overrides in chosen.items()}
-        for each in all_options.values():
-            _check_fsdp1_options(each)
+        for its_options in all_options.values():
+            _check_fsdp1_options(its_options)
         params, device = _shardable([module], where)
         members = _parameters_by_module(module, chosen, params)
         # From here on things change: first the submodules, then the root.
@@ -278,7 +282,7 @@ class FullyShardedDataParallel(nn.Module):
     def _wrap(self, module: nn.Module, params: Sequence[ParamSites], plan: _Plan) -> None:
         nn.Module.__init__(self)
         setattr(self, WRAPPED, module)
-        self._register_load_state_dict_pre_hook(_add_wrapped_to_keys)
+        self.register_load_state_dict_pre_hook(_add_wrapped_to_keys)  # type: ignore[no-untyped-call]
         _shard([self], params, plan)
 
     @property
@@ -404,7 +408,7 @@ def _replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _add_wrapped_to_keys(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
-    """Before a wrapper loads: what the plain model calls ``x`` is ``_fsdp_wrapped_module.x`` here."""
+    """Before a wrapper loads: the plain model's ``x`` is ``_fsdp_wrapped_module.x`` here."""
     for key in [key for key in state if key.startswith(prefix)]:
         rest = key[len(prefix) :]
         if not rest.startswith(f"{WRAPPED}."):

@@ -2,11 +2,12 @@
 """Flat storage: one allocation for a unit's parameters or gradients, and the views into it.
 
 [Note: Storage identity]
-Autograd saves views of the full parameters in forward (a linear layer saves ``weight.t()``) and reads
-them in backward. Full parameters must therefore come back in the very storage in which they were,
-though its memory was given away in between. A `FlatBuffer` is created once; `allocate` and `release`
-resize its storage, and every view made of it stays valid. Nobody may touch a view while the storage
-is empty: torch does not check that. The states of `fullshard.torch.unit.Unit` see to it.
+Autograd saves views of the full parameters in forward (a linear layer saves ``weight.t()``) and
+reads them in backward. Full parameters must therefore come back in the very storage in which they
+were, though its memory was given away in between. A `FlatBuffer` is created once; `allocate` and
+`release` resize its storage, and every view made of it stays valid. Nobody may touch a view while
+the storage is empty: torch does not check that. The states of `fullshard.torch.unit.Unit` see to
+it.
 """
 
 from collections.abc import Sequence

@@ -32,8 +32,8 @@ class Work(Protocol):
 class Comm(Protocol):
     """A group of ranks and what they can do together.
 
-    Each method is collective: all ranks of the group call it, in the same order, with tensors of the
-    same sizes and dtypes. A method takes a list of tensors (or pairs) that travel in one call.
+    Each method is collective: all ranks of the group call it, in the same order, with tensors of
+    the same sizes and dtypes. A method takes a list of tensors (or pairs) that travel in one call.
     """
 
     rank: int
@@ -61,13 +61,14 @@ class Comm(Protocol):
         """Replace every tensor by that of rank ``source`` (counted in this group)."""
 
     def reduce_scratch_bytes(self, full_bytes: int) -> int:
-        """Bytes a `reduce_scatter` of ``full_bytes`` holds, beside its tensors, until waited for."""
+        """Bytes that a `reduce_scatter` of ``full_bytes`` holds beside its tensors meanwhile."""
 
 
 def rank_order_sum(slices: Sequence[Tensor], out: Tensor) -> None:
     """``out`` = the sum of ``slices``, added in rank order, low precision accumulated in fp32.
 
-    The fixed order makes a reduce reproducible bit by bit, on threads, processes and in a reference.
+    The fixed order makes a reduce reproducible bit by bit, on threads, processes and in a
+    reference.
     """
     total = out
     if out.dtype in (torch.bfloat16, torch.float16):
@@ -265,5 +266,5 @@ class ProcessGroupComm:
         )
 
     def reduce_scratch_bytes(self, full_bytes: int) -> int:
-        """The other ranks' parts of this rank's slice where the reduce is an exchange, else none."""
+        """The other ranks' parts of this rank's slice if reduces are exchanges, else none."""
         return full_bytes * (self.size - 1) // self.size if self._by_exchange else 0

@@ -84,7 +84,7 @@ def _init_default_group() -> None:
     if missing:
         raise UsageError(
             "no process group to shard over: call torch.distributed.init_process_group first, or "
-            f"start the script with torchrun, which sets what is missing here ({', '.join(missing)})"
+            f"start the script with torchrun, which sets {', '.join(missing)}, missing here"
         )
     backend = "gloo"
     if torch.cuda.is_available():

@@ -255,8 +255,8 @@ class _LateWork:
         for now, before in zip(self._inputs, self._at_issue, strict=True):
             if now.untyped_storage().nbytes() == 0 < before.numel() or not _same_bits(now, before):
                 raise LocalWorldError(
-                    f"rank {comm.rank}: an input of {self._exchange.signature} was changed or freed "
-                    "before the collective was waited for"
+                    f"rank {comm.rank}: an input of {self._exchange.signature} was changed "
+                    "or freed before the collective was waited for"
                 )
         for output, result in zip(self._outputs, results, strict=True):
             output.copy_(result)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From ``nn.Module`` to specs: which parameters there are, where each is used, how they are swapped.
+"""From ``nn.Module`` to specs: which parameters there are, where each is used, how to swap them.
 
-Outside of forward and backward a module shows its sharded parameters, inside its full ones. Swapping
-writes to ``module._parameters`` directly: going through ``setattr`` costs more than everything else
-that the engine does for a parameter.
+Outside of forward and backward a module shows its sharded parameters, inside its full ones.
+Swapping writes to ``module._parameters`` directly: going through ``setattr`` costs more than
+everything else that the engine does for a parameter.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def find_parameters(
                 name = clean_name(f"{path}.{key}" if path else key)
                 if replaced_by := name_of_replacement(param):
                     raise NotSupportedError(
-                        f"parameter {name!r} is tied to {replaced_by!r}, which is in a unit already; "
+                        f"parameter {name!r} is tied to {replaced_by!r}, which a unit has already; "
                         "shard the nearest module that contains both as one unit, or let "
                         "FullyShardedDataParallel's auto_wrap_policy choose the units"
                     )

@@ -3,9 +3,9 @@
 
 [Note: Looking at optimizers]
 An optimizer that was created before the model was sharded holds parameters which nothing uses any
-more: it would train nothing, in silence. And one that needs whole tensors must not see spans. So from
-the first sharding on, every optimizer is looked at when it steps: once, and again when its parameters
-or the set of sharded parameters have changed since.
+more: it would train nothing, in silence. And one that needs whole tensors must not see spans. So
+from the first sharding on, every optimizer is looked at when it steps: once, and again when it has
+more parameters or more parameters have been sharded since.
 """
 
 import itertools
@@ -40,8 +40,8 @@ NEEDS_WHOLE_TENSORS = {
     "SOAP",
     "Shampoo",
 }
-"""Classes of optimizers, by name, that use rows, matrices or the geometry of whole parameters. Others
-of their kind are stopped by the operations that they call on a `ShardedParameter`."""
+"""Classes of optimizers, by name, that use rows, matrices or norms of whole parameters. Others of
+their kind are stopped by the operations that they call on a `ShardedParameter`."""
 
 _MARK = "_fullshard_replaced_as"
 _CHECKED = "_fullshard_checked"
@@ -93,8 +93,7 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise NotSupportedError(
             f"{kind} needs whole tensors ({', '.join(sorted(names))}), but "
             f"{sharded.ownership.name!r} is sharded by element. Use an elementwise optimizer (SGD, "
-            "Adam, AdamW, Adagrad, RMSprop, ...), or keep the parameters whole with NO_SHARD outside "
-            "fullshard"
+            "Adam, AdamW, Adagrad, RMSprop, ...), or leave these parameters out of sharding"
         )
     setattr(optimizer, _CHECKED, seen)
 
@@ -112,7 +111,7 @@ def clip_grad_norm_(
 
 
 def optimizer_state_bytes(optimizer: Optimizer) -> int:
-    """Bytes that this rank holds as state of ``optimizer``: spans, and plain tensors as they are."""
+    """Bytes of this rank's state of ``optimizer``: spans, and plain tensors as they are."""
     return sum(
         _bytes_of(value)
         for state in optimizer.state.values()

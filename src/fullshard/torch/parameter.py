@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameter that a sharded model shows: of global shape, holding one rank's span.
 
-The same type serves as parameter, as gradient and as optimizer state. What operations do on it is in
-`fullshard.torch.elementwise`.
+The same type serves as parameter, as gradient and as optimizer state. What operations do on it is
+in `fullshard.torch.rules`.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,9 +15,9 @@ from torch.utils import _foreach_utils
 
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError
 from fullshard.core.layout import Span
-from fullshard.torch.elementwise import RULES
 from fullshard.torch.ownership import Ownership
 from fullshard.torch.reductions import GlobalScalar
+from fullshard.torch.rules import RULES
 
 __all__ = ["GlobalScalar", "Ownership", "ShardedParameter"]
 
@@ -26,9 +26,9 @@ class ShardedParameter(torch.Tensor):
     """A tensor of global shape of which this rank holds ``local``, the flat elements ``span``.
 
     Elementwise operations, and so optimizers, run on ``local``; norms are those of the whole
-    parameter (collective); random initialisation and ``copy_`` from a tensor of the global shape give
-    what one process would have. ``new_empty(size)`` and its kin give plain tensors. Operations that
-    need other ranks' elements raise `UnshardedOperationError`.
+    parameter (collective); random initialisation and ``copy_`` from a tensor of the global shape
+    give what one process would have. ``new_empty(size)`` and its kin give plain tensors. Operations
+    that need other ranks' elements raise `UnshardedOperationError`.
     """
 
     local: Tensor
@@ -85,13 +85,13 @@ class ShardedParameter(torch.Tensor):
         return torch.cat(pieces).view(ownership.shape)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """See `fullshard.torch.elementwise`."""
+        """See `fullshard.torch.rules`."""
         return RULES[func](cls, args, kwargs or {})
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> Tensor:
         """The same elements without gradient; assigning copies into them."""
         return self.detach()
@@ -101,10 +101,12 @@ class ShardedParameter(torch.Tensor):
         if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
             raise NotSupportedError(
                 f"{self.ownership}: .data is {self.dtype} on {self.device} and cannot become "
-                f"{value.dtype} of shape {tuple(value.shape)} on {value.device}; convert or move the "
-                "model before it is sharded"
+                f"{value.dtype} of shape {tuple(value.shape)} on {value.device}; convert or move "
+                "the model before it is sharded"
             )
-        if not (type(value) is ShardedParameter and value.local.data_ptr() == self.local.data_ptr()):
+        if not (
+            type(value) is ShardedParameter and value.local.data_ptr() == self.local.data_ptr()
+        ):
             self.detach().copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
@@ -123,6 +125,24 @@ class ShardedParameter(torch.Tensor):
         made.__dict__.update(self.__dict__)
         return made
 
+    def share_memory_(self) -> "ShardedParameter":
+        """Refuse: memory is shared by the unit's buffer or not at all."""
+        self._refuse_memory_access("share_memory_")
+
+    def apply_(self, function: Any) -> "ShardedParameter":
+        """Refuse, with the way out."""
+        self._refuse_memory_access("apply_")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Refuse, with the way out."""
+        self._refuse_memory_access("__dlpack__")
+
+    def _refuse_memory_access(self, name: str) -> NoReturn:
+        # torch would not come to dispatch here but follow a pointer that a wrapper has not got
+        raise UnshardedOperationError(
+            f"{name} needs the memory of {self.ownership}. Use it on .local or .full_tensor()"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse: one rank's span would be saved as if it were the parameter."""
         raise UnshardedOperationError(
@@ -130,7 +150,7 @@ class ShardedParameter(torch.Tensor):
             ".full_tensor(), or the whole model with fullshard.torch.save_full_weights"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         span = self.ownership.span
         return (
             f"ShardedParameter({self.ownership.name!r}, shape={tuple(self.shape)}, "

@@ -2,11 +2,11 @@
 """Norms and truth values over whole parameters, of which each rank sees one span.
 
 [Note: Norms across ranks]
-A p-norm is (sum of |x|^p)^(1/p). Each rank takes the norm of its span with torch's own kernel, and the
-ranks add the p-th powers in fp64, so that nothing overflows which the norm itself would not. All
-tensors of a call travel in one all-reduce per communicator; its result, and so the norm, has the same
-bits on every rank. Order 0 adds counts, inf and -inf take the extreme. The maximum of a NaN and
-a number is not the same in every backend, so NaNs travel beside the extremes as flags.
+A p-norm is (sum of |x|^p)^(1/p). Each rank takes the norm of its span with torch's own kernel, and
+the ranks add the p-th powers in fp64, so that nothing overflows which the norm itself would not.
+All tensors of a call travel in one all-reduce per communicator; its result, and so the norm, has
+the same bits on every rank. Order 0 adds counts, inf and -inf take the extreme. The maximum of a
+NaN and a number is not the same in every backend, so NaNs travel beside the extremes as flags.
 """
 
 import math
@@ -34,7 +34,8 @@ class GlobalScalar(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a plain tensor, so that any reader can load it."""
-        return self.full_tensor().__reduce_ex__(protocol)
+        plain = self.full_tensor()
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_function__(

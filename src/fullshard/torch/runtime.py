@@ -2,23 +2,27 @@
 """From hooks to ops: watches forward and backward, asks the schedule, moves the units.
 
 [Note: When a unit's backward is over]
-A unit's parameters may be freed when nothing in its backward will read them again, and its gradients
-reduced when none is still to come. Neither can be seen from gradients alone (frozen weights deliver
-none, and the input's gradient may need a weight after that weight's own gradient is out) nor from the
-inputs alone (they may need no gradient). So a call of a unit is over when the gradients of all inputs
-that need one are there, and the unit is over when all its calls are, or when every trainable parameter
-has delivered and no call waits for an input. Autograd runs gradient accumulation before anything else
-that is ready, except between leaves; so a unit whose inputs are done while gradients are missing is
-settled at the next event: what has not come by then was not used, and counts as zero.
+A unit's parameters may be freed when nothing in its backward will read them again, and its
+gradients reduced when none is still to come. Neither can be seen from gradients alone (frozen
+weights deliver none, and the input's gradient may need a weight after that weight's own gradient is
+out) nor from the inputs alone (they may need no gradient). So a call of a unit is over when the
+gradients of all inputs that need one are there, and the unit is over when all its calls are, or
+when every trainable parameter has delivered and no call waits for an input. Autograd runs gradient
+accumulation before anything else that is ready, except between leaves; so a unit whose inputs are
+done while gradients are missing is settled at the next event: what has not come by then was not
+used, and counts as zero.
 
-[Note: Order of reduces]
-Ranks must issue their reduces in the same order, even if one of them did not use a unit. The order is
-that of forward reversed: before a unit is reduced, the units that began after it in forward and whose
-backward has not begun are reduced with zeros.
+[Note: One order on all ranks]
+Ranks must issue their collectives in the same order, even if one of them did not use a unit.
+Autograd runs the backward of later forwards first; so when a unit's backward begins, a unit whose
+forward began after that unit's was over, and whose backward has not begun, was not used. It is then
+gathered and reduced with zeros like everybody else does; so are unused units inside a unit when
+that unit's backward ends.
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -49,8 +53,9 @@ _ACTIONS: dict[OpKind, Callable[[Unit], None]] = {
 class _Call:
     """One forward of a unit whose backward may come; lives as long as its autograd graph."""
 
-    def __init__(self, managed: "ManagedUnit"):
+    def __init__(self, managed: "ManagedUnit", parent: "_Call | None"):
         self.managed = managed
+        self.parent = parent  # the call inside which this one was made
         self.begun = False
         self.watched = 0  # modules whose inputs need gradients
         self._to_come = 0
@@ -58,7 +63,7 @@ class _Call:
     def watch_inputs(self, tensors: Sequence[Tensor]) -> None:
         self.watched += 1
         if len(tensors) == 1:
-            tensors[0].register_hook(self._on_input_gradients)
+            tensors[0].register_hook(self._on_input_gradients)  # type: ignore[no-untyped-call]
         else:
             register_multi_grad_hook(tensors, self._on_input_gradients)
 
@@ -68,15 +73,21 @@ class _Call:
             # node that made it, so that the next unit is over before this one begins.
             node = tensor.grad_fn
             if node is None:
-                tensor.register_hook(self._on_output_gradient)
+                tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
             else:
                 node.register_prehook(self._on_output_gradient)
 
     def _on_output_gradient(self, _grads: object) -> None:
         if not self.begun:
-            self.begun = True
-            self._to_come = self.watched
-            self.managed.the_runtime.backward_begins(self)
+            self.begin()
+
+    def begin(self) -> None:
+        parent = self.parent
+        if parent is not None and not parent.begun and parent in parent.managed.calls:
+            parent.begin()  # the output may be the parent's too, whose hook then comes second
+        self.begun = True
+        self._to_come = self.watched
+        self.managed.the_runtime.backward_begins(self)
 
     def _on_input_gradients(self, _grads: object) -> None:
         self._to_come -= 1
@@ -95,6 +106,9 @@ class ManagedUnit:
         self.runtime: Runtime | None = None
         self.open_in_forward = 0
         self.open_in_backward = False
+        self.begun_in_backward = False
+        # When this step's forwards of the unit began and ended, in events.
+        self.first_begin = self.last_begin = self.last_end = 0
         self.calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self._modules_to_run = len(modules)
         self._modules_run = 0
@@ -121,10 +135,10 @@ class ManagedUnit:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         runtime = self.runtime or Runtime.adopt(module)
         if self._modules_run == 0:
-            runtime.forward_begins(self)
             self._call = None
+            runtime.forward_begins(self)
         if torch.is_grad_enabled():
-            self._call = self._call or _Call(self)
+            self._call = self._call or _Call(self, runtime.enclosing_call(self))
             inputs = list(tensors_in((args, kwargs), _needs_grad))
             if inputs:
                 self._call.watch_inputs(inputs)
@@ -152,12 +166,17 @@ class ManagedUnit:
     def forget_step(self) -> None:
         """Back to the state between steps, whatever happened; full gradients are dropped."""
         self.open_in_forward = 0
-        self.open_in_backward = False
+        self.open_in_backward = self.begun_in_backward = False
         self.calls = weakref.WeakSet()
         self._modules_run = 0
         self._call = None
         self.unit.drop_gradients()
         self.unit.show_sharded()
+
+    @property
+    def current_call(self) -> _Call | None:
+        """The call that is running forward now, if its backward may come."""
+        return self._call
 
 
 def _needs_grad(tensor: Tensor) -> bool:
@@ -177,9 +196,10 @@ class Runtime:
 
     def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
         self._references = [weakref.ref(managed) for managed in units]
-        self._open_in_forward = 0
+        self._running: list[ManagedUnit] = []  # units whose forward is running, outermost first
+        self._events = 0
         self._in_backward = False
-        # Run forward and not reduced yet, in the order of forward (a dict for its order).
+        # Run forward and not reduced yet, by their latest forward (a dict for its order).
         self._due: dict[ManagedUnit, None] = {}
         self._unsettled: list[ManagedUnit] = []
         self._late: list[ManagedUnit] = []
@@ -247,43 +267,59 @@ class Runtime:
 
     def forward_begins(self, managed: ManagedUnit) -> None:
         """A unit's forward is about to run: gather it."""
-        if self._open_in_forward == 0 or managed.number == 0:
+        if not self._running or managed.number == 0:
             self._begin_at_the_top()
-        self._open_in_forward += 1
+        self._running.append(managed)
         managed.open_in_forward += 1
         self._do(Moment.FORWARD_BEGIN, managed)
         managed.unit.show_full()
-        if self._active is self._training and not self._in_backward and managed.unit.trainable:
+        if self._active is self._training and not self._in_backward:
+            self._events += 1
+            managed.last_begin = self._events
+            if managed not in self._due:
+                managed.first_begin = self._events
             self._due.pop(managed, None)
             self._due[managed] = None
 
+    def enclosing_call(self, managed: ManagedUnit) -> _Call | None:
+        """The call of the unit inside whose forward ``managed`` runs now."""
+        outer = [other for other in self._running if other is not managed]
+        return outer[-1].current_call if outer else None
+
     def _begin_at_the_top(self) -> None:
         in_autograd = torch._C._current_graph_task_id() != -1  # recomputation runs forward there
-        if self._open_in_forward or (self._in_backward and not in_autograd):
+        if self._running or (self._in_backward and not in_autograd):
             self._recover()
-        scheduler = self._training if torch.is_grad_enabled() else self._evaluation
+        self._activate(self._training if torch.is_grad_enabled() else self._evaluation)
+        if not self._active.idle and any(managed.unit.stale for managed in self.units):
+            self._finish_step()  # kept from a forward before the optimizer's step
+
+    def _activate(self, scheduler: Scheduler) -> None:
+        """Go on with another schedule; what the present one holds gathered is freed first."""
         if scheduler is not self._active:
             self._finish_step()
             self._active = scheduler
-        elif not scheduler.idle and any(managed.unit.stale for managed in self.units):
-            self._finish_step()  # kept from a forward before the optimizer's step
 
     def forward_ends(self, managed: ManagedUnit) -> None:
         """A unit's forward has run: free it if the strategy says so."""
-        self._open_in_forward -= 1
+        self._running.remove(managed)
         managed.open_in_forward -= 1
         self._do(Moment.FORWARD_END, managed)
         if not managed.open_in_forward and not managed.open_in_backward:
             managed.unit.show_sharded()
-        if self._open_in_forward == 0 and self._active is self._evaluation:
-            self._finish_step()
+        if self._active is self._evaluation:
+            if not self._running:
+                self._finish_step()
+        elif not self._in_backward:
+            self._events += 1
+            managed.last_end = self._events
 
     def _recover(self) -> None:
-        """After an exception left a step unfinished: forget it, gradients not reduced included."""
-        self._finish_step()
+        """After an exception in mid-step: forget the step, gradients not delivered included."""
         for managed in self.units:
             managed.forget_step()
-        self._open_in_forward = 0
+        self._finish_step()
+        self._running.clear()
         self._in_backward = False
         self._due.clear()
         self._unsettled.clear()
@@ -295,14 +331,29 @@ class Runtime:
         """A gradient has reached a unit's output: gather it again."""
         if not self._in_backward:
             self._in_backward = True
-            Variable._execution_engine.queue_callback(self._backward_ends)  # type: ignore[no-untyped-call]
+            self._activate(self._training)
+            Variable._execution_engine.queue_callback(self._backward_ends)
         self._settle()
         managed = call.managed
         managed.calls.add(call)
         if not managed.open_in_backward:
-            managed.open_in_backward = True
-            self._do(Moment.BACKWARD_BEGIN, managed)
-            managed.unit.show_full()
+            if not managed.begun_in_backward:
+                self._pass_over(after=managed.last_end)
+            self._begin(managed)
+
+    def _begin(self, managed: ManagedUnit) -> None:
+        managed.open_in_backward = managed.begun_in_backward = True
+        self._do(Moment.BACKWARD_BEGIN, managed)
+        managed.unit.show_full()
+
+    def _pass_over(self, after: int) -> None:
+        """Do for unused units what other ranks may do. See [Note: One order on all ranks]."""
+        later = takewhile(lambda m: m.last_begin > after, reversed(self._due))
+        unused = [m for m in later if not m.begun_in_backward]
+        for managed in sorted(unused, key=lambda m: -m.last_end):
+            if managed in self._due and not managed.begun_in_backward:
+                self._begin(managed)
+                self._end(managed)
 
     def gradient_arrives(self, managed: ManagedUnit, index: int, grad: Tensor) -> None:
         """A parameter has its gradient."""
@@ -318,7 +369,7 @@ class Runtime:
             self._end(managed)
 
     def call_is_over(self, call: _Call) -> None:
-        """All gradients that a call's inputs need are there. See [Note: When a unit's backward is over]."""
+        """The gradients of a call's inputs are there. [Note: When a unit's backward is over]"""
         managed = call.managed
         managed.calls.discard(call)
         if any(other.begun for other in managed.calls):
@@ -337,15 +388,9 @@ class Runtime:
             self._end(self._unsettled[0])
 
     def _end(self, managed: ManagedUnit) -> None:
-        """A unit's backward is over: free and reduce it, in the order that all ranks keep."""
-        for other in reversed(list(self._due)):
-            if other is managed:
-                break
-            if not other.open_in_backward:
-                self._end_one(other)
-        self._end_one(managed)
-
-    def _end_one(self, managed: ManagedUnit) -> None:
+        """A unit's backward is over: free and reduce it."""
+        if managed in self._due:
+            self._pass_over(after=managed.first_begin)
         self._due.pop(managed, None)
         if managed in self._unsettled:
             self._unsettled.remove(managed)
@@ -359,14 +404,16 @@ class Runtime:
     def _backward_ends(self) -> None:
         """Autograd has nothing left to do: reduce what is still due, free everything."""
         self._settle()
-        for managed in reversed(list(self._due)):
-            self._end_one(managed)
-        for managed in self._late:
-            self._end_one(managed)
+        for managed in sorted(self._due, key=lambda m: -m.first_begin):
+            if managed in self._due:
+                if not managed.begun_in_backward:
+                    self._begin(managed)
+                self._end(managed)
+        for managed in [*self._late, *(m for m in self.units if m.open_in_backward)]:
+            self._end(managed)
         self._late.clear()
         for managed in self.units:
-            if managed.open_in_backward:
-                self._end_one(managed)
+            managed.begun_in_backward = False
         self._finish_step()
         self._in_backward = False
 

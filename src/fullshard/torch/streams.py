@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time on a device: CUDA events in the stream's own time, or the host's clock on a CPU.
 
-The engine needs no streams of its own for now: a collective issued with ``async_op=True`` runs on the
-communicator's stream behind what the compute stream has been given so far, ``wait()`` puts the
+The engine needs no streams of its own for now: a collective issued with ``async_op=True`` runs on
+the communicator's stream behind what the compute stream has been given so far, ``wait()`` puts the
 compute stream behind the collective, and all buffers are allocated and released on the compute
 stream. So nothing outlives its owner, and no buffer needs ``record_stream``.
 """
@@ -25,7 +25,7 @@ class DeviceClock:
         """A moment: now on the host, or when the current CUDA stream gets here."""
         if not self._on_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -38,4 +38,4 @@ class DeviceClock:
         assert not isinstance(begin, float)
         assert not isinstance(end, float)
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return float(begin.elapsed_time(end)) / 1e3

@@ -29,8 +29,8 @@ __all__ = ["Ranks", "Unit", "UnitState"]
 class Ranks:
     """Who holds the slices of a unit, and who holds the same slice.
 
-    ``gather`` and ``reduce`` are communicators over the same ranks, so that gathers and reduces need
-    not queue behind each other. ``replicas`` joins the ranks with equal slices. Gradients are
+    ``gather`` and ``reduce`` are communicators over the same ranks, so that gathers and reduces
+    need not queue behind each other. ``replicas`` joins the ranks with equal slices. Gradients are
     averaged over all of them.
     """
 
@@ -171,7 +171,8 @@ class Unit:
         # writing gathered values into the buffer would then trip autograd's in-place check.
         full = nn.Parameter(view.data, requires_grad=spec.trainable)
         if spec.trainable:
-            full.register_post_accumulate_grad_hook(_gradient_hook(weakref.ref(self), index))
+            hook = _gradient_hook(weakref.ref(self), index)
+            full.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return full
 
     def rename(self, name: str) -> None:
@@ -259,7 +260,7 @@ class Unit:
         """Put a parameter's gradient, or a further part of it, into the flat gradient buffer."""
         if grad.layout is not torch.strided:
             raise NotSupportedError(
-                f"parameter {self.params[index].spec.name!r} got a gradient of layout {grad.layout}; "
+                f"parameter {self.params[index].spec.name!r} got a {grad.layout} gradient; "
                 "only dense gradients can be reduced (use sparse=False in embeddings)"
             )
         if self.state in (UnitState.RESTING, UnitState.FULL):
@@ -298,7 +299,7 @@ class Unit:
                 view.zero_()
 
     def reduce(self) -> None:
-        """Start to reduce the full gradients; what was not delivered counts as zero (collective)."""
+        """Start to reduce the full gradients; what did not come counts as zero (collective)."""
         if self.state in (UnitState.RESTING, UnitState.FULL):
             self._fill()
         self._move("reduce")
@@ -344,20 +345,24 @@ class Unit:
                 _accumulate(param, self._span_of(place, reduced.flats[place.grad_number]))
 
     def drop_gradients(self) -> None:
-        """Forget gradients that were delivered but not reduced, after a backward that failed."""
-        self.await_reduce()
+        """Forget full gradients, under way or not, after a backward that failed."""
         self._delivered.clear()
+        if self._reducing is not None:
+            self._reducing.wait()
+            self._reducing, self._reduced = None, None
         if self.state in (UnitState.GRADS, UnitState.FULL_WITH_GRADS):
             self._move("drop")
-            assert self._grads is not None
+        if self._grads is not None:
             self._grads.release()
 
 
 def _accumulate(param: ShardedParameter, local: Tensor) -> None:
-    if param.grad is None:
+    grad = param.grad
+    if grad is None:
         param.grad = ShardedParameter.value(local, param.ownership)
     else:
-        param.grad.local.add_(local)
+        assert isinstance(grad, ShardedParameter)
+        grad.local.add_(local)
     hooks: dict[int, Callable[[Tensor], None]] | None
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
     for hook in (hooks or {}).values():

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``fullshard``: parses, then delegates. Loads torch only when it starts to work."""
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Callable, Sequence
+
+from fullshard.core.errors import ConfigurationError, FullshardError
+from fullshard.train.config import describe_options, resolve
+
+__all__ = ["main"]
+
+_TRAIN_EXAMPLES = """\
+examples:
+  fullshard train                                  a byte-level language model, some minutes
+  fullshard train --model mnist                    a small convolution net that reads digits
+  fullshard train data.paths=my_texts train.steps=300
+  fullshard train --nproc 4 shard.strategy=SHARD_GRAD_OP log.trace=true
+  fullshard train settings.toml optim.lr=0.002     settings from a file, one of them changed
+  torchrun --nproc-per-node 8 -m fullshard train   join ranks that torchrun (or srun) starts
+
+settings, with their defaults for gpt; in a TOML file the part before the dot is a [section]:
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0 done, 1 failed, 2 asked for what cannot be."""
+    parser = argparse.ArgumentParser(
+        prog="fullshard",
+        description="Train models that do not fit on one device: fully sharded data parallelism.",
+        epilog="commands:\n  train   train a real model in one command, to see sharding work\n\n"
+        "'fullshard COMMAND --help' tells more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"fullshard {_version()}", help="show it and exit"
+    )
+    parser.add_argument("command", choices=sorted(_COMMANDS), metavar="COMMAND", help="see below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(argv)
+    try:
+        return _COMMANDS[chosen.command](chosen.arguments)
+    except FullshardError as error:
+        print(f"fullshard {chosen.command}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigurationError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _train(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="fullshard train",
+        usage="fullshard train [CONFIG.toml] [--model NAME] [--nproc N] [section.key=value ...]",
+        description="Train a model with parameters, gradients and optimizer state sharded over "
+        "ranks. Ends with a table of bytes per rank, the weights as one safetensors file and, for "
+        "gpt, a sample of text, all kept in a new folder below runs/.",
+        epilog=_TRAIN_EXAMPLES + describe_options(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="CONFIG.toml | section.key=value",
+        help="a settings file, and settings that go before those in it",
+    )
+    parser.add_argument("--model", choices=["gpt", "mnist"], help="short for model.name=")
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="ranks to start on this machine (default: one per GPU; 2 without a GPU); not for "
+        "torchrun, which starts them itself",
+    )
+    given = parser.parse_intermixed_args(argv)
+    files = [text for text in given.settings if "=" not in text]
+    if len(files) > 1:
+        raise ConfigurationError(f"one settings file at most, got {', '.join(files)}")
+    overrides = [text for text in given.settings if "=" in text]
+    config = resolve(files[0] if files else None, overrides, given.model)
+    # Here torch is loaded: after everything that can be refused without it.
+    try:
+        from fullshard.train.launch import launch  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"{error.name} is not installed: pip install 'fullshard[torch,train]'"
+        ) from error
+    return launch(config, given.nproc)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("fullshard")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train}

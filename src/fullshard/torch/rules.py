@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each torch operation means on a sharded parameter: a rule, decided once.
+
+Elementwise operations run on the spans. Norms and truth values are global. Random fills draw the
+full tensor and keep the span, so that values and generator are those of one process, at the price
+of the full tensor's memory for a moment. A new shape of the same elements keeps the span. All else
+would be shard-local maths in silence, and is refused.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fullshard.torch.elementwise import (
+    Args,
+    Kwargs,
+    Rule,
+    count_change,
+    need_whole,
+    on_lists,
+    on_spans,
+    owner_of,
+    refused,
+)
+from fullshard.torch.reductions import global_norms, global_truth
+
+__all__ = ["RULES"]
+
+_aten = torch.ops.aten
+
+
+class _Rules(dict[OpOverload, Rule]):
+    """The rule for each operation, decided when it is first asked for.
+
+    Threads may decide the same at the same time; they decide alike.
+    """
+
+    def __missing__(self, func: OpOverload) -> Rule:
+        rule = self[func] = _decide(func)
+        return rule
+
+
+RULES = _Rules()
+"""How to carry out an operation of whose operands at least one is sharded. Rules raise
+`UnshardedOperationError` for what needs more than this rank's span."""
+
+
+def _decide(func: OpOverload) -> Rule:
+    packet = func.overloadpacket
+    name = packet.__name__
+    if name.startswith("_foreach_"):
+        base = name.removeprefix("_foreach_").removesuffix("_")
+        if name == "_foreach_norm":
+            return _foreach_norm
+        return on_lists(func) if _elementwise_name(base) else refused(func)
+    if name.startswith("_fused_") and name.endswith("_"):
+        return on_lists(func)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _draw(func) if name.endswith(("_", "_like")) else refused(func)
+    if packet in _BY_PACKET:
+        return _BY_PACKET[packet](func)
+    if torch.Tag.pointwise in func.tags and func is not _aten.equal.default:
+        return on_spans(func)
+    return refused(func)
+
+
+def _elementwise_name(name: str) -> bool:
+    packet = getattr(_aten, name, None)
+    if packet is None:
+        return False
+    # Not just any overload: max of two tensors is elementwise, max of one is not.
+    mains = (getattr(packet, overload, None) for overload in _MAIN_OVERLOADS)
+    return packet in _SPAN_WISE or any(
+        main is not None and torch.Tag.pointwise in main.tags for main in mains
+    )
+
+
+# ---- global -------------------------------------------------------------------------------------
+
+
+def _foreach_norm(cls: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    tensors, order, dtype = (*args, 2, None)[:3] if len(args) == 1 else (*args, None)[:3]
+    parts = [(x.local, x.ownership) if type(x) is cls else (x, None) for x in tensors]
+    return global_norms(parts, float(kwargs.get("ord", order)), kwargs.get("dtype", dtype))
+
+
+def _norm(func: OpOverload) -> Rule:
+    names = [argument.name for argument in func._schema.arguments]
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensor = given["self"]
+        owner = owner_of(cls, func, args, kwargs)
+        dims = given.get("dim")
+        whole = dims in (None, [], ()) or {d % max(1, tensor.dim()) for d in dims} == set(
+            range(tensor.dim())
+        )
+        if not whole or given.get("keepdim") or "out" in given:
+            need_whole(func, owner)
+        order = given.get("ord", given.get("p", 2))
+        order = 2.0 if order is None else float(order)
+        return global_norms([(tensor.local, owner)], order, given.get("dtype"))[0]
+
+    return rule
+
+
+def _truth(func: OpOverload) -> Rule:
+    if func._overloadname != "default":
+        return refused(func)
+    every = func.overloadpacket is _aten.all
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
+        return global_truth(args[0].local, args[0].ownership, every=every)
+
+    return rule
+
+
+# ---- drawn in full, kept in part ----------------------------------------------------------------
+
+
+def _draw(func: OpOverload) -> Rule:
+    in_place = func.overloadpacket.__name__.endswith("_")
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        target = args[0]
+        others = (*args[1:], *kwargs.values())
+        if type(target) is not cls or any(type(other) is cls for other in others):
+            need_whole(func, owner_of(cls, func, args, kwargs))
+        owner = target.ownership
+        full = torch.empty(owner.shape, dtype=target.dtype, device=target.device)
+        drawn = owner.cut(func(full, *args[1:], **kwargs))
+        if not in_place:
+            return cls.value(drawn.clone(), owner)
+        target.local.copy_(drawn)
+        count_change(target.local)
+        return target
+
+    return rule
+
+
+def _eye(func: OpOverload) -> Rule:
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        out = kwargs["out"]
+        rows, columns = (*args, args[0])[:2]
+        if (rows, columns) != tuple(out.shape):
+            need_whole(func, out.ownership)
+        full = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        out.local.copy_(out.ownership.cut(func(*args, out=full)))
+        count_change(out.local)
+        return out
+
+    return rule
+
+
+# ---- shapes, and new tensors --------------------------------------------------------------------
+
+
+def _reshape(func: OpOverload) -> Rule:
+    """Another shape of the same elements in the same order: the span stays what it is."""
+    if func._overloadname == "dtype":
+        return refused(func)
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        owner = args[0].ownership
+        shape = func(torch.empty(owner.shape, device="meta"), *args[1:], **kwargs).shape
+        return cls.value(args[0].local, owner if shape == owner.shape else owner.reshaped(shape))
+
+    return rule
+
+
+def _alias(func: OpOverload) -> Rule:
+    return lambda cls, args, kwargs: cls.value(args[0].local, args[0].ownership)
+
+
+def _new_plain(func: OpOverload) -> Rule:
+    """``new_empty(size)`` and its kin name a size of their own: a plain tensor of that size."""
+    return lambda cls, args, kwargs: func(args[0].local, *args[1:], **kwargs)
+
+
+def _index_put(func: OpOverload) -> Rule:
+    """``x[mask] = number``, with a mask that is cut as x is."""
+    in_place = func.overloadpacket is _aten.index_put_
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        target, indices, value = args[:3]
+        owner = owner_of(cls, func, args, kwargs)
+        mask: Any = indices[0] if len(indices) == 1 else None
+        plain_number = type(value) is not cls and value.numel() == 1
+        if not (
+            type(target) is cls is type(mask)
+            and mask.dtype is torch.bool
+            and owner.agrees_with(mask.ownership)
+            and plain_number
+            and not any(args[3:])
+        ):
+            need_whole(func, owner)
+        result = func(target.local, [mask.local], value)
+        if not in_place:
+            return cls.value(result, owner)
+        count_change(target.local)
+        return target
+
+    return rule
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def _without_memory_format(func: OpOverload) -> Rule:
+    return on_spans(func, drop=("memory_format",))
+
+
+_MAIN_OVERLOADS = ("default", "Tensor", "Scalar", "Tensor_Scalar")
+
+_SPAN_WISE = {_aten.copy, _aten.zero, _aten.fill, _aten.clone}
+"""Element by element, but not tagged so by torch (names without the underscore)."""
+
+_BY_PACKET: dict[Any, Callable[[OpOverload], Rule]] = {
+    **dict.fromkeys(
+        (_aten.copy_, _aten.copy, _aten.zero_, _aten.fill_, _aten.fill, _aten.masked_fill_), on_spans
+    ),
+    **dict.fromkeys(
+        (
+            _aten.clone,
+            _aten._to_copy,
+            _aten.empty_like,
+            _aten.zeros_like,
+            _aten.ones_like,
+            _aten.full_like,
+        ),
+        _without_memory_format,
+    ),
+    **dict.fromkeys((_aten.detach, _aten.alias, _aten.lift_fresh), _alias),
+    **dict.fromkeys(
+        (_aten.view, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze, _aten._reshape_alias),
+        _reshape,
+    ),
+    **dict.fromkeys((_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full), _new_plain),
+    **dict.fromkeys((_aten.index_put_, _aten.index_put), _index_put),
+    **dict.fromkeys((_aten.linalg_vector_norm, _aten.norm), _norm),
+    **dict.fromkeys((_aten.any, _aten.all), _truth),
+    _aten.eye: _eye,
+}

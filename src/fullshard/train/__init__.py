@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fullshard train`: one command that trains a real model, fully sharded, to see it work.
+
+Import what you need from the submodules; this package loads none, so that ``--help`` is quick.
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting of `fullshard train`: frozen dataclasses, filled from TOML and the command line."""
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.presets import transformer
+
+__all__ = [
+    "Config",
+    "DataConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ShardConfig",
+    "TrainConfig",
+    "check_world",
+    "describe_options",
+    "parse_overrides",
+    "resolve",
+    "to_toml",
+]
+
+
+def _option(default: Any, meaning: str, least: float | None = None) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "least": least})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What is trained."""
+
+    name: Literal["gpt", "mnist"] = _option("gpt", "gpt: predict bytes of text; mnist: read digits")
+    preset: str = _option("nano", "size of the gpt: nano, micro, small, gpt2-124m, llama3-8b, ...")
+    context: int = _option(0, "bytes the gpt sees at once; 0: the preset's", least=0)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What it is trained on."""
+
+    paths: tuple[str, ...] = _option(
+        (), "text files or folders; none: this Python's own docs and source"
+    )
+    validation_paths: tuple[str, ...] = _option(
+        (), "held-back files or folders; none: a share of the files"
+    )
+    validation_share: float = _option(0.05, "share of the files that is held back", least=0)
+    validation_samples: int = _option(128, "samples that validation looks at", least=1)
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW, its learning rate over the steps, and gradient clipping."""
+
+    lr: float = _option(3e-3, "highest learning rate, reached after the warm-up", least=0)
+    warmup_steps: int = _option(60, "steps in which the learning rate rises from 0", least=0)
+    final_lr_share: float = _option(0.02, "share of lr that the cosine ends at", least=0)
+    beta1: float = _option(0.9, "memory of the mean gradient", least=0)
+    beta2: float = _option(0.95, "memory of the squared gradient", least=0)
+    weight_decay: float = _option(0.1, "decay of matrices (not of norms and biases)", least=0)
+    clip_norm: float = _option(1.0, "longest gradient, as global norm; 0: no clipping", least=0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, how much at a time."""
+
+    steps: int = _option(1200, "optimizer steps", least=1)
+    batch: int = _option(8, "samples of a step, over all ranks together", least=1)
+    dtype: Literal["float32", "bfloat16"] = _option("float32", "dtype of the parameters")
+    seed: int = _option(0, "of weights, sample order and dropout", least=0)
+    eval_every: int = _option(
+        300, "steps between validations (there is always one at the end)", least=1
+    )
+    on_nonfinite: Literal["stop", "skip"] = _option(
+        "stop", "when a loss or gradient is infinite or NaN on any rank: stop, or skip the step"
+    )
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """How parameters, gradients and optimizer state are spread over the ranks."""
+
+    strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = _option(
+        "FULL_SHARD",
+        "FULL_SHARD: all sharded; SHARD_GRAD_OP: parameters stay for backward; NO_SHARD",
+    )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is printed and kept."""
+
+    folder: str = _option("runs", "where run folders are made")
+    name: str = _option(
+        "", "name of the run folder; empty: model and preset. Taken: a number is added"
+    )
+    every: int = _option(50, "steps between lines", least=1)
+    trace: bool = _option(False, "keep the engine's trace of one step as trace.jsonl")
+    sample_bytes: int = _option(
+        200, "length of the text a trained gpt writes at the end; 0: none", least=0
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of one run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def run_name(self) -> str:
+        """The name wanted for the run folder."""
+        if self.log.name:
+            return self.log.name
+        return f"gpt-{self.model.preset}" if self.model.name == "gpt" else self.model.name
+
+    @property
+    def context(self) -> int:
+        """Tokens the gpt sees at once."""
+        return self.model.context or transformer(self.model.preset).context
+
+
+Settings = dict[str, dict[str, Any]]
+
+# Where the digits want other defaults than the text does.
+_MODEL_DEFAULTS: dict[str, Settings] = {
+    "gpt": {},
+    "mnist": {
+        "train": {"steps": 400, "batch": 64, "eval_every": 100},
+        "optim": {"lr": 1e-3, "beta2": 0.999, "weight_decay": 0.01},
+        "data": {"validation_samples": 500},
+    },
+}
+
+
+def resolve(
+    file: str | Path | None = None, overrides: Iterable[str] = (), model: str | None = None
+) -> Config:
+    """Settings of one run: defaults of the model, then ``file`` (TOML), then ``overrides``.
+
+    ``model`` is what ``--model`` gave, the same as ``model.name=``. Raises `ConfigurationError` for
+    a file that cannot be read, an unknown key or a value that does not fit.
+    """
+    given = _read_toml(Path(file)) if file is not None else {}
+    _merge(given, parse_overrides(overrides))
+    if model is not None:
+        _merge(given, {"model": {"name": model}})
+    name = given.get("model", {}).get("name", "gpt")
+    settings: Settings = {}
+    _merge(settings, _MODEL_DEFAULTS.get(name, {}) if isinstance(name, str) else {})
+    _merge(settings, given)
+    sections = get_type_hints(Config)
+    for section in settings:
+        if section not in sections:
+            raise _unknown("section", section, sections)
+    built = {name: _build(name, cls, settings.get(name, {})) for name, cls in sections.items()}
+    config = Config(**built)
+    _check(config)
+    return config
+
+
+def parse_overrides(overrides: Iterable[str]) -> Settings:
+    """``["optim.lr=3e-3"]`` as nested settings; a value that is no TOML is taken as text."""
+    settings: Settings = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        section, dot, name = key.strip().partition(".")
+        if not (equals and dot and section and name):
+            raise ConfigurationError(
+                f"cannot read {override!r}: expected section.key=value, such as optim.lr=0.003"
+            )
+        settings.setdefault(section, {})[name] = _Text(text.strip())
+    return settings
+
+
+class _Text(str):
+    """A value from the command line: TOML if it can be read as such, else the text itself."""
+
+    def value(self, wanted: Any) -> Any:
+        if wanted is str or get_origin(wanted) is Literal:
+            quoted = len(self) >= 2 and self[0] == self[-1] and self[0] in "'\""
+            return self[1:-1] if quoted else str(self)
+        try:
+            parsed = tomllib.loads(f"value = {self}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = str(self)
+        if get_origin(wanted) is tuple and not isinstance(parsed, list):
+            return [str(self)]  # one path, even if it reads like a number
+        return parsed
+
+
+def _read_toml(path: Path) -> Settings:
+    try:
+        read = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigurationError(f"cannot read the settings file {str(path)!r}: {error}") from error
+    for section, values in read.items():
+        if not isinstance(values, dict):
+            raise ConfigurationError(
+                f"{path}: {section!r} is in no section; expected [section] and keys below"
+            )
+    return read
+
+
+def _merge(into: Settings, more: Mapping[str, Mapping[str, Any]]) -> None:
+    for section, values in more.items():
+        into.setdefault(section, {}).update(values)
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> ConfigurationError:
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return ConfigurationError(f"unknown {what} {name!r}: {hint}there are {', '.join(known)}")
+
+
+def _build(section: str, cls: Any, given: Mapping[str, Any]) -> Any:
+    wanted = get_type_hints(cls)
+    for key in given:
+        if key not in wanted:
+            raise _unknown("key", f"{section}.{key}", [f"{section}.{name}" for name in wanted])
+    options = {option.name: option for option in dataclasses.fields(cls)}
+    values = {}
+    for key, value in given.items():
+        if isinstance(value, _Text):
+            value = value.value(wanted[key])
+        values[key] = _fit(f"{section}.{key}", value, wanted[key])
+        least = options[key].metadata["least"]
+        if least is not None and not values[key] >= least:
+            raise ConfigurationError(f"{section}.{key} must be at least {least}, got {value!r}")
+    return cls(**values)
+
+
+def _fit(key: str, value: Any, wanted: Any) -> Any:
+    """The value as the field's type, if it is one without loss."""
+    if get_origin(wanted) is Literal:
+        if value in get_args(wanted):
+            return value
+        expected = "one of " + ", ".join(get_args(wanted))
+        near = difflib.get_close_matches(str(value), get_args(wanted), n=1)
+        expected += f" (did you mean {near[0]!r}?)" if near else ""
+    elif get_origin(wanted) is tuple:
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        expected = "a list of texts"
+    else:
+        if wanted is float and type(value) is int:
+            return float(value)
+        if type(value) is wanted:
+            return value
+        expected = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[
+            wanted
+        ]
+    raise ConfigurationError(f"{key} must be {expected}, got {value!r}")
+
+
+def _check(config: Config) -> None:
+    """What holds between values, beyond each one's own range."""
+    if config.model.name == "gpt":
+        transformer(config.model.preset)
+    for key, value in (
+        ("data.validation_share", config.data.validation_share),
+        ("optim.final_lr_share", config.optim.final_lr_share),
+    ):
+        if not value <= 1:
+            raise ConfigurationError(f"{key} is a share: at most 1, got {value}")
+    for key, value in (("optim.beta1", config.optim.beta1), ("optim.beta2", config.optim.beta2)):
+        if not value < 1:
+            raise ConfigurationError(f"{key} must be below 1, got {value}")
+    if Path(config.run_name).name != config.run_name:
+        raise ConfigurationError(
+            f"log.name is one folder's name, got {config.run_name!r}; set log.folder for the place"
+        )
+
+
+def check_world(config: Config, world: int) -> None:
+    """Refuse a batch that ``world`` ranks cannot share equally."""
+    batch = config.train.batch
+    if batch % world:
+        lower, upper = batch // world * world, (batch // world + 1) * world
+        near = f"{lower} or {upper}" if lower else f"{upper}"
+        raise ConfigurationError(
+            f"train.batch={batch} samples do not divide over {world} ranks: set train.batch to "
+            f"{near}, or start another number of ranks (--nproc)"
+        )
+
+
+def to_toml(config: Config) -> str:
+    """All settings as TOML that `resolve` reads back to an equal config."""
+    lines = []
+    for section in dataclasses.fields(config):
+        lines.append(f"[{section.name}]")
+        values = getattr(config, section.name)
+        lines += [f"{key} = {_toml(value)}" for key, value in vars(values).items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        control = {code: f"\\u{code:04x}" for code in (*range(32), 127)}
+        return f'"{escaped.translate(control)}"'
+    return f"[{', '.join(map(_toml, value))}]"
+
+
+def describe_options() -> str:
+    """Every key with its default and meaning, for ``--help``."""
+    lines = []
+    for section, cls in get_type_hints(Config).items():
+        for option in dataclasses.fields(cls):
+            key = f"{section}.{option.name}={_toml(option.default)}"
+            lines.append(f"  {key:<34} {option.metadata['meaning']}")
+    return "\n".join(lines)

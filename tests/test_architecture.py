@@ -268,26 +268,19 @@ def collectives_stay_in_comm(source: Source) -> Iterator[str]:
         return
     aliases = {"torch.distributed"}
     for node in ast.walk(source.tree):
-        if isinstance(node, ast.Import):
-            aliases |= {each.asname for each in node.names if each.name in aliases and each.asname}
-        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
-            aliases |= {
-                each.asname or each.name for each in node.names if each.name == "distributed"
-            }
+        for each in getattr(node, "names", []) if imported(node) else []:
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            if module + each.name == "torch.distributed":
+                aliases.add(each.asname or each.name)
+            elif module.startswith("torch.distributed."):
+                parts = (each.name, module.split(".")[-2])
+                if any(COLLECTIVE.fullmatch(part) for part in parts):
+                    yield source.at(node.lineno, f"collective {module}{each.name}")
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute):
             of_module = ast.unparse(node.value) in aliases and COLLECTIVE.fullmatch(node.attr)
             if of_module or GROUP_METHOD.fullmatch(node.attr):
                 yield source.at(node.lineno, f"collective {ast.unparse(node)}")
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-            "torch.distributed"
-        ):
-            for each in node.names:
-                if COLLECTIVE.fullmatch(each.name) or COLLECTIVE.fullmatch(
-                    node.module.split(".")[-1]
-                ):
-                    name = f"{node.module}.{each.name}"
-                    yield source.at(node.lineno, f"{name}")
 
 
 CHECKS = {

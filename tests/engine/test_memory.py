@@ -15,8 +15,8 @@ from fullshard.torch import (
     resting_bytes,
     tracing,
 )
+from fullshard.torch.hooks import managed_unit_of
 from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.runtime import managed_unit_of
 
 
 def block_layout(shards):

@@ -1,24 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers over sharded parameters do what they do over plain ones, or are refused."""
 
-import copy
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard.core.errors import NotSupportedError, UnshardedOperationError, UsageError
 from fullshard.core.layout import lay_out
 from fullshard.core.spec import ParamSpec
 from fullshard.torch.local_world import LocalComm, LocalWorld
-from fullshard.torch.optim import (
-    clip_grad_norm_,
-    mark_replaced,
-    name_of_replacement,
-    optimizer_state_bytes,
-)
-from fullshard.torch.parameter import GlobalScalar, Ownership, ShardedParameter
+from fullshard.torch.parameter import Ownership, ShardedParameter
 
 SHAPES = [(5, 7), (), (33,), (1,), (16, 4), (3, 2, 5), (2, 50)]
 
@@ -40,9 +32,7 @@ OPTIMIZERS = {
 }
 FUSED = {"sgd", "sgd-momentum", "sgd-nesterov", "adam", "adam-amsgrad", "adamw", "adagrad"}
 FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-CASES = [
-    (name, form) for name in OPTIMIZERS for form in FORMS if form != "fused" or name in FUSED
-]
+CASES = [(name, form) for name in OPTIMIZERS for form in FORMS if form != "fused" or name in FUSED]
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +89,10 @@ def train_sharded(make, dtype: torch.dtype, steps: int, world: int) -> list[Tens
             optimizer.step()
         for state in optimizer.state.values():
             for value in state.values():
-                assert not isinstance(value, Tensor) or value.dim() == 0 or (
-                    type(value) is ShardedParameter
+                assert (
+                    not isinstance(value, Tensor)
+                    or value.dim() == 0
+                    or (type(value) is ShardedParameter)
                 )
         return [param.full_tensor() for param in params]
 

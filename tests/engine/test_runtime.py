@@ -12,8 +12,8 @@ from torch import nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.torch import FullyShardedDataParallel, fully_shard, set_prefetch, tracing
+from fullshard.torch.hooks import managed_unit_of
 from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.runtime import managed_unit_of
 from fullshard.torch.unit import UnitState
 
 SIGNS = {

@@ -7,12 +7,8 @@ same engine. Outside of forward and backward, parameters are `ShardedParameter`s
 
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.core.trace import Trace
-from fullshard.torch.api import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    fully_shard,
-    set_prefetch,
-)
+from fullshard.torch.fsdp1 import FullyShardedDataParallel
+from fullshard.torch.fsdp2 import FSDPModule, fully_shard
 from fullshard.torch.optim import clip_grad_norm_
 from fullshard.torch.options import (
     CPUOffload,
@@ -22,6 +18,7 @@ from fullshard.torch.options import (
     OffloadPolicy,
 )
 from fullshard.torch.parameter import ShardedParameter
+from fullshard.torch.shard_modules import set_prefetch
 from fullshard.torch.state import RestingBytes, resting_bytes, save_full_weights, tracing
 
 __all__ = [

@@ -220,7 +220,8 @@ _SPAN_WISE = {_aten.copy, _aten.zero, _aten.fill, _aten.clone}
 
 _BY_PACKET: dict[Any, Callable[[OpOverload], Rule]] = {
     **dict.fromkeys(
-        (_aten.copy_, _aten.copy, _aten.zero_, _aten.fill_, _aten.fill, _aten.masked_fill_), on_spans
+        (_aten.copy_, _aten.copy, _aten.zero_, _aten.fill_, _aten.fill, _aten.masked_fill_),
+        on_spans,
     ),
     **dict.fromkeys(
         (

@@ -1,16 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From hooks to ops: watches forward and backward, asks the schedule, moves the units.
-
-[Note: When a unit's backward is over]
-A unit's parameters may be freed when nothing in its backward will read them again, and its
-gradients reduced when none is still to come. Neither can be seen from gradients alone (frozen
-weights deliver none, and the input's gradient may need a weight after that weight's own gradient is
-out) nor from the inputs alone (they may need no gradient). So a call of a unit is over when the
-gradients of all inputs that need one are there, and the unit is over when all its calls are, or
-when every trainable parameter has delivered and no call waits for an input. Autograd runs gradient
-accumulation before anything else that is ready, except between leaves; so a unit whose inputs are
-done while gradients are missing is settled at the next event: what has not come by then was not
-used, and counts as zero.
+"""From events to ops: hears what happens, asks the schedule, moves the units.
 
 [Note: One order on all ranks]
 Ranks must issue their collectives in the same order, even if one of them did not use a unit.
@@ -23,23 +12,20 @@ that unit's backward ends.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import register_multi_grad_hook
 
 from fullshard.core.errors import UsageError
 from fullshard.core.schedule import Event, Moment, OpKind, Scheduler, UnitPolicy
 from fullshard.core.strategy import Prefetch
-from fullshard.torch.modules import clean_name, tensors_in
+from fullshard.torch.hooks import Call, ManagedUnit, managed_unit_of
+from fullshard.torch.modules import clean_name
 from fullshard.torch.recorder import TraceRecorder
 from fullshard.torch.unit import Unit
 
-__all__ = ["ManagedUnit", "Runtime", "managed_unit_of"]
-
-_ATTRIBUTE = "_fullshard_unit"
+__all__ = ["Runtime", "runtime_of"]
 
 _ACTIONS: dict[OpKind, Callable[[Unit], None]] = {
     OpKind.GATHER: Unit.gather,
@@ -48,144 +34,6 @@ _ACTIONS: dict[OpKind, Callable[[Unit], None]] = {
     OpKind.REDUCE: Unit.reduce,
     OpKind.AWAIT_REDUCE: Unit.await_reduce,
 }
-
-
-class _Call:
-    """One forward of a unit whose backward may come; lives as long as its autograd graph."""
-
-    def __init__(self, managed: "ManagedUnit", parent: "_Call | None"):
-        self.managed = managed
-        self.parent = parent  # the call inside which this one was made
-        self.begun = False
-        self.watched = 0  # modules whose inputs need gradients
-        self._to_come = 0
-
-    def watch_inputs(self, tensors: Sequence[Tensor]) -> None:
-        self.watched += 1
-        if len(tensors) == 1:
-            tensors[0].register_hook(self._on_input_gradients)  # type: ignore[no-untyped-call]
-        else:
-            register_multi_grad_hook(tensors, self._on_input_gradients)
-
-    def watch_outputs(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            # One unit's output is the next one's input. Hooks of a tensor run before those of the
-            # node that made it, so that the next unit is over before this one begins.
-            node = tensor.grad_fn
-            if node is None:
-                tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
-            else:
-                node.register_prehook(self._on_output_gradient)
-
-    def _on_output_gradient(self, _grads: object) -> None:
-        if not self.begun:
-            self.begin()
-
-    def begin(self) -> None:
-        parent = self.parent
-        if parent is not None and not parent.begun and parent in parent.managed.calls:
-            parent.begin()  # the output may be the parent's too, whose hook then comes second
-        self.begun = True
-        self._to_come = self.watched
-        self.managed.the_runtime.backward_begins(self)
-
-    def _on_input_gradients(self, _grads: object) -> None:
-        self._to_come -= 1
-        if self.begun and self._to_come == 0:
-            self.begun = False
-            self.managed.the_runtime.call_is_over(self)
-
-
-class ManagedUnit:
-    """A unit with its place among the modules and in the step; owns the modules' hooks."""
-
-    def __init__(self, unit: Unit, modules: Sequence[nn.Module], reshard: bool | None):
-        self.unit = unit
-        self.reshard_after_forward = reshard
-        self.number = -1
-        self.runtime: Runtime | None = None
-        self.open_in_forward = 0
-        self.open_in_backward = False
-        self.begun_in_backward = False
-        # When this step's forwards of the unit began and ended, in events.
-        self.first_begin = self.last_begin = self.last_end = 0
-        self.calls: weakref.WeakSet[_Call] = weakref.WeakSet()
-        self._modules_to_run = len(modules)
-        self._modules_run = 0
-        self._call: _Call | None = None
-        self_reference = weakref.ref(self)
-
-        def deliver(index: int, grad: Tensor) -> None:
-            managed = self_reference()
-            if managed is not None:
-                managed.the_runtime.gradient_arrives(managed, index, grad)
-
-        unit.on_gradient = deliver
-        for module in modules:
-            module.__dict__[_ATTRIBUTE] = self
-            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._after_forward)
-
-    @property
-    def the_runtime(self) -> "Runtime":
-        """The runtime that manages this unit; there is one from the first forward on."""
-        assert self.runtime is not None
-        return self.runtime
-
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        runtime = self.runtime or Runtime.adopt(module)
-        if self._modules_run == 0:
-            self._call = None
-            runtime.forward_begins(self)
-        if torch.is_grad_enabled():
-            self._call = self._call or _Call(self, runtime.enclosing_call(self))
-            inputs = list(tensors_in((args, kwargs), _needs_grad))
-            if inputs:
-                self._call.watch_inputs(inputs)
-        self._modules_run += 1
-
-    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if self._call is not None:
-            outputs = list(tensors_in(output, _needs_grad))
-            if outputs:
-                self._call.watch_outputs(outputs)
-                self.calls.add(self._call)
-        if self._modules_run == self._modules_to_run:
-            self._modules_run = 0
-            self._call = None
-            self.the_runtime.forward_ends(self)
-
-    def set_reshard_after_forward(self, reshard: bool) -> None:
-        """Choose if full parameters are dropped after forward; between steps only."""
-        if self.runtime is not None and not self.runtime.idle:
-            raise UsageError("reshard_after_forward can only be changed between steps")
-        self.reshard_after_forward = reshard
-        if self.runtime is not None:
-            self.runtime.set_prefetch(self.runtime.prefetch)
-
-    def forget_step(self) -> None:
-        """Back to the state between steps, whatever happened; full gradients are dropped."""
-        self.open_in_forward = 0
-        self.open_in_backward = self.begun_in_backward = False
-        self.calls = weakref.WeakSet()
-        self._modules_run = 0
-        self._call = None
-        self.unit.drop_gradients()
-        self.unit.show_sharded()
-
-    @property
-    def current_call(self) -> _Call | None:
-        """The call that is running forward now, if its backward may come."""
-        return self._call
-
-
-def _needs_grad(tensor: Tensor) -> bool:
-    return tensor.requires_grad
-
-
-def managed_unit_of(module: nn.Module) -> ManagedUnit | None:
-    """The unit whose hooks are on ``module``, if it is the module of one."""
-    return module.__dict__.get(_ATTRIBUTE)
 
 
 class Runtime:
@@ -281,7 +129,7 @@ class Runtime:
             self._due.pop(managed, None)
             self._due[managed] = None
 
-    def enclosing_call(self, managed: ManagedUnit) -> _Call | None:
+    def enclosing_call(self, managed: ManagedUnit) -> Call | None:
         """The call of the unit inside whose forward ``managed`` runs now."""
         outer = [other for other in self._running if other is not managed]
         return outer[-1].current_call if outer else None
@@ -327,7 +175,7 @@ class Runtime:
 
     # ---- backward -------------------------------------------------------------------------------
 
-    def backward_begins(self, call: _Call) -> None:
+    def backward_begins(self, call: Call) -> None:
         """A gradient has reached a unit's output: gather it again."""
         if not self._in_backward:
             self._in_backward = True
@@ -368,7 +216,7 @@ class Runtime:
         elif unit.gradients_complete and not any(call.watched for call in managed.calls):
             self._end(managed)
 
-    def call_is_over(self, call: _Call) -> None:
+    def call_is_over(self, call: Call) -> None:
         """The gradients of a call's inputs are there. [Note: When a unit's backward is over]"""
         managed = call.managed
         managed.calls.discard(call)
@@ -450,3 +298,11 @@ class Runtime:
 
     def _live_bytes(self) -> int:
         return sum(managed.unit.transient_bytes for managed in self.units)
+
+
+def runtime_of(root: nn.Module) -> Runtime:
+    """The runtime that has ``root`` as its root, made if there is none yet."""
+    managed = managed_unit_of(root)
+    if managed is not None and managed.number == 0 and isinstance(managed.runtime, Runtime):
+        return managed.runtime
+    return Runtime.adopt(root)

@@ -18,7 +18,7 @@ from fullshard.torch.modules import clean_name
 from fullshard.torch.optim import optimizer_state_bytes
 from fullshard.torch.parameter import ShardedParameter
 from fullshard.torch.recorder import TraceRecorder
-from fullshard.torch.runtime import ManagedUnit, Runtime, managed_unit_of
+from fullshard.torch.runtime import runtime_of
 
 __all__ = ["RestingBytes", "resting_bytes", "save_full_weights", "tracing"]
 
@@ -86,14 +86,6 @@ def tracing(model: nn.Module) -> Iterator[Trace]:
     finally:
         runtime.recorder = None
         recorder.fill(trace)
-
-
-def runtime_of(root: nn.Module) -> Runtime:
-    """The runtime that has ``root`` as its root, made if there is none yet."""
-    managed: ManagedUnit | None = managed_unit_of(root)
-    if managed is not None and managed.runtime is not None and managed.number == 0:
-        return managed.runtime
-    return Runtime.adopt(root)
 
 
 def save_full_weights(model: nn.Module, path: str | Path) -> None:

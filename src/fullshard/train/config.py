@@ -72,12 +72,12 @@ class OptimConfig:
 class TrainConfig:
     """How long, how much at a time."""
 
-    steps: int = _option(1200, "optimizer steps", least=1)
+    steps: int = _option(1000, "optimizer steps", least=1)
     batch: int = _option(8, "samples of a step, over all ranks together", least=1)
     dtype: Literal["float32", "bfloat16"] = _option("float32", "dtype of the parameters")
     seed: int = _option(0, "of weights, sample order and dropout", least=0)
     eval_every: int = _option(
-        300, "steps between validations (there is always one at the end)", least=1
+        250, "steps between validations (there is always one at the end)", least=1
     )
     on_nonfinite: Literal["stop", "skip"] = _option(
         "stop", "when a loss or gradient is infinite or NaN on any rank: stop, or skip the step"

@@ -64,7 +64,8 @@ def conclude(run: Run, trace: Trace, reporter: Reporter) -> None:
     console.print(bytes_table(held, run.unsharded, run.world.size, config.shard.strategy))
     if config.model.name == "gpt" and config.log.sample_bytes:
         text = write_text(run, _PROMPT.encode(), config.log.sample_bytes)
-        reporter.say(f"\nA sample of what it writes after {_PROMPT!r}:\n\n{_printable(text)}\n")
+        shown = _printable(text, console.encoding)
+        reporter.say(f"\nA sample of what it writes after {_PROMPT!r}:\n\n{shown}\n")
     if run.world.is_first:
         names = ", ".join(sorted(path.name for path in folder.iterdir()))
         reporter.say(f"written to {folder}: {names}")
@@ -88,6 +89,6 @@ def write_text(run: Run, prompt: bytes, count: int, temperature: float = 0.7) ->
     return bytes(text)
 
 
-def _printable(text: bytes) -> str:
-    shown = text.decode("utf-8", errors="replace")
+def _printable(text: bytes, encoding: str) -> str:
+    shown = text.decode("utf-8", errors="replace").encode(encoding, "replace").decode(encoding)
     return "".join(c if c.isprintable() or c == "\n" else " " for c in shown)

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two front doors: FSDP1's wrapper class and FSDP2's function, over one engine.
-
-Both end in `_shard`: parameters become a `Unit`, the unit gets its hooks. What differs is who
-chooses the units (a policy, or the caller bottom-up) and what is left standing (a wrapper, or the
-module itself with another class).
-"""
+"""FSDP1's door: a module that wraps another one, and the submodules that a policy picks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,172 +9,21 @@ from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.core.grouping import group_parameters
-from fullshard.core.strategy import BackwardPrefetch, Prefetch, ShardingStrategy
-from fullshard.torch.groups import Where, compute_device, ranks_of
-from fullshard.torch.modules import (
-    WRAPPED,
-    ParamSites,
-    clean_name,
-    device_of,
-    find_parameters,
-    move_buffers,
-)
+from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
+from fullshard.torch.groups import Where, ranks_of
+from fullshard.torch.hooks import managed_unit_of
+from fullshard.torch.modules import WRAPPED, ParamSites, clean_name, move_buffers
 from fullshard.torch.optim import clip_grad_norm_
-from fullshard.torch.options import (
-    CPUOffload,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    refuse_unsupported,
+from fullshard.torch.options import CPUOffload, MixedPrecision, refuse_unsupported
+from fullshard.torch.shard_modules import (
+    Plan,
+    set_prefetch,
+    shard_modules,
+    shardable_parameters,
 )
-from fullshard.torch.runtime import ManagedUnit, Runtime, managed_unit_of
-from fullshard.torch.unit import Ranks, Unit
 from fullshard.wrap import modules_to_wrap
 
-__all__ = ["FSDPModule", "FullyShardedDataParallel", "fully_shard", "set_prefetch"]
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """Everything that is decided before the first parameter is touched."""
-
-    ranks: Ranks
-    device: torch.device
-    reshard_after_forward: bool | None
-
-
-def _shard(modules: Sequence[nn.Module], params: Sequence[ParamSites], plan: _Plan) -> None:
-    """Make one unit of ``params`` and let the forwards of ``modules`` drive it."""
-    name = type(modules[0]).__name__
-    unit = Unit(name, params, plan.ranks, plan.device)
-    ManagedUnit(unit, modules, plan.reshard_after_forward)
-
-
-def _shardable(modules: Sequence[nn.Module], where: Where) -> tuple[list[ParamSites], torch.device]:
-    """The parameters that are to be sharded now, all checked, and where they shall live."""
-    params = find_parameters(modules)
-    device = device_of(params) or torch.device("cpu")
-    if device.type == "meta":
-        raise NotSupportedError(
-            f"parameter {params[0].spec.name!r} is on the meta device, which is not supported yet; "
-            "build the module on a real device"
-        )
-    return params, compute_device(where, device)
-
-
-def set_prefetch(module: nn.Module, forward: int = 1, backward: int = 1) -> None:
-    """Set how many units are gathered ahead of use below the root ``module``, between steps.
-
-    ``forward`` and ``backward`` count units beyond the one in use: 0 gathers each when it is
-    needed. Every unit more costs the memory of one full unit. All ranks must choose the same.
-    """
-    managed = managed_unit_of(module)
-    prefetch = Prefetch(forward, backward)
-    runtime = (managed.runtime if managed else None) or Runtime.adopt(module)
-    if not runtime.idle:
-        raise UsageError("prefetch can only be changed between steps, not in the middle of one")
-    runtime.set_prefetch(prefetch)
-
-
-# ---- FSDP2's door -------------------------------------------------------------------------------
-
-
-class FSDPModule:
-    """What a module's class gains from `fully_shard`."""
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose, between steps, if full parameters are dropped after forward."""
-        assert isinstance(self, nn.Module)
-        for module in self.modules() if recurse else (self,):
-            managed = managed_unit_of(module)
-            if managed is not None:
-                managed.set_reshard_after_forward(reshard_after_forward)
-
-
-_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def fully_shard(
-    module: nn.Module | list[nn.Module],
-    *,
-    mesh: Where = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
-) -> Any:
-    """Shard the parameters of ``module`` that are not sharded yet, in place, as one unit.
-
-    Call it bottom-up: first on the blocks, then on the root, which takes what is left. Of a list of
-    modules the parameters form one unit, gathered when the first of them runs. Collective over the
-    ranks of ``mesh``; every rank must hold the same values.
-
-    Args:
-        module: the module or modules; their parameters must be on one device.
-        mesh: a 1-D ``DeviceMesh`` (or a process group); None is the default group.
-        reshard_after_forward: drop full parameters between forward and backward. None: yes, but not
-            for the root, whose parameters backward needs at once.
-        shard_placement_fn: not supported yet, like the following ones.
-        mp_policy: see there.
-        offload_policy: see there.
-        ignored_params: see there.
-        dp_mesh_dims: see there.
-
-    Returns:
-        ``module``; its class is now a subclass of its own class and of `FSDPModule`.
-
-    Raises:
-        ConfigurationError: parameters on several devices, or a mesh that is none.
-        NotSupportedError: an argument that this version cannot honour.
-        UsageError: no process group, or a module that is sharded already.
-    """
-    refuse_unsupported(
-        {
-            "shard_placement_fn": shard_placement_fn,
-            "mp_policy": mp_policy,
-            "offload_policy": offload_policy,
-            "ignored_params": ignored_params,
-            "dp_mesh_dims": dp_mesh_dims,
-        }
-    )
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise NotSupportedError(
-            f"reshard_after_forward={reshard_after_forward!r} (a group size) is not supported yet; "
-            "use True, False or None"
-        )
-    modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    _check_modules(modules)
-    params, device = _shardable(modules, mesh)
-    ranks = ranks_of(mesh, sharded=True)
-    for each in modules:
-        move_buffers(each, device)
-        each.__class__ = _sharded_class(type(each))
-    _shard(modules, params, _Plan(ranks, device, reshard_after_forward))
-    return module
-
-
-def _check_modules(modules: Sequence[nn.Module]) -> None:
-    if not modules:
-        raise ConfigurationError("fully_shard needs at least one module, got an empty list")
-    for each in modules:
-        if not isinstance(each, nn.Module) or isinstance(each, (nn.ModuleList, nn.ModuleDict)):
-            raise ConfigurationError(
-                "fully_shard needs modules that have a forward, got "
-                f"{type(each).__name__}; shard the modules inside it"
-            )
-        if managed_unit_of(each) is not None:
-            raise UsageError(f"this {type(each).__name__} is sharded already")
-
-
-def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    if cls not in _sharded_classes:
-        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
-    return _sharded_classes[cls]
-
-
-# ---- FSDP1's door -------------------------------------------------------------------------------
+__all__ = ["FullyShardedDataParallel"]
 
 
 class _OptionClasses:
@@ -266,7 +109,7 @@ class FullyShardedDataParallel(_OptionClasses, nn.Module):
         all_options = {each: {**options, **overrides} for each, overrides in chosen.items()}
         for its_options in all_options.values():
             _check_fsdp1_options(its_options)
-        params, device = _shardable([module], where)
+        params, device = shardable_parameters([module], where)
         members = _parameters_by_module(module, chosen, params)
         # From here on things change: first the submodules, then the root.
         move_buffers(module, device)
@@ -279,11 +122,11 @@ class FullyShardedDataParallel(_OptionClasses, nn.Module):
         backward = 1 if backward_prefetch is BackwardPrefetch.BACKWARD_PRE else 0
         set_prefetch(self, depth, backward)
 
-    def _wrap(self, module: nn.Module, params: Sequence[ParamSites], plan: _Plan) -> None:
+    def _wrap(self, module: nn.Module, params: Sequence[ParamSites], plan: Plan) -> None:
         nn.Module.__init__(self)
         setattr(self, WRAPPED, module)
         self.register_load_state_dict_pre_hook(_add_wrapped_to_keys)  # type: ignore[no-untyped-call]
-        _shard([self], params, plan)
+        shard_modules([self], params, plan)
 
     @property
     def module(self) -> nn.Module:
@@ -378,10 +221,10 @@ def _check_fsdp1_options(options: dict[str, Any]) -> None:
     refuse_unsupported(checked)
 
 
-def _plan_of(options: dict[str, Any], device: torch.device) -> _Plan:
+def _plan_of(options: dict[str, Any], device: torch.device) -> Plan:
     sharding = (options["sharding_strategy"] or ShardingStrategy.FULL_SHARD).value
     ranks = ranks_of(options["process_group"], sharded=sharding.sharded)
-    return _Plan(ranks, device, None if sharding.reshard_after_forward else False)
+    return Plan(ranks, device, None if sharding.reshard_after_forward else False)
 
 
 def _parameters_by_module(

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks of a unit's modules: they watch forward and backward, and tell the runtime.
+
+[Note: When a unit's backward is over]
+A unit's parameters may be freed when nothing in its backward will read them again, and its
+gradients reduced when none is still to come. Neither can be seen from gradients alone (frozen
+weights deliver none, and the input's gradient may need a weight after that weight's own gradient is
+out) nor from the inputs alone (they may need no gradient). So a call of a unit is over when the
+gradients of all inputs that need one are there, and the unit is over when all its calls are, or
+when every trainable parameter has delivered and no call waits for an input. Autograd runs gradient
+accumulation before anything else that is ready, except between leaves; so a unit whose inputs are
+done while gradients are missing is settled at the next event: what has not come by then was not
+used, and counts as zero.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from fullshard.core.errors import UsageError
+from fullshard.core.strategy import Prefetch
+from fullshard.torch.modules import tensors_in
+from fullshard.torch.unit import Unit
+
+__all__ = ["Call", "ManagedUnit", "StepWatcher", "managed_unit_of"]
+
+_ATTRIBUTE = "_fullshard_unit"
+
+
+class StepWatcher(Protocol):
+    """Who is told what happens to units: `fullshard.torch.runtime.Runtime`."""
+
+    prefetch: Prefetch
+
+    @property
+    def idle(self) -> bool:
+        """True between steps."""
+
+    def set_prefetch(self, prefetch: Prefetch) -> None:
+        """Make new schedules."""
+
+    def forward_begins(self, managed: "ManagedUnit") -> None:
+        """A unit's forward is about to run."""
+
+    def forward_ends(self, managed: "ManagedUnit") -> None:
+        """A unit's forward has run."""
+
+    def enclosing_call(self, managed: "ManagedUnit") -> "Call | None":
+        """The call of the unit inside whose forward ``managed`` runs now."""
+
+    def backward_begins(self, call: "Call") -> None:
+        """A gradient has reached the output of a call."""
+
+    def gradient_arrives(self, managed: "ManagedUnit", index: int, grad: Tensor) -> None:
+        """A parameter has its gradient, or a part of it."""
+
+    def call_is_over(self, call: "Call") -> None:
+        """The gradients of a call's inputs are there."""
+
+
+class Call:
+    """One forward of a unit whose backward may come; lives as long as its autograd graph."""
+
+    def __init__(self, managed: "ManagedUnit", parent: "Call | None"):
+        self.managed = managed
+        self.parent = parent  # the call inside which this one was made
+        self.begun = False
+        self.watched = 0  # modules whose inputs need gradients
+        self._to_come = 0
+
+    def watch_inputs(self, tensors: Sequence[Tensor]) -> None:
+        """Hear when the gradients of ``tensors``, the inputs of one module, are there."""
+        self.watched += 1
+        if len(tensors) == 1:
+            tensors[0].register_hook(self._on_input_gradients)  # type: ignore[no-untyped-call]
+        else:
+            register_multi_grad_hook(tensors, self._on_input_gradients)
+
+    def watch_outputs(self, tensors: Sequence[Tensor]) -> None:
+        """Hear when the first gradient of ``tensors`` is there."""
+        for tensor in tensors:
+            # One unit's output is the next one's input. Hooks of a tensor run before those of the
+            # node that made it, so that the next unit is over before this one begins.
+            node = tensor.grad_fn
+            if node is None:
+                tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
+            else:
+                node.register_prehook(self._on_output_gradient)
+
+    def _on_output_gradient(self, _grads: object) -> None:
+        if not self.begun:
+            self.begin()
+
+    def begin(self) -> None:
+        """Backward has reached this call, and so the calls around it."""
+        parent = self.parent
+        if parent is not None and not parent.begun and parent in parent.managed.calls:
+            parent.begin()  # the output may be the parent's too, whose hook then comes second
+        self.begun = True
+        self._to_come = self.watched
+        self.managed.the_runtime.backward_begins(self)
+
+    def _on_input_gradients(self, _grads: object) -> None:
+        self._to_come -= 1
+        if self.begun and self._to_come == 0:
+            self.begun = False
+            self.managed.the_runtime.call_is_over(self)
+
+
+class ManagedUnit:
+    """A unit with its place among the modules and in the step; owns the modules' hooks."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        modules: Sequence[nn.Module],
+        reshard: bool | None,
+        adopt: Callable[[nn.Module], StepWatcher],
+    ):
+        self.unit = unit
+        self.reshard_after_forward = reshard
+        self.number = -1
+        self.runtime: StepWatcher | None = None
+        self._adopt = adopt  # makes a runtime, with the module that runs first as its root
+        self.open_in_forward = 0
+        self.open_in_backward = False
+        self.begun_in_backward = False
+        # When this step's forwards of the unit began and ended, in events.
+        self.first_begin = self.last_begin = self.last_end = 0
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._modules_to_run = len(modules)
+        self._modules_run = 0
+        self._call: Call | None = None
+        self_reference = weakref.ref(self)
+
+        def deliver(index: int, grad: Tensor) -> None:
+            managed = self_reference()
+            if managed is not None:
+                managed.the_runtime.gradient_arrives(managed, index, grad)
+
+        unit.on_gradient = deliver
+        for module in modules:
+            module.__dict__[_ATTRIBUTE] = self
+            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._after_forward)
+
+    @property
+    def the_runtime(self) -> StepWatcher:
+        """The runtime that manages this unit; there is one from the first forward on."""
+        assert self.runtime is not None
+        return self.runtime
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        runtime = self.runtime or self._adopt(module)
+        if self._modules_run == 0:
+            self._call = None
+            runtime.forward_begins(self)
+        if torch.is_grad_enabled():
+            self._call = self._call or Call(self, runtime.enclosing_call(self))
+            inputs = list(tensors_in((args, kwargs), _needs_grad))
+            if inputs:
+                self._call.watch_inputs(inputs)
+        self._modules_run += 1
+
+    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._call is not None:
+            outputs = list(tensors_in(output, _needs_grad))
+            if outputs:
+                self._call.watch_outputs(outputs)
+                self.calls.add(self._call)
+        if self._modules_run == self._modules_to_run:
+            self._modules_run = 0
+            self._call = None
+            self.the_runtime.forward_ends(self)
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """Choose if full parameters are dropped after forward; between steps only."""
+        if self.runtime is not None and not self.runtime.idle:
+            raise UsageError("reshard_after_forward can only be changed between steps")
+        self.reshard_after_forward = reshard
+        if self.runtime is not None:
+            self.runtime.set_prefetch(self.runtime.prefetch)
+
+    def forget_step(self) -> None:
+        """Back to the state between steps, whatever happened; full gradients are dropped."""
+        self.open_in_forward = 0
+        self.open_in_backward = self.begun_in_backward = False
+        self.calls = weakref.WeakSet()
+        self._modules_run = 0
+        self._call = None
+        self.unit.drop_gradients()
+        self.unit.show_sharded()
+
+    @property
+    def current_call(self) -> Call | None:
+        """The call that is running forward now, if its backward may come."""
+        return self._call
+
+
+def _needs_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad
+
+
+def managed_unit_of(module: nn.Module) -> ManagedUnit | None:
+    """The unit whose hooks are on ``module``, if it is the module of one."""
+    return module.__dict__.get(_ATTRIBUTE)

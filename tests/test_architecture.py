@@ -53,8 +53,8 @@ LAYERS = {
 LATE_IMPORTS = {"cli.py", "__init__.py"}
 # Signatures that are somebody else's convention.
 MANY_ARGUMENTS = {
-    "torch/api.py: FullyShardedDataParallel.__init__",  # FSDP1
-    "torch/api.py: fully_shard",  # FSDP2
+    "torch/fsdp1.py: FullyShardedDataParallel.__init__",
+    "torch/fsdp2.py: fully_shard",
 }
 COLLECTIVE_CALLERS = {"torch/comm.py"}
 
@@ -90,7 +90,7 @@ class Source:
 
     @property
     def inside(self) -> str:
-        """The path inside the package, such as ``torch/api.py``."""
+        """The path inside the package, such as ``torch/unit.py``."""
         return self.path.removeprefix(PACKAGE)
 
     @property
@@ -431,7 +431,7 @@ SAMPLES = """
     class A:
         @staticmethod
         def f(s, a, b, c, d, e, f, g): ...  #! A.f has 8 arguments, at most 7
-    == budgets_are_kept torch/api.py
+    == budgets_are_kept torch/fsdp2.py
     def fully_shard(a, b, c, d, e, f, g, h): ...
     class A:
         def f(self, a, b, c, d, e, f, g, *args, **kwargs): ...
@@ -453,7 +453,7 @@ SAMPLES = """
     from torch.distributed.nn import x  #! collective torch.distributed.nn.x
     dist.all_reduce(x)  #! collective dist.all_reduce
     later = d.barrier  #! collective d.barrier
-    torch.distributed.all_gather_into_tensor(x, y)  #! collective torch.distributed.all_gather_into_tensor
+    torch.distributed.all_to_all_single(x, y)  #! collective torch.distributed.all_to_all_single
     dist.group.WORLD.allreduce(x)  #! collective dist.group.WORLD.allreduce
     == collectives_stay_in_comm torch/a.py
     import torch.distributed as dist

@@ -83,7 +83,7 @@ def size_based_auto_wrap_policy(
     if exclude_wrap_modules is None:
         exclude_wrap_modules = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES  # type: ignore[attr-defined]
     barred = force_leaf_modules if recurse else exclude_wrap_modules
-    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(barred))
+    return bool(nonwrapped_numel >= min_num_params) and not isinstance(module, tuple(barred))
 
 
 # Containers are excluded because their forward never runs; attention is not looked into because it

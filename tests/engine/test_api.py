@@ -4,6 +4,7 @@
 import inspect
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 import safetensors.torch
@@ -25,10 +26,11 @@ from fullshard.torch import (
     ShardingStrategy,
     fully_shard,
     save_full_weights,
+    tracing,
 )
 from fullshard.torch import FullyShardedDataParallel as FSDP
 from fullshard.torch.local_world import LocalWorld
-from fullshard.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
 
 def alone(body):
@@ -355,6 +357,42 @@ def test_an_unknown_policy_result_changes_nothing():
         return untouched(model)
 
     assert alone(body)
+
+
+def test_a_policy_over_sharded_modules_or_with_unknown_options_is_refused():
+    def body(comm):
+        model = Net()
+        policy = CustomPolicy(lambda module: module is model.fc1 and {"sharding_strateggy": 1})
+        with pytest.raises(ConfigurationError, match=r"options for Linear have sharding_strateggy"):
+            FSDP(model, comm, auto_wrap_policy=policy)
+        assert untouched(model)
+        model.fc1 = FSDP(model.fc1, comm)
+        with pytest.raises(ConfigurationError, match=r"but 'fc1' is sharded already"):
+            FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        FSDP(model, comm)(torch.ones(2, 1, 8, 8)).sum().backward()
+        return [name for name, p in model.named_parameters() if p.grad is None]
+
+    assert alone(body) == []
+
+
+def test_a_policy_may_choose_options_for_a_unit():
+    def body(comm):
+        model = Net()
+        kept = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+        wrapped = FSDP(
+            model,
+            comm,
+            auto_wrap_policy=CustomPolicy(
+                lambda module: kept if module is model.fc1 else isinstance(module, nn.Linear)
+            ),
+        )
+        step = lambda: wrapped(torch.ones(2, 1, 8, 8)).sum().backward()  # noqa: E731
+        step()
+        with tracing(wrapped) as trace:
+            step()
+        return Counter(record.unit for record in trace if record.op == "gather")
+
+    assert LocalWorld(2).run(body) == [{"(root)": 1, "fc1": 1, "fc2": 2}] * 2
 
 
 def test_sharding_twice_and_ties_across_units_are_refused():

@@ -362,6 +362,10 @@ def test_module_wrap_policy_takes_classes(given_classes):
         ours.ModuleWrapPolicy(given_classes)
 
 
+def test_module_wrap_policy_reads_as_what_it_wraps():
+    assert repr(ours.ModuleWrapPolicy([nn.Linear, Block])) == "ModuleWrapPolicy({Block, Linear})"
+
+
 @pytest.mark.parametrize("name", theirs.__all__)
 def test_names_and_arguments_are_pytorchs(name):
     mine, other = (

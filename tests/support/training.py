@@ -10,6 +10,7 @@ from torch import nn
 from fullshard.core.layout import lay_out
 from fullshard.core.spec import ParamSpec
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard, set_prefetch
+from fullshard.torch.comm import rank_order_sum
 
 STEPS = 5
 MAX_NORM = 0.25
@@ -94,7 +95,7 @@ def train_split(name, dtype, world, sharded=True):
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, norms = [], []
     for inputs, targets in make_batches(name, STEPS, 2 * world, dtype):
-        sums, step_losses = None, []
+        parts, step_losses = [], []
         for rank in range(world):
             part = slice(2 * rank, 2 * rank + 2)
             loss = loss_of(model(inputs[part]), targets[part])
@@ -103,10 +104,12 @@ def train_split(name, dtype, world, sharded=True):
             grads = [
                 torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)
             ]
-            sums = grads if sums is None else [s + g for s, g in zip(sums, grads, strict=True)]
+            parts.append(grads)
             step_losses.append(loss.item())
-        for (_, param), total in zip(model.named_parameters(), sums, strict=True):
-            param.grad = total / world
+        for param, grads in zip(model.parameters(), zip(*parts, strict=True), strict=True):
+            param.grad = torch.empty_like(param)
+            rank_order_sum(grads, param.grad)
+            param.grad.div_(world)
         norms.append(_clip_by_spans(model, spans).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -136,11 +139,12 @@ def _clip_by_spans(model, spans):
     norms = []
     for key, param in model.named_parameters():
         flat = param.grad.reshape(-1)
-        parts = [torch.linalg.vector_norm(flat[s.start : s.stop]) for s in spans[key]]
-        if len(parts) == 1:
-            norms.append(parts[0])
+        if len(spans[key]) == 1:
+            norms.append(torch.linalg.vector_norm(flat))
             continue
-        squares = sum(part.double() ** 2 for part in parts)
+        wide = torch.float32 if flat.dtype is torch.bfloat16 else None
+        parts = [flat[span.start : span.stop] for span in spans[key]]
+        squares = sum(torch.linalg.vector_norm(p, dtype=wide).double() ** 2 for p in parts)
         norms.append((squares**0.5).to(param.dtype))
     total = torch.linalg.vector_norm(torch.stack(norms))
     scale = torch.clamp(MAX_NORM / (total + 1e-6), max=1.0)

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that tests run on the ranks of a `support.gloo_world.GlooWorld`."""
 
-import statistics
-import time
-
 import torch
-import torch.distributed as dist
 from support.stack import WIDTH, shard_stack
 
 from fullshard.torch.comm import ProcessGroupComm
@@ -39,23 +35,3 @@ def copies_in_forward(group):
         for event in profile.events()
         if event.name in ("aten::copy_", "aten::clone", "aten::cat", "aten::_to_copy")
     ]
-
-
-def bandwidth(group, numel):
-    """Seconds for a gather and a reduce: ours and torch.distributed's own, in turn."""
-    comm = ProcessGroupComm(group)
-    full, shard = torch.ones(numel), torch.ones(numel // comm.size)
-    ways = {
-        "gather": lambda: comm.all_gather([(full, shard)]).wait(),
-        "torch gather": lambda: dist.all_gather_single(full, shard, group=group),
-        "reduce": lambda: comm.reduce_scatter([(shard, full)]).wait(),
-        "torch reduce": lambda: dist.reduce_scatter_single(shard, full, group=group),
-    }
-    seconds = {name: [] for name in ways}
-    for _ in range(9):
-        for name, way in ways.items():
-            dist.barrier(group)
-            start = time.perf_counter()
-            way()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(each) for name, each in seconds.items()}

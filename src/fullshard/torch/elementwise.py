@@ -192,8 +192,9 @@ def _owners(cls: Any, args: Args) -> list[Ownership | None]:
     """For each place of the lists the ownership of what is sharded there, None if nothing is."""
     try:
         return [each.ownership for each in args[0]]  # the hot path: all of the first are sharded
-    except AttributeError:
-        lists = [arg for arg in args if isinstance(arg, list) and len(arg) == len(args[0])]
+    except (AttributeError, TypeError):  # plain tensors among them, or a number comes first
+        places = next(len(arg) for arg in args if isinstance(arg, list))
+        lists = [arg for arg in args if isinstance(arg, list) and len(arg) == places]
         return [
             next((each.ownership for each in place if type(each) is cls), None)
             for place in zip(*lists, strict=True)
@@ -212,8 +213,9 @@ def _locals(
         pass
     if len(items) != len(owners):
         return items
+    counts = func.overloadpacket.__name__.startswith("_fused_")  # which write to step counts
     for item, owner in zip(items, owners, strict=True):
-        if written and owner is not None and type(item) is not cls and item.dim() > 0:
+        if written and owner is not None and type(item) is not cls and (item.dim() or not counts):
             _refuse_to_write(func, owner)
     return [
         item if owner is None else _local(cls, func, owner, item)

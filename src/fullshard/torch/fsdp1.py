@@ -2,6 +2,7 @@
 """FSDP1's door: a module that wraps another one, and the submodules that a policy picks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from fullshard.torch.shard_modules import (
 from fullshard.wrap import modules_to_wrap
 
 __all__ = ["FullyShardedDataParallel"]
+
+
+_ACCEPTED = {"limit_all_gathers", "use_orig_params"}
+"""Options that ask for what is always done."""
 
 
 class _OptionClasses:
@@ -104,11 +109,14 @@ class FullyShardedDataParallel(_OptionClasses, nn.Module):
             "forward_prefetch": forward_prefetch,
             "ignored_states": ignored_states,
         }
-        wanted = {} if auto_wrap_policy is None else modules_to_wrap(module, auto_wrap_policy)
+        wanted = {}
+        if auto_wrap_policy is not None:
+            _check_nothing_is_sharded(module)
+            wanted = modules_to_wrap(module, auto_wrap_policy)
         chosen = {**wanted, module: {}}
         all_options = {each: {**options, **overrides} for each, overrides in chosen.items()}
-        for its_options in all_options.values():
-            _check_fsdp1_options(its_options)
+        for each, its_options in all_options.items():
+            _check_fsdp1_options(its_options, known=options.keys(), module=each)
         params, device = shardable_parameters([module], where)
         members = _parameters_by_module(module, chosen, params)
         # From here on things change: first the submodules, then the root.
@@ -196,6 +204,15 @@ def _check_wrappable(module: object) -> None:
         raise UsageError(f"this {type(module).__name__} is sharded already")
 
 
+def _check_nothing_is_sharded(root: nn.Module) -> None:
+    for path, module in root.named_modules():
+        if managed_unit_of(module) is not None:
+            raise ConfigurationError(
+                f"auto_wrap_policy needs a module without sharded ones in it, but {path!r} is "
+                "sharded already; leave the choice to the policy, or wrap by hand without one"
+            )
+
+
 def _one_of(process_group: Where, device_mesh: Where) -> Where:
     if process_group is not None and device_mesh is not None:
         raise ConfigurationError("pass process_group or device_mesh, not both")
@@ -204,9 +221,16 @@ def _one_of(process_group: Where, device_mesh: Where) -> Where:
     return process_group if device_mesh is None else device_mesh
 
 
-def _check_fsdp1_options(options: dict[str, Any]) -> None:
+def _check_fsdp1_options(
+    options: dict[str, Any], known: AbstractSet[str], module: nn.Module
+) -> None:
+    if unknown := sorted(options.keys() - known - _ACCEPTED):
+        raise ConfigurationError(
+            f"the policy's options for {type(module).__name__} have {', '.join(unknown)}, "
+            f"which FullyShardedDataParallel does not know; known: {', '.join(sorted(known))}"
+        )
     checked = dict(options)
-    for name in ("process_group", "forward_prefetch", "limit_all_gathers", "use_orig_params"):
+    for name in ("process_group", "forward_prefetch", *_ACCEPTED):
         checked.pop(name, None)
     strategy = checked.pop("sharding_strategy")
     if strategy is not None and not isinstance(strategy, ShardingStrategy):

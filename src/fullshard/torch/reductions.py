@@ -9,6 +9,7 @@ the same bits on every rank. Order 0 adds counts, inf and -inf take the extreme.
 NaN and a number is not the same in every backend, so NaNs travel beside the extremes as flags.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,12 @@ class GlobalScalar(torch.Tensor):
     def full_tensor(self) -> Tensor:
         """The same number as a plain tensor; nothing is communicated."""
         return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GlobalScalar":
+        """The same number in memory of its own."""
+        made: GlobalScalar = copy.deepcopy(self.full_tensor(), memo).as_subclass(GlobalScalar)
+        memo[id(self)] = made
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as a plain tensor, so that any reader can load it."""
@@ -81,21 +88,28 @@ def global_norms(
         assert ownership is not None
         locals_ = [parts[i][0] for i in indices]
         totals = _combine(_local_norms(locals_, order), order, ownership)
-        for i, local, total in zip(indices, locals_, totals.unbind(), strict=True):
-            norms[i] = total.to(dtype or local.dtype.to_real())
+        wanted = [dtype or local.dtype.to_real() for local in locals_]
+        cast = {each: totals.to(each).unbind() for each in set(wanted)}
+        for place, (i, each) in enumerate(zip(indices, wanted, strict=True)):
+            norms[i] = cast[each][place]
     return [norm.as_subclass(GlobalScalar) for norm in norms if norm is not None]
 
 
 def _local_norms(locals_: Sequence[Tensor], order: float) -> Tensor:
     """The norms of the spans as one fp64 vector; an empty span gives what does not count."""
     nothing = math.inf if order == -math.inf or -math.inf < order < 0 else 0.0
-    norms = torch.full((len(locals_),), nothing, dtype=torch.float64, device=locals_[0].device)
+    norms = [torch.full((), nothing, dtype=torch.float64, device=locals_[0].device)] * len(locals_)
+    by_dtype: dict[torch.dtype, list[int]] = {}
     for i, local in enumerate(locals_):
         if local.numel():
-            # low precision is rounded once, at the end
-            wide = torch.float32 if local.dtype in (torch.bfloat16, torch.float16) else None
-            norms[i] = torch.linalg.vector_norm(local, order, dtype=wide)
-    return norms
+            by_dtype.setdefault(local.dtype, []).append(i)
+    for dtype, indices in by_dtype.items():
+        # low precision is rounded once, at the end
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else None
+        taken = torch._foreach_norm([locals_[i] for i in indices], order, wide)
+        for i, norm in zip(indices, taken, strict=True):
+            norms[i] = norm
+    return torch.stack(norms).double()
 
 
 def _combine(norms: Tensor, order: float, ownership: Ownership) -> Tensor:

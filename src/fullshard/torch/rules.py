@@ -82,9 +82,9 @@ def _elementwise_name(name: str) -> bool:
 
 
 def _foreach_norm(cls: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
-    tensors, order, dtype = (*args, 2, None)[:3] if len(args) == 1 else (*args, None)[:3]
-    parts = [(x.local, x.ownership) if type(x) is cls else (x, None) for x in tensors]
-    return global_norms(parts, float(kwargs.get("ord", order)), kwargs.get("dtype", dtype))
+    given = {**dict(zip(("self", "ord", "dtype"), args, strict=False)), **kwargs}
+    parts = [(x.local, x.ownership) if type(x) is cls else (x, None) for x in given["self"]]
+    return global_norms(parts, float(given.get("ord", 2)), given.get("dtype"))
 
 
 def _norm(func: OpOverload) -> Rule:

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every operation that torch has is right on a sharded tensor or refused, tried one by one."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from fullshard.core.errors import UnshardedOperationError
+from fullshard.core.layout import Span
+from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.parameter import GlobalScalar, Ownership, ShardedParameter
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def sharded(full, comm, align=1):
+    """This rank's part of ``full``, copied; spans are as equal as multiples of ``align`` can be."""
+    each = -(-full.numel() // (comm.size * align)) * align
+    ends = [min(rank * each, full.numel()) for rank in range(comm.size + 1)]
+    spans = tuple(Span(ends[rank], ends[rank + 1]) for rank in range(comm.size))
+    ownership = Ownership("p", tuple(full.shape), spans, comm)
+    return ShardedParameter.value(ownership.cut(full).clone(), ownership)
+
+
+def whole(result):
+    """What a result means to the whole world, as plain tensors. Collective."""
+    return tree_map(
+        lambda x: x.full_tensor() if isinstance(x, (ShardedParameter, GlobalScalar)) else x, result
+    )
+
+
+# Crash, hang or touch the process when called with our made-up arguments, also on plain tensors.
+DANGEROUS = {
+    *("batch_norm", "native_", "rnn", "lstm", "gru_", "embedding", "cross_entropy", "ctc"),
+    *("quantize", "choose_qparams", "pack", "unpool", "sparse", "empty"),
+    *("data_ptr", "record_stream", "cudnn", "miopen", "mkldnn"),
+}
+
+
+def operations():
+    """Every aten operation that writes to no ``out`` and draws nothing."""
+    for qualified in sorted(torch._C._dispatch_get_all_op_names()):
+        namespace, _, name = qualified.partition("::")
+        packet, _, overload = name.partition(".")
+        if namespace != "aten" or any(word in name for word in DANGEROUS):
+            continue
+        if packet.startswith("_") and not packet.startswith("_foreach_"):
+            continue
+        func = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+        if func is not None and torch.Tag.nondeterministic_seeded not in func.tags:
+            yield func
+
+
+def made_up_arguments(func, tensor):
+    """The required arguments of ``func``, with ``tensor`` for tensors; None if that cannot be."""
+    by_type = {
+        "Tensor": tensor,
+        "List[Tensor]": [tensor, tensor],
+        "number": 2,
+        "float": 2.0,
+        "int": 1,
+        "bool": False,
+        "List[int]": [1],
+        "List[number]": [2, 3],
+        "List[float]": [2.0, 3.0],
+    }
+    args = []
+    for argument in func._schema.arguments:
+        if argument.has_default_value():
+            break
+        kind = str(argument.type)
+        if argument.kwarg_only or (kind not in by_type and not kind.startswith("Optional")):
+            return None
+        args.append(by_type.get(kind))
+    has_tensor = any(arg is tensor or (isinstance(arg, list) and arg[0] is tensor) for arg in args)
+    return args if has_tensor else None
+
+
+def outcome(func, tensor):
+    args = made_up_arguments(func, tensor)
+    result = func(*args)
+    return [*tree_flatten(whole(result))[0], *tree_flatten(whole(tensor))[0]]
+
+
+def same(a, b):
+    if not isinstance(b, Tensor):
+        return a == b
+    if not isinstance(a, Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return torch.allclose(a, b, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_operation_is_right_or_refused():
+    full = torch.linspace(0.25, 3.0, 60).view(5, 12)
+
+    def body(comm):
+        right, wrong = 0, {}
+        for func in operations():
+            if made_up_arguments(func, full) is None:
+                continue
+            try:
+                expected = outcome(func, full.clone())
+            except Exception:  # not what it is meant for: plain tensors cannot do it either
+                continue
+            try:
+                got = outcome(func, sharded(full, comm))
+            except UnshardedOperationError:
+                continue
+            except Exception as error:
+                wrong[str(func)] = repr(error)
+                continue
+            if len(got) == len(expected) and all(map(same, got, expected)):
+                right += 1
+            else:
+                wrong[str(func)] = got
+        assert not wrong
+        return right
+
+    (right,) = set(LocalWorld(3, eager=True).run(body))
+    assert right > 450, "far fewer operations than torch 2.11 to 2.13 have: look at the test"
+
+
+def test_a_plain_scalar_takes_no_sharded_one():
+    # One rank has the element and the others have none: all must refuse, not only those without.
+    def body(comm):
+        scalar = sharded(torch.tensor(2.0), comm)
+        with pytest.raises(UnshardedOperationError, match="full_tensor"):
+            torch.tensor(0.0).copy_(scalar)
+
+    LocalWorld(2).run(body)
+
+
+def test_foreach_with_a_number_first():
+    full = torch.linspace(-1.0, 2.0, 60).view(5, 12)
+
+    def body(comm):
+        got = torch._foreach_pow(2.0, [sharded(full, comm), sharded(full * 2, comm)])
+        torch.testing.assert_close(whole(list(got)), [2.0**full, 2.0 ** (full * 2)])
+
+    LocalWorld(3).run(body)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("order", [1, 2, float("inf"), -float("inf")])
+def test_norms_of_what_is_not_finite(bad, order):
+    full = torch.linspace(-1.0, 2.0, 60).view(5, 12)
+    full[4, 11] = bad  # the last rank alone sees it
+    expected = torch.linalg.vector_norm(full, order)
+
+    def body(comm):
+        norm = sharded(full, comm).norm(order).full_tensor()
+        torch.testing.assert_close(norm, expected, equal_nan=True)
+
+    LocalWorld(3).run(body)
+
+
+def test_a_list_of_norms_in_several_dtypes():
+    fulls = [
+        torch.linspace(0.0, 1.0, 40, dtype=dtype)
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32)
+    ]
+
+    def body(comm):
+        norms = torch._foreach_norm([sharded(full, comm) for full in fulls])
+        assert [norm.dtype for norm in norms] == [full.dtype for full in fulls]
+        for norm, full in zip(norms, fulls, strict=True):
+            torch.testing.assert_close(norm.full_tensor(), full.norm())
+
+    LocalWorld(3).run(body)
+
+
+def test_a_norm_can_be_kept_as_a_copy():
+    norm = torch.tensor(2.0).as_subclass(GlobalScalar)
+    kept, again = copy.deepcopy([norm, norm])
+    assert kept is again
+    assert isinstance(kept, GlobalScalar)
+    norm += 1
+    assert float(kept) == 2.0
+
+
+@pytest.mark.parametrize("fill", [nn.init.trunc_normal_, nn.init.kaiming_uniform_])
+def test_low_precision_is_drawn_as_in_one_process(fill):
+    def draw(tensor):
+        return fill(tensor, generator=torch.Generator().manual_seed(3))
+
+    expected = draw(torch.empty(17, 33, dtype=torch.bfloat16))
+
+    def body(comm):
+        got = draw(sharded(torch.zeros(17, 33, dtype=torch.bfloat16), comm, align=16))
+        assert torch.equal(got.full_tensor(), expected)
+
+    LocalWorld(3).run(body)

@@ -9,7 +9,7 @@ import torch
 from support.stack import LAYERS, WIDTH, shard_stack, step
 from support.workers import copies_in_forward
 
-from fullshard.core.layout import lay_out
+from fullshard.core.layout import ALIGN_NUMEL, lay_out
 from fullshard.core.spec import ParamSpec
 from fullshard.torch import (
     resting_bytes,
@@ -40,9 +40,9 @@ def test_bytes_at_rest_are_the_layouts(world):
         assert rest.gradients_bytes == shard
         # exp_avg and exp_avg_sq for this rank's elements, and Adam's step of each parameter
         assert rest.optimizer_bytes == 2 * 4 * span_numel + 4 * count
-    # Padding: the shard is at most 16 elements larger than an equal part for each block and slot.
+    # Padding: less than the alignment for each slot and for each rank's slice of each block.
     payload = LAYERS * 2 * (WIDTH * WIDTH + WIDTH) * 4
-    assert payload <= shard * world <= payload + LAYERS * (4 + world) * 16 * 4
+    assert payload <= shard * world <= payload + LAYERS * (4 + world) * ALIGN_NUMEL * 4
 
 
 def test_gradients_are_gone_after_zero_grad():

@@ -71,7 +71,7 @@ def test_it_is_a_parameter_of_global_shape_that_holds_a_span():
         assert not isinstance(ShardedParameter.value(param.local, param.ownership), nn.Parameter)
         return span
 
-    assert LocalWorld(3).run(body) == [Span(0, 48), Span(48, 96), Span(96, 100)]
+    assert LocalWorld(3).run(body) == [Span(0, 64), Span(64, 100), Span(100, 100)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])

@@ -4,7 +4,7 @@
     FullshardError
     ├── ConfigurationError (ValueError)      the caller asked for something that cannot be
     ├── UsageError (RuntimeError)            right thing, wrong moment: order of calls, lost state
-    ├── UnshardedOperationError (TypeError)  an operation that needs the full parameter
+    ├── UnshardedOperationError (RuntimeError)  an operation that needs the full parameter
     └── NotSupportedError (NotImplementedError)   a gap, named
 
 Each is also the built-in class that a reader would have caught, so ``except ValueError`` works.
@@ -31,8 +31,11 @@ class UsageError(FullshardError, RuntimeError):
     """A call came in the wrong order, or on state that is no longer valid."""
 
 
-class UnshardedOperationError(FullshardError, TypeError):
-    """An operation needs a whole parameter, but this rank holds one span of it."""
+class UnshardedOperationError(FullshardError, RuntimeError):
+    """An operation needs a whole parameter, but this rank holds one span of it.
+
+    No `TypeError`: torch's operators (``p + v``) would swallow that and its message.
+    """
 
 
 class NotSupportedError(FullshardError, NotImplementedError):

@@ -11,12 +11,14 @@ Of {no copy after the gather, whole rows on one rank, no padding} equal slices a
 take the first and the last. The price is that a rank holds an *interval* of a parameter rather than
 some of its rows; `fullshard.core.boxes` turns it back into rectangles.
 
-[Note: Sixteen elements]
-Slots start, and slices end, on multiples of 16 elements. In every dtype that is at least 16 bytes,
+[Note: Thirty-two elements]
+Slots start, and slices end, on multiples of 32 elements. In every dtype that is at least 16 bytes,
 which NCCL needs for its fast path, and it stays so when the buffer travels in another dtype than
-the one it rests in. For fp32 it is a cache line, so that kernels see the same alignment that they
-would see in an unsharded model and round alike. Since slots do not depend on the number of slices,
-an element has the same offset for every world size, and resharding is interval arithmetic.
+the one it rests in. And a vectorised kernel then sees an element at the same place of its loop in a
+span as in the whole parameter, and rounds alike: an optimizer's step on spans is, bit by bit, that
+of one process (16 would do for fp32, not for bf16, whose kernels take 32 elements a turn). Since
+slots do not depend on the number of slices, an element has the same offset for every world size,
+and resharding is interval arithmetic.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +29,7 @@ from fullshard.core.spec import ParamSpec, item_bytes
 
 __all__ = ["ALIGN_NUMEL", "Layout", "Segment", "Slot", "Span", "lay_out"]
 
-ALIGN_NUMEL = 16
+ALIGN_NUMEL = 32
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from support.models import GPT, loss_of, make, make_batches
 from support.training import shard
+from support.workers import meshes
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
@@ -434,6 +435,11 @@ def test_sparse_gradients_are_refused_by_name():
             model(torch.tensor([1, 2])).sum().backward()
 
     alone(body)
+
+
+def test_process_groups_and_meshes_name_the_ranks(gloo_world):
+    ranks = (0, 1, 2, 3)
+    assert gloo_world.run(4, meshes) == [[(False, ranks), (True, ranks)]] * 4
 
 
 SCRIPT = """

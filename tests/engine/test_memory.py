@@ -127,7 +127,8 @@ def test_a_deleted_model_gives_everything_back():
         finally:
             gc.enable()
 
-    assert LocalWorld(1).run(body) == [[None] * LAYERS * 5]
+    for world in (1, 3):
+        assert LocalWorld(world).run(body) == [[None] * LAYERS * 5] * world
 
 
 def test_a_gather_writes_where_the_parameters_are(monkeypatch):

@@ -71,25 +71,28 @@ class CountingComm:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "expected"),
+    ("name", "strategy", "gathers", "reduces"),
     [
-        ("FULL_SHARD", {"all_gather": 5, "reduce_scatter": 3}),
-        ("SHARD_GRAD_OP", {"all_gather": 3, "reduce_scatter": 3}),
-        ("NO_SHARD", {"all_reduce": 3}),
+        # Every unit once in forward, all but the root again in backward; the root at once.
+        ("gpt", "FULL_SHARD", 3 + 2, 3),
+        ("gpt", "SHARD_GRAD_OP", 3, 3),
+        ("gpt", "NO_SHARD", 0, 3),
+        ("conv", "FULL_SHARD", 3 + 2, 3),
+        ("twice", "FULL_SHARD", 3 + 2, 2),  # the shared unit for each of its two calls
+        ("nested", "FULL_SHARD", 5 + 4, 5),
+        ("odd", "FULL_SHARD", 3 + 2, 3),
     ],
 )
-def test_collectives_of_a_step_are_counted(strategy, expected):
-    """GPT: two blocks and a root, which is gathered once as backward needs it at once."""
-
+def test_collectives_of_a_step_are_counted(name, strategy, gathers, reduces):
     def body(comm):
         counts = Counter()
-        model = shard(make("gpt"), "gpt", CountingComm(comm, counts), strategy=strategy)
-        for inputs, targets in make_batches("gpt", 2, 2):
+        model = shard(make(name), name, CountingComm(comm, counts), strategy=strategy)
+        for inputs, targets in make_batches(name, 2, 2):
             counts.clear()
             loss_of(model(inputs), targets).backward()
-        return dict(counts)
+        return counts["all_gather"], counts["reduce_scatter"] + counts["all_reduce"]
 
-    assert LocalWorld(2).run(body) == [expected] * 2
+    assert LocalWorld(2).run(body) == [(gathers, reduces)] * 2
 
 
 def test_modules_show_sharded_parameters_outside_of_forward_and_backward():
@@ -282,6 +285,25 @@ def test_an_unused_unit_on_one_rank_counts_as_zero_and_hangs_nothing():
 
     for found in LocalWorld(2).run(body):
         assert_equal_gradients(found, expected)
+
+
+def test_hooks_on_sharded_parameters_see_the_reduced_gradient():
+    batch = make_batches("twice", 1, 2)[0]
+
+    def body(model):
+        weight = model.shared.weight
+        seen = []
+        weight.register_hook(lambda grad: grad * 2)
+        weight.register_post_accumulate_grad_hook(
+            lambda param: seen.append(param.grad.full_tensor())
+        )
+        for _ in range(2):
+            loss_of(model(batch[0]), batch[1]).backward()
+        return seen
+
+    expected = plain_gradients("twice", [batch])["shared.weight"]
+    for seen in run_sharded("twice", body):
+        torch.testing.assert_close(seen, [2 * expected, 4 * expected])
 
 
 def test_frozen_parameters_have_no_gradients_and_units_of_them_no_reduce():

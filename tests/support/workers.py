@@ -2,8 +2,11 @@
 """Functions that tests run on the ranks of a `support.gloo_world.GlooWorld`."""
 
 import torch
+import torch.distributed as dist
 from support.stack import WIDTH, shard_stack
+from torch.distributed.device_mesh import init_device_mesh
 
+from fullshard.torch import fully_shard
 from fullshard.torch.comm import ProcessGroupComm
 
 
@@ -35,3 +38,15 @@ def copies_in_forward(group):
         for event in profile.events()
         if event.name in ("aten::copy_", "aten::clone", "aten::cat", "aten::_to_copy")
     ]
+
+
+def meshes(group):
+    """What `ShardedParameter.device_mesh` is for each way to name the ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if group.size() == 4 else None
+    found = []
+    for where in (group, mesh):
+        model = fully_shard(torch.nn.Linear(3, 5), mesh=where)
+        model(torch.ones(1, 3)).sum().backward()
+        shown = model.weight.device_mesh
+        found.append((shown is mesh, tuple(shown.mesh.tolist())))
+    return found

@@ -22,7 +22,8 @@ Where = dist.ProcessGroup | DeviceMesh | Comm | None
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Communicators are made once for each group: every further one costs connections and memory.
-_communicators: "weakref.WeakKeyDictionary[Any, tuple[Comm, Comm]]" = weakref.WeakKeyDictionary()
+_communicators: "weakref.WeakKeyDictionary[Any, tuple[Comm, Comm, DeviceMesh | None]]"
+_communicators = weakref.WeakKeyDictionary()
 
 
 def ranks_of(where: Where, *, sharded: bool) -> Ranks:
@@ -32,8 +33,7 @@ def ranks_of(where: Where, *, sharded: bool) -> Ranks:
     which is initialised from a launcher's environment if need be. Raises `ConfigurationError` for
     something that is no group, `UsageError` where there is none to be had.
     """
-    mesh = where if isinstance(where, DeviceMesh) else None
-    gather, reduce = _communicators_of(where)
+    gather, reduce, mesh = _communicators_of(where)
     if sharded:
         return Ranks(gather, reduce, SoloComm(), mesh)
     return Ranks(SoloComm(), SoloComm(), reduce, mesh)
@@ -47,7 +47,7 @@ def compute_device(where: Where, resting: torch.device) -> torch.device:
     return resting
 
 
-def _communicators_of(where: Where) -> tuple[Comm, Comm]:
+def _communicators_of(where: Where) -> tuple[Comm, Comm, DeviceMesh | None]:
     if not isinstance(where, (dist.ProcessGroup, DeviceMesh, type(None))):
         if not isinstance(where, Comm):
             raise ConfigurationError(
@@ -58,8 +58,13 @@ def _communicators_of(where: Where) -> tuple[Comm, Comm]:
     else:
         key = _group_of(where)
     if key not in _communicators:
-        gather = key if isinstance(key, Comm) else ProcessGroupComm(key)
-        _communicators[key] = (gather, gather.duplicate() if gather.size > 1 else gather)
+        gather, mesh = key, where
+        if isinstance(key, dist.ProcessGroup):
+            gather = ProcessGroupComm(key)
+            if not isinstance(mesh, DeviceMesh):
+                mesh = DeviceMesh.from_group(key, compute_device(where, torch.device("cpu")).type)
+        reduce = gather.duplicate() if gather.size > 1 else gather
+        _communicators[key] = (gather, reduce, mesh if isinstance(mesh, DeviceMesh) else None)
     return _communicators[key]
 
 

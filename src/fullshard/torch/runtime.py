@@ -213,7 +213,12 @@ class Runtime:
         if managed not in self._due:
             if managed not in self._late:
                 self._late.append(managed)
-        elif unit.gradients_complete and not any(call.watched for call in managed.calls):
+        elif (
+            unit.gradients_complete
+            and not any(call.watched for call in managed.calls)
+            # Units inside it, and later ones, are reduced first: that order all ranks can keep.
+            and next(reversed(self._due)) is managed
+        ):
             self._end(managed)
 
     def call_is_over(self, call: Call) -> None:

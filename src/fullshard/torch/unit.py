@@ -357,15 +357,16 @@ class Unit:
 
 
 def _accumulate(param: ShardedParameter, local: Tensor) -> None:
-    grad = param.grad
-    if grad is None:
-        param.grad = ShardedParameter.value(local, param.ownership)
+    """Add a reduced gradient to ``param.grad`` as autograd would, users' hooks included."""
+    grad: Tensor = ShardedParameter.value(local, param.ownership)
+    for hook in (param._backward_hooks or {}).values():
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    if param.grad is None:
+        param.grad = grad
     else:
-        assert isinstance(grad, ShardedParameter)
-        grad.local.add_(local)
-    hooks: dict[int, Callable[[Tensor], None]] | None
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
-    for hook in (hooks or {}).values():
+        param.grad.add_(grad)
+    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(param)
 
 

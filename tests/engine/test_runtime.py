@@ -287,6 +287,29 @@ def test_an_unused_unit_on_one_rank_counts_as_zero_and_hangs_nothing():
         assert_equal_gradients(found, expected)
 
 
+def test_a_unit_run_without_gradients_inside_a_step_gets_none():
+    class Teacher(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.teacher, self.pupil = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                wanted = self.teacher(x)
+            return (self.pupil(x) - wanted).square().mean()
+
+    def body(comm):
+        model = Teacher()
+        for child in (model.teacher, model.pupil):
+            fully_shard(child, mesh=comm)
+        fully_shard(model, mesh=comm)
+        for _ in range(2):
+            model(torch.ones(1, 4)).backward()
+        return [name for name, p in model.named_parameters() if p.grad is not None]
+
+    assert LocalWorld(2).run(body) == [["pupil.weight", "pupil.bias"]] * 2
+
+
 def test_hooks_on_sharded_parameters_see_the_reduced_gradient():
     batch = make_batches("twice", 1, 2)[0]
 

@@ -221,6 +221,7 @@ class Scheduler:
         self._state: _State | None = None
         self._events: list[Event] = []
         self._to_come_back: list[int] = []  # units whose backward is still due, in forward order
+        self._in_backward = False
 
     @property
     def idle(self) -> bool:
@@ -247,11 +248,13 @@ class Scheduler:
         self._compiled = None
 
     def _foresee(self, event: Event) -> None:
-        if event.moment is Moment.FORWARD_END:
+        if event.moment is Moment.FORWARD_END and not self._in_backward:
             self._to_come_back.append(event.unit)
-        elif event.moment is Moment.BACKWARD_BEGIN and event.unit in self._to_come_back:
-            last = len(self._to_come_back) - 1 - self._to_come_back[::-1].index(event.unit)
-            del self._to_come_back[last]
+        elif event.moment is Moment.BACKWARD_BEGIN:
+            self._in_backward = True
+            if event.unit in self._to_come_back:
+                last = len(self._to_come_back) - 1 - self._to_come_back[::-1].index(event.unit)
+                del self._to_come_back[last]
 
     def _decide_on_demand(self, event: Event) -> Sequence[Op]:
         if self._state is None:

@@ -121,7 +121,7 @@ class Runtime:
         managed.open_in_forward += 1
         self._do(Moment.FORWARD_BEGIN, managed)
         managed.unit.show_full()
-        if self._active is self._training and not self._in_backward:
+        if torch.is_grad_enabled() and not self._in_backward:
             self._events += 1
             managed.last_begin = self._events
             if managed not in self._due:
@@ -262,7 +262,8 @@ class Runtime:
                 if not managed.begun_in_backward:
                     self._begin(managed)
                 self._end(managed)
-        for managed in [*self._late, *(m for m in self.units if m.open_in_backward)]:
+        still_open = [managed for managed in self.units if managed.open_in_backward]
+        for managed in dict.fromkeys([*self._late, *still_open]):
             self._end(managed)
         self._late.clear()
         for managed in self.units:
@@ -306,8 +307,8 @@ class Runtime:
 
 
 def runtime_of(root: nn.Module) -> Runtime:
-    """The runtime that has ``root`` as its root, made if there is none yet."""
+    """The runtime of ``root``, made with it as the root if it has none yet."""
     managed = managed_unit_of(root)
-    if managed is not None and managed.number == 0 and isinstance(managed.runtime, Runtime):
+    if managed is not None and isinstance(managed.runtime, Runtime):
         return managed.runtime
     return Runtime.adopt(root)

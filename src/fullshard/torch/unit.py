@@ -223,7 +223,9 @@ class Unit:
     @property
     def stale(self) -> bool:
         """True if the full parameters were gathered before the shard was last changed."""
-        return self._full.allocated and self._gathered_version != self._shard_version
+        if self.resident or not self._full.allocated:
+            return False
+        return self._gathered_version != self._shard_version
 
     @property
     def _shard_version(self) -> int:

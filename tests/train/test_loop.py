@@ -72,10 +72,14 @@ class Points:
         return "points"
 
 
+_generator = threading.Lock()  # torch's default generator is one for all threads
+
+
 def make_run(world, values, *overrides):
-    torch.manual_seed(0)
     config = resolve(overrides=[f"train.batch={len(values)}", *overrides])
-    model = nn.Linear(1, 2)
+    with _generator:
+        torch.manual_seed(0)
+        model = nn.Linear(1, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     return Run(config, world, Points(values), model, optimizer, 1.0, Bytes.unsharded(model))
 

@@ -60,8 +60,8 @@ class Comm(Protocol):
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """Replace every tensor by that of rank ``source`` (counted in this group)."""
 
-    def reduce_scratch_bytes(self, full_bytes: int) -> int:
-        """Bytes that a `reduce_scatter` of ``full_bytes`` holds beside its tensors meanwhile."""
+    def reduce_scratch_bytes(self, full: Tensor) -> int:
+        """Bytes that a `reduce_scatter` of ``full`` holds beside its tensors meanwhile."""
 
 
 def rank_order_sum(slices: Sequence[Tensor], out: Tensor) -> None:
@@ -121,7 +121,7 @@ class SoloComm:
         """Nothing to do: the source is this rank."""
         return Done()
 
-    def reduce_scratch_bytes(self, full_bytes: int) -> int:
+    def reduce_scratch_bytes(self, full: Tensor) -> int:
         """None."""
         return 0
 
@@ -162,9 +162,15 @@ class ProcessGroupComm:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        # NCCL has collectives of its own; see [Note: Direct exchange] for the others.
-        self._by_exchange = dist.get_backend(group) != dist.Backend.NCCL
         self._tag = 0
+        # By device, since a group may have Gloo for the host and NCCL for CUDA at the same time.
+        self._backends: dict[torch.device, str] = {}
+
+    def _on_gloo(self, tensor: Tensor) -> bool:
+        device = tensor.device
+        if device not in self._backends:
+            self._backends[device] = self.group._get_backend(device).name()
+        return self._backends[device] == dist.Backend.GLOO
 
     def duplicate(self) -> "ProcessGroupComm":
         """A new process group if this one spans the world, else itself.
@@ -181,7 +187,7 @@ class ProcessGroupComm:
 
     def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
         """See `Comm.all_gather`."""
-        if self._by_exchange:
+        if self._on_gloo(pairs[0][0]):
             return self._all_gather_by_exchange(pairs)
         return _Pending(
             [
@@ -192,7 +198,7 @@ class ProcessGroupComm:
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
         """See `Comm.reduce_scatter`."""
-        if self._by_exchange:
+        if self._on_gloo(pairs[0][0]):
             return self._reduce_scatter_by_exchange(pairs)
         return _Pending(
             [
@@ -265,6 +271,6 @@ class ProcessGroupComm:
             ]
         )
 
-    def reduce_scratch_bytes(self, full_bytes: int) -> int:
+    def reduce_scratch_bytes(self, full: Tensor) -> int:
         """The other ranks' parts of this rank's slice if reduces are exchanges, else none."""
-        return full_bytes * (self.size - 1) // self.size if self._by_exchange else 0
+        return full.nbytes * (self.size - 1) // self.size if self._on_gloo(full) else 0

@@ -192,7 +192,7 @@ class LocalComm:
         inputs = [_unseen_copy(tensor) for tensor in tensors]
         return self._issue(f"broadcast from {source}", inputs, list(tensors), combine)
 
-    def reduce_scratch_bytes(self, full_bytes: int) -> int:
+    def reduce_scratch_bytes(self, full: Tensor) -> int:
         """None: threads read each other's memory."""
         return 0
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
-from fullshard.core.layout import Segment, Slot, lay_out
+from fullshard.core.layout import Segment, Slot, Span, lay_out
 from fullshard.torch.buffers import FlatBuffer
 from fullshard.torch.comm import Comm, Work
 from fullshard.torch.modules import ParamSites
@@ -83,12 +83,14 @@ _MOVES = {
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the layout puts one parameter: its slot, and which flat view of a buffer holds it."""
+    """Where the layout puts one parameter, and this rank's span of it."""
 
     segment: Segment
     slot: Slot
-    number: int  # of the segment in the layout
+    number: int  # of the segment in the layout, and so of its flat view in a buffer
     grad_number: int  # of the segment among the trainable ones, -1 if frozen
+    span: Span
+    in_slice: slice  # where the span lies in this rank's slice of the segment
 
 
 class Unit:
@@ -105,6 +107,7 @@ class Unit:
         self.layout = lay_out((each.spec for each in params), ranks.gather.size)
         self._trainable = [segment for segment in self.layout.segments if segment.trainable]
         self._places = self._find_places()
+        self._trainable_count = sum(place.grad_number >= 0 for place in self._places)
         by_name = {each.spec.name: each for each in params}
         self.params = [by_name[place.slot.spec.name] for place in self._places]
         # With one slice the shard is the full unit: it serves as both and is never released.
@@ -134,23 +137,20 @@ class Unit:
     # ---- building -------------------------------------------------------------------------------
 
     def _find_places(self) -> list[_Place]:
+        rank = self.ranks.gather.rank
         places = []
         for number, segment in enumerate(self.layout.segments):
             grad_number = self._trainable.index(segment) if segment.trainable else -1
-            places += [_Place(segment, slot, number, grad_number) for slot in segment.slots]
+            for slot in segment.slots:
+                span, start = segment.span(slot, rank), segment.offset_in_slice(slot, rank)
+                in_slice = slice(start, start + span.numel)
+                places.append(_Place(segment, slot, number, grad_number, span, in_slice))
         return places
-
-    def _span_of(self, place: _Place, flat: Tensor) -> Tensor:
-        """This rank's span of a parameter as a view of a slice of its segment."""
-        rank = self.ranks.gather.rank
-        start = place.segment.offset_in_slice(place.slot, rank)
-        return flat[start : start + place.segment.span(place.slot, rank).numel]
 
     def _make_sharded(self, index: int) -> ShardedParameter:
         place, original = self._places[index], self.params[index].param
-        span = place.segment.span(place.slot, self.ranks.gather.rank)
-        local = self._span_of(place, self._shard.flats[place.number])
-        local.copy_(original.detach().reshape(-1)[span.start : span.stop])
+        local = self._shard.flats[place.number][place.in_slice]
+        local.copy_(original.detach().reshape(-1)[place.span.start : place.span.stop])
         spec = place.slot.spec
         ownership = Ownership(
             name=spec.name,
@@ -217,7 +217,7 @@ class Unit:
         if self._grads is not None and self._grads.allocated:
             total += self._grads.bytes
             if self._reducing is not None:
-                total += self.ranks.reduce.reduce_scratch_bytes(self._grads.bytes)
+                total += sum(map(self.ranks.reduce.reduce_scratch_bytes, self._grads.flats))
         return total
 
     @property
@@ -256,7 +256,7 @@ class Unit:
     @property
     def gradients_complete(self) -> bool:
         """True if every trainable parameter has delivered its gradient in this backward."""
-        return len(self._delivered) == sum(place.grad_number >= 0 for place in self._places)
+        return len(self._delivered) == self._trainable_count
 
     def deliver(self, index: int, grad: Tensor) -> None:
         """Put a parameter's gradient, or a further part of it, into the flat gradient buffer."""
@@ -344,7 +344,7 @@ class Unit:
             flat.div_(self.ranks.size)
         for place, param in zip(self._places, self.sharded, strict=True):
             if place.grad_number >= 0:
-                _accumulate(param, self._span_of(place, reduced.flats[place.grad_number]))
+                _accumulate(param, reduced.flats[place.grad_number][place.in_slice])
 
     def drop_gradients(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""

@@ -252,6 +252,61 @@ def test_initialisation_after_sharding_is_that_of_one_process(door):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_states_of_the_first_rank_go_to_all(strategy):
+    """Ranks build different weights; all train those of rank 0, the buffers too."""
+    models = [Net() for _ in range(3)]
+    for number, model in enumerate(models):
+        model.seen.fill_(number + 5)
+    wanted = {k: v.clone() for k, v in models[0].state_dict().items()}
+
+    def body(comm):
+        model = FSDP(models[comm.rank], comm, ShardingStrategy[strategy], sync_module_states=True)
+        found = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+        return found | dict(model.named_buffers())
+
+    for found in LocalWorld(3).run(body):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("how", ["ignored_modules", "ignored_states", "ignored_params"])
+def test_ignored_parameters_stay_as_they_are(how):
+    plain = Net()
+    plain(torch.ones(2, 1, 8, 8)).sum().backward()
+    state = plain.state_dict()
+
+    def body(comm):
+        model = Net()
+        model.load_state_dict(state)
+        kept = model.fc1.weight
+        if how == "ignored_params":
+            fully_shard(model, mesh=comm, ignored_params=set(model.fc1.parameters()))
+        else:
+            policy = ModuleWrapPolicy({nn.Linear})
+            chosen = [model.fc1] if how == "ignored_modules" else list(model.fc1.parameters())
+            model = FSDP(model, comm, auto_wrap_policy=policy, **{how: chosen})
+        assert model.fc1.weight is kept
+        sharded = {n for n, p in model.named_parameters() if isinstance(p, ShardedParameter)}
+        model(torch.ones(2, 1, 8, 8)).sum().backward()
+        torch.testing.assert_close(kept.grad, plain.fc1.weight.grad)
+        torch.testing.assert_close(model.fc2.weight.grad.full_tensor(), plain.fc2.weight.grad)
+        return sharded
+
+    expected = {"conv.weight", "conv.bias", "fc2.weight", "fc2.bias"}
+    assert LocalWorld(2).run(body) == [expected] * 2
+
+
+def test_a_device_id_says_where_shards_live():
+    def body(comm):
+        model = FSDP(Net(), comm, device_id=torch.device("cpu"))
+        with pytest.raises(ConfigurationError, match=r"ignored_states may hold .* got int"):
+            FSDP(Net(), comm, ignored_states=[3])
+        return {p.local.device.type for p in model.parameters()}
+
+    assert alone(body) == {"cpu"}
+
+
 # ---- refusals -----------------------------------------------------------------------------------
 
 
@@ -266,11 +321,7 @@ def untouched(model):
     [
         ("cpu_offload", CPUOffload(offload_params=True)),
         ("mixed_precision", MixedPrecision(param_dtype=torch.bfloat16)),
-        ("ignored_modules", [nn.Linear(1, 1)]),
         ("param_init_fn", lambda module: None),
-        ("device_id", 0),
-        ("sync_module_states", True),
-        ("ignored_states", [nn.Linear(1, 1)]),
         ("sharding_strategy", None),
     ],
 )
@@ -295,7 +346,6 @@ def test_the_wrapper_names_what_it_cannot_do_yet(argument, value):
         ("shard_placement_fn", lambda param: None),
         ("mp_policy", MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
         ("offload_policy", CPUOffloadPolicy()),
-        ("ignored_params", {nn.Parameter(torch.ones(1))}),
         ("dp_mesh_dims", ("dp",)),
     ],
 )

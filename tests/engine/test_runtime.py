@@ -2,10 +2,11 @@
 """What the engine does when: op sequences, counted collectives, and steps that are not textbook."""
 
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
-from support.models import loss_of, make, make_batches
+from support.models import CASES, loss_of, make, make_batches
 from support.stack import WIDTH, Stack, shard_stack, step
 from support.training import shard
 from torch import nn
@@ -150,6 +151,48 @@ def test_gradients_accumulate_over_backwards(name, strategy):
 
     for found in run_sharded(name, body, strategy=strategy):
         assert_equal_gradients(found, plain_gradients(name, batches))
+
+
+@pytest.mark.parametrize(
+    ("door", "strategy"),
+    [
+        ("wrapper", "FULL_SHARD"),
+        ("wrapper", "SHARD_GRAD_OP"),
+        ("wrapper", "NO_SHARD"),
+        ("function", "FULL_SHARD"),
+        ("function", "SHARD_GRAD_OP"),
+    ],
+)
+@pytest.mark.parametrize("name", ["gpt", "nested", "twice", "odd"])
+def test_accumulation_without_communication(name, strategy, door):
+    batches = make_batches(name, 3, 2)
+
+    def body(comm):
+        counts = Counter()
+        model = shard(make(name), name, CountingComm(comm, counts), strategy=strategy, door=door)
+        for _ in range(2):
+            model.zero_grad()
+            counts.clear()
+            context = model.no_sync() if door == "wrapper" else nullcontext()
+            with context:
+                for inputs, targets in batches[:2]:
+                    if door == "function":
+                        model.set_requires_gradient_sync(False)
+                    loss_of(model(inputs), targets).backward()
+            assert counts["reduce_scatter"] + counts["all_reduce"] == 0
+            assert all(p.grad is None for p in model.parameters())
+            if door == "function":
+                model.set_requires_gradient_sync(True)
+            loss_of(model(batches[2][0]), batches[2][1]).backward()
+        reduces = counts["reduce_scatter"] + counts["all_reduce"]
+        held = managed_unit_of(model).unit.transient_bytes
+        return gradients(model), reduces, held
+
+    expected = plain_gradients(name, batches)
+    for found, reduces, held in LocalWorld(2).run(body):
+        assert_equal_gradients(found, expected)
+        assert reduces == len(CASES[name].units) + 1
+        assert held == 0
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FSDP1's door: a module that wraps another one, and the submodules that a policy picks."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,14 +13,22 @@ from fullshard.core.grouping import group_parameters
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.torch.groups import Where, ranks_of
 from fullshard.torch.hooks import managed_unit_of
-from fullshard.torch.modules import WRAPPED, ParamSites, clean_name, move_buffers
+from fullshard.torch.modules import (
+    WRAPPED,
+    ParamSites,
+    clean_name,
+    ignored_parts,
+    move_buffers,
+)
 from fullshard.torch.optim import clip_grad_norm_
 from fullshard.torch.options import CPUOffload, MixedPrecision, refuse_unsupported
 from fullshard.torch.shard_modules import (
     Plan,
+    require_gradient_sync,
     set_prefetch,
     shard_modules,
     shardable_parameters,
+    take_states_of_first_rank,
 )
 from fullshard.wrap import modules_to_wrap
 
@@ -57,14 +65,16 @@ class FullyShardedDataParallel(_OptionClasses, nn.Module):
         auto_wrap_policy: see `fullshard.wrap`.
         backward_prefetch: BACKWARD_PRE gathers one unit ahead in backward, others none.
         mixed_precision: not supported yet beyond its default.
-        ignored_modules: not supported yet.
+        ignored_modules: modules whose parameters stay as they are, on every rank, and whose
+            gradients are not reduced.
         param_init_fn: not supported yet.
-        device_id: not supported yet.
-        sync_module_states: not supported yet.
+        device_id: where the shards shall live; a number is that of a GPU. Parameters on the CPU go
+            there span by span, never as a whole.
+        sync_module_states: take parameters and buffers from the first rank before sharding.
         forward_prefetch: one unit is always gathered ahead in forward; True gathers two.
         limit_all_gathers: accepted; the schedule always bounds what is gathered ahead.
         use_orig_params: accepted; original names and shapes are always kept.
-        ignored_states: not supported yet.
+        ignored_states: as ``ignored_modules``, but may hold parameters too.
         device_mesh: a 1-D mesh, instead of ``process_group``.
 
     Raises:
@@ -96,34 +106,33 @@ class FullyShardedDataParallel(_OptionClasses, nn.Module):
         super().__init__()
         _check_wrappable(module)
         where = _one_of(process_group, device_mesh)
-        options = {
+        unit_options = {
             "process_group": where,
             "sharding_strategy": sharding_strategy,
             "cpu_offload": cpu_offload,
-            "backward_prefetch": backward_prefetch,
             "mixed_precision": mixed_precision,
-            "ignored_modules": ignored_modules,
-            "param_init_fn": param_init_fn,
-            "device_id": device_id,
-            "sync_module_states": sync_module_states,
-            "forward_prefetch": forward_prefetch,
-            "ignored_states": ignored_states,
         }
+        refuse_unsupported({"param_init_fn": param_init_fn})
+        _check_prefetch(backward_prefetch)
+        ignored, ignored_params = ignored_parts(
+            {"ignored_modules": ignored_modules, "ignored_states": ignored_states}
+        )
         wanted = {}
         if auto_wrap_policy is not None:
             _check_nothing_is_sharded(module)
-            wanted = modules_to_wrap(module, auto_wrap_policy)
+            wanted = modules_to_wrap(module, auto_wrap_policy, ignored)
         chosen = {**wanted, module: {}}
-        all_options = {each: {**options, **overrides} for each, overrides in chosen.items()}
-        for each, its_options in all_options.items():
-            _check_fsdp1_options(its_options, known=options.keys(), module=each)
-        params, device = shardable_parameters([module], where)
+        _check_unit_options(unit_options, chosen)
+        params, device = shardable_parameters([module], where, ignored_params, device_id)
         members = _parameters_by_module(module, chosen, params)
+        plans = {each: _plan_of({**unit_options, **chosen[each]}, device) for each in chosen}
         # From here on things change: first the submodules, then the root.
+        if sync_module_states:
+            take_states_of_first_rank([module], params, plans[module])
         move_buffers(module, device)
-        for each, its_options in all_options.items():
+        for each, plan in plans.items():
             wrapper = self if each is module else FullyShardedDataParallel.__new__(type(self))
-            wrapper._wrap(each, members[each], _plan_of(its_options, device))
+            wrapper._wrap(each, members[each], plan)
             if wrapper is not self:
                 _replace_module(module, each, wrapper)
         depth = 2 if forward_prefetch else 1
@@ -185,6 +194,19 @@ class FullyShardedDataParallel(_OptionClasses, nn.Module):
         """
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, forward and backward add gradients up without communication.
+
+        They stay full on every rank, which costs their memory; the first backward outside reduces
+        the sum. Until then ``.grad`` has none of it. All ranks must do the same.
+        """
+        require_gradient_sync(self, False)
+        try:
+            yield
+        finally:
+            require_gradient_sync(self, True)
+
     @staticmethod
     def fsdp_modules(
         module: nn.Module, root_only: bool = False
@@ -221,28 +243,30 @@ def _one_of(process_group: Where, device_mesh: Where) -> Where:
     return process_group if device_mesh is None else device_mesh
 
 
-def _check_fsdp1_options(
-    options: dict[str, Any], known: AbstractSet[str], module: nn.Module
+def _check_unit_options(
+    given: dict[str, Any], overrides: Mapping[nn.Module, Mapping[str, Any]]
 ) -> None:
-    if unknown := sorted(options.keys() - known - _ACCEPTED):
-        raise ConfigurationError(
-            f"the policy's options for {type(module).__name__} have {', '.join(unknown)}, "
-            f"which FullyShardedDataParallel does not know; known: {', '.join(sorted(known))}"
-        )
-    checked = dict(options)
-    for name in ("process_group", "forward_prefetch", *_ACCEPTED):
-        checked.pop(name, None)
-    strategy = checked.pop("sharding_strategy")
-    if strategy is not None and not isinstance(strategy, ShardingStrategy):
-        raise ConfigurationError(
-            f"sharding_strategy must be a fullshard ShardingStrategy or None, got {strategy!r}"
-        )
-    prefetch = checked.pop("backward_prefetch")
+    """Refuse what a unit cannot be told, by the caller or by the policy for one module."""
+    for module, its_own in overrides.items():
+        if unknown := sorted(its_own.keys() - given.keys() - _ACCEPTED):
+            raise ConfigurationError(
+                f"the policy's options for {type(module).__name__} have {', '.join(unknown)}, but "
+                f"what a policy can choose for one unit is {', '.join(given)}"
+            )
+        options = {**given, **its_own}
+        strategy = options["sharding_strategy"]
+        if strategy is not None and not isinstance(strategy, ShardingStrategy):
+            raise ConfigurationError(
+                f"sharding_strategy must be a fullshard ShardingStrategy or None, got {strategy!r}"
+            )
+        refuse_unsupported({name: options[name] for name in ("cpu_offload", "mixed_precision")})
+
+
+def _check_prefetch(prefetch: object) -> None:
     if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
         raise ConfigurationError(
             f"backward_prefetch must be a fullshard BackwardPrefetch or None, got {prefetch!r}"
         )
-    refuse_unsupported(checked)
 
 
 def _plan_of(options: dict[str, Any], device: torch.device) -> Plan:

@@ -9,9 +9,14 @@ from torch import nn
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.torch.groups import Where, ranks_of
 from fullshard.torch.hooks import managed_unit_of
-from fullshard.torch.modules import move_buffers
+from fullshard.torch.modules import ignored_parts, move_buffers
 from fullshard.torch.options import MixedPrecisionPolicy, OffloadPolicy, refuse_unsupported
-from fullshard.torch.shard_modules import Plan, shard_modules, shardable_parameters
+from fullshard.torch.shard_modules import (
+    Plan,
+    require_gradient_sync,
+    shard_modules,
+    shardable_parameters,
+)
 
 __all__ = ["FSDPModule", "fully_shard"]
 
@@ -26,6 +31,18 @@ class FSDPModule:
             managed = managed_unit_of(module)
             if managed is not None:
                 managed.set_reshard_after_forward(reshard_after_forward)
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose if the next backwards reduce gradients, or keep them full for a later one.
+
+        With False, gradients of several micro-batches add up without communication, at the price
+        of the full gradients' memory on every rank; the first backward with True again reduces
+        their sum. Until then ``.grad`` has none of it. All ranks must choose the same.
+        """
+        assert isinstance(self, nn.Module)
+        require_gradient_sync(self, requires_gradient_sync, recurse=recurse)
 
 
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -56,7 +73,7 @@ def fully_shard(
         shard_placement_fn: not supported yet, like the following ones.
         mp_policy: see there.
         offload_policy: see there.
-        ignored_params: see there.
+        ignored_params: parameters that stay as they are on every rank, their gradients unreduced.
         dp_mesh_dims: see there.
 
     Returns:
@@ -72,7 +89,6 @@ def fully_shard(
             "shard_placement_fn": shard_placement_fn,
             "mp_policy": mp_policy,
             "offload_policy": offload_policy,
-            "ignored_params": ignored_params,
             "dp_mesh_dims": dp_mesh_dims,
         }
     )
@@ -83,7 +99,8 @@ def fully_shard(
         )
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    params, device = shardable_parameters(modules, mesh)
+    _, ignored = ignored_parts({"ignored_params": ignored_params})
+    params, device = shardable_parameters(modules, mesh, ignored)
     ranks = ranks_of(mesh, sharded=True)
     for each in modules:
         move_buffers(each, device)

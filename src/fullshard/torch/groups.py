@@ -39,8 +39,25 @@ def ranks_of(where: Where, *, sharded: bool) -> Ranks:
     return Ranks(SoloComm(), SoloComm(), reduce, mesh)
 
 
-def compute_device(where: Where, resting: torch.device) -> torch.device:
-    """Where parameters that lie on ``resting`` now are to live: NCCL needs them on its GPU."""
+def compute_device(
+    where: Where, resting: torch.device, wanted: int | torch.device | None = None
+) -> torch.device:
+    """Where parameters that lie on ``resting`` now are to live.
+
+    On the device ``wanted`` (a number is that of a GPU), else, since NCCL needs them there, on the
+    current GPU, else where they are. Raises `ConfigurationError` if they are on another GPU than
+    the one wanted.
+    """
+    if wanted is not None:
+        device = torch.device("cuda", wanted) if isinstance(wanted, int) else torch.device(wanted)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if resting.type == "cuda" and resting != device:
+            raise ConfigurationError(
+                f"device_id names {device}, but the module is on {resting}; call "
+                "torch.cuda.set_device first and build the module there or on the CPU"
+            )
+        return device
     group = _group_of(where)
     if group is not None and dist.get_backend(group) == dist.Backend.NCCL:
         return torch.device("cuda", torch.cuda.current_device())

@@ -123,6 +123,7 @@ class ManagedUnit:
     ):
         self.unit = unit
         self.reshard_after_forward = reshard
+        self.requires_gradient_sync = True
         self.number = -1
         self.runtime: StepWatcher | None = None
         self._adopt = adopt  # makes a runtime, with the module that runs first as its root

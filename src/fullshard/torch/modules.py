@@ -7,7 +7,8 @@ everything else that the engine does for a parameter.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "clean_name",
     "device_of",
     "find_parameters",
+    "ignored_parts",
     "move_buffers",
     "tensors_in",
 ]
@@ -61,13 +63,38 @@ def clean_name(name: str) -> str:
     return name.replace(f"{WRAPPED}.", "").removesuffix(f".{WRAPPED}")
 
 
+def ignored_parts(
+    ignored: Mapping[str, Iterable[nn.Module | nn.Parameter] | None],
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """The modules and the parameters (those below the modules too) that arguments name.
+
+    ``ignored`` maps the name of an argument to what it got. Raises `ConfigurationError` naming the
+    argument if something in it is neither.
+    """
+    modules: set[nn.Module] = set()
+    params: set[nn.Parameter] = set()
+    for argument, parts in ignored.items():
+        for part in parts or ():
+            if isinstance(part, nn.Module):
+                modules.add(part)
+                params.update(part.parameters())
+            elif isinstance(part, nn.Parameter):
+                params.add(part)
+            else:
+                raise ConfigurationError(
+                    f"{argument} may hold modules and parameters, got {type(part).__name__}"
+                )
+    return modules, params
+
+
 def find_parameters(
-    modules: Sequence[nn.Module],
+    modules: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter] = frozenset()
 ) -> list[ParamSites]:
     """The distinct parameters below ``modules`` that no unit owns yet, in registration order.
 
-    With several modules, names begin with the module's number in the list. A parameter that a unit
-    owns and that is used here too, outside that unit, raises `NotSupportedError`.
+    Those in ``ignored`` are left as they are. With several modules, names begin with the module's
+    number in the list. A parameter that a unit owns and that is used here too, outside that unit,
+    raises `NotSupportedError`.
     """
     found: dict[nn.Parameter, tuple[list[str], list[tuple[dict[str, Any], str]]]] = {}
     visited: set[nn.Module] = set()
@@ -84,7 +111,7 @@ def find_parameters(
                         "shard the nearest module that contains both as one unit, or let "
                         "FullyShardedDataParallel's auto_wrap_policy choose the units"
                     )
-                if param is None or isinstance(param, ShardedParameter):
+                if param is None or param in ignored or isinstance(param, ShardedParameter):
                     continue
                 names, sites = found.setdefault(param, ([], []))
                 names.append(name)

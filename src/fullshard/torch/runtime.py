@@ -91,25 +91,35 @@ class Runtime:
     @property
     def idle(self) -> bool:
         """True between steps: nothing is gathered ahead, kept or under way."""
-        return self._training.idle and self._evaluation.idle
+        return self._active.idle
 
     def set_prefetch(self, prefetch: Prefetch) -> None:
         """Change how far ahead units are gathered; between steps only."""
-        policies, evaluation = {}, {}
-        for managed in self.units:
-            unit, reshard = managed.unit, managed.reshard_after_forward
-            gathered = not unit.resident and bool(unit.params)
-            policies[managed.number] = UnitPolicy(
-                gathered=gathered,
-                reduced=unit.trainable,
-                # The root's parameters are needed again as soon as its forward is over.
-                reshard_after_forward=managed.number > 0 if reshard is None else reshard,
-            )
-            evaluation[managed.number] = UnitPolicy(gathered=gathered, reduced=False)
         self.prefetch = prefetch
-        self._training = Scheduler(policies, prefetch)
-        self._evaluation = Scheduler(evaluation, prefetch)
+        policies = {m.number: UnitPolicy(_gathered(m.unit), reduced=False) for m in self.units}
+        self._evaluation = Scheduler(policies, prefetch)
+        self._schedulers: dict[frozenset[int], Scheduler] = {}
         self._active = self._training
+
+    @property
+    def _training(self) -> Scheduler:
+        """The schedule of a step that reduces the units which are to be reduced now."""
+        reduced = frozenset(
+            managed.number
+            for managed in self.units
+            if managed.unit.trainable and managed.requires_gradient_sync
+        )
+        if reduced not in self._schedulers:
+            policies = {}
+            for managed in self.units:
+                reshard = managed.reshard_after_forward
+                # The root's parameters are needed again as soon as its forward is over.
+                reshard = managed.number > 0 if reshard is None else reshard
+                policies[managed.number] = UnitPolicy(
+                    _gathered(managed.unit), managed.number in reduced, reshard
+                )
+            self._schedulers[reduced] = Scheduler(policies, self.prefetch)
+        return self._schedulers[reduced]
 
     # ---- forward --------------------------------------------------------------------------------
 
@@ -251,6 +261,7 @@ class Runtime:
             call.begun = False
             managed.calls.discard(call)
         managed.open_in_backward = False
+        managed.unit.end_backward()
         self._do(Moment.BACKWARD_END, managed)
         managed.unit.show_sharded()
 
@@ -304,6 +315,10 @@ class Runtime:
 
     def _live_bytes(self) -> int:
         return sum(managed.unit.transient_bytes for managed in self.units)
+
+
+def _gathered(unit: Unit) -> bool:
+    return not unit.resident and bool(unit.params)
 
 
 def runtime_of(root: nn.Module) -> Runtime:

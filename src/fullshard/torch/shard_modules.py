@@ -6,6 +6,7 @@ policy or the caller, and in what is left standing, a wrapper or the module with
 """
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,19 @@ from torch import nn
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.groups import Where, compute_device
-from fullshard.torch.hooks import ManagedUnit
+from fullshard.torch.hooks import ManagedUnit, managed_unit_of
 from fullshard.torch.modules import ParamSites, device_of, find_parameters
 from fullshard.torch.runtime import Runtime, runtime_of
 from fullshard.torch.unit import Ranks, Unit
 
-__all__ = ["Plan", "set_prefetch", "shard_modules", "shardable_parameters"]
+__all__ = [
+    "Plan",
+    "require_gradient_sync",
+    "set_prefetch",
+    "shard_modules",
+    "shardable_parameters",
+    "take_states_of_first_rank",
+]
 
 
 @dataclass(frozen=True)
@@ -39,17 +47,42 @@ def shard_modules(modules: Sequence[nn.Module], params: Sequence[ParamSites], pl
 
 
 def shardable_parameters(
-    modules: Sequence[nn.Module], where: Where
+    modules: Sequence[nn.Module],
+    where: Where,
+    ignored: AbstractSet[nn.Parameter] = frozenset(),
+    device_id: int | torch.device | None = None,
 ) -> tuple[list[ParamSites], torch.device]:
     """The parameters that are to be sharded now, all checked, and where they shall live."""
-    params = find_parameters(modules)
+    params = find_parameters(modules, ignored)
     device = device_of(params) or torch.device("cpu")
     if device.type == "meta":
         raise NotSupportedError(
             f"parameter {params[0].spec.name!r} is on the meta device, which is not supported yet; "
             "build the module on a real device"
         )
-    return params, compute_device(where, device)
+    return params, compute_device(where, device, device_id)
+
+
+def take_states_of_first_rank(
+    modules: Sequence[nn.Module], params: Sequence[ParamSites], plan: Plan
+) -> None:
+    """Give ``params`` and the modules' buffers the values they have on the first rank. Collective.
+
+    One tensor at a time, so that a device holds one full parameter, not the model.
+    """
+    buffers = {buffer for module in modules for buffer in module.buffers()}
+    for tensor in [*(each.param.detach() for each in params), *buffers]:
+        sent = tensor.to(plan.device, copy=True, memory_format=torch.contiguous_format)
+        plan.ranks.broadcast(sent)
+        tensor.copy_(sent)
+
+
+def require_gradient_sync(module: nn.Module, required: bool, *, recurse: bool = True) -> None:
+    """Say if the units of ``module`` (``recurse``: and below) are reduced after backward."""
+    for each in module.modules() if recurse else (module,):
+        managed = managed_unit_of(each)
+        if managed is not None:
+            managed.requires_gradient_sync = required
 
 
 def set_prefetch(module: nn.Module, forward: int = 1, backward: int = 1) -> None:

@@ -49,6 +49,11 @@ class Ranks:
         """True on the one rank that speaks for all, and writes files."""
         return self.gather.rank == 0 and self.replicas.rank == 0
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give all ranks the ``tensor`` of the first one, in place. Collective."""
+        for comm in (self.replicas, self.gather):
+            comm.broadcast([tensor]).wait()
+
     def any(self, flag: bool, device: torch.device) -> bool:
         """True on every rank if ``flag`` is true on one of them. Collective."""
         raised = torch.tensor(float(flag), device=device)
@@ -126,7 +131,8 @@ class Unit:
             self._full.release()
         self._grads: FlatBuffer | None = None
         self._grad_views: dict[int, Tensor] = {}
-        self._delivered: set[int] = set()
+        self._delivered: set[int] = set()  # parameters that the gradient buffer holds
+        self._arrived: set[int] = set()  # parameters that delivered in this backward
         self._gathering: Work | None = None
         self._gathered_version = -1
         self._reducing: Work | None = None
@@ -256,7 +262,11 @@ class Unit:
     @property
     def gradients_complete(self) -> bool:
         """True if every trainable parameter has delivered its gradient in this backward."""
-        return len(self._delivered) == self._trainable_count
+        return len(self._arrived) == self._trainable_count
+
+    def end_backward(self) -> None:
+        """What is delivered from now on belongs to another backward."""
+        self._arrived.clear()
 
     def deliver(self, index: int, grad: Tensor) -> None:
         """Put a parameter's gradient, or a further part of it, into the flat gradient buffer."""
@@ -267,6 +277,7 @@ class Unit:
             )
         if self.state in (UnitState.RESTING, UnitState.FULL):
             self._fill()
+        self._arrived.add(index)
         if index in self._delivered:
             self._grad_views[index].add_(grad)
         else:
@@ -349,6 +360,7 @@ class Unit:
     def drop_gradients(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
         self._delivered.clear()
+        self._arrived.clear()
         if self._reducing is not None:
             self._reducing.wait()
             self._reducing, self._reduced = None, None

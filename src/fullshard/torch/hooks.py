@@ -147,7 +147,8 @@ class ManagedUnit:
         for module in modules:
             module.__dict__[_ATTRIBUTE] = self
             module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._after_forward)
+            # Also after an exception: checkpointing ends a recomputation early by raising one.
+            module.register_forward_hook(self._after_forward, always_call=True)
 
     @property
     def the_runtime(self) -> StepWatcher:

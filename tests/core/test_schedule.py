@@ -101,13 +101,10 @@ def test_what_was_gathered_ahead_in_vain_is_freed_at_the_end():
     assert [short(scheduler.on(event)) for event in cut] == ["G1", "g1 G2", "F1", "", "g2 F2"]
 
 
-def test_a_unit_called_twice_is_gathered_for_each_call():
+def test_a_unit_called_twice_is_gathered_for_each_forward():
     calls = [Event(m, 1) for _ in range(2) for m in (F_BEGIN, F_END)]
-    backward = [Event(B_BEGIN, 1), Event(Moment.BACKWARD_PAUSE, 1), *chain(1)[-3:]]
-    ops = compile_step([*calls, *backward], {1: UnitPolicy()}, Prefetch(1, 1))
-    assert [short(each) for each in ops] == (
-        ["G1 g1", "F1", "G1 g1", "F1", "G1 g1", "F1", "G1 g1", "F1 R1", "r1"]
-    )
+    ops = compile_step([*calls, *chain(1)[-3:]], {1: UnitPolicy()}, Prefetch(1, 1))
+    assert [short(each) for each in ops] == (["G1 g1", "F1", "G1 g1", "F1", "G1 g1", "F1 R1", "r1"])
 
 
 def test_recomputation_does_not_free_what_backward_needs_next():

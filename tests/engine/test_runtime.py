@@ -79,7 +79,7 @@ class CountingComm:
         ("gpt", "SHARD_GRAD_OP", 3, 3),
         ("gpt", "NO_SHARD", 0, 3),
         ("conv", "FULL_SHARD", 3 + 2, 3),
-        ("twice", "FULL_SHARD", 3 + 2, 2),  # the shared unit for each of its two calls
+        ("twice", "FULL_SHARD", 3 + 1, 2),  # the shared unit for each forward, once in backward
         ("nested", "FULL_SHARD", 5 + 4, 5),
         ("odd", "FULL_SHARD", 3 + 2, 3),
     ],

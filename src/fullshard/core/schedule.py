@@ -30,8 +30,7 @@ class Moment(Enum):
     FORWARD_BEGIN = auto()
     FORWARD_END = auto()
     BACKWARD_BEGIN = auto()
-    BACKWARD_PAUSE = auto()  # one call's backward is over, that of another call is to come
-    BACKWARD_END = auto()  # all calls' backwards are over, gradients are complete
+    BACKWARD_END = auto()  # the backwards of all its calls are over, gradients are complete
     STEP_END = auto()  # end of backward, or of a forward without one
 
 
@@ -108,8 +107,6 @@ class _State:
         if moment is Moment.FORWARD_END:
             # Recomputation runs forward inside backward: what it needs, backward needs next.
             return [] if keep or self.in_backward else self._free(unit)
-        if moment is Moment.BACKWARD_PAUSE:
-            return [] if keep else self._free(unit)
         return [*self._make_room_to_reduce(unit), *self._free(unit), *self._reduce(unit)]
 
     def _need(self, unit: int) -> Iterator[Op]:
@@ -165,7 +162,7 @@ class _State:
         return ops
 
 
-_BACKWARD = (Moment.BACKWARD_BEGIN, Moment.BACKWARD_PAUSE, Moment.BACKWARD_END)
+_BACKWARD = (Moment.BACKWARD_BEGIN, Moment.BACKWARD_END)
 
 
 def _upcoming(events: Sequence[Event], position: int) -> Iterator[int]:

@@ -5,12 +5,15 @@
 A unit's parameters may be freed when nothing in its backward will read them again, and its
 gradients reduced when none is still to come. Neither can be seen from gradients alone (frozen
 weights deliver none, and the input's gradient may need a weight after that weight's own gradient is
-out) nor from the inputs alone (they may need no gradient). So a call of a unit is over when the
-gradients of all inputs that need one are there, and the unit is over when all its calls are, or
-when every trainable parameter has delivered and no call waits for an input. Autograd runs gradient
-accumulation before anything else that is ready, except between leaves; so a unit whose inputs are
-done while gradients are missing is settled at the next event: what has not come by then was not
-used, and counts as zero.
+out) nor from the inputs alone (a branch that starts from a constant leads to no input). So a unit's
+backward is over when
+
+- the gradients of all inputs that need one are there, for each of its calls;
+- every parameter has delivered that autograd says will get a gradient (without an input to wait
+  for, every trainable one: a recomputed part is not in the graph until it is run);
+- units that began after it in forward are over too: a path to their parameters may lead through it.
+
+What is not over when autograd has finished is over then.
 """
 
 import weakref
@@ -58,7 +61,7 @@ class StepWatcher(Protocol):
     def gradient_arrives(self, managed: "ManagedUnit", index: int, grad: Tensor) -> None:
         """A parameter has its gradient, or a part of it."""
 
-    def call_is_over(self, call: "Call") -> None:
+    def inputs_are_done(self, call: "Call") -> None:
         """The gradients of a call's inputs are there."""
 
 
@@ -108,7 +111,7 @@ class Call:
         self._to_come -= 1
         if self.begun and self._to_come == 0:
             self.begun = False
-            self.managed.the_runtime.call_is_over(self)
+            self.managed.the_runtime.inputs_are_done(self)
 
 
 class ManagedUnit:

@@ -49,7 +49,6 @@ class Runtime:
         self._in_backward = False
         # Run forward and not reduced yet, by their latest forward (a dict for its order).
         self._due: dict[ManagedUnit, None] = {}
-        self._unsettled: list[ManagedUnit] = []
         self._late: list[ManagedUnit] = []
         self._reducing: list[Unit] = []
         self.recorder: TraceRecorder | None = None
@@ -145,8 +144,10 @@ class Runtime:
         return outer[-1].current_call if outer else None
 
     def _begin_at_the_top(self) -> None:
-        in_autograd = torch._C._current_graph_task_id() != -1  # recomputation runs forward there
-        if self._running or (self._in_backward and not in_autograd):
+        in_autograd = torch._C._current_graph_task_id() != -1
+        if self._in_backward and in_autograd:
+            return  # recomputation: it belongs to the step whose backward is running
+        if self._running or self._in_backward:
             self._recover()
         self._activate(self._training if torch.is_grad_enabled() else self._evaluation)
         if not self._active.idle and any(managed.unit.stale for managed in self.units):
@@ -171,6 +172,8 @@ class Runtime:
         elif not self._in_backward:
             self._events += 1
             managed.last_end = self._events
+            if not managed.calls:
+                self._due.pop(managed, None)  # no output leads back to it
 
     def _recover(self) -> None:
         """After an exception in mid-step: forget the step, gradients not delivered included."""
@@ -180,7 +183,6 @@ class Runtime:
         self._running.clear()
         self._in_backward = False
         self._due.clear()
-        self._unsettled.clear()
         self._late.clear()
 
     # ---- backward -------------------------------------------------------------------------------
@@ -191,9 +193,9 @@ class Runtime:
             self._in_backward = True
             self._activate(self._training)
             Variable._execution_engine.queue_callback(self._backward_ends)
-        self._settle()
         managed = call.managed
         managed.calls.add(call)
+        managed.unit.expect_gradients()
         if not managed.open_in_backward:
             if not managed.begun_in_backward:
                 self._pass_over(after=managed.last_end)
@@ -223,40 +225,39 @@ class Runtime:
         if managed not in self._due:
             if managed not in self._late:
                 self._late.append(managed)
-        elif (
-            unit.gradients_complete
-            and not any(call.watched for call in managed.calls)
-            # Units inside it, and later ones, are reduced first: that order all ranks can keep.
-            and next(reversed(self._due)) is managed
-        ):
-            self._end(managed)
+        else:
+            self._end_what_is_over(managed)
 
-    def call_is_over(self, call: Call) -> None:
-        """The gradients of a call's inputs are there. [Note: When a unit's backward is over]"""
-        managed = call.managed
-        managed.calls.discard(call)
-        if any(other.begun for other in managed.calls):
-            return
-        if managed.unit.gradients_complete and not managed.calls:
-            self._end(managed)
-            return
-        managed.open_in_backward = False
-        self._do(Moment.BACKWARD_PAUSE, managed)
-        managed.unit.show_sharded()
-        if not managed.calls:
-            self._unsettled.append(managed)
+    def inputs_are_done(self, call: Call) -> None:
+        """The gradients of a call's inputs are there."""
+        call.managed.calls.discard(call)
+        self._end_what_is_over(call.managed)
 
-    def _settle(self) -> None:
-        while self._unsettled:
-            self._end(self._unsettled[0])
+    def _end_what_is_over(self, managed: ManagedUnit) -> None:
+        """End ``managed`` if it is over, and then the units that waited only for it."""
+        if not self._is_over(managed):
+            return
+        self._end(managed)
+        for other in reversed(list(self._due)):
+            if other.open_in_backward and self._is_over(other):
+                self._end_what_is_over(other)
+                return
+
+    def _is_over(self, managed: ManagedUnit) -> bool:
+        """See [Note: When a unit's backward is over] in `fullshard.torch.hooks`."""
+        unit, calls = managed.unit, managed.calls
+        if not managed.open_in_backward or any(call.watched for call in calls):
+            return False
+        if not (unit.all_arrived if calls else unit.expected_arrived):
+            return False
+        later = takewhile(lambda m: m.last_begin > managed.first_begin, reversed(self._due))
+        return all(m is managed or not (m.open_in_backward or m.calls) for m in later)
 
     def _end(self, managed: ManagedUnit) -> None:
         """A unit's backward is over: free and reduce it."""
         if managed in self._due:
             self._pass_over(after=managed.first_begin)
         self._due.pop(managed, None)
-        if managed in self._unsettled:
-            self._unsettled.remove(managed)
         for call in [call for call in managed.calls if call.begun]:
             call.begun = False
             managed.calls.discard(call)
@@ -267,7 +268,6 @@ class Runtime:
 
     def _backward_ends(self) -> None:
         """Autograd has nothing left to do: reduce what is still due, free everything."""
-        self._settle()
         for managed in sorted(self._due, key=lambda m: -m.first_begin):
             if managed in self._due:
                 if not managed.begun_in_backward:

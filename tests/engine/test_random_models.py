@@ -67,7 +67,7 @@ def may_tie(seed):
     return not (choose.random() < 0.5 and strategy != "NO_SHARD")
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(200))
 def test_random_model(seed):
     ties = may_tie(seed)
     plain, _ = build(seed, ties=ties)

@@ -195,7 +195,7 @@ class Runtime:
             Variable._execution_engine.queue_callback(self._backward_ends)
         managed = call.managed
         managed.calls.add(call)
-        managed.unit.expect_gradients()
+        managed.unit.arrivals.expect()
         if not managed.open_in_backward:
             if not managed.begun_in_backward:
                 self._pass_over(after=managed.last_end)
@@ -245,10 +245,10 @@ class Runtime:
 
     def _is_over(self, managed: ManagedUnit) -> bool:
         """See [Note: When a unit's backward is over] in `fullshard.torch.hooks`."""
-        unit, calls = managed.unit, managed.calls
+        arrivals, calls = managed.unit.arrivals, managed.calls
         if not managed.open_in_backward or any(call.watched for call in calls):
             return False
-        if not (unit.all_arrived if calls else unit.expected_arrived):
+        if not (arrivals.all_here if calls else arrivals.expected_here):
             return False
         later = takewhile(lambda m: m.last_begin > managed.first_begin, reversed(self._due))
         return all(m is managed or not (m.open_in_backward or m.calls) for m in later)
@@ -262,7 +262,7 @@ class Runtime:
             call.begun = False
             managed.calls.discard(call)
         managed.open_in_backward = False
-        managed.unit.end_backward()
+        managed.unit.arrivals.end_backward()
         self._do(Moment.BACKWARD_END, managed)
         managed.unit.show_sharded()
 

@@ -7,7 +7,6 @@ by `fullshard.core.schedule` and carried out by `fullshard.torch.runtime`.
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.core.layout import Segment, Slot, Span, lay_out
+from fullshard.torch.arrivals import Arrivals
 from fullshard.torch.buffers import FlatBuffer
 from fullshard.torch.comm import Comm, Work
 from fullshard.torch.modules import ParamSites
@@ -113,7 +113,6 @@ class Unit:
         self.layout = lay_out((each.spec for each in params), ranks.gather.size)
         self._trainable = [segment for segment in self.layout.segments if segment.trainable]
         self._places = self._find_places()
-        self._trainable_count = sum(place.grad_number >= 0 for place in self._places)
         by_name = {each.spec.name: each for each in params}
         self.params = [by_name[place.slot.spec.name] for place in self._places]
         # With one slice the shard is the full unit: it serves as both and is never released.
@@ -124,7 +123,7 @@ class Unit:
         for flat in self._shard.flats:
             flat.zero_()
         self.sharded = [self._make_sharded(i) for i in range(len(self.params))]
-        self._accumulators: dict[int, Any] = {}  # the autograd node of each trainable parameter
+        self.arrivals = Arrivals()
         self._full = self._shard
         if not self.resident:
             self._full = FlatBuffer(self.layout.segments, device, full=True)
@@ -134,9 +133,6 @@ class Unit:
         self._grads: FlatBuffer | None = None
         self._grad_views: dict[int, Tensor] = {}
         self._delivered: set[int] = set()  # parameters that the gradient buffer holds
-        self._arrived: set[int] = set()  # parameters that delivered in this backward
-        self._expected: set[int] = set()  # parameters that will have, as autograd says
-        self._task = -1  # the backward that was last asked
         self._gathering: Work | None = None
         self._gathered_version = -1
         self._reducing: Work | None = None
@@ -183,10 +179,7 @@ class Unit:
         if spec.trainable:
             hook = _gradient_hook(weakref.ref(self), index)
             full.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            with torch.enable_grad():
-                node = full.view_as(full).grad_fn
-                assert node is not None
-                self._accumulators[index] = node.next_functions[0][0]
+            self.arrivals.watch(index, full)
         return full
 
     def rename(self, name: str) -> None:
@@ -267,35 +260,6 @@ class Unit:
 
     # ---- gradients ------------------------------------------------------------------------------
 
-    def expect_gradients(self) -> None:
-        """Ask autograd, within a backward, which parameters will get gradients in it."""
-        task = torch._C._current_graph_task_id()
-        with suppress(RuntimeError):  # torch.autograd.grad() accumulates nothing into parameters
-            coming = {
-                index
-                for index, node in self._accumulators.items()
-                if torch._C._will_engine_execute_node(node)
-            }
-            self._expected |= coming
-            if task != self._task:  # a recomputed part has a backward of its own inside the whole
-                self._arrived -= coming
-        self._task = task
-
-    @property
-    def expected_arrived(self) -> bool:
-        """True if every parameter that will get a gradient in this backward has delivered it."""
-        return self._expected <= self._arrived
-
-    @property
-    def all_arrived(self) -> bool:
-        """True if every trainable parameter has delivered its gradient in this backward."""
-        return len(self._arrived) == self._trainable_count
-
-    def end_backward(self) -> None:
-        """What is delivered from now on belongs to another backward."""
-        self._arrived.clear()
-        self._expected.clear()
-
     def deliver(self, index: int, grad: Tensor) -> None:
         """Put a parameter's gradient, or a further part of it, into the flat gradient buffer."""
         if grad.layout is not torch.strided:
@@ -305,7 +269,7 @@ class Unit:
             )
         if self.state in (UnitState.RESTING, UnitState.FULL):
             self._fill()
-        self._arrived.add(index)
+        self.arrivals.note(index)
         if index in self._delivered:
             self._grad_views[index].add_(grad)
         else:
@@ -388,7 +352,7 @@ class Unit:
     def drop_gradients(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
         self._delivered.clear()
-        self.end_backward()
+        self.arrivals.end_backward()
         if self._reducing is not None:
             self._reducing.wait()
             self._reducing, self._reduced = None, None

@@ -8,10 +8,7 @@ Starts local processes. Ours and torch's alternate in one run; a row is the medi
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from report import write_report
 from rich.console import Console
 from rich.table import Table
 
@@ -77,15 +75,7 @@ def main() -> None:
         mib = row["numel"] * 4 / 2**20
         table.add_row(str(row["ranks"]), f"{mib:g}", *(f"{t * 1e3:.2f}" for t in times))
     Console().print(table)
-    if options.out:
-        report = {
-            "command": " ".join(["python", "benchmarks/collectives.py", *sys.argv[1:]]),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cores": os.cpu_count(),
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, rows)
 
 
 if __name__ == "__main__":

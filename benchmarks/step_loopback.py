@@ -10,10 +10,7 @@ fp32, AdamW (foreach) and no clipping in every engine.
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 import torch.multiprocessing as mp
+from report import write_report
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -129,15 +127,7 @@ def main() -> None:
         )
     table.title = f"{numel / 1e6:.1f} M parameters, {options.ranks} ranks"
     Console().print(table)
-    if options.out:
-        report = {
-            "command": " ".join(["python", "benchmarks/step_loopback.py", *sys.argv[1:]]),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "cores": os.cpu_count(),
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_report(options.out, rows)
 
 
 if __name__ == "__main__":

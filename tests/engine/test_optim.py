@@ -44,14 +44,6 @@ FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": 
 CASES = [(name, form) for name in OPTIMIZERS for form in FORMS if form != "fused" or name in FUSED]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def values(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]

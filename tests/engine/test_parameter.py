@@ -21,14 +21,6 @@ from fullshard.torch.parameter import GlobalScalar, Ownership, ShardedParameter
 SHAPES = [(5, 7), (), (33,), (1,), (16, 4), (3, 2, 5), (2, 50), (4, 0)]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def values(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]

@@ -14,14 +14,6 @@ from fullshard.torch.local_world import LocalWorld
 from fullshard.torch.parameter import GlobalScalar, Ownership, ShardedParameter
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def sharded(full, comm, align=1):
     """This rank's part of ``full``, copied; spans are as equal as multiples of ``align`` can be."""
     each = -(-full.numel() // (comm.size * align)) * align

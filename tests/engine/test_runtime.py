@@ -353,6 +353,114 @@ def test_a_unit_run_without_gradients_inside_a_step_gets_none():
     assert LocalWorld(2).run(body) == [["pupil.weight", "pupil.bias"]] * 2
 
 
+class Views(nn.Module):
+    """The output of a unit is a view that is changed in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = (
+            nn.Linear(4, 4),
+            nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2))),
+        )
+
+    def forward(self, x):
+        y = self.block(self.first(x))
+        y += 1.0
+        return (y * y).flatten(1)
+
+
+class Recursive(nn.Module):
+    """A unit calls itself."""
+
+    class Step(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, depth=2):
+            return torch.tanh(self.linear(self(x, depth - 1) if depth else x))
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), Recursive.Step()
+
+    def forward(self, x):
+        return self.block(self.first(x))
+
+
+class Hidden(nn.Module):
+    """The output of a unit is an object of a class that nobody knows."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            result = type("Result", (), {})()
+            result.y = self.after(torch.tanh(self.before(x)))
+            return result
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = nn.Linear(4, 4), Hidden.Block()
+
+    def forward(self, x):
+        return self.block(self.first(x)).y
+
+
+class Grouped(nn.Module):
+    """Of the modules of one unit some are not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block, self.other = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        return self.block(self.first(x))
+
+
+@pytest.mark.parametrize("cls", [Views, Recursive, Hidden, Grouped])
+def test_unusual_calls(cls):
+    inputs = torch.linspace(0, 1, 12).view(3, 4)
+    torch.manual_seed(0)
+    plain = cls()
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    for _ in range(3):
+        plain(inputs).square().sum().backward()
+    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+
+    def body(comm):
+        model = cls()
+        model.load_state_dict(state)
+        fully_shard([model.first, model.other] if cls is Grouped else model.first, mesh=comm)
+        fully_shard(model.block, mesh=comm)
+        fully_shard(model, mesh=comm)
+        for number in range(3):
+            model.set_requires_gradient_sync(number > 0)
+            model(inputs).square().sum().backward()
+        with torch.no_grad():
+            model(inputs)
+        assert {type(p).__name__ for p in model.parameters()} == {"ShardedParameter"}
+        found = gradients(model)
+        return {name: grad for name, grad in found.items() if name in expected}
+
+    for found in LocalWorld(2).run(body):
+        assert_equal_gradients(found, expected)
+
+
+def test_forwards_without_backward_do_not_pile_up():
+    def body(comm):
+        model = shard_stack(comm)
+        for _ in range(200):
+            model(torch.ones(1, WIDTH))
+        step(model)
+        return managed_unit_of(model).runtime._training._compiled.events
+
+    for events in LocalWorld(2).run(body):
+        assert len(events) < 64 * 6
+
+
 def test_hooks_on_sharded_parameters_see_the_reduced_gradient():
     batch = make_batches("twice", 1, 2)[0]
 

@@ -225,6 +225,11 @@ class Scheduler:
         """True between steps."""
         return self._cursor == 0 and not self._events
 
+    @property
+    def recorded(self) -> int:
+        """Events of this step that were decided on demand."""
+        return len(self._events)
+
     def on(self, event: Event) -> Sequence[Op]:
         """The ops to carry out now, in order."""
         compiled = self._compiled

@@ -26,7 +26,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from fullshard.core.errors import UsageError
 from fullshard.core.strategy import Prefetch
-from fullshard.torch.modules import tensors_in
+from fullshard.torch.modules import holds_unknown, tensors_in
 from fullshard.torch.unit import Unit
 
 __all__ = ["Call", "ManagedUnit", "StepWatcher", "managed_unit_of"]
@@ -49,8 +49,8 @@ class StepWatcher(Protocol):
     def forward_begins(self, managed: "ManagedUnit") -> None:
         """A unit's forward is about to run."""
 
-    def forward_ends(self, managed: "ManagedUnit") -> None:
-        """A unit's forward has run."""
+    def forward_ends(self, managed: "ManagedUnit", *, unseen: bool = False) -> None:
+        """A unit's forward has run; ``unseen``: its backward may come without notice."""
 
     def enclosing_call(self, managed: "ManagedUnit") -> "Call | None":
         """The call of the unit inside whose forward ``managed`` runs now."""
@@ -88,7 +88,9 @@ class Call:
         for tensor in tensors:
             # One unit's output is the next one's input. Hooks of a tensor run before those of the
             # node that made it, so that the next unit is over before this one begins.
-            node = tensor.grad_fn
+            # An in-place change of a view puts other nodes in the place of the view's own.
+            base = tensor._base if tensor._is_view() else tensor
+            node = tensor.grad_fn if base is None else base.grad_fn
             if node is None:
                 tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
             else:
@@ -138,6 +140,8 @@ class ManagedUnit:
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
         self._modules_to_run = len(modules)
         self._modules_run = 0
+        self._unseen = False  # the output is of a class that tensors cannot be found in
+        self._inside_itself = 0  # how deep a module has called itself
         self._call: Call | None = None
         self_reference = weakref.ref(self)
 
@@ -160,6 +164,9 @@ class ManagedUnit:
         return self.runtime
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._modules_run == self._modules_to_run:
+            self._inside_itself += 1
+            return
         runtime = self.runtime or self._adopt(module)
         if self._modules_run == 0:
             self._call = None
@@ -172,15 +179,24 @@ class ManagedUnit:
         self._modules_run += 1
 
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._inside_itself:
+            self._inside_itself -= 1
+            return
         if self._call is not None:
             outputs = list(tensors_in(output, _needs_grad))
+            self._unseen = self.unit.trainable and holds_unknown(output)
             if outputs:
                 self._call.watch_outputs(outputs)
                 self.calls.add(self._call)
         if self._modules_run == self._modules_to_run:
-            self._modules_run = 0
-            self._call = None
-            self.the_runtime.forward_ends(self)
+            self.end_forward()
+
+    def end_forward(self) -> None:
+        """The unit's modules have run, or those of them that will."""
+        unseen, self._unseen = self._unseen, False
+        self._modules_run = 0
+        self._call = None
+        self.the_runtime.forward_ends(self, unseen=unseen)
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Choose if full parameters are dropped after forward; between steps only."""
@@ -195,7 +211,7 @@ class ManagedUnit:
         self.open_in_forward = 0
         self.open_in_backward = self.begun_in_backward = False
         self.calls = weakref.WeakSet()
-        self._modules_run = 0
+        self._modules_run = self._inside_itself = 0
         self._call = None
         self.unit.drop_gradients()
         self.unit.show_sharded()

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from numbers import Number
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "clean_name",
     "device_of",
     "find_parameters",
+    "holds_unknown",
     "ignored_parts",
     "move_buffers",
     "tensors_in",
@@ -171,3 +173,14 @@ def tensors_in(structure: Any, keep: Callable[[Tensor], bool]) -> Iterator[Tenso
     elif dataclasses.is_dataclass(structure) and not isinstance(structure, type):
         for spec in dataclasses.fields(structure):
             yield from tensors_in(getattr(structure, spec.name), keep)
+
+
+def holds_unknown(structure: Any) -> bool:
+    """True if something in ``structure`` may hide tensors that `tensors_in` does not find."""
+    if structure is None or isinstance(structure, (Tensor, str, bytes, bool, Number)):
+        return False
+    if isinstance(structure, (tuple, list)):
+        return any(map(holds_unknown, structure))
+    if isinstance(structure, dict):
+        return any(map(holds_unknown, structure.values()))
+    return not dataclasses.is_dataclass(structure)

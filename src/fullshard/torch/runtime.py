@@ -36,6 +36,11 @@ _ACTIONS: dict[OpKind, Callable[[Unit], None]] = {
 }
 
 
+_MOST_EVENTS = 64
+"""Events for each unit after which a step that never ends is cut, so that its record does not grow
+for ever when forward runs with gradients and nobody calls backward."""
+
+
 class Runtime:
     """Runs the units below one root module.
 
@@ -150,8 +155,9 @@ class Runtime:
         if self._running or self._in_backward:
             self._recover()
         self._activate(self._training if torch.is_grad_enabled() else self._evaluation)
-        if not self._active.idle and any(managed.unit.stale for managed in self.units):
-            self._finish_step()  # kept from a forward before the optimizer's step
+        endless = self._active.recorded > _MOST_EVENTS * len(self._references)
+        if endless or (not self._active.idle and any(m.unit.stale for m in self.units)):
+            self._finish_step()  # forwards without backward, or an optimizer's step since
 
     def _activate(self, scheduler: Scheduler) -> None:
         """Go on with another schedule; what the present one holds gathered is freed first."""
@@ -159,11 +165,18 @@ class Runtime:
             self._finish_step()
             self._active = scheduler
 
-    def forward_ends(self, managed: ManagedUnit) -> None:
-        """A unit's forward has run: free it if the strategy says so."""
-        self._running.remove(managed)
+    def forward_ends(self, managed: ManagedUnit, *, unseen: bool = False) -> None:
+        """A unit's forward has run: free it if the strategy says so.
+
+        Not if its backward may come ``unseen``, since nobody would gather it again: it then stays
+        full until the step ends.
+        """
+        while self._running[-1] is not managed:
+            self._running[-1].end_forward()  # of its modules not all were called
+        self._running.pop()
         managed.open_in_forward -= 1
-        self._do(Moment.FORWARD_END, managed)
+        if not unseen:
+            self._do(Moment.FORWARD_END, managed)
         if not managed.open_in_forward and not managed.open_in_backward:
             managed.unit.show_sharded()
         if self._active is self._evaluation:

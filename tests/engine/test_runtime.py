@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine does when: op sequences, counted collectives, and steps that are not textbook."""
 
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 
@@ -447,6 +448,82 @@ def test_unusual_calls(cls):
 
     for found in LocalWorld(2).run(body):
         assert_equal_gradients(found, expected)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_graphs_are_not_kept(backward):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, y):
+            return self.linear(x) + y
+
+    class Mark(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, mark):
+            ctx.mark = mark
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, None
+
+    class Token:
+        pass
+
+    def body(comm):
+        model = fully_shard(Two(), mesh=comm)
+        alive = []
+        x = torch.ones(2, 4, requires_grad=True)
+        for _ in range(3):
+            token = Token()
+            alive.append(weakref.ref(token))
+            output = model(Mark.apply(x, token), Mark.apply(x, token)).sum()
+            if backward:
+                output.backward()
+            del output, token
+        return [reference() for reference in alive]
+
+    assert LocalWorld(2).run(body) == [[None] * 3] * 2
+
+
+def test_an_ignored_parameter_behind_frozen_weights():
+    class Prompted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.prompt = nn.Parameter(torch.ones(1, 4))
+            self.a.requires_grad_(False)
+            self.b.requires_grad_(False)
+
+        def forward(self, x):
+            return self.a(x) + torch.tanh(self.b(torch.tanh(self.prompt)))
+
+    inputs = torch.linspace(0, 1, 8).view(2, 4)
+    plain = Prompted()
+    plain(inputs).square().sum().backward()
+    state = plain.state_dict()
+
+    def body(comm):
+        model = Prompted()
+        model.load_state_dict(state)
+        fully_shard(model, mesh=comm, reshard_after_forward=True, ignored_params={model.prompt})
+        model(inputs.clone().requires_grad_()).square().sum().backward()
+        return model.prompt.grad
+
+    for found in LocalWorld(2).run(body):
+        torch.testing.assert_close(found, plain.prompt.grad)
+
+
+def test_a_root_whose_output_is_unknown_is_reduced():
+    def body(comm):
+        model = fully_shard(Hidden.Block(), mesh=comm)
+        model(torch.ones(1, 4)).y.sum().backward()
+        return [p.grad is not None for p in model.parameters()]
+
+    assert LocalWorld(2).run(body) == [[True] * 4] * 2
 
 
 def test_forwards_without_backward_do_not_pile_up():

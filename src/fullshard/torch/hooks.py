@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 
 from fullshard.core.errors import UsageError
 from fullshard.core.strategy import Prefetch
@@ -72,16 +71,22 @@ class Call:
         self.managed = managed
         self.parent = parent  # the call inside which this one was made
         self.begun = False
-        self.watched = 0  # modules whose inputs need gradients
+        self.watched = 0  # inputs that need gradients
         self._to_come = 0
 
     def watch_inputs(self, tensors: Sequence[Tensor]) -> None:
-        """Hear when the gradients of ``tensors``, the inputs of one module, are there."""
-        self.watched += 1
-        if len(tensors) == 1:
-            tensors[0].register_hook(self._on_input_gradients)  # type: ignore[no-untyped-call]
-        else:
-            register_multi_grad_hook(tensors, self._on_input_gradients)
+        """Hear when the gradients of ``tensors``, inputs of the unit, are there."""
+        # Not register_multi_grad_hook: it holds the nodes that hold it, and so keeps every graph.
+        # An input that gets no gradient is not waited for beyond the end of backward.
+        self.watched += len(tensors)
+        for tensor in tensors:
+            if not tensor.is_leaf:
+                tensor.register_hook(self._on_input_gradient)  # type: ignore[no-untyped-call]
+                continue
+            # A leaf outlives the graph: its hook must neither keep the call nor stay behind.
+            hook = _weakly(weakref.WeakMethod(self._on_input_gradient))
+            handle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            weakref.finalize(self, handle.remove)
 
     def watch_outputs(self, tensors: Sequence[Tensor]) -> None:
         """Hear when the first gradient of ``tensors`` is there."""
@@ -109,11 +114,22 @@ class Call:
         self._to_come = self.watched
         self.managed.the_runtime.backward_begins(self)
 
-    def _on_input_gradients(self, _grads: object) -> None:
+    def _on_input_gradient(self, _grad: object) -> None:
         self._to_come -= 1
         if self.begun and self._to_come == 0:
             self.begun = False
             self.managed.the_runtime.inputs_are_done(self)
+
+
+def _weakly(
+    method: "weakref.WeakMethod[Callable[[object], None]]",
+) -> Callable[[object], None]:
+    def call(value: object) -> None:
+        target = method()
+        if target is not None:
+            target(value)
+
+    return call
 
 
 class ManagedUnit:
@@ -129,6 +145,9 @@ class ManagedUnit:
         self.unit = unit
         self.reshard_after_forward = reshard
         self.requires_gradient_sync = True
+        # Set if a path to somebody else's parameters leads through the unit: nobody tells when it
+        # has been gone, so the unit stays full until autograd has finished.
+        self.ends_with_backward = False
         self.number = -1
         self.runtime: StepWatcher | None = None
         self._adopt = adopt  # makes a runtime, with the module that runs first as its root

@@ -202,10 +202,7 @@ class Runtime:
 
     def backward_begins(self, call: Call) -> None:
         """A gradient has reached a unit's output: gather it again."""
-        if not self._in_backward:
-            self._in_backward = True
-            self._activate(self._training)
-            Variable._execution_engine.queue_callback(self._backward_ends)
+        self._enter_backward()
         managed = call.managed
         managed.calls.add(call)
         managed.unit.arrivals.expect()
@@ -213,6 +210,12 @@ class Runtime:
             if not managed.begun_in_backward:
                 self._pass_over(after=managed.last_end)
             self._begin(managed)
+
+    def _enter_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            self._activate(self._training)
+            Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _begin(self, managed: ManagedUnit) -> None:
         managed.open_in_backward = managed.begun_in_backward = True
@@ -230,6 +233,7 @@ class Runtime:
 
     def gradient_arrives(self, managed: ManagedUnit, index: int, grad: Tensor) -> None:
         """A parameter has its gradient."""
+        self._enter_backward()
         unit = managed.unit
         held = unit.transient_bytes if self.recorder else 0
         unit.deliver(index, grad)
@@ -259,7 +263,9 @@ class Runtime:
     def _is_over(self, managed: ManagedUnit) -> bool:
         """See [Note: When a unit's backward is over] in `fullshard.torch.hooks`."""
         arrivals, calls = managed.unit.arrivals, managed.calls
-        if not managed.open_in_backward or any(call.watched for call in calls):
+        if managed.ends_with_backward or not managed.open_in_backward:
+            return False
+        if any(call.watched for call in calls):
             return False
         if not (arrivals.all_here if calls else arrivals.expected_here):
             return False

@@ -17,6 +17,7 @@ from fullshard.core.strategy import Prefetch
 from fullshard.torch.groups import Where, compute_device
 from fullshard.torch.hooks import ManagedUnit, managed_unit_of
 from fullshard.torch.modules import ParamSites, device_of, find_parameters
+from fullshard.torch.parameter import ShardedParameter
 from fullshard.torch.runtime import Runtime, runtime_of
 from fullshard.torch.unit import Ranks, Unit
 
@@ -43,7 +44,12 @@ def shard_modules(modules: Sequence[nn.Module], params: Sequence[ParamSites], pl
     """Make one unit of ``params`` and let the forwards of ``modules`` drive it."""
     name = type(modules[0]).__name__
     unit = Unit(name, params, plan.ranks, plan.device)
-    ManagedUnit(unit, modules, plan.reshard_after_forward, Runtime.adopt)
+    managed = ManagedUnit(unit, modules, plan.reshard_after_forward, Runtime.adopt)
+    managed.ends_with_backward = any(
+        param.requires_grad and not isinstance(param, ShardedParameter)
+        for module in modules
+        for param in module.parameters()
+    )
 
 
 def shardable_parameters(

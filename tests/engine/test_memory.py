@@ -138,7 +138,7 @@ def test_a_gather_writes_where_the_parameters_are(monkeypatch):
     def body(comm):
         original = comm.all_gather
 
-        def all_gather(pairs):
+        def all_gather(pairs, label=""):
             gathered_into.extend(full.untyped_storage().data_ptr() for full, _ in pairs)
             return original(pairs)
 

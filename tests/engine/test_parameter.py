@@ -369,12 +369,12 @@ def test_a_list_of_norms_is_one_collective():
     calls = []
 
     class Counting(LocalComm):
-        def all_reduce(self, tensors, op="sum"):
+        def all_reduce(self, tensors, op="sum", label=""):
             calls.append(self.rank)
             return super().all_reduce(tensors, op)
 
     def body(comm):
-        counting = Counting(comm.world, comm.rank, 0)
+        counting = Counting(comm.world, range(comm.size), comm.rank)
         torch._foreach_norm([param.detach() for param in sharded(counting, values())])
 
     LocalWorld(2).run(body)

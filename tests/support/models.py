@@ -172,11 +172,16 @@ CASES = {
 _generator = threading.Lock()  # torch's default generator is one for all threads
 
 
-def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-    """The case's plain model, the same for the same seed."""
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """What ``build`` makes, the same for the same seed on every thread."""
     with _generator:
         torch.manual_seed(seed)
-        return CASES[name].build().to(dtype)
+        return build()
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """The case's plain model, the same for the same seed."""
+    return seeded(CASES[name].build, seed).to(dtype)
 
 
 def make_batches(name: str, steps: int, size: int, dtype: torch.dtype = torch.float32):

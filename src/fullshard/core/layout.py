@@ -21,13 +21,14 @@ slots do not depend on the number of slices, an element has the same offset for 
 and resharding is interval arithmetic.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec, item_bytes
+from fullshard.core.strategy import AS_IT_RESTS, Precision
 
-__all__ = ["ALIGN_NUMEL", "Layout", "Segment", "Slot", "Span", "lay_out"]
+__all__ = ["ALIGN_NUMEL", "Layout", "Segment", "Slot", "Span", "lay_out", "lay_out_segments"]
 
 ALIGN_NUMEL = 32
 
@@ -56,13 +57,19 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """The parameters of one unit that share dtype and trainability, as one flat run of elements."""
+    """The parameters of one unit that share dtype and trainability, as one flat run of elements.
+
+    They rest in ``dtype``, are gathered in ``full_dtype``, their gradients travel in
+    ``grad_dtype``.
+    """
 
     dtype: str
     trainable: bool
     slots: tuple[Slot, ...]
     shards: int
     slice_numel: int
+    full_dtype: str
+    grad_dtype: str
 
     @property
     def full_numel(self) -> int:
@@ -76,8 +83,13 @@ class Segment:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the whole segment with padding."""
-        return self.full_numel * item_bytes(self.dtype)
+        """Bytes of the whole segment with padding, as it is gathered."""
+        return self.full_numel * item_bytes(self.full_dtype)
+
+    @property
+    def grad_full_bytes(self) -> int:
+        """Bytes of its full gradients: none if it is frozen."""
+        return self.full_numel * item_bytes(self.grad_dtype) if self.trainable else 0
 
     @property
     def padding_numel(self) -> int:
@@ -126,36 +138,54 @@ class Layout:
 
     @property
     def grad_shard_bytes(self) -> int:
-        """Bytes of one rank's shard of the gradients: frozen parameters have none."""
+        """Bytes of one rank's shard of the gradients at rest: frozen parameters have none."""
         return sum(segment.slice_bytes for segment in self.segments if segment.trainable)
 
     @property
     def grad_full_bytes(self) -> int:
         """Bytes of the full gradients of the unit."""
-        return sum(segment.full_bytes for segment in self.segments if segment.trainable)
+        return sum(segment.grad_full_bytes for segment in self.segments)
 
 
 def _round_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-def lay_out(specs: Iterable[ParamSpec], shards: int) -> Layout:
+def lay_out(specs: Iterable[ParamSpec], shards: int, precision: Precision = AS_IT_RESTS) -> Layout:
     """Lay the parameters of one unit out for ``shards`` equal slices.
 
     Parameters keep their order inside a segment; segments come in order of first appearance.
     """
-    if shards < 1:
-        raise ConfigurationError(f"a layout needs at least 1 shard, got {shards}")
     kinds: dict[tuple[str, bool], list[ParamSpec]] = {}
     for spec in specs:
         kinds.setdefault((spec.dtype, spec.trainable), []).append(spec)
+    return lay_out_segments(kinds.values(), shards, precision)
+
+
+def lay_out_segments(
+    groups: Iterable[Sequence[ParamSpec]], shards: int, precision: Precision = AS_IT_RESTS
+) -> Layout:
+    """The layout with one segment for each group; a group's specs agree in dtype and trainable."""
+    if shards < 1:
+        raise ConfigurationError(f"a layout needs at least 1 shard, got {shards}")
     segments = []
-    for (dtype, trainable), members in kinds.items():
+    for members in groups:
         slots = []
         end = 0
         for spec in members:
             slots.append(Slot(spec, end, end + spec.numel))
             end = _round_up(end + spec.numel, ALIGN_NUMEL)
         slice_numel = _round_up(-(-end // shards), ALIGN_NUMEL)
-        segments.append(Segment(dtype, trainable, tuple(slots), shards, slice_numel))
+        dtype = members[0].dtype
+        segments.append(
+            Segment(
+                dtype,
+                members[0].trainable,
+                tuple(slots),
+                shards,
+                slice_numel,
+                precision.full_dtype(dtype),
+                precision.grad_dtype(dtype),
+            )
+        )
     return Layout(tuple(segments), shards)

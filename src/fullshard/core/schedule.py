@@ -46,9 +46,11 @@ class OpKind(Enum):
 
     GATHER = "gather"  # start to gather the full parameters
     AWAIT_GATHER = "await_gather"  # they are needed now
-    FREE = "free"  # drop the full parameters
+    SHRINK = "shrink"  # drop the full parameters but for a part, to gather from fewer ranks
+    FREE = "free"  # drop the full parameters, and such a part
     REDUCE = "reduce"  # start to reduce the full gradients to the shard gradient
-    AWAIT_REDUCE = "await_reduce"  # deliver the shard gradient, drop the full gradients
+    ALL_REDUCE = "all_reduce"  # drop the full gradients, start to sum shard gradients of replicas
+    AWAIT_REDUCE = "await_reduce"  # deliver the shard gradient
 
 
 class Op(NamedTuple):
@@ -63,12 +65,22 @@ class UnitPolicy:
     """How one unit is treated.
 
     ``gathered`` is false for a unit whose resting state is the full one (replicated, or empty);
-    ``reduced`` is false for a unit without trainable parameters.
+    ``reduced`` is false for a unit without trainable parameters. ``shrunk`` units keep a part of
+    their full parameters when they are dropped after forward; ``replicated`` ones have shards on
+    several ranks, whose gradients are summed after the reduce. ``unshard_in_backward`` is false if
+    backward needs no parameters. ``prefetch_forward`` and ``prefetch_backward`` name the units that
+    are gathered when this one's forward or backward begins, instead of those that come next.
     """
 
     gathered: bool = True
     reduced: bool = True
     reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    shrunk: bool = False
+    replicated: bool = False
+    unshard_in_backward: bool = True
+    prefetch_forward: tuple[int, ...] | None = None
+    prefetch_backward: tuple[int, ...] | None = None
 
 
 class _State:
@@ -79,7 +91,9 @@ class _State:
         self.prefetch = prefetch
         self.gathering: set[int] = set()
         self.full: set[int] = set()
+        self.shrunk: set[int] = set()
         self.reducing: list[int] = []
+        self.all_reducing: list[int] = []
         self.open: dict[int, int] = {}
         self.in_backward = False
 
@@ -87,7 +101,9 @@ class _State:
         twin = _State(self.policies, self.prefetch)
         twin.gathering = set(self.gathering)
         twin.full = set(self.full)
+        twin.shrunk = set(self.shrunk)
         twin.reducing = list(self.reducing)
+        twin.all_reducing = list(self.all_reducing)
         twin.open = dict(self.open)
         twin.in_backward = self.in_backward
         return twin
@@ -101,13 +117,15 @@ class _State:
         if moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_BEGIN):
             self.open[unit] = self.open.get(unit, 0) + 1
             self.in_backward = self.in_backward or moment is Moment.BACKWARD_BEGIN
-            return [*self._need(unit), *self._gather_ahead(unit, upcoming)]
+            needed = moment is Moment.FORWARD_BEGIN or policy.unshard_in_backward
+            return [*(self._need(unit) if needed else ()), *self._gather_ahead(unit, upcoming)]
         self.open[unit] = max(0, self.open.get(unit, 0) - 1)
-        keep = not policy.reshard_after_forward
         if moment is Moment.FORWARD_END:
             # Recomputation runs forward inside backward: what it needs, backward needs next.
-            return [] if keep or self.in_backward else self._free(unit)
-        return [*self._make_room_to_reduce(unit), *self._free(unit), *self._reduce(unit)]
+            keep = not policy.reshard_after_forward or self.in_backward
+            return [] if keep else self._free(unit, shrink=policy.shrunk)
+        free = self._free(unit) if policy.reshard_after_backward else []
+        return [*self._make_room_to_reduce(unit), *free, *self._reduce(unit)]
 
     def _need(self, unit: int) -> Iterator[Op]:
         if not self.policies[unit].gathered or unit in self.full:
@@ -120,13 +138,18 @@ class _State:
     def _gather(self, unit: int) -> Iterator[Op]:
         if unit not in self.gathering:
             self.gathering.add(unit)
+            self.shrunk.discard(unit)
             yield Op(OpKind.GATHER, unit)
 
     def _gather_ahead(self, unit: int, upcoming: Iterable[int]) -> Iterator[Op]:
         depth = self.prefetch.backward if self.in_backward else self.prefetch.forward
+        policy = self.policies[unit]
+        chosen = policy.prefetch_backward if self.in_backward else policy.prefetch_forward
+        if chosen is not None:
+            upcoming, depth = chosen, len(chosen)
         seen = {unit}
         for following in upcoming if depth else ():
-            if following in seen or not self.policies[following].gathered:
+            if following in seen or not self._gathers(following):
                 continue
             if following not in self.full:
                 yield from self._gather(following)
@@ -134,16 +157,35 @@ class _State:
             if len(seen) > depth:
                 return
 
-    def _free(self, unit: int) -> list[Op]:
+    def _gathers(self, unit: int) -> bool:
+        policy = self.policies.get(unit)
+        if policy is None or not policy.gathered:
+            return False
+        return policy.unshard_in_backward or not self.in_backward
+
+    def _free(self, unit: int, *, shrink: bool = False) -> list[Op]:
         if self.open.get(unit, 0) or unit not in self.full:
             return []
         self.full.discard(unit)
-        return [Op(OpKind.FREE, unit)]
+        if shrink:
+            self.shrunk.add(unit)
+        return [Op(OpKind.SHRINK if shrink else OpKind.FREE, unit)]
 
     def _make_room_to_reduce(self, unit: int) -> Iterator[Op]:
         if self.policies[unit].reduced:
+            while unit in self.all_reducing:
+                yield Op(OpKind.AWAIT_REDUCE, self.all_reducing.pop(0))
             while len(self.reducing) >= self.prefetch.reduces_in_flight or unit in self.reducing:
-                yield Op(OpKind.AWAIT_REDUCE, self.reducing.pop(0))
+                yield from self._after_reduce(self.reducing.pop(0), unit)
+
+    def _after_reduce(self, reduced: int, next_to_reduce: int) -> Iterator[Op]:
+        if not self.policies[reduced].replicated or reduced == next_to_reduce:
+            yield Op(OpKind.AWAIT_REDUCE, reduced)
+            return
+        # Sums over replicas are small: they have until the next one begins.
+        yield from (Op(OpKind.AWAIT_REDUCE, earlier) for earlier in self.all_reducing)
+        self.all_reducing = [reduced]
+        yield Op(OpKind.ALL_REDUCE, reduced)
 
     def _reduce(self, unit: int) -> Iterator[Op]:
         if self.policies[unit].reduced:
@@ -152,11 +194,16 @@ class _State:
 
     def _end_step(self) -> list[Op]:
         ops = [Op(OpKind.AWAIT_GATHER, unit) for unit in sorted(self.gathering)]
-        ops += [Op(OpKind.FREE, unit) for unit in sorted(self.gathering | self.full)]
-        ops += [Op(OpKind.AWAIT_REDUCE, unit) for unit in self.reducing]
-        self.gathering.clear()
-        self.full.clear()
-        self.reducing.clear()
+        ops += [
+            Op(OpKind.FREE, unit)
+            for unit in sorted(self.gathering | self.full | self.shrunk)
+            if self.policies[unit].reshard_after_backward
+        ]
+        replicated = [unit for unit in self.reducing if self.policies[unit].replicated]
+        ops += [Op(OpKind.ALL_REDUCE, unit) for unit in replicated]
+        ops += [Op(OpKind.AWAIT_REDUCE, unit) for unit in [*self.all_reducing, *self.reducing]]
+        for held in (self.gathering, self.full, self.shrunk, self.reducing, self.all_reducing):
+            held.clear()
         self.open.clear()
         self.in_backward = False
         return ops

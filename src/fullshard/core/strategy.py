@@ -4,7 +4,8 @@
 A strategy names what happens on one axis of the mesh. On a *sharded* axis every rank keeps one
 slice of parameters, gradients and optimizer state; on a *replicated* axis every rank keeps all of
 it and gradients are summed by an all-reduce. ``reshard_after_forward`` says if full parameters are
-dropped between forward and backward, at the price of a second gather.
+dropped between forward and backward, at the price of a second gather. On a two-dimensional mesh
+ranks share slices along one axis and hold equal slices along the other (hybrid sharding).
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,15 @@ from enum import Enum
 
 from fullshard.core.errors import ConfigurationError
 
-__all__ = ["BackwardPrefetch", "Prefetch", "Sharding", "ShardingStrategy"]
+__all__ = [
+    "AS_IT_RESTS",
+    "BackwardPrefetch",
+    "Offload",
+    "Precision",
+    "Prefetch",
+    "Sharding",
+    "ShardingStrategy",
+]
 
 
 @dataclass(frozen=True)
@@ -26,18 +35,25 @@ class Sharding:
     SHARD_GRAD_OP  4P/N              2 (N-1)/N P                  all, forward to backward
     NO_SHARD       4P                2 (N-1)/N P                  all, always
     ============== ================= ============================ ==========================
+
+    HYBRID_SHARD and _HYBRID_SHARD_ZERO2 are the first two within a group of S ranks (read S for N),
+    and add an all-reduce of each rank's P/S gradient bytes over the N/S groups.
     """
 
     sharded: bool
     reshard_after_forward: bool
+    replicated: bool
 
 
 class ShardingStrategy(Enum):
     """FSDP1's names for the ways to shard; ``.value`` is the `Sharding` each stands for."""
 
-    FULL_SHARD = Sharding(sharded=True, reshard_after_forward=True)
-    SHARD_GRAD_OP = Sharding(sharded=True, reshard_after_forward=False)
-    NO_SHARD = Sharding(sharded=False, reshard_after_forward=False)
+    FULL_SHARD = Sharding(sharded=True, reshard_after_forward=True, replicated=False)
+    SHARD_GRAD_OP = Sharding(sharded=True, reshard_after_forward=False, replicated=False)
+    NO_SHARD = Sharding(sharded=False, reshard_after_forward=False, replicated=True)
+    HYBRID_SHARD = Sharding(sharded=True, reshard_after_forward=True, replicated=True)
+    _HYBRID_SHARD_ZERO2 = Sharding(sharded=True, reshard_after_forward=False, replicated=True)
+    FULL_SHARD_DP = HYBRID_SHARD  # a name that is in use, though PyTorch never had it
 
 
 class BackwardPrefetch(Enum):
@@ -67,3 +83,57 @@ class Prefetch:
                 raise ConfigurationError(
                     f"prefetch {name} must be a whole number of at least {least}, got {value!r}"
                 )
+
+
+@dataclass(frozen=True)
+class Precision:
+    """In which dtypes a unit computes and reduces, by name; what rests keeps its own dtype.
+
+    ``compute`` is the dtype of full parameters, ``reduce`` that in which gradients travel (None:
+    as ``compute``), ``output`` that of what the unit's modules return. They apply to floating-point
+    parameters and tensors of 2 to 8 bytes an element; other parameters travel as they rest.
+    ``cast_inputs`` casts floating-point inputs of the unit's modules to ``compute``,
+    ``cast_root_inputs`` only if the unit is that of the root. With ``keep_low_grads`` gradients
+    stay in ``reduce`` at rest, else they are cast to their parameter's dtype.
+    """
+
+    compute: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+    cast_inputs: bool = False
+    cast_root_inputs: bool = False
+    keep_low_grads: bool = False
+
+    def full_dtype(self, dtype: str) -> str:
+        """The dtype of full parameters that rest in ``dtype``."""
+        return self.compute if self.compute and dtype in _CASTABLE else dtype
+
+    def grad_dtype(self, dtype: str) -> str:
+        """The dtype in which gradients of parameters that rest in ``dtype`` travel."""
+        return self.reduce if self.reduce and dtype in _CASTABLE else self.full_dtype(dtype)
+
+
+AS_IT_RESTS = Precision()
+"""No change of dtype."""
+
+_CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What rests in host memory instead of the device's.
+
+    With ``params``, shards rest there and every gather begins with a copy to the device. With
+    ``optimizer`` alone, the device keeps a working shard in the dtype of computation, which is
+    brought up to date once after each optimizer step. In both cases gradients end, optimizer state
+    lies and the optimizer steps on the host. ``pin`` locks that memory, so that copies overlap.
+    """
+
+    params: bool = False
+    optimizer: bool = False
+    pin: bool = True
+
+    @property
+    def to_host(self) -> bool:
+        """True if shards rest on the host."""
+        return self.params or self.optimizer

@@ -8,11 +8,19 @@ same engine. Outside of forward and backward, parameters are `ShardedParameter`s
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.core.trace import Trace
 from fullshard.torch.fsdp1 import FullyShardedDataParallel
-from fullshard.torch.fsdp2 import FSDPModule, fully_shard
+from fullshard.torch.fsdp2 import fully_shard
+from fullshard.torch.fsdp_module import (
+    FSDPModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from fullshard.torch.grad_scaler import ShardedGradScaler
 from fullshard.torch.optim import clip_grad_norm_
 from fullshard.torch.options import (
     CPUOffload,
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -20,24 +28,31 @@ from fullshard.torch.options import (
 from fullshard.torch.parameter import ShardedParameter
 from fullshard.torch.shard_modules import set_prefetch
 from fullshard.torch.state import RestingBytes, resting_bytes, save_full_weights, tracing
+from fullshard.torch.summon import summon_full_params
 
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "FullyShardedDataParallel",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "RestingBytes",
+    "ShardedGradScaler",
     "ShardedParameter",
     "ShardingStrategy",
     "Trace",
+    "UnshardHandle",
     "clip_grad_norm_",
     "fully_shard",
+    "register_fsdp_forward_method",
     "resting_bytes",
     "save_full_weights",
     "set_prefetch",
+    "share_comm_ctx",
+    "summon_full_params",
     "tracing",
 ]

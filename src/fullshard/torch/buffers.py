@@ -10,12 +10,10 @@ the storage is empty: torch does not check that. The states of `fullshard.torch.
 it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-
-from fullshard.core.layout import Segment
 
 __all__ = ["FlatBuffer", "dtype_name", "dtype_of"]
 
@@ -33,22 +31,29 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class FlatBuffer:
-    """The segments of a unit in one storage: all of each segment, or one slice of it.
+    """Several flat tensors in one storage.
 
-    ``flats`` are 1-D typed views, one for each segment of the layout, in its order. With
-    ``full=False`` each is one rank's slice. Content is undefined at first.
+    ``flats`` are 1-D views of the given (numel, dtype), in their order; each begins on 16 bytes if
+    those before it end there. Content is undefined at first. ``pin`` asks for page-locked memory.
     """
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device, *, full: bool):
-        sizes = [s.full_bytes if full else s.slice_bytes for s in segments]
-        self.bytes = sum(sizes)
-        memory = torch.empty(self.bytes, dtype=torch.uint8, device=device)
+    def __init__(
+        self,
+        sizes: Iterable[tuple[int, torch.dtype]],
+        device: torch.device,
+        *,
+        pin: bool = False,
+    ):
+        sizes = list(sizes)
+        self.bytes = sum(numel * dtype.itemsize for numel, dtype in sizes)
+        memory = torch.empty(self.bytes, dtype=torch.uint8, device=device, pin_memory=pin)
         self._storage = memory.untyped_storage()
         self.flats: list[Tensor] = []
         start = 0
-        for segment, size in zip(segments, sizes, strict=True):
-            self.flats.append(memory[start : start + size].view(dtype_of(segment.dtype)))
-            start += size
+        for numel, dtype in sizes:
+            stop = start + numel * dtype.itemsize
+            self.flats.append(memory[start:stop].view(dtype))
+            start = stop
 
     @property
     def allocated(self) -> bool:

@@ -34,6 +34,7 @@ class Comm(Protocol):
 
     Each method is collective: all ranks of the group call it, in the same order, with tensors of
     the same sizes and dtypes. A method takes a list of tensors (or pairs) that travel in one call.
+    ``label`` says for people what the call is for; it too must be the same on all ranks.
     """
 
     rank: int
@@ -45,16 +46,23 @@ class Comm(Protocol):
         May be this one where a further one cannot be had: calls keep one order over both.
         """
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
-        """For each (full, shard): write the shards of all ranks into ``full`` in rank order.
+    def block(self, size: int) -> "Comm":
+        """A communicator over the ``size`` consecutive ranks among which this rank is.
 
-        ``full`` is contiguous, with ``size`` times the elements of ``shard``.
+        ``size`` divides this one's. Called by all ranks.
         """
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+        """For each (full, shard): write the shards of all ranks into ``full`` in rank order.
+
+        ``full`` is contiguous, with ``size`` times the elements of ``shard``, which may be this
+        rank's slice of ``full`` itself.
+        """
+
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """For each (shard, full): ``shard`` gets the sum over ranks of its slice of ``full``."""
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
         """Replace every tensor by its sum, maximum or minimum over the ranks."""
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
@@ -101,19 +109,23 @@ class SoloComm:
         """Itself: there is no order to keep."""
         return self
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+    def block(self, size: int) -> "SoloComm":
+        """Itself: the only block there is."""
+        return self
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """Copy each shard to its full tensor."""
         for full, shard in pairs:
             full.copy_(shard)
         return Done()
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """Copy each full tensor to its shard."""
         for shard, full in pairs:
             shard.copy_(full)
         return Done()
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
         """Nothing to do: the sum over one rank."""
         return Done()
 
@@ -185,7 +197,7 @@ class ProcessGroupComm:
         ranks = dist.get_process_group_ranks(self.group)
         return ProcessGroupComm(dist.new_group(ranks))
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
         if self._on_gloo(pairs[0][0]):
             return self._all_gather_by_exchange(pairs)
@@ -196,7 +208,7 @@ class ProcessGroupComm:
             ]
         )
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`."""
         if self._on_gloo(pairs[0][0]):
             return self._reduce_scatter_by_exchange(pairs)
@@ -218,7 +230,8 @@ class ProcessGroupComm:
         works: list[dist.Work] = []
         for full, shard in pairs:
             slices = full.chunk(self.size)
-            slices[self.rank].copy_(shard)
+            if slices[self.rank].data_ptr() != shard.data_ptr():
+                slices[self.rank].copy_(shard)
             works += self._exchange([shard] * self.size, slices)
         return _Pending(works)
 
@@ -253,7 +266,7 @@ class ProcessGroupComm:
             ]
         return [work for work in works if work is not None]
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
         """See `Comm.all_reduce`."""
         return _Pending(
             [

@@ -1,42 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """FSDP1's door: a module that wraps another one, and the submodules that a policy picks."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
-from fullshard.core.grouping import group_parameters
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
-from fullshard.torch.groups import Where, ranks_of
+from fullshard.torch.fsdp1_units import (
+    check_unit_options,
+    in_full_precision,
+    parameters_by_module,
+    plan_of,
+)
+from fullshard.torch.groups import Where
 from fullshard.torch.hooks import managed_unit_of
+from fullshard.torch.initialisation import broadcast_buffers, initialise
 from fullshard.torch.modules import (
     WRAPPED,
     ParamSites,
+    cast_buffers,
     clean_name,
     ignored_parts,
     move_buffers,
 )
 from fullshard.torch.optim import clip_grad_norm_
-from fullshard.torch.options import CPUOffload, MixedPrecision, refuse_unsupported
+from fullshard.torch.options import CPUOffload, MixedPrecision
+from fullshard.torch.plan import Plan
+from fullshard.torch.runtime import runtime_of
 from fullshard.torch.shard_modules import (
-    Plan,
+    managed_units,
     require_gradient_sync,
     set_prefetch,
     shard_modules,
     shardable_parameters,
-    take_states_of_first_rank,
 )
+from fullshard.torch.summon import summon_full_params
 from fullshard.wrap import modules_to_wrap
 
 __all__ = ["FullyShardedDataParallel"]
-
-
-_ACCEPTED = {"limit_all_gathers", "use_orig_params"}
-"""Options that ask for what is always done."""
 
 
 class _OptionClasses:
@@ -59,28 +64,32 @@ class FullyShardedDataParallel(_OptionClasses, nn.Module):
     Args:
         module: the module to shard; its parameters must be on one device.
         process_group: the ranks to shard over (a 1-D ``DeviceMesh`` is taken too); None is the
-            default group, initialised from a launcher's environment if need be.
+            default group, initialised from a launcher's environment if need be. For hybrid
+            strategies a pair: ranks that share slices, ranks that hold equal ones; None shares
+            slices within each host.
         sharding_strategy: FULL_SHARD if None.
-        cpu_offload: not supported yet beyond its default.
+        cpu_offload: see `CPUOffload`.
         auto_wrap_policy: see `fullshard.wrap`.
         backward_prefetch: BACKWARD_PRE gathers one unit ahead in backward, others none.
-        mixed_precision: not supported yet beyond its default.
+        mixed_precision: see `MixedPrecision`.
         ignored_modules: modules whose parameters stay as they are, on every rank, and whose
             gradients are not reduced.
-        param_init_fn: not supported yet.
+        param_init_fn: called with each module that has parameters on the meta device, unit by unit,
+            to give it memory and values; without it their ``reset_parameters()`` is called.
         device_id: where the shards shall live; a number is that of a GPU. Parameters on the CPU go
             there span by span, never as a whole.
-        sync_module_states: take parameters and buffers from the first rank before sharding.
+        sync_module_states: take parameters and buffers from the first rank before sharding; other
+            ranks may have the module on the meta device.
         forward_prefetch: one unit is always gathered ahead in forward; True gathers two.
         limit_all_gathers: accepted; the schedule always bounds what is gathered ahead.
         use_orig_params: accepted; original names and shapes are always kept.
         ignored_states: as ``ignored_modules``, but may hold parameters too.
-        device_mesh: a 1-D mesh, instead of ``process_group``.
+        device_mesh: a 1-D mesh, or (replicate, shard) in 2-D, instead of ``process_group``.
 
     Raises:
         ConfigurationError: parameters on several devices, a policy whose result is unknown, a group
-            that is none. Nothing has been changed then.
-        NotSupportedError: an argument that this version cannot honour, by name.
+            that is none. Nothing has been changed then. Also a parameter on the meta device that
+            nobody initialised.
         UsageError: no process group and no launcher's environment.
     """
 
@@ -112,32 +121,35 @@ class FullyShardedDataParallel(_OptionClasses, nn.Module):
             "cpu_offload": cpu_offload,
             "mixed_precision": mixed_precision,
         }
-        refuse_unsupported({"param_init_fn": param_init_fn})
         _check_prefetch(backward_prefetch)
         ignored, ignored_params = ignored_parts(
             {"ignored_modules": ignored_modules, "ignored_states": ignored_states}
         )
-        wanted = {}
-        if auto_wrap_policy is not None:
-            _check_nothing_is_sharded(module)
-            wanted = modules_to_wrap(module, auto_wrap_policy, ignored)
-        chosen = {**wanted, module: {}}
-        _check_unit_options(unit_options, chosen)
-        params, device = shardable_parameters([module], where, ignored_params, device_id)
-        members = _parameters_by_module(module, chosen, params)
-        plans = {each: _plan_of({**unit_options, **chosen[each]}, device) for each in chosen}
-        # From here on things change: first the submodules, then the root.
-        if sync_module_states:
-            take_states_of_first_rank([module], params, plans[module])
-        move_buffers(module, device)
+        wanted = _modules_below(module, auto_wrap_policy, mixed_precision, ignored)
+        chosen: dict[nn.Module, Any] = {**wanted, module: {}}
+        check_unit_options(unit_options, chosen)
+        found = shardable_parameters([module], where, ignored_params, device_id)
+        plans = {
+            each: plan_of({**unit_options, **its_own}, found.device, sync_module_states)
+            for each, its_own in chosen.items()
+        }
+        # From here on things change.
+        members = parameters_by_module(module, chosen, found.claim())
+        move_buffers(module, found.device)
         for each, plan in plans.items():
             wrapper = self if each is module else FullyShardedDataParallel.__new__(type(self))
-            wrapper._wrap(each, members[each], plan)
+            params = members[each]
+            if plan.ranks.first or not sync_module_states:
+                params = initialise([each], params, plan.device, param_init_fn)
+            wrapper._wrap(each, params, plan)
             if wrapper is not self:
                 _replace_module(module, each, wrapper)
-        depth = 2 if forward_prefetch else 1
-        backward = 1 if backward_prefetch is BackwardPrefetch.BACKWARD_PRE else 0
-        set_prefetch(self, depth, backward)
+        if sync_module_states:
+            broadcast_buffers([module], plans[module].ranks, found.device)
+        if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
+            cast_buffers(module, mixed_precision.buffer_dtype)
+        backward = int(backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
+        set_prefetch(self, 2 if forward_prefetch else 1, backward)
 
     def _wrap(self, module: nn.Module, params: Sequence[ParamSites], plan: Plan) -> None:
         nn.Module.__init__(self)
@@ -208,6 +220,48 @@ class FullyShardedDataParallel(_OptionClasses, nn.Module):
             require_gradient_sync(self, True)
 
     @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> "AbstractContextManager[None]":
+        """Show full parameters between steps; see `fullshard.torch.summon`."""
+        return summon_full_params(
+            module, recurse, writeback, rank0_only, offload_to_cpu, with_grads
+        )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
+        """Call ``fn`` on every submodule with full parameters shown, and keep what it writes."""
+        with summon_full_params(self, recurse=False):  # wrappers below do it for theirs
+            super().apply(fn)
+        return self
+
+    def check_is_root(self) -> bool:
+        """True if no wrapper around this one is known to run it."""
+        managed = managed_unit_of(self)
+        assert managed is not None
+        return runtime_of(self) is managed.runtime and managed.number == 0
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce gradients by ``hook``, once, for all units below.
+
+        It is called as ``hook(state, full, shard)`` with flat 1-D tensors of the reduce dtype and
+        puts the averaged slice into ``shard``; with NO_SHARD as ``hook(state, full)``, averaging in
+        place. `torch.distributed.algorithms._comm_hooks.default_hooks` fit.
+        """
+        units = [managed.unit for managed in managed_units(self)]
+        for unit in units:
+            if unit.settings.hook is not None:
+                raise UsageError(f"unit {unit.name!r} has a communication hook already")
+            if unit.ranks.gather.size > 1 and unit.ranks.replicas.size > 1:
+                raise NotSupportedError("communication hooks do not go with hybrid sharding")
+        for unit in units:
+            unit.settings.hook = _bound_hook(state, hook, sharded=unit.ranks.gather.size > 1)
+
+    @staticmethod
     def fsdp_modules(
         module: nn.Module, root_only: bool = False
     ) -> "list[FullyShardedDataParallel]":
@@ -219,11 +273,34 @@ class FullyShardedDataParallel(_OptionClasses, nn.Module):
         return [w for w in wrappers if w not in inner]
 
 
+def _bound_hook(
+    state: object, hook: Callable[..., Any], *, sharded: bool
+) -> Callable[[Tensor, Tensor], None]:
+    def reduce(full: Tensor, shard: Tensor) -> None:
+        if sharded:
+            hook(state, full, shard)
+        else:
+            hook(state, full)
+
+    return reduce
+
+
 def _check_wrappable(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigurationError(f"expected a module to wrap, got {type(module).__name__}")
     if managed_unit_of(module) is not None:
         raise UsageError(f"this {type(module).__name__} is sharded already")
+
+
+def _modules_below(
+    root: nn.Module, policy: Any, precision: MixedPrecision | None, ignored: set[nn.Module]
+) -> dict[nn.Module, dict[str, Any]]:
+    """The modules below ``root`` that become units, with what is different about each."""
+    if policy is None:
+        return {}
+    _check_nothing_is_sharded(root)
+    apart = in_full_precision(root, precision, ignored)
+    return {**apart, **modules_to_wrap(root, policy, ignored)}
 
 
 def _check_nothing_is_sharded(root: nn.Module) -> None:
@@ -238,28 +315,7 @@ def _check_nothing_is_sharded(root: nn.Module) -> None:
 def _one_of(process_group: Where, device_mesh: Where) -> Where:
     if process_group is not None and device_mesh is not None:
         raise ConfigurationError("pass process_group or device_mesh, not both")
-    if isinstance(process_group, tuple):
-        raise NotSupportedError("process_group: a pair (hybrid sharding) is not supported yet")
     return process_group if device_mesh is None else device_mesh
-
-
-def _check_unit_options(
-    given: dict[str, Any], overrides: Mapping[nn.Module, Mapping[str, Any]]
-) -> None:
-    """Refuse what a unit cannot be told, by the caller or by the policy for one module."""
-    for module, its_own in overrides.items():
-        if unknown := sorted(its_own.keys() - given.keys() - _ACCEPTED):
-            raise ConfigurationError(
-                f"the policy's options for {type(module).__name__} have {', '.join(unknown)}, but "
-                f"what a policy can choose for one unit is {', '.join(given)}"
-            )
-        options = {**given, **its_own}
-        strategy = options["sharding_strategy"]
-        if strategy is not None and not isinstance(strategy, ShardingStrategy):
-            raise ConfigurationError(
-                f"sharding_strategy must be a fullshard ShardingStrategy or None, got {strategy!r}"
-            )
-        refuse_unsupported({name: options[name] for name in ("cpu_offload", "mixed_precision")})
 
 
 def _check_prefetch(prefetch: object) -> None:
@@ -267,26 +323,6 @@ def _check_prefetch(prefetch: object) -> None:
         raise ConfigurationError(
             f"backward_prefetch must be a fullshard BackwardPrefetch or None, got {prefetch!r}"
         )
-
-
-def _plan_of(options: dict[str, Any], device: torch.device) -> Plan:
-    sharding = (options["sharding_strategy"] or ShardingStrategy.FULL_SHARD).value
-    ranks = ranks_of(options["process_group"], sharded=sharding.sharded)
-    return Plan(ranks, device, None if sharding.reshard_after_forward else False)
-
-
-def _parameters_by_module(
-    root: nn.Module, chosen: Iterable[nn.Module], params: Sequence[ParamSites]
-) -> dict[nn.Module, list[ParamSites]]:
-    """Which of ``params`` each chosen module's unit owns, named from that module on."""
-    paths = {module: clean_name(path) for path, module in root.named_modules()}
-    by_path = {paths[module]: module for module in chosen}
-    by_name = {each.spec.name: each for each in params}
-    groups = group_parameters((each.spec for each in params), by_path)
-    return {
-        module: [by_name[spec.name].relative_to(path) for spec in groups[path]]
-        for path, module in by_path.items()
-    }
 
 
 def _replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -5,44 +5,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
-from fullshard.torch.groups import Where, ranks_of
+from fullshard.core.strategy import Sharding
+from fullshard.torch.fsdp_module import FSDPModule
+from fullshard.torch.groups import Where, in_blocks, ranks_of
 from fullshard.torch.hooks import managed_unit_of
-from fullshard.torch.modules import ignored_parts, move_buffers
-from fullshard.torch.options import MixedPrecisionPolicy, OffloadPolicy, refuse_unsupported
-from fullshard.torch.shard_modules import (
-    Plan,
-    require_gradient_sync,
-    shard_modules,
-    shardable_parameters,
+from fullshard.torch.modules import ParamSites, ignored_parts, move_buffers
+from fullshard.torch.options import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    offload_of,
+    precision_of,
 )
+from fullshard.torch.plan import Plan, Ranks
+from fullshard.torch.shard_modules import shard_modules, shardable_parameters
 
-__all__ = ["FSDPModule", "fully_shard"]
-
-
-class FSDPModule:
-    """What a module's class gains from `fully_shard`."""
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose, between steps, if full parameters are dropped after forward."""
-        assert isinstance(self, nn.Module)
-        for module in self.modules() if recurse else (self,):
-            managed = managed_unit_of(module)
-            if managed is not None:
-                managed.set_reshard_after_forward(reshard_after_forward)
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Choose if the next backwards reduce gradients, or keep them full for a later one.
-
-        With False, gradients of several micro-batches add up without communication, at the price
-        of the full gradients' memory on every rank; the first backward with True again reduces
-        their sum. Until then ``.grad`` has none of it. All ranks must choose the same.
-        """
-        assert isinstance(self, nn.Module)
-        require_gradient_sync(self, requires_gradient_sync, recurse=recurse)
+__all__ = ["fully_shard"]
 
 
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -67,46 +49,97 @@ def fully_shard(
 
     Args:
         module: the module or modules; their parameters must be on one device.
-        mesh: a 1-D ``DeviceMesh`` (or a process group); None is the default group.
+        mesh: a 1-D ``DeviceMesh`` (or a process group); None is the default group. A 2-D mesh
+            (replicate, shard), or a pair of groups (shard, replicate), is hybrid sharding.
         reshard_after_forward: drop full parameters between forward and backward. None: yes, but not
-            for the root, whose parameters backward needs at once.
-        shard_placement_fn: not supported yet, like the following ones.
-        mp_policy: see there.
-        offload_policy: see there.
+            for the root, whose parameters backward needs at once. A number: keep this rank's part
+            of what so many neighbouring ranks hold together, so that backward gathers from them
+            alone (1 is False, all ranks are True); it must divide the ranks that share slices.
+        shard_placement_fn: accepted if it wants ``Shard(0)`` (or None) for every parameter.
+        mp_policy: see `MixedPrecisionPolicy`.
+        offload_policy: see `CPUOffloadPolicy`.
         ignored_params: parameters that stay as they are on every rank, their gradients unreduced.
-        dp_mesh_dims: see there.
+        dp_mesh_dims: which dims of a larger ``mesh`` to shard and to replicate over.
+
+    Parameters on the meta device stay there until ``to_empty`` or
+    ``load_state_dict(assign=True)``; what is not initialised by the first forward is found then.
 
     Returns:
         ``module``; its class is now a subclass of its own class and of `FSDPModule`.
 
     Raises:
         ConfigurationError: parameters on several devices, or a mesh that is none.
-        NotSupportedError: an argument that this version cannot honour.
+        NotSupportedError: a placement other than ``Shard(0)``.
         UsageError: no process group, or a module that is sharded already.
     """
-    refuse_unsupported(
-        {
-            "shard_placement_fn": shard_placement_fn,
-            "mp_policy": mp_policy,
-            "offload_policy": offload_policy,
-            "dp_mesh_dims": dp_mesh_dims,
-        }
-    )
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise NotSupportedError(
-            f"reshard_after_forward={reshard_after_forward!r} (a group size) is not supported yet; "
-            "use True, False or None"
-        )
+    precision = precision_of("mp_policy", mp_policy)
+    offload = offload_of("offload_policy", offload_policy)
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
     _, ignored = ignored_parts({"ignored_params": ignored_params})
-    params, device = shardable_parameters(modules, mesh, ignored)
-    ranks = ranks_of(mesh, sharded=True)
+    where = _chosen_dims(mesh, dp_mesh_dims)
+    found = shardable_parameters(modules, where, ignored)
+    if shard_placement_fn is not None:
+        _check_placements(found.params, shard_placement_fn)
+    hybrid = isinstance(where, tuple) or (isinstance(where, DeviceMesh) and where.ndim == 2)
+    ranks = ranks_of(where, Sharding(True, True, replicated=hybrid))
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        ranks, reshard_after_forward = _in_blocks(ranks, reshard_after_forward)
+    plan = Plan(ranks, found.device, reshard_after_forward, precision, offload)
+    params = found.claim()
     for each in modules:
-        move_buffers(each, device)
+        move_buffers(each, found.device)
         each.__class__ = _sharded_class(type(each))
-    shard_modules(modules, params, Plan(ranks, device, reshard_after_forward))
+    shard_modules(modules, params, plan)
     return module
+
+
+def _in_blocks(ranks: Ranks, size: Any) -> tuple[Ranks, bool]:
+    if not isinstance(size, int):
+        raise ConfigurationError(
+            f"reshard_after_forward must be True, False, None or a number of ranks, got {size!r}"
+        )
+    blocks = in_blocks(ranks, size)
+    if size in (1, ranks.gather.size):
+        return ranks, size != 1
+    return blocks, True
+
+
+def _chosen_dims(mesh: Where, dims: DataParallelMeshDims | None) -> Where:
+    """The 1-D or 2-D mesh that ``dims`` picks out of a larger one."""
+    if dims is None:
+        return mesh
+    if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
+        raise ConfigurationError("dp_mesh_dims needs a DeviceMesh with names as mesh")
+    axes = []
+    for names in (dims.replicate_names, dims.shard_names):
+        if unknown := set(names) - set(mesh.mesh_dim_names):
+            raise ConfigurationError(f"dp_mesh_dims names {sorted(unknown)}, not dims of {mesh}")
+        if names:
+            axis = mesh[names]
+            axes.append(axis if len(names) == 1 else axis._flatten("_".join(names)))
+    if not dims.shard_names:
+        raise NotSupportedError(
+            "dp_mesh_dims without shard replicates everything: use FullyShardedDataParallel with "
+            "NO_SHARD for that"
+        )
+    if len(axes) == 1:
+        return axes[0]
+    return axes[1].get_group(), axes[0].get_group()
+
+
+def _check_placements(
+    params: Sequence[ParamSites], placement: Callable[[nn.Parameter], Any]
+) -> None:
+    for each in params:
+        wanted = placement(each.param)
+        wanted = getattr(wanted, "placement", wanted)
+        if wanted is not None and wanted != Shard(0):
+            raise NotSupportedError(
+                f"shard_placement_fn asks for {wanted} of parameter {each.spec.name!r}; slices are "
+                "cut by element from flat storage, which is as even as can be, so only Shard(0) is "
+                "accepted (its rows do not fall on whole ranks either)"
+            )
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

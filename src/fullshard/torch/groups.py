@@ -4,39 +4,107 @@
 import os
 import sys
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.core.strategy import Sharding
 from fullshard.torch.comm import Comm, ProcessGroupComm, SoloComm
-from fullshard.torch.unit import Ranks
+from fullshard.torch.plan import Ranks
 
-__all__ = ["Where", "compute_device", "ranks_of"]
+__all__ = ["Where", "compute_device", "in_blocks", "ranks_of"]
 
-Where = dist.ProcessGroup | DeviceMesh | Comm | None
-"""What a caller may name as the ranks to shard over."""
+_OneGroup = dist.ProcessGroup | DeviceMesh | Comm | None
+Where = _OneGroup | tuple[_OneGroup, _OneGroup]
+"""What a caller may name as the ranks to shard over; a pair is (ranks that share slices, ranks that
+hold equal slices), a 2-D mesh the same with its axes in the order (replicate, shard)."""
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Communicators are made once for each group: every further one costs connections and memory.
 _communicators: "weakref.WeakKeyDictionary[Any, tuple[Comm, Comm, DeviceMesh | None]]"
 _communicators = weakref.WeakKeyDictionary()
+_blocks: "weakref.WeakKeyDictionary[Comm, dict[int, Comm]]" = weakref.WeakKeyDictionary()
+_host_meshes: dict[tuple[str, int], DeviceMesh] = {}
 
 
-def ranks_of(where: Where, *, sharded: bool) -> Ranks:
-    """The ranks that ``where`` stands for, sharing slices or (``sharded=False``) holding replicas.
+def ranks_of(where: Where, sharding: Sharding) -> Ranks:
+    """The ranks that ``where`` stands for, sharing slices, holding replicas, or both.
 
     Collective over those ranks the first time. Without ``where`` it is the default process group,
-    which is initialised from a launcher's environment if need be. Raises `ConfigurationError` for
-    something that is no group, `UsageError` where there is none to be had.
+    which is initialised from a launcher's environment if need be; hybrid sharding then shares
+    slices within each host. Raises `ConfigurationError` for something that is no group or does not
+    fit ``sharding``, `UsageError` where there is no group to be had.
     """
-    gather, reduce, mesh = _communicators_of(where)
-    if sharded:
-        return Ranks(gather, reduce, SoloComm(), mesh)
-    return Ranks(SoloComm(), SoloComm(), reduce, mesh)
+    hybrid = sharding.sharded and sharding.replicated
+    if hybrid and where is None:
+        where = _mesh_of_hosts()
+    if _is_pair(where) != hybrid:
+        raise ConfigurationError(
+            "hybrid sharding needs a 2-D DeviceMesh (replicate, shard) or a pair of process groups "
+            f"(within, across), other strategies one group; got {where!r} with {sharding}"
+        )
+    if not hybrid:
+        gather, reduce, mesh = _communicators_of(where)
+        if sharding.sharded:
+            return Ranks(gather, reduce, SoloComm(), mesh)
+        return Ranks(SoloComm(), SoloComm(), reduce, mesh)
+    if isinstance(where, DeviceMesh):
+        gather, reduce, _ = _communicators_of(where.get_group(1))
+        replicas, _, _ = _communicators_of(where.get_group(0))
+        return Ranks(gather, reduce, replicas, where)
+    assert isinstance(where, tuple)
+    gather, reduce, mesh = _communicators_of(where[0])
+    replicas, _, _ = _communicators_of(where[1])
+    return Ranks(gather, reduce, replicas, mesh)
+
+
+def _is_pair(where: Where) -> bool:
+    if isinstance(where, DeviceMesh):
+        if where.ndim > 2:
+            raise ConfigurationError(
+                f"expected a mesh of 1 or 2 dims to shard over, got {where.ndim}: {where}"
+            )
+        return where.ndim == 2
+    return isinstance(where, tuple)
+
+
+def _mesh_of_hosts() -> DeviceMesh:
+    """Ranks of one host share slices, ranks with the same number on their hosts are replicas."""
+    _init_default_group()
+    world = dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    if local < 1 or world % local:
+        raise ConfigurationError(
+            f"cannot tell which of the {world} ranks share a host (LOCAL_WORLD_SIZE is {local}); "
+            "pass a 2-D device_mesh or a pair of process groups"
+        )
+    device = compute_device(None, torch.device("cpu")).type
+    key = (device, local)
+    if key not in _host_meshes:
+        shape = (world // local, local)
+        _host_meshes[key] = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+    return _host_meshes[key]
+
+
+def in_blocks(ranks: Ranks, size: int) -> Ranks:
+    """The same, with blocks of ``size`` consecutive ranks to gather from in backward. Collective.
+
+    Raises `ConfigurationError` if ``size`` does not divide the number of slices.
+    """
+    gather = ranks.gather
+    if size < 1 or gather.size % size:
+        raise ConfigurationError(
+            f"reshard_after_forward={size} must divide the {gather.size} ranks that share slices"
+        )
+    made = _blocks.setdefault(gather, {})
+    if size not in made:
+        made[size] = gather.block(size)
+    return replace(ranks, block=made[size])
 
 
 def compute_device(
@@ -58,13 +126,17 @@ def compute_device(
                 "torch.cuda.set_device first and build the module there or on the CPU"
             )
         return device
+    if _is_pair(where):
+        where = where[0] if isinstance(where, tuple) else where.get_group(1)  # type: ignore[union-attr]
     group = _group_of(where)
+    if resting.type == "meta":
+        resting = torch.device("cpu")
     if group is not None and dist.get_backend(group) == dist.Backend.NCCL:
         return torch.device("cuda", torch.cuda.current_device())
     return resting
 
 
-def _communicators_of(where: Where) -> tuple[Comm, Comm, DeviceMesh | None]:
+def _communicators_of(where: Any) -> tuple[Comm, Comm, DeviceMesh | None]:
     if not isinstance(where, (dist.ProcessGroup, DeviceMesh, type(None))):
         if not isinstance(where, Comm):
             raise ConfigurationError(
@@ -85,13 +157,9 @@ def _communicators_of(where: Where) -> tuple[Comm, Comm, DeviceMesh | None]:
     return _communicators[key]
 
 
-def _group_of(where: Where) -> dist.ProcessGroup | None:
+def _group_of(where: Any) -> dist.ProcessGroup | None:
     """The process group meant, None for a `Comm`."""
     if isinstance(where, DeviceMesh):
-        if where.ndim != 1:
-            raise NotSupportedError(
-                f"a mesh of {where.ndim} dims is not supported yet; pass a 1-D mesh"
-            )
         return where.get_group()
     if where is None:
         _init_default_group()

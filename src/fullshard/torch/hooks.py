@@ -25,18 +25,22 @@ from torch import Tensor, nn
 
 from fullshard.core.errors import UsageError
 from fullshard.core.strategy import Prefetch
-from fullshard.torch.modules import holds_unknown, tensors_in
+from fullshard.torch.buffers import dtype_of
+from fullshard.torch.modules import holds_unknown, map_tensors, tensors_in
 from fullshard.torch.unit import Unit
 
 __all__ = ["Call", "ManagedUnit", "StepWatcher", "managed_unit_of"]
 
 _ATTRIBUTE = "_fullshard_unit"
+_WATCHED = "_fullshard_watched"
 
 
 class StepWatcher(Protocol):
     """Who is told what happens to units: `fullshard.torch.runtime.Runtime`."""
 
-    prefetch: Prefetch
+    @property
+    def prefetch(self) -> Prefetch:
+        """How far ahead units are gathered."""
 
     @property
     def idle(self) -> bool:
@@ -80,6 +84,7 @@ class Call:
         # An input that gets no gradient is not waited for beyond the end of backward.
         self.watched += len(tensors)
         for tensor in tensors:
+            setattr(tensor, _WATCHED, True)
             if not tensor.is_leaf:
                 tensor.register_hook(self._on_input_gradient)  # type: ignore[no-untyped-call]
                 continue
@@ -143,8 +148,14 @@ class ManagedUnit:
         adopt: Callable[[nn.Module], StepWatcher],
     ):
         self.unit = unit
-        self.reshard_after_forward = reshard
         self.requires_gradient_sync = True
+        # What `change` may change; the units of lists are gathered when this one begins.
+        self.reshard_after_forward = reshard
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.prefetch_forward: list[ManagedUnit] | None = None
+        self.prefetch_backward: list[ManagedUnit] | None = None
+        self.summoned = False  # modules show full parameters that are not the unit's own
         # Set if a path to somebody else's parameters leads through the unit: nobody tells when it
         # has been gone, so the unit stays full until autograd has finished.
         self.ends_with_backward = False
@@ -182,25 +193,53 @@ class ManagedUnit:
         assert self.runtime is not None
         return self.runtime
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._modules_run == self._modules_to_run:
             self._inside_itself += 1
-            return
+            return None
         runtime = self.runtime or self._adopt(module)
         if self._modules_run == 0:
             self._call = None
             runtime.forward_begins(self)
+        changed = given = (args, kwargs)
+        convert = self._input_conversion
+        if convert is not None:
+            changed = map_tensors(changed, convert)
         if torch.is_grad_enabled():
             self._call = self._call or Call(self, runtime.enclosing_call(self))
-            inputs = list(tensors_in((args, kwargs), _needs_grad))
+            inputs = list(tensors_in(changed, _needs_grad))
             if inputs:
+                if any(_WATCHED in tensor.__dict__ for tensor in inputs):
+                    changed = _with_own_views(changed)
+                    inputs = list(tensors_in(changed, _needs_grad))
                 self._call.watch_inputs(inputs)
         self._modules_run += 1
+        return None if changed is given else changed
 
-    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
+    @property
+    def _input_conversion(self) -> Callable[[Tensor], Tensor] | None:
+        """What inputs go through: a cast, and for the root the way to the device."""
+        precision, is_root = self.unit.plan.precision, self.number == 0
+        device = self.unit.device if is_root and self.unit.device.type == "cuda" else None
+        casts = precision.cast_inputs or (is_root and precision.cast_root_inputs)
+        dtype = dtype_of(precision.compute) if casts and precision.compute else None
+        if device is None and dtype is None:
+            return None
+
+        def convert(tensor: Tensor) -> Tensor:
+            to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            return tensor.to(device or tensor.device, to, non_blocking=True)
+
+        return convert
+
+    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         if self._inside_itself:
             self._inside_itself -= 1
-            return
+            return None
+        given, wanted = output, self.unit.plan.precision.output
+        if wanted is not None:
+            dtype = dtype_of(wanted)
+            output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
         if self._call is not None:
             outputs = list(tensors_in(output, _needs_grad))
             self._unseen = self.unit.trainable and holds_unknown(output)
@@ -209,6 +248,19 @@ class ManagedUnit:
                 self.calls.add(self._call)
         if self._modules_run == self._modules_to_run:
             self.end_forward()
+        return None if output is given else output
+
+    def run(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call another method of ``module`` as if it were its forward."""
+        changed = self._before_forward(module, args, kwargs)
+        output = None
+        if changed is not None:
+            args, kwargs = changed
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            cast = self._after_forward(module, args, output)
+        return output if cast is None else cast
 
     def end_forward(self) -> None:
         """The unit's modules have run, or those of them that will."""
@@ -217,11 +269,13 @@ class ManagedUnit:
         self._call = None
         self.the_runtime.forward_ends(self, unseen=unseen)
 
-    def set_reshard_after_forward(self, reshard: bool) -> None:
-        """Choose if full parameters are dropped after forward; between steps only."""
+    def change(self, setting: str, value: Any) -> None:
+        """Set one of the unit's settings, by its attribute's name; between steps only."""
+        if getattr(self, setting) == value:
+            return
         if self.runtime is not None and not self.runtime.idle:
-            raise UsageError("reshard_after_forward can only be changed between steps")
-        self.reshard_after_forward = reshard
+            raise UsageError(f"{setting} can only be changed between steps")
+        setattr(self, setting, value)
         if self.runtime is not None:
             self.runtime.set_prefetch(self.runtime.prefetch)
 
@@ -239,6 +293,22 @@ class ManagedUnit:
     def current_call(self) -> Call | None:
         """The call that is running forward now, if its backward may come."""
         return self._call
+
+
+def _with_own_views(structure: Any) -> Any:
+    """``structure`` with a view in place of each tensor that another unit watches.
+
+    The gradient of an input that several units share is complete only when all of them are over,
+    and each would stay full until then. A view's gradient is that of its own unit alone.
+    """
+    views: dict[int, Tensor] = {}  # what was one tensor stays one
+
+    def own_view(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or _WATCHED not in tensor.__dict__:
+            return tensor
+        return views.setdefault(id(tensor), tensor.view_as(tensor))
+
+    return map_tensors(structure, own_view)
 
 
 def _needs_grad(tensor: Tensor) -> bool:

@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 
 from fullshard.core.errors import ConfigurationError, FullshardError
-from fullshard.torch.comm import Comm, Done, ReduceOp, Work, rank_order_sum
+from fullshard.torch.comm import Done, ReduceOp, Work, rank_order_sum
 
 __all__ = ["LocalComm", "LocalWorld", "LocalWorldError"]
 
 T = TypeVar("T")
+
+_Channel = tuple[int, ...]  # the ranks of a group, and which of their communicators it is
+_Key = tuple[_Channel, int]
 
 
 class LocalWorldError(FullshardError, RuntimeError):
@@ -53,7 +56,7 @@ class LocalWorld:
         self.eager = eager
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._exchanges: dict[tuple[int, int], _Exchange] = {}
+        self._exchanges: dict[_Key, _Exchange] = {}
         self._failure: BaseException | None = None
 
     def run(self, body: Callable[["LocalComm"], T]) -> list[T]:
@@ -67,7 +70,7 @@ class LocalWorld:
 
         def rank_main(rank: int) -> None:
             try:
-                results[rank] = body(LocalComm(self, rank, channel=0))
+                results[rank] = body(LocalComm(self, range(self.size), rank))
             except BaseException as error:  # handed to the caller below
                 self._fail(error)
 
@@ -90,17 +93,17 @@ class LocalWorld:
             self._changed.notify_all()
 
     def _post(
-        self, key: tuple[int, int], rank: int, signature: tuple[object, ...], inputs: list[Tensor]
+        self, key: _Key, comm: "LocalComm", signature: tuple[object, ...], inputs: list[Tensor]
     ) -> _Exchange:
         with self._changed:
             exchange = self._exchanges.setdefault(key, _Exchange(signature))
             if exchange.signature != signature:
                 raise LocalWorldError(
-                    f"rank {rank} calls {signature} where another rank calls {exchange.signature} "
-                    f"(call {key[1]} of channel {key[0]})"
+                    f"rank {comm.rank} calls {signature} where another rank calls "
+                    f"{exchange.signature} (call {key[1]} of channel {key[0]})"
                 )
-            exchange.inputs[rank] = inputs
-            if len(exchange.inputs) == self.size:
+            exchange.inputs[comm.rank] = inputs
+            if len(exchange.inputs) == comm.size:
                 del self._exchanges[key]
             self._changed.notify_all()
             return exchange
@@ -109,41 +112,53 @@ class LocalWorld:
         self,
         exchange: _Exchange,
         combine: Callable[[list[list[Tensor]]], list[list[Tensor]]],
-        rank: int,
+        comm: "LocalComm",
     ) -> list[Tensor]:
         deadline = time.monotonic() + self.timeout_s
         with self._changed:
-            while len(exchange.inputs) < self.size:
+            while len(exchange.inputs) < comm.size:
                 if self._failure is not None:
-                    raise LocalWorldError(f"rank {rank} waits for a rank that has failed")
+                    raise LocalWorldError(f"rank {comm.rank} waits for a rank that has failed")
                 if not self._changed.wait(deadline - time.monotonic()):
-                    missing = sorted(set(range(self.size)) - exchange.inputs.keys())
+                    missing = sorted(set(range(comm.size)) - exchange.inputs.keys())
                     raise LocalWorldError(
-                        f"rank {rank} waited {self.timeout_s} s in {exchange.signature} "
+                        f"rank {comm.rank} waited {self.timeout_s} s in {exchange.signature} "
                         f"for ranks {missing}"
                     )
             if exchange.results is None:
-                exchange.results = combine([exchange.inputs[r] for r in range(self.size)])
-            return exchange.results[rank]
+                exchange.results = combine([exchange.inputs[r] for r in range(comm.size)])
+            return exchange.results[comm.rank]
 
 
 class LocalComm:
     """The `Comm` of one thread in a `LocalWorld`; see there."""
 
-    def __init__(self, world: LocalWorld, rank: int, channel: int):
+    def __init__(self, world: LocalWorld, members: Sequence[int], rank: int, number: int = 0):
+        self.members = tuple(members)
         self.rank = rank
-        self.size = world.size
+        self.size = len(self.members)
         self.world = world
-        self._channel = channel
+        self._number = number
         self._calls = 0
-        self._duplicates = 0
+        self._derived = 0
 
-    def duplicate(self) -> Comm:
+    def duplicate(self) -> "LocalComm":
         """A further channel between the same threads."""
-        self._duplicates += 1
-        return LocalComm(self.world, self.rank, self._channel * 100 + self._duplicates)
+        return self.subgroup(range(self.size))
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+    def block(self, size: int) -> "LocalComm":
+        """See `Comm.block`."""
+        first = self.rank // size * size
+        return self.subgroup(range(first, first + size))
+
+    def subgroup(self, ranks: Sequence[int]) -> "LocalComm":
+        """A channel between those of this communicator's ranks, called by them alone."""
+        self._derived += 1
+        members = [self.members[rank] for rank in ranks]
+        number = self._number * 100 + self._derived
+        return LocalComm(self.world, members, list(ranks).index(self.rank), number)
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
 
         def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -156,9 +171,16 @@ class LocalComm:
             return [gathered] * self.size
 
         fulls = [full for full, _ in pairs]
-        return self._issue("all_gather", [shard for _, shard in pairs], fulls, combine)
+        # A shard may lie in the output, which is poisoned until it is there.
+        shards = [
+            _unseen_copy(shard)
+            if shard.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+            else shard
+            for full, shard in pairs
+        ]
+        return self._issue("all_gather", label, shards, fulls, combine)
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Work:
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`."""
 
         def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -166,9 +188,9 @@ class LocalComm:
             return [[s.chunk(self.size)[rank] for s in sums] for rank in range(self.size)]
 
         shards = [shard for shard, _ in pairs]
-        return self._issue("reduce_scatter", [full for _, full in pairs], shards, combine)
+        return self._issue("reduce_scatter", label, [full for _, full in pairs], shards, combine)
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> Work:
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
         """See `Comm.all_reduce`."""
 
         def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
@@ -181,7 +203,7 @@ class LocalComm:
             return [reduced] * self.size
 
         inputs = [_unseen_copy(tensor) for tensor in tensors]
-        return self._issue(f"all_reduce {op}", inputs, list(tensors), combine)
+        return self._issue(f"all_reduce {op}", label, inputs, list(tensors), combine)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """See `Comm.broadcast`."""
@@ -190,7 +212,7 @@ class LocalComm:
             return [inputs[source]] * self.size
 
         inputs = [_unseen_copy(tensor) for tensor in tensors]
-        return self._issue(f"broadcast from {source}", inputs, list(tensors), combine)
+        return self._issue(f"broadcast from {source}", "", inputs, list(tensors), combine)
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:
         """None: threads read each other's memory."""
@@ -205,12 +227,13 @@ class LocalComm:
     def _issue(
         self,
         name: str,
+        label: str,
         inputs: list[Tensor],
         outputs: list[Tensor],
         combine: Callable[[list[list[Tensor]]], list[list[Tensor]]],
     ) -> Work:
-        signature = (name, *((tuple(t.shape), t.dtype) for t in inputs))
-        key = (self._channel, self._calls)
+        signature = (name, label, *((tuple(t.shape), t.dtype) for t in inputs))
+        key = ((self._number, *self.members), self._calls)
         self._calls += 1
         inputs = [tensor.detach() for tensor in inputs]
         outputs = [tensor.detach() for tensor in outputs]
@@ -221,7 +244,7 @@ class LocalComm:
                     raise LocalWorldError(f"rank {self.rank}: {signature} into {output.shape}")
         for output in outputs:
             _poison(output)
-        exchange = self.world._post(key, self.rank, signature, inputs)
+        exchange = self.world._post(key, self, signature, inputs)
         work = _LateWork(self, exchange, inputs, outputs, combine)
         if self.world.eager:
             work.wait()
@@ -251,7 +274,7 @@ class _LateWork:
         if self._exchange is None:
             return
         comm = self._comm
-        results = comm.world._complete(self._exchange, self._combine, comm.rank)
+        results = comm.world._complete(self._exchange, self._combine, comm)
         for now, before in zip(self._inputs, self._at_issue, strict=True):
             if now.untyped_storage().nbytes() == 0 < before.numel() or not _same_bits(now, before):
                 raise LocalWorldError(

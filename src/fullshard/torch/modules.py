@@ -6,34 +6,45 @@ Swapping writes to ``module._parameters`` directly: going through ``setattr`` co
 everything else that the engine does for a parameter.
 """
 
+import copy
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from numbers import Number
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fullshard.core.errors import ConfigurationError, NotSupportedError
+from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 from fullshard.torch.buffers import dtype_name
-from fullshard.torch.optim import name_of_replacement
 from fullshard.torch.parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from fullshard.torch.unit import Unit
 
 __all__ = [
     "WRAPPED",
     "ParamSites",
+    "TiedSites",
+    "cast_buffers",
     "clean_name",
     "device_of",
     "find_parameters",
     "holds_unknown",
     "ignored_parts",
+    "map_tensors",
     "move_buffers",
+    "notes_on",
+    "owner_of",
+    "set_owner",
     "tensors_in",
 ]
 
+_OWNER = "_fullshard_unit"
 WRAPPED = "_fsdp_wrapped_module"
 """The attribute under which FSDP1 wrappers keep the wrapped module; users see it in ``print``."""
 
@@ -51,11 +62,26 @@ class ParamSites:
         for parameters, key in self.sites:
             parameters[key] = param
 
+    @property
+    def shown(self) -> Any:
+        """What the first of those modules shows in its place now."""
+        parameters, key = self.sites[0]
+        return parameters[key]
+
     def relative_to(self, path: str) -> "ParamSites":
         """The same parameter, named as the module at ``path`` names it."""
         start = len(path) + 1 if path else 0
         aliases = tuple(alias[start:] for alias in self.spec.aliases)
         return replace(self, spec=replace(self.spec, name=self.spec.name[start:], aliases=aliases))
+
+
+@dataclass(frozen=True)
+class TiedSites:
+    """A parameter that ``owner`` has as ``name_in_owner``, and all places where it is used."""
+
+    owner: "Unit"
+    name_in_owner: str
+    everywhere: ParamSites
 
 
 def clean_name(name: str) -> str:
@@ -91,14 +117,43 @@ def ignored_parts(
 
 def find_parameters(
     modules: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter] = frozenset()
-) -> list[ParamSites]:
-    """The distinct parameters below ``modules`` that no unit owns yet, in registration order.
+) -> tuple[list[ParamSites], list[TiedSites]]:
+    """The distinct parameters below ``modules`` that a unit shall own, in registration order.
 
     Those in ``ignored`` are left as they are. With several modules, names begin with the module's
-    number in the list. A parameter that a unit owns and that is used here too, outside that unit,
-    raises `NotSupportedError`.
+    number in the list. The second list has those which a unit below owns, but which are used
+    outside that unit too, as tied weights are. One whose other user is not below ``modules`` is
+    left alone: whoever shards a module around both finds it.
     """
-    found: dict[nn.Parameter, tuple[list[str], list[tuple[dict[str, Any], str]]]] = {}
+    sites: dict[nn.Parameter, list[_Site]] = {}
+    owned: dict[int, list[_Site]] = {}
+    for site in _sites(modules):
+        if isinstance(site.shown, ShardedParameter):
+            owned.setdefault(id(site.shown), []).append(site)
+        elif site.shown not in ignored:
+            sites.setdefault(site.shown, []).append(site)
+    found, tied = [], []
+    for param, places in sites.items():
+        owner = owner_of(param)
+        if owner is None:
+            found.append(_param_sites(param, places))
+            continue
+        number = next(i for i, each in enumerate(owner.params) if each.param is param)
+        below = owned.get(id(owner.sharded[number]), [])
+        if len(below) == len(owner.params[number].sites):
+            name = owner.params[number].spec.name
+            tied.append(TiedSites(owner, name, _param_sites(param, [*below, *places])))
+    return found, tied
+
+
+class _Site(NamedTuple):
+    name: str
+    parameters: dict[str, Any]
+    key: str
+    shown: nn.Parameter
+
+
+def _sites(modules: Sequence[nn.Module]) -> Iterator[_Site]:
     visited: set[nn.Module] = set()
     for number, root in enumerate(modules):
         for path, module in root.named_modules(prefix=str(number) if len(modules) > 1 else ""):
@@ -106,32 +161,37 @@ def find_parameters(
                 continue
             visited.add(module)
             for key, param in module._parameters.items():
-                name = clean_name(f"{path}.{key}" if path else key)
-                if replaced_by := name_of_replacement(param):
-                    raise NotSupportedError(
-                        f"parameter {name!r} is tied to {replaced_by!r}, which a unit has already; "
-                        "shard the nearest module that contains both as one unit, or let "
-                        "FullyShardedDataParallel's auto_wrap_policy choose the units"
-                    )
-                if param is None or param in ignored or isinstance(param, ShardedParameter):
-                    continue
-                names, sites = found.setdefault(param, ([], []))
-                names.append(name)
-                sites.append((module._parameters, key))
-    return [
-        ParamSites(
-            ParamSpec(
-                name=names[0],
-                shape=tuple(param.shape),
-                dtype=dtype_name(param.dtype),
-                trainable=param.requires_grad,
-                aliases=tuple(names[1:]),
-            ),
-            param,
-            tuple(sites),
-        )
-        for param, (names, sites) in found.items()
-    ]
+                if param is not None:
+                    name = clean_name(f"{path}.{key}" if path else key)
+                    yield _Site(name, module._parameters, key, param)
+
+
+def _param_sites(param: nn.Parameter, sites: Sequence[_Site]) -> ParamSites:
+    names = [site.name for site in sites]
+    spec = ParamSpec(
+        name=names[0],
+        shape=tuple(param.shape),
+        dtype=dtype_name(param.dtype),
+        trainable=param.requires_grad,
+        aliases=tuple(names[1:]),
+    )
+    return ParamSites(spec, param, tuple((site.parameters, site.key) for site in sites))
+
+
+def notes_on(param: Tensor) -> dict[str, Any]:
+    """The attributes that users have put on a parameter."""
+    return {key: value for key, value in param.__dict__.items() if "_fullshard" not in key}
+
+
+def owner_of(param: Tensor) -> "Unit | None":
+    """The unit that a parameter was given to, if it still exists."""
+    reference = getattr(param, _OWNER, None)
+    return None if reference is None else reference()
+
+
+def set_owner(param: Tensor, unit: "Unit") -> None:
+    """Note on an original parameter which unit has it now."""
+    setattr(param, _OWNER, weakref.ref(unit))
 
 
 def device_of(sites: Sequence[ParamSites]) -> torch.device | None:
@@ -155,8 +215,16 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
     """Move the buffers below ``module`` to where its parameters will be."""
     for each in module.modules():
         for key, buffer in each._buffers.items():
-            if buffer is not None and buffer.device != device:
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
                 each._buffers[key] = buffer.to(device)
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the floating-point buffers below ``module``."""
+    for each in module.modules():
+        for key, buffer in each._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                each._buffers[key] = buffer.to(dtype)
 
 
 def tensors_in(structure: Any, keep: Callable[[Tensor], bool]) -> Iterator[Tensor]:
@@ -173,6 +241,37 @@ def tensors_in(structure: Any, keep: Callable[[Tensor], bool]) -> Iterator[Tenso
     elif dataclasses.is_dataclass(structure) and not isinstance(structure, type):
         for spec in dataclasses.fields(structure):
             yield from tensors_in(getattr(structure, spec.name), keep)
+
+
+def map_tensors(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``structure`` with every tensor replaced that ``change`` changes; itself if none was."""
+    if isinstance(structure, Tensor):
+        return change(structure)
+    if isinstance(structure, (tuple, list)):
+        items = [map_tensors(item, change) for item in structure]
+        if all(new is old for new, old in zip(items, structure, strict=True)):
+            return structure
+        if hasattr(structure, "_fields"):  # a named tuple
+            return type(structure)(*items)
+        return type(structure)(items)
+    if isinstance(structure, dict):
+        values = {key: map_tensors(value, change) for key, value in structure.items()}
+        if all(values[key] is structure[key] for key in structure):
+            return structure
+        changed = copy.copy(structure)
+        for key, value in values.items():
+            changed[key] = value
+        return changed
+    if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
+        fields = {f.name: getattr(structure, f.name) for f in dataclasses.fields(structure)}
+        new = {name: map_tensors(value, change) for name, value in fields.items()}
+        if all(new[name] is fields[name] for name in fields):
+            return structure
+        twin: Any = copy.copy(structure)
+        for name, value in new.items():
+            object.__setattr__(twin, name, value)
+        return twin
+    return structure
 
 
 def holds_unknown(structure: Any) -> bool:

@@ -52,7 +52,7 @@ _watching = False
 _lock = threading.Lock()
 
 
-def mark_replaced(original: nn.Parameter, name: str) -> None:
+def mark_replaced(original: Tensor, name: str) -> None:
     """Note on ``original`` that a sharded parameter has taken its place under ``name``.
 
     The first call begins to watch optimizers, see [Note: Looking at optimizers].

@@ -9,36 +9,24 @@ gathered and reduced with zeros like everybody else does; so are unused units in
 that unit's backward ends.
 """
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 from fullshard.core.errors import UsageError
-from fullshard.core.schedule import Event, Moment, OpKind, Scheduler, UnitPolicy
+from fullshard.core.schedule import Moment
 from fullshard.core.strategy import Prefetch
+from fullshard.torch.execution import Execution
 from fullshard.torch.hooks import Call, ManagedUnit, managed_unit_of
-from fullshard.torch.modules import clean_name
-from fullshard.torch.recorder import TraceRecorder
-from fullshard.torch.unit import Unit
+from fullshard.torch.modules import clean_name, owner_of
+from fullshard.torch.parameter import ShardedParameter
+from fullshard.torch.relayout import check_initialised, follow_requires_grad
 
 __all__ = ["Runtime", "runtime_of"]
-
-_ACTIONS: dict[OpKind, Callable[[Unit], None]] = {
-    OpKind.GATHER: Unit.gather,
-    OpKind.AWAIT_GATHER: Unit.await_gather,
-    OpKind.FREE: Unit.free,
-    OpKind.REDUCE: Unit.reduce,
-    OpKind.AWAIT_REDUCE: Unit.await_reduce,
-}
-
-
-_MOST_EVENTS = 64
-"""Events for each unit after which a step that never ends is cut, so that its record does not grow
-for ever when forward runs with gradients and nobody calls backward."""
 
 
 class Runtime:
@@ -48,19 +36,18 @@ class Runtime:
     """
 
     def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
-        self._references = [weakref.ref(managed) for managed in units]
         self._running: list[ManagedUnit] = []  # units whose forward is running, outermost first
         self._events = 0
         self._in_backward = False
         # Run forward and not reduced yet, by their latest forward (a dict for its order).
         self._due: dict[ManagedUnit, None] = {}
         self._late: list[ManagedUnit] = []
-        self._reducing: list[Unit] = []
-        self.recorder: TraceRecorder | None = None
+        self.wait_before_gather: Any = None  # an event of a stream that writes to the shards
+        self.unresolved: list[str] = []  # tied parameters of which a unit owns but one use
         for number, managed in enumerate(units):
             managed.number = number
             managed.runtime = self
-        self.set_prefetch(prefetch)
+        self.execution = Execution(units, prefetch)
 
     @classmethod
     def adopt(cls, root: nn.Module) -> "Runtime":
@@ -82,58 +69,43 @@ class Runtime:
                         "its backward before it becomes part of a larger model"
                     )
             managed.unit.rename(path)
-        return cls(list(found), prefetch)
-
-    @property
-    def units(self) -> Iterator[ManagedUnit]:
-        """The units that still exist, the root's first."""
-        for reference in self._references:
-            managed = reference()
+        runtime = cls(list(found), prefetch)
+        runtime.unresolved = _used_outside_their_unit(root)
+        for module in root.modules():
+            managed = managed_unit_of(module)
             if managed is not None:
-                yield managed
+                managed.ends_with_backward |= _trains_others(module)
+        return runtime
 
     @property
     def idle(self) -> bool:
         """True between steps: nothing is gathered ahead, kept or under way."""
-        return self._active.idle
+        return self.execution.idle
+
+    @property
+    def prefetch(self) -> Prefetch:
+        """How far ahead units are gathered."""
+        return self.execution.prefetch
 
     def set_prefetch(self, prefetch: Prefetch) -> None:
         """Change how far ahead units are gathered; between steps only."""
-        self.prefetch = prefetch
-        policies = {m.number: UnitPolicy(_gathered(m.unit), reduced=False) for m in self.units}
-        self._evaluation = Scheduler(policies, prefetch)
-        self._schedulers: dict[frozenset[int], Scheduler] = {}
-        self._active = self._training
-
-    @property
-    def _training(self) -> Scheduler:
-        """The schedule of a step that reduces the units which are to be reduced now."""
-        reduced = frozenset(
-            managed.number
-            for managed in self.units
-            if managed.unit.trainable and managed.requires_gradient_sync
-        )
-        if reduced not in self._schedulers:
-            policies = {}
-            for managed in self.units:
-                reshard = managed.reshard_after_forward
-                # The root's parameters are needed again as soon as its forward is over.
-                reshard = managed.number > 0 if reshard is None else reshard
-                policies[managed.number] = UnitPolicy(
-                    _gathered(managed.unit), managed.number in reduced, reshard
-                )
-            self._schedulers[reduced] = Scheduler(policies, self.prefetch)
-        return self._schedulers[reduced]
+        self.execution.set_prefetch(prefetch)
 
     # ---- forward --------------------------------------------------------------------------------
 
     def forward_begins(self, managed: ManagedUnit) -> None:
         """A unit's forward is about to run: gather it."""
+        if managed.summoned:
+            raise UsageError(
+                f"unit {managed.unit.name!r} cannot run forward within summon_full_params, which "
+                "shows its parameters to you; leave the context first"
+            )
         if not self._running or managed.number == 0:
             self._begin_at_the_top()
         self._running.append(managed)
         managed.open_in_forward += 1
-        self._do(Moment.FORWARD_BEGIN, managed)
+        self.execution.do(Moment.FORWARD_BEGIN, managed)
+        self.execution.make_sure_of(managed)
         managed.unit.show_full()
         if torch.is_grad_enabled() and not self._in_backward:
             self._events += 1
@@ -153,17 +125,32 @@ class Runtime:
         if self._in_backward and in_autograd:
             return  # recomputation: it belongs to the step whose backward is running
         if self._running or self._in_backward:
-            self._recover()
-        self._activate(self._training if torch.is_grad_enabled() else self._evaluation)
-        endless = self._active.recorded > _MOST_EVENTS * len(self._references)
-        if endless or (not self._active.idle and any(m.unit.stale for m in self.units)):
-            self._finish_step()  # forwards without backward, or an optimizer's step since
+            self.recover()
+        self.execution.go_on(training=torch.is_grad_enabled())
+        execution = self.execution
+        if execution.is_endless() or (not execution.idle and execution.is_stale()):
+            execution.finish_step()  # forwards without backward, or an optimizer's step since
+        if execution.idle:
+            self._between_steps()
 
-    def _activate(self, scheduler: Scheduler) -> None:
-        """Go on with another schedule; what the present one holds gathered is freed first."""
-        if scheduler is not self._active:
-            self._finish_step()
-            self._active = scheduler
+    def _between_steps(self) -> None:
+        """Take up what has changed since the last step."""
+        if self.unresolved:
+            raise UsageError(
+                f"{', '.join(self.unresolved)}: used here, but tied to parameters that units have "
+                "which do not contain this use, so it would not be trained; shard the nearest "
+                "module that contains all uses, too, before the first forward"
+            )
+        changed = False
+        for managed in self.execution.units:
+            if managed.unit.unchecked:
+                check_initialised(managed.unit)
+            changed |= follow_requires_grad(managed.unit)
+        if changed:
+            self.set_prefetch(self.prefetch)
+            self.execution.go_on(training=torch.is_grad_enabled())
+        if self.wait_before_gather is not None:
+            self.wait_before_gather.wait()
 
     def forward_ends(self, managed: ManagedUnit, *, unseen: bool = False) -> None:
         """A unit's forward has run: free it if the strategy says so.
@@ -176,23 +163,23 @@ class Runtime:
         self._running.pop()
         managed.open_in_forward -= 1
         if not unseen:
-            self._do(Moment.FORWARD_END, managed)
+            self.execution.do(Moment.FORWARD_END, managed)
         if not managed.open_in_forward and not managed.open_in_backward:
             managed.unit.show_sharded()
-        if self._active is self._evaluation:
+        if self.execution.evaluating:
             if not self._running:
-                self._finish_step()
+                self.execution.finish_step()
         elif not self._in_backward:
             self._events += 1
             managed.last_end = self._events
             if not managed.calls:
                 self._due.pop(managed, None)  # no output leads back to it
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """After an exception in mid-step: forget the step, gradients not delivered included."""
-        for managed in self.units:
+        for managed in self.execution.units:
             managed.forget_step()
-        self._finish_step()
+        self.execution.finish_step()
         self._running.clear()
         self._in_backward = False
         self._due.clear()
@@ -205,7 +192,7 @@ class Runtime:
         self._enter_backward()
         managed = call.managed
         managed.calls.add(call)
-        managed.unit.arrivals.expect()
+        managed.unit.gradients.arrivals.expect()
         if not managed.open_in_backward:
             if not managed.begun_in_backward:
                 self._pass_over(after=managed.last_end)
@@ -214,12 +201,14 @@ class Runtime:
     def _enter_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
-            self._activate(self._training)
+            self.execution.go_on(training=True)
             Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _begin(self, managed: ManagedUnit) -> None:
         managed.open_in_backward = managed.begun_in_backward = True
-        self._do(Moment.BACKWARD_BEGIN, managed)
+        self.execution.do(Moment.BACKWARD_BEGIN, managed)
+        if managed.unshard_in_backward:
+            self.execution.make_sure_of(managed)
         managed.unit.show_full()
 
     def _pass_over(self, after: int) -> None:
@@ -235,10 +224,10 @@ class Runtime:
         """A parameter has its gradient."""
         self._enter_backward()
         unit = managed.unit
-        held = unit.transient_bytes if self.recorder else 0
+        held = unit.transient_bytes if self.execution.recorder else 0
         unit.deliver(index, grad)
-        if self.recorder and unit.transient_bytes != held:
-            self.recorder.note("fill", unit, self._live_bytes)
+        if self.execution.recorder and unit.transient_bytes != held:
+            self.execution.recorder.note("fill", unit, self.execution.live_bytes)
         if managed not in self._due:
             if managed not in self._late:
                 self._late.append(managed)
@@ -262,7 +251,7 @@ class Runtime:
 
     def _is_over(self, managed: ManagedUnit) -> bool:
         """See [Note: When a unit's backward is over] in `fullshard.torch.hooks`."""
-        arrivals, calls = managed.unit.arrivals, managed.calls
+        arrivals, calls = managed.unit.gradients.arrivals, managed.calls
         if managed.ends_with_backward or not managed.open_in_backward:
             return False
         if any(call.watched for call in calls):
@@ -281,8 +270,8 @@ class Runtime:
             call.begun = False
             managed.calls.discard(call)
         managed.open_in_backward = False
-        managed.unit.arrivals.end_backward()
-        self._do(Moment.BACKWARD_END, managed)
+        managed.unit.gradients.arrivals.end_backward()
+        self.execution.do(Moment.BACKWARD_END, managed)
         managed.unit.show_sharded()
 
     def _backward_ends(self) -> None:
@@ -292,52 +281,30 @@ class Runtime:
                 if not managed.begun_in_backward:
                     self._begin(managed)
                 self._end(managed)
-        still_open = [managed for managed in self.units if managed.open_in_backward]
+        still_open = [managed for managed in self.execution.units if managed.open_in_backward]
         for managed in dict.fromkeys([*self._late, *still_open]):
             self._end(managed)
         self._late.clear()
-        for managed in self.units:
+        for managed in self.execution.units:
             managed.begun_in_backward = False
-        self._finish_step()
+        self.execution.finish_step()
         self._in_backward = False
 
-    # ---- carrying ops out -----------------------------------------------------------------------
 
-    def _finish_step(self) -> None:
-        if not self._active.idle:
-            self._do(Moment.STEP_END, None)
-
-    def _do(self, moment: Moment, managed: ManagedUnit | None) -> None:
-        event = Event(moment, managed.number if managed else -1)
-        for kind, number in self._active.on(event):
-            owner = self._references[number]()
-            if owner is None:
-                continue
-            if kind is OpKind.AWAIT_REDUCE and not owner.unit.reducing:
-                continue  # it completed by itself and was taken then
-            _ACTIONS[kind](owner.unit)
-            if kind is OpKind.REDUCE:
-                self._reducing.append(owner.unit)
-            if self.recorder:
-                self.recorder.note(kind.value, owner.unit, self._live_bytes)
-        if self._reducing:
-            self._take_completed_reduces()
-
-    def _take_completed_reduces(self) -> None:
-        # A reduce that is there already gives its memory back now, not when the schedule asks.
-        for unit in list(self._reducing):
-            if unit.reduce_completed:
-                unit.await_reduce()
-                if self.recorder:
-                    self.recorder.note(OpKind.AWAIT_REDUCE.value, unit, self._live_bytes)
-        self._reducing = [unit for unit in self._reducing if unit.reducing]
-
-    def _live_bytes(self) -> int:
-        return sum(managed.unit.transient_bytes for managed in self.units)
+def _used_outside_their_unit(root: nn.Module) -> list[str]:
+    return [
+        repr(clean_name(name))
+        for name, param in root.named_parameters()
+        if owner_of(param) is not None
+    ]
 
 
-def _gathered(unit: Unit) -> bool:
-    return not unit.resident and bool(unit.params)
+def _trains_others(module: nn.Module) -> bool:
+    """True if trainable parameters below ``module`` belong to no unit."""
+    return any(
+        param.requires_grad and not isinstance(param, ShardedParameter)
+        for param in module.parameters()
+    )
 
 
 def runtime_of(root: nn.Module) -> Runtime:

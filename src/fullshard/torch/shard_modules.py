@@ -5,51 +5,50 @@ The doors (`fullshard.torch.fsdp1`, `fullshard.torch.fsdp2`) differ in who choos
 policy or the caller, and in what is left standing, a wrapper or the module with another class.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.core.errors import UsageError
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.groups import Where, compute_device
 from fullshard.torch.hooks import ManagedUnit, managed_unit_of
-from fullshard.torch.modules import ParamSites, device_of, find_parameters
-from fullshard.torch.parameter import ShardedParameter
+from fullshard.torch.modules import ParamSites, TiedSites, device_of, find_parameters
+from fullshard.torch.plan import Plan
+from fullshard.torch.relayout import give_up, take_over
 from fullshard.torch.runtime import Runtime, runtime_of
-from fullshard.torch.unit import Ranks, Unit
+from fullshard.torch.unit import Unit
 
 __all__ = [
-    "Plan",
+    "ToShard",
+    "managed_units",
     "require_gradient_sync",
     "set_prefetch",
     "shard_modules",
     "shardable_parameters",
-    "take_states_of_first_rank",
+    "take_over_below",
 ]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything that is decided before the first parameter is touched."""
+class ToShard:
+    """The parameters that are to be sharded now, all checked, and where they shall compute."""
 
-    ranks: Ranks
+    params: list[ParamSites]
+    tied: list[TiedSites]
     device: torch.device
-    reshard_after_forward: bool | None
 
-
-def shard_modules(modules: Sequence[nn.Module], params: Sequence[ParamSites], plan: Plan) -> None:
-    """Make one unit of ``params`` and let the forwards of ``modules`` drive it."""
-    name = type(modules[0]).__name__
-    unit = Unit(name, params, plan.ranks, plan.device)
-    managed = ManagedUnit(unit, modules, plan.reshard_after_forward, Runtime.adopt)
-    managed.ends_with_backward = any(
-        param.requires_grad and not isinstance(param, ShardedParameter)
-        for module in modules
-        for param in module.parameters()
-    )
+    def claim(self) -> list[ParamSites]:
+        """All of them, after units below have given up what is used outside them. Collective."""
+        by_owner: dict[Unit, set[str]] = {}
+        for each in self.tied:
+            by_owner.setdefault(each.owner, set()).add(each.name_in_owner)
+        for owner, names in by_owner.items():
+            give_up(owner, names)
+        return [*self.params, *(each.everywhere for each in self.tied)]
 
 
 def shardable_parameters(
@@ -57,38 +56,49 @@ def shardable_parameters(
     where: Where,
     ignored: AbstractSet[nn.Parameter] = frozenset(),
     device_id: int | torch.device | None = None,
-) -> tuple[list[ParamSites], torch.device]:
-    """The parameters that are to be sharded now, all checked, and where they shall live."""
-    params = find_parameters(modules, ignored)
+) -> ToShard:
+    """What is to be sharded of ``modules``; nothing is changed yet."""
+    params, tied = find_parameters(modules, ignored)
     device = device_of(params) or torch.device("cpu")
-    if device.type == "meta":
-        raise NotSupportedError(
-            f"parameter {params[0].spec.name!r} is on the meta device, which is not supported yet; "
-            "build the module on a real device"
-        )
-    return params, compute_device(where, device, device_id)
+    return ToShard(params, tied, compute_device(where, device, device_id))
 
 
-def take_states_of_first_rank(
+def shard_modules(
     modules: Sequence[nn.Module], params: Sequence[ParamSites], plan: Plan
-) -> None:
-    """Give ``params`` and the modules' buffers the values they have on the first rank. Collective.
+) -> ManagedUnit:
+    """Make one unit of ``params`` and let the forwards of ``modules`` drive it."""
+    unit = Unit(type(modules[0]).__name__, params, plan)
+    for module in modules:
+        module.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+    return ManagedUnit(unit, modules, plan.reshard_after_forward, Runtime.adopt)
 
-    One tensor at a time, so that a device holds one full parameter, not the model.
-    """
-    buffers = {buffer for module in modules for buffer in module.buffers()}
-    for tensor in [*(each.param.detach() for each in params), *buffers]:
-        sent = tensor.to(plan.device, copy=True, memory_format=torch.contiguous_format)
-        plan.ranks.broadcast(sent)
-        tensor.copy_(sent)
+
+def _after_loading(module: nn.Module, _incompatible: object) -> None:
+    managed = managed_unit_of(module)
+    if managed is not None:
+        take_over(managed.unit)
+
+
+def take_over_below(module: nn.Module) -> None:
+    """Let the units of ``module`` and below adopt what modules show. See `take_over`."""
+    for managed in managed_units(module):
+        take_over(managed.unit)
+
+
+def managed_units(module: nn.Module, *, recurse: bool = True) -> Iterator[ManagedUnit]:
+    """The units whose modules are ``module`` (``recurse``: and those below), each once."""
+    seen: set[ManagedUnit] = set()
+    for each in module.modules() if recurse else (module,):
+        managed = managed_unit_of(each)
+        if managed is not None and managed not in seen:
+            seen.add(managed)
+            yield managed
 
 
 def require_gradient_sync(module: nn.Module, required: bool, *, recurse: bool = True) -> None:
     """Say if the units of ``module`` (``recurse``: and below) are reduced after backward."""
-    for each in module.modules() if recurse else (module,):
-        managed = managed_unit_of(each)
-        if managed is not None:
-            managed.requires_gradient_sync = required
+    for managed in managed_units(module, recurse=recurse):
+        managed.requires_gradient_sync = required
 
 
 def set_prefetch(module: nn.Module, forward: int = 1, backward: int = 1) -> None:
@@ -97,8 +107,8 @@ def set_prefetch(module: nn.Module, forward: int = 1, backward: int = 1) -> None
     ``forward`` and ``backward`` count units beyond the one in use: 0 gathers each when it is
     needed. Every unit more costs the memory of one full unit. All ranks must choose the same.
     """
-    prefetch = Prefetch(forward, backward)
     runtime = runtime_of(module)
     if not runtime.idle:
         raise UsageError("prefetch can only be changed between steps, not in the middle of one")
-    runtime.set_prefetch(prefetch)
+    reduces = runtime.prefetch.reduces_in_flight
+    runtime.set_prefetch(Prefetch(forward, backward, reduces))

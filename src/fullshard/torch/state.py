@@ -75,16 +75,16 @@ def tracing(model: nn.Module) -> Iterator[Trace]:
 
     Begin and end it between steps. On CUDA, times are those of the compute stream.
     """
-    runtime = runtime_of(model)
-    if runtime.recorder is not None:
+    execution = runtime_of(model).execution
+    if execution.recorder is not None:
         raise UsageError("this model is being traced already")
     trace = Trace()
-    device = next(iter(runtime.units)).unit.device
-    runtime.recorder = recorder = TraceRecorder(device)
+    device = next(iter(execution.units)).unit.device
+    execution.recorder = recorder = TraceRecorder(device)
     try:
         yield trace
     finally:
-        runtime.recorder = None
+        execution.recorder = None
         recorder.fill(trace)
 
 
@@ -103,7 +103,7 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     for name, tensor in entries.items():
         if tensor.dtype not in _SAFETENSORS_NAMES:
             raise ConfigurationError(f"{name!r} is {tensor.dtype}, which safetensors cannot hold")
-    ranks = next(runtime_of(model).units).unit.ranks
+    ranks = next(runtime_of(model).execution.units).unit.ranks
     target = Path(path)
     failure: OSError | None = None
     writer: _Writer | None = None

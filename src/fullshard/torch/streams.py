@@ -1,17 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time on a device: CUDA events in the stream's own time, or the host's clock on a CPU.
+"""Order and time on a device: CUDA streams and events, or nothing and the host's clock on a CPU.
 
-The engine needs no streams of its own for now: a collective issued with ``async_op=True`` runs on
-the communicator's stream behind what the compute stream has been given so far, ``wait()`` puts the
-compute stream behind the collective, and all buffers are allocated and released on the compute
-stream. So nothing outlives its owner, and no buffer needs ``record_stream``.
+A collective issued with ``async_op=True`` runs on the communicator's stream behind what the current
+stream has been given so far, and ``wait()`` puts the current stream behind the collective. Buffers
+are allocated and released on the compute stream. So nothing outlives its owner, and no buffer needs
+``record_stream``. The engine's own streams are for copies between host and device.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-__all__ = ["DeviceClock"]
+__all__ = ["CopyStream", "DeviceClock"]
+
+
+class CopyStream:
+    """A stream for copies in one direction, beside the compute stream; on a CPU, no stream."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+        self._last: torch.cuda.Event | None = None
+
+    @contextmanager
+    def behind_compute(self) -> Iterator[None]:
+        """What is issued within runs when the compute stream has got here, and beside it then."""
+        if self._device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+        self._last = self._stream.record_event()
+
+    def join(self) -> None:
+        """Put the compute stream behind what was issued last."""
+        if self._last is not None:
+            self._last.wait(torch.cuda.current_stream(self._device))
+            self._last = None
+
+    def synchronize(self) -> None:
+        """Hold up the host until all that was issued is done."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class DeviceClock:

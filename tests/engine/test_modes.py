@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every option by both doors on 2, 3 and 4 ranks, each equal to one process that has no shards."""
+
+from functools import cache
+
+import pytest
+import torch
+from support.models import GPT, loss_of, make_batches, seeded
+from torch import nn
+
+from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.torch import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    set_prefetch,
+    summon_full_params,
+)
+from fullshard.torch.local_world import LocalWorld
+
+STEPS = 4
+WORLDS = (2, 3, 4)
+
+
+def build(tied=False, dtype=torch.float64):
+    return seeded(lambda: GPT(width=12, blocks=3, tied=tied)).to(dtype)
+
+
+def hybrid(comm):
+    """(ranks that share slices, ranks that hold equal ones): 2 x 2, or all replicas."""
+    inner = 2 if comm.size == 4 else 1
+    first = comm.rank // inner * inner
+    within = comm.subgroup(range(first, first + inner))
+    across = comm.subgroup(range(comm.rank % inner, comm.size, inner))
+    return within, across
+
+
+def wrapper(comm, model, where=None, **options):
+    policy = {type(model.blocks[0])}
+    return FullyShardedDataParallel(
+        model,
+        where or comm,
+        auto_wrap_policy=lambda module, recurse, **_: recurse or type(module) in policy,
+        **options,
+    )
+
+
+def function(comm, model, where=None, embed=False, **options):
+    if embed:
+        fully_shard(model.embed, mesh=where or comm, **options)
+    for block in model.blocks:
+        fully_shard(block, mesh=where or comm, **options)
+    if embed:
+        fully_shard(model.head, mesh=where or comm, **options)
+    return fully_shard(model, mesh=where or comm, **options)
+
+
+def train(model, rank, size, each_step=lambda model, number, backward: backward()):
+    """Losses and parameters after some steps; ``each_step`` runs the backward its own way."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for number, (inputs, targets) in enumerate(make_batches("gpt", STEPS, 2 * size)):
+        part = slice(2 * rank, 2 * rank + 2)
+
+        def backward(scale=1.0, inputs=inputs[part], targets=targets[part]):
+            loss = loss_of(model(inputs), targets)
+            (loss * scale).backward()
+            losses.append(loss.item())
+
+        each_step(model, number, backward)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@cache
+def plain(world, tied=False):
+    model = build(tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for inputs, targets in make_batches("gpt", STEPS, 2 * world):
+        loss_of(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def check(shard, worlds=WORLDS, *, tied=False, each_step=None):
+    for world in worlds:
+        expected = plain(world, tied)
+
+        def body(comm):
+            model = shard(comm, build(tied))
+            train(model, comm.rank, comm.size, *([each_step] if each_step else []))
+            return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+
+        for found in LocalWorld(world).run(body):
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
+
+
+STRATEGY = ShardingStrategy
+
+OPTIONS = {
+    "hybrid wrapper": lambda c, m: wrapper(
+        c, m, hybrid(c), sharding_strategy=STRATEGY.HYBRID_SHARD
+    ),
+    "hybrid zero2 wrapper": lambda c, m: wrapper(
+        c, m, hybrid(c), sharding_strategy=STRATEGY._HYBRID_SHARD_ZERO2
+    ),
+    "hybrid function": lambda c, m: function(c, m, hybrid(c)),
+    "offload params wrapper": lambda c, m: wrapper(
+        c, m, cpu_offload=CPUOffload(offload_params=True)
+    ),
+    "offload optimizer wrapper": lambda c, m: wrapper(
+        c, m, cpu_offload=CPUOffload(offload_optimizer=True)
+    ),
+    "offload no_shard": lambda c, m: wrapper(
+        c,
+        m,
+        cpu_offload=CPUOffload(offload_params=True),
+        sharding_strategy=STRATEGY.NO_SHARD,
+    ),
+    "offload function": lambda c, m: function(c, m, offload_policy=CPUOffloadPolicy()),
+    "offload function unpinned": lambda c, m: function(
+        c, m, offload_policy=CPUOffloadPolicy(pin_memory=False)
+    ),
+    "forward_prefetch": lambda c, m: wrapper(c, m, forward_prefetch=True),
+    "backward_prefetch none": lambda c, m: wrapper(c, m, backward_prefetch=None),
+    "reshard False": lambda c, m: function(c, m, reshard_after_forward=False),
+    "reshard 1": lambda c, m: function(c, m, reshard_after_forward=1),
+    "reshard all": lambda c, m: function(c, m, reshard_after_forward=c.size),
+    "fp64 policy": lambda c, m: function(
+        c, m, mp_policy=MixedPrecisionPolicy(torch.float64, torch.float64, torch.float64)
+    ),
+    "fp64 precision": lambda c, m: wrapper(
+        c, m, mixed_precision=MixedPrecision(torch.float64, torch.float64, torch.float64)
+    ),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option(option):
+    check(OPTIONS[option])
+
+
+def test_reshard_to_a_smaller_group():
+    check(lambda c, m: function(c, m, reshard_after_forward=2), worlds=(4,))
+    check(lambda c, m: function(c, m, reshard_after_forward=3), worlds=(6,))
+
+
+def test_reshard_to_a_group_that_does_not_divide_is_refused():
+    def body(comm):
+        with pytest.raises(ConfigurationError, match="reshard_after_forward=2 must divide the 3"):
+            fully_shard(nn.Linear(2, 2), mesh=comm, reshard_after_forward=2)
+
+    LocalWorld(3).run(body)
+
+
+@pytest.mark.parametrize("door", [wrapper, function, lambda c, m: function(c, m, embed=True)])
+def test_tied_embeddings(door):
+    check(door, worlds=(2, 3, 5), tied=True)
+
+
+# ---- gradient accumulation and its kin ----------------------------------------------------------
+
+
+def halves_without_communication(model, number, backward):
+    model.set_requires_gradient_sync(False)
+    backward(0.5)
+    model.set_requires_gradient_sync(True)
+    backward(0.5)
+
+
+def halves_each_reduced(model, number, backward):
+    backward(0.5)
+    backward(0.5)
+
+
+def halves_overlapping(model, number, backward):
+    model.set_is_last_backward(False)
+    backward(0.5)
+    model.set_is_last_backward(True)
+    backward(0.5)
+
+
+def halves_kept_full(model, number, backward):
+    model.set_reshard_after_backward(False)
+    backward(0.5)
+    backward(0.5)
+
+
+def halves_within_the_group(model, number, backward):
+    model.set_requires_all_reduce(False)
+    backward(0.5)
+    assert all(p.grad is None for p in model.parameters())
+    model.set_requires_all_reduce(True)
+    backward(0.5)
+
+
+@pytest.mark.parametrize(
+    "each_step",
+    [
+        halves_without_communication,
+        halves_each_reduced,
+        halves_overlapping,
+        halves_kept_full,
+    ],
+    ids=lambda step: step.__name__,
+)
+def test_accumulation(each_step):
+    check(function, each_step=each_step)
+    check(lambda c, m: function(c, m, hybrid(c)), worlds=(4,), each_step=each_step)
+
+
+def test_accumulation_within_the_group():
+    check(
+        lambda c, m: function(c, m, hybrid(c)),
+        worlds=(4, 2),
+        each_step=halves_within_the_group,
+    )
+
+
+def by_hand(model, number, backward):
+    for block in model.blocks:
+        block.unshard()
+    assert model.blocks[0].mlp[0].weight.sum().isfinite()
+    model.blocks[1].reshard()
+    handle = model.unshard(async_op=True)
+    handle.wait()
+    backward()
+
+
+def twice_the_gradient(model, number, backward):
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(2 * model_ranks(model))
+    backward(2.0)
+
+
+def model_ranks(model):
+    return next(iter(model.parameters())).ownership.comm.size
+
+
+def look_in_between(model, number, backward):
+    with summon_full_params(model):
+        assert not hasattr(model.blocks[0].mlp[0].weight, "span")
+    backward()
+    with summon_full_params(model, with_grads=True):
+        for param in model.parameters():
+            param.grad.mul_(3)
+    with summon_full_params(model, with_grads=True, offload_to_cpu=True):
+        for param in model.parameters():
+            param.grad.div_(3)
+
+
+@pytest.mark.parametrize(
+    "each_step", [by_hand, twice_the_gradient, look_in_between], ids=lambda step: step.__name__
+)
+def test_by_hand(each_step):
+    check(function, each_step=each_step)
+
+
+def with_lists(comm, model):
+    function(comm, model)
+    first, second, third = model.blocks
+    model.set_modules_to_forward_prefetch([first, second])
+    first.set_modules_to_forward_prefetch([])
+    third.set_modules_to_backward_prefetch([second, first])
+    return model
+
+
+def without_gather_in_backward(comm, model):
+    fully_shard(model.embed, mesh=comm)
+    model.embed.set_unshard_in_backward(False)
+    return function(comm, model)
+
+
+def with_methods(comm, model):
+    function(comm, model)
+    model.set_reduce_scatter_max_input_buffers(3)
+    model.set_reduce_scatter_unused_params(True)
+    model.set_separate_reduce_scatter_group()
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    for block in model.blocks:
+        block.set_all_reduce_hook(lambda reduced: reduced.mul_(1.0))
+        block.set_custom_all_gather(
+            lambda output_tensor, input_tensor, group, async_op: group.all_gather(
+                [(output_tensor, input_tensor)]
+            )
+        )
+        block.set_custom_reduce_scatter(
+            lambda output_tensor, input_tensor, group, op, async_op: group.reduce_scatter(
+                [(output_tensor, input_tensor)]
+            )
+        )
+    return model
+
+
+def with_hook(comm, model):
+    wrapped = wrapper(comm, model)
+
+    def hook(state, full, shard):
+        state.reduce_scatter([(shard, full)]).wait()
+        shard.div_(state.size)
+
+    wrapped.register_comm_hook(comm.duplicate(), hook)
+    return wrapped
+
+
+def replicated_with_hook(comm, model):
+    wrapped = wrapper(comm, model, sharding_strategy=STRATEGY.NO_SHARD)
+
+    def hook(state, full):
+        state.all_reduce([full]).wait()
+        full.div_(state.size)
+
+    wrapped.register_comm_hook(comm.duplicate(), hook)
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [with_lists, without_gather_in_backward, with_methods, with_hook, replicated_with_hook],
+    ids=lambda shard: shard.__name__,
+)
+def test_setters(shard):
+    check(shard)
+
+
+def test_prefetch_of_nothing_is_equal_too():
+    def shard(comm, model):
+        function(comm, model)
+        set_prefetch(model, 0, 0)
+        return model
+
+    check(shard)
+
+
+# ---- requires_grad changed between steps --------------------------------------------------------
+
+
+def freeze_and_thaw(model, number):
+    """Half of the model is frozen when it is sharded; then this, step by step."""
+    if number == 1:
+        model.blocks[0].requires_grad_(True)
+    if number == 2:
+        model.blocks[1].mlp.requires_grad_(False)
+        model.head.requires_grad_(True)
+    if number == 3:
+        model.blocks[1].mlp.requires_grad_(True)
+
+
+@pytest.mark.parametrize("door", [wrapper, function])
+def test_requires_grad_changed_between_steps(door):
+    def half_frozen():
+        model = build()
+        model.blocks[0].requires_grad_(False)
+        model.head.requires_grad_(False)
+        return model
+
+    def train_some(model, rank, size):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for number, (inputs, targets) in enumerate(make_batches("gpt", STEPS, 2 * size)):
+            freeze_and_thaw(model, number)
+            part = slice(2 * rank, 2 * rank + 2) if rank is not None else slice(None)
+            loss_of(model(inputs[part]), targets[part]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for world in WORLDS:
+        expected = half_frozen()
+        train_some(expected, None, world)
+
+        def body(comm):
+            model = door(comm, half_frozen())
+            train_some(model, comm.rank, comm.size)
+            assert not any(p.grad is not None for p in model.parameters())
+            return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+
+        for found in LocalWorld(world).run(body):
+            for name, param in expected.named_parameters():
+                torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-9)
+
+
+def test_requires_grad_is_not_changed_while_gradients_are_held_back():
+    def body(comm):
+        model = function(comm, build())
+        inputs, targets = make_batches("gpt", 1, 2)[0]
+        model.set_requires_gradient_sync(False)
+        loss_of(model(inputs), targets).backward()
+        model.head.requires_grad_(False)
+        with pytest.raises(UsageError, match="requires_grad was changed while gradients"):
+            model(inputs)
+
+    LocalWorld(2).run(body)

@@ -8,8 +8,16 @@ import pytest
 import torch
 from support.random_models import WIDTH, build
 
-from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard, set_prefetch
+from fullshard.torch import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+    set_prefetch,
+)
 from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.shard_modules import require_gradient_sync
 
 STEPS = 3
 SAMPLES = 24  # divides by every world size times micro-batches
@@ -24,6 +32,8 @@ def train(model, seed, rank, size, micro_batches, hold_back):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     share = SAMPLES // size // micro_batches
     for step in range(STEPS):
+        if seed % 4 == 1:
+            change_some(model, random.Random(seed + step))
         mine = batch(seed, step)[rank * SAMPLES // size :][: SAMPLES // size]
         for number in range(micro_batches):
             hold_back(number < micro_batches - 1)
@@ -35,51 +45,63 @@ def train(model, seed, rank, size, micro_batches, hold_back):
         optimizer.zero_grad()
 
 
+def change_some(model, choose):
+    """Freeze some parameters and thaw others."""
+    for _, param in sorted(model.named_parameters()):
+        if choose.random() < 0.2:
+            param.requires_grad_(not param.requires_grad)
+
+
 def shard(model, units, comm, choose):
-    """One of the doors, with options from ``choose``; returns what holds gradients back."""
-    strategy = choose.choice(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+    """One of the doors, with options from ``choose``."""
+    strategy = choose.choice(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID"])
+    where = comm
+    if strategy == "HYBRID":
+        inner = choose.choice([n for n in range(1, comm.size + 1) if comm.size % n == 0])
+        first = comm.rank // inner * inner
+        across = range(comm.rank % inner, comm.size, inner)
+        where = (comm.subgroup(range(first, first + inner)), comm.subgroup(across))
+    offload = choose.random() < 0.2
     if choose.random() < 0.5 and strategy != "NO_SHARD":
+        options = (
+            {"mesh": where, "offload_policy": CPUOffloadPolicy()} if offload else {"mesh": where}
+        )
+        slices = where[0].size if strategy == "HYBRID" else comm.size
+        reshard = [True, True, False, *(n for n in range(1, slices + 1) if slices % n == 0)]
         for name in sorted(units, key=lambda name: -name.count(".")):
-            fully_shard(
-                model.get_submodule(name), mesh=comm, reshard_after_forward=choose.random() < 0.7
-            )
-        wrapped = fully_shard(model, mesh=comm)
+            module = model.get_submodule(name)
+            fully_shard(module, reshard_after_forward=choose.choice(reshard), **options)
+        wrapped = fully_shard(model, **options)
     else:
         chosen = {model.get_submodule(name) for name in units}
+        strategy = "HYBRID_SHARD" if strategy == "HYBRID" else strategy
         wrapped = FullyShardedDataParallel(
             model,
-            comm,
+            where,
             ShardingStrategy[strategy],
+            CPUOffload(offload, choose.random() < 0.2),
             auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in chosen,
         )
-        wrapped.set_requires_gradient_sync = lambda sync: [
-            setattr(m.__dict__["_fullshard_unit"], "requires_gradient_sync", sync)
-            for m in FullyShardedDataParallel.fsdp_modules(wrapped)
-        ]
+        wrapped.set_requires_gradient_sync = lambda sync: require_gradient_sync(wrapped, sync)
     set_prefetch(wrapped, choose.randrange(3), choose.randrange(3))
     return wrapped
 
 
-def may_tie(seed):
-    """Ties across units are for the door that sees all units at once."""
-    choose = random.Random(seed + 1)
-    strategy = choose.choice(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-    return not (choose.random() < 0.5 and strategy != "NO_SHARD")
-
-
 @pytest.mark.parametrize("seed", range(200))
 def test_random_model(seed):
-    ties = may_tie(seed)
-    plain, _ = build(seed, ties=ties)
+    plain, _ = build(seed)
     state = {name: value.clone() for name, value in plain.state_dict().items()}
     micro_batches = 1 + seed % 3 % 2
-    train(plain, seed, 0, 1, micro_batches, lambda _: None)
+    try:
+        train(plain, seed, 0, 1, micro_batches, lambda _: None)
+    except RuntimeError as error:
+        pytest.skip(f"torch itself refuses this model: {error}")
     building = threading.Lock()
     world = 1 + seed % 4
 
     def body(comm):
         with building:
-            model, units = build(seed, ties=ties)
+            model, units = build(seed)
         model.load_state_dict(state)
         model = shard(model, units, comm, random.Random(seed + 1))
         train(
@@ -94,4 +116,4 @@ def test_random_model(seed):
 
     for found in LocalWorld(world, eager=seed % 5 == 0).run(body):
         for name, param in plain.named_parameters():
-            torch.testing.assert_close(found[name], param.detach(), rtol=2e-5, atol=2e-6)
+            torch.testing.assert_close(found[name], param.detach(), rtol=1e-4, atol=1e-5)

@@ -11,6 +11,7 @@ from support.models import CASES, loss_of, make, make_batches
 from support.stack import WIDTH, Stack, shard_stack, step
 from support.training import shard
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.torch import FullyShardedDataParallel, fully_shard, set_prefetch, tracing
@@ -667,3 +668,113 @@ def test_a_sharded_child_used_alone_joins_a_larger_model_later():
 
     expected = {"(root)", *(f"1.blocks.{i}" for i in range(4))}
     assert LocalWorld(2).run(body) == [expected] * 2
+
+
+class TiedThroughFrozen(nn.Module):
+    """A path from the loss to a tied weight leads through a unit's frozen scale."""
+
+    class Inner(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+            self.scale = nn.Parameter(torch.full((5,), 2.0), requires_grad=False)
+            self.bias = nn.Parameter(torch.zeros(5))
+
+        def forward(self, x):
+            return (x @ self.weight) * self.scale + self.bias
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(5))
+        self.inner = TiedThroughFrozen.Inner(self.weight)
+
+    def forward(self, x):
+        return self.inner(torch.ones_like(x)) + x @ self.weight
+
+
+def test_a_unit_stays_full_while_a_tied_parameter_is_reached_through_it():
+    def body(comm):
+        model = TiedThroughFrozen()
+        fully_shard(model.inner, mesh=comm)
+        model = fully_shard(model, mesh=comm)
+        model(torch.ones(2, 5)).sum().backward()
+        return model.weight.grad.full_tensor()
+
+    for grad in LocalWorld(2).run(body):
+        assert torch.equal(grad, torch.full((5, 5), 6.0))
+
+
+def test_an_output_that_is_an_input_recomputed():
+    """Reentrant checkpointing returns a view of what was passed through; it is the unit's output."""
+
+    class Passes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(5))
+
+        def forward(self, x):
+            return checkpoint(lambda y: y, x * self.scale, use_reentrant=True)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(5))
+            self.inner = Passes()
+
+        def forward(self, x):
+            return checkpoint(self.part, x, use_reentrant=False)
+
+        def part(self, x):
+            return self.inner(x + self.bias)
+
+    def body(comm):
+        model = Outer()
+        fully_shard(model.inner, mesh=comm)
+        model = fully_shard(model, mesh=comm)
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(2, 5)).sum().backward()
+        return model.bias.grad.full_tensor().tolist()
+
+    assert LocalWorld(2).run(body) == [[2.0] * 5] * 2
+
+
+def test_units_that_share_an_input_are_freed_one_by_one():
+    """A decoder's layers all read the encoder's output, whose gradient is complete at the end."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, memory, extra=None):
+            assert extra["again"] is memory
+            return torch.tanh(self.mix(x + memory))
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encode = nn.Linear(WIDTH, WIDTH)
+            self.layers = nn.ModuleList(Layer() for _ in range(8))
+
+        def forward(self, x):
+            memory = self.encode(x)
+            for layer in self.layers:
+                x = layer(x, memory, extra={"again": memory})
+            return x
+
+    def body(comm):
+        model = Decoder()
+        for layer in model.layers:
+            fully_shard(layer, mesh=comm)
+        model = fully_shard(model, mesh=comm)
+        set_prefetch(model, 0, 0)
+        for _ in range(2):
+            model.zero_grad()
+            with tracing(model) as trace:
+                model(torch.ones(2, WIDTH)).sum().backward()
+        one = managed_unit_of(model.layers[0]).unit.layout.full_bytes
+        return max(record.live_bytes for record in trace.records) / one
+
+    for units in LocalWorld(2, eager=True).run(body):
+        assert units <= 4  # the root's one kept, one full, its gradients, what a reduce awaits

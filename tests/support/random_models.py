@@ -95,16 +95,15 @@ CALLS = [run] * 4 + [
 ]
 
 
-def build(seed, *, ties):
+def build(seed):
     """The model of ``seed`` and the names of the modules that are to be units."""
     choose = random.Random(seed)
     torch.manual_seed(seed)
     model = Node(choose, depth=3)
     nodes = [module for module in model.modules() if isinstance(module, Node)]
-    if ties:
-        for first, second in zip(nodes, choose.sample(nodes, len(nodes)), strict=True):
-            shared = set(first.kinds) & set(second.kinds)
-            for kind in shared if choose.random() < 0.2 else ():
+    for first, second in zip(nodes, choose.sample(nodes, len(nodes)), strict=True):
+        for kind in first.kinds if choose.random() < 0.2 else ():
+            if kind in second.kinds:
                 setattr(second, kind, getattr(first, kind))
     units = {name for name, m in model.named_modules() if isinstance(m, Node) and name}
     return model, {name for name in sorted(units) if choose.random() < 0.6}

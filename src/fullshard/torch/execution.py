@@ -92,8 +92,8 @@ class Execution:
         return self._active.recorded > _MOST_EVENTS * len(self._references)
 
     def is_stale(self) -> bool:
-        """True if something is gathered whose shard has changed since."""
-        return any(managed.unit.stale for managed in self.units)
+        """True if shards, or who is trained, have changed since this step began."""
+        return any(m.unit.stale or m.unit.shards.toggled for m in self.units)
 
     def finish_step(self) -> None:
         """Free what is full, await what is under way."""

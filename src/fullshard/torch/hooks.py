@@ -77,6 +77,13 @@ class Call:
         self.begun = False
         self.watched = 0  # inputs that need gradients
         self._to_come = 0
+        self._first_node = torch._C._autograd._get_sequence_nr()
+        self._over_in = -1  # the backward (autograd's graph task) that has been over already
+
+    def end(self) -> None:
+        """Backward has left this call."""
+        self.begun = False
+        self._over_in = torch._C._current_graph_task_id()
 
     def watch_inputs(self, tensors: Sequence[Tensor]) -> None:
         """Hear when the gradients of ``tensors``, inputs of the unit, are there."""
@@ -98,16 +105,19 @@ class Call:
         for tensor in tensors:
             # One unit's output is the next one's input. Hooks of a tensor run before those of the
             # node that made it, so that the next unit is over before this one begins.
-            # An in-place change of a view puts other nodes in the place of the view's own.
-            base = tensor._base if tensor._is_view() else tensor
-            node = tensor.grad_fn if base is None else base.grad_fn
+            node = tensor.grad_fn
             if node is None:
                 tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
-            else:
-                node.register_prehook(self._on_output_gradient)
+                continue
+            node.register_prehook(self._on_output_gradient)
+            # An in-place change of a view puts other nodes in the place of the view's own. A base
+            # from before the call is an input, whose gradient comes when the call is over.
+            base = tensor._base.grad_fn if tensor._is_view() else None  # type: ignore[union-attr]
+            if base is not None and base is not node and base._sequence_nr() >= self._first_node:
+                base.register_prehook(self._on_output_gradient)
 
     def _on_output_gradient(self, _grads: object) -> None:
-        if not self.begun:
+        if not self.begun and torch._C._current_graph_task_id() != self._over_in:
             self.begin()
 
     def begin(self) -> None:
@@ -122,7 +132,7 @@ class Call:
     def _on_input_gradient(self, _grad: object) -> None:
         self._to_come -= 1
         if self.begun and self._to_come == 0:
-            self.begun = False
+            self.end()
             self.managed.the_runtime.inputs_are_done(self)
 
 

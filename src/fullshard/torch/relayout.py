@@ -25,14 +25,14 @@ def follow_requires_grad(unit: Unit) -> bool:
     was sharded gets into a segment, and so a full gradient buffer, with others like it; the spans
     of those that were trained before stay what they are, and so does their optimizer state.
     """
-    now = [param.requires_grad for param in unit.sharded]
-    if now == unit.shards.seen_trainable:
+    if not unit.shards.toggled:
         return False
     if unit.state is UnitState.GRADS:
         raise UsageError(
             f"unit {unit.name!r}: requires_grad was changed while gradients are being accumulated "
             "without communication; change it between optimizer steps"
         )
+    now = [param.requires_grad for param in unit.sharded]
     unit.shards.seen_trainable = now
     thawed = {
         each.spec.name

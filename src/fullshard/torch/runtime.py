@@ -9,7 +9,7 @@ gathered and reduced with zeros like everybody else does; so are unused units in
 that unit's backward ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -71,10 +71,11 @@ class Runtime:
             managed.unit.rename(path)
         runtime = cls(list(found), prefetch)
         runtime.unresolved = _used_outside_their_unit(root)
+        owners = {id(param): managed for managed in found for param in managed.unit.sharded}
         for module in root.modules():
             managed = managed_unit_of(module)
             if managed is not None:
-                managed.ends_with_backward |= _trains_others(module)
+                managed.ends_with_backward |= _leads_to_others(module, owners)
         return runtime
 
     @property
@@ -267,7 +268,7 @@ class Runtime:
             self._pass_over(after=managed.first_begin)
         self._due.pop(managed, None)
         for call in [call for call in managed.calls if call.begun]:
-            call.begun = False
+            call.end()
             managed.calls.discard(call)
         managed.open_in_backward = False
         managed.unit.gradients.arrivals.end_backward()
@@ -299,10 +300,16 @@ def _used_outside_their_unit(root: nn.Module) -> list[str]:
     ]
 
 
-def _trains_others(module: nn.Module) -> bool:
-    """True if trainable parameters below ``module`` belong to no unit."""
+def _leads_to_others(module: nn.Module, owners: Mapping[int, ManagedUnit]) -> bool:
+    """True if a path through ``module`` may lead to parameters that no unit below it has.
+
+    These are trainable ones of no unit, and those that are tied and so belong to a unit around it.
+    """
+    below = {managed_unit_of(each) for each in module.modules()}
     return any(
-        param.requires_grad and not isinstance(param, ShardedParameter)
+        owners.get(id(param)) not in below
+        if isinstance(param, ShardedParameter)
+        else param.requires_grad
         for param in module.parameters()
     )
 

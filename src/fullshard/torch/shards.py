@@ -74,6 +74,11 @@ class Shards:
         """Grows when the shard is written to."""
         return sum(flat._version for flat in self.buffer.flats)
 
+    @property
+    def toggled(self) -> bool:
+        """True if ``requires_grad`` of a parameter is not what it was when last looked at."""
+        return [param.requires_grad for param in self.sharded] != self.seen_trainable
+
     def _find_places(self) -> Iterator[Place]:
         rank = self._plan.ranks.gather.rank
         for number, segment in enumerate(self.layout.segments):

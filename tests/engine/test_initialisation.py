@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First values: from the meta device, from the first rank, from state dicts that are assigned."""
+
+import pytest
+import torch
+from support.models import GPT, loss_of, make_batches, seeded
+from torch import nn
+
+from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.torch import FullyShardedDataParallel, ShardedParameter, fully_shard
+from fullshard.torch.local_world import LocalWorld
+
+
+def on_meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+def by_function(comm, model):
+    for block in model.blocks:
+        fully_shard(block, mesh=comm)
+    return fully_shard(model, mesh=comm)
+
+
+def one_step(model, rank, size):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, targets = make_batches("gpt", 1, 2 * size)[0]
+    part = slice(2 * rank, 2 * rank + 2) if rank is not None else slice(None)
+    loss_of(model(inputs[part]), targets[part]).backward()
+    optimizer.step()
+
+
+def values(model):
+    return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
+
+
+def expected(tied, world):
+    model = seeded(lambda: GPT(tied=tied))
+    one_step(model, None, world)
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def assert_equal(found, wanted):
+    for each in found:
+        assert each.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(each[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_meta_then_to_empty_then_values(world, tied):
+    state = seeded(lambda: GPT(tied=tied)).state_dict()
+
+    def body(comm):
+        model = by_function(comm, on_meta(lambda: GPT(tied=tied)))
+        assert all(p.is_meta for p in model.parameters())
+        model.to_empty(device="cpu")
+        assert all(type(p) is ShardedParameter and not p.is_meta for p in model.parameters())
+        model.load_state_dict(state)
+        one_step(model, comm.rank, comm.size)
+        return values(model)
+
+    assert_equal(LocalWorld(world).run(body), expected(tied, world))
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_assigned_state_dicts(meta):
+    state = seeded(GPT).state_dict()
+
+    def body(comm):
+        model = by_function(comm, on_meta(GPT) if meta else seeded(GPT, seed=5))
+        before = dict(model.named_parameters())
+        model.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
+        after = dict(model.named_parameters())
+        assert all(type(p) is ShardedParameter for p in after.values())
+        assert meta or all(after[name] is before[name] for name in before)
+        one_step(model, comm.rank, comm.size)
+        return values(model)
+
+    assert_equal(LocalWorld(2).run(body), expected(False, 2))
+
+
+def test_meta_then_initialisation_in_place_equals_one_process():
+    def initialise(model):
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    plain = seeded(GPT)
+    torch.manual_seed(3)
+    initialise(plain)
+
+    def body(comm):
+        model = by_function(comm, on_meta(GPT))
+        model.to_empty(device="cpu")
+        torch.manual_seed(3)  # one rank: nobody else draws
+        initialise(model)
+        return values(model)
+
+    found = LocalWorld(1).run(body)[0]
+    for name, param in plain.named_parameters():
+        assert torch.equal(found[name], param.detach()), name
+
+
+def test_what_nobody_initialised_is_found():
+    def body(comm):
+        model = by_function(comm, on_meta(GPT))
+        with pytest.raises(UsageError, match=r"unit .* is on the meta device still"):
+            model(torch.zeros(1, 3, dtype=torch.int64))
+        model.to_empty(device="cpu")
+        for name, param in model.named_parameters():
+            if name != "blocks.1.mlp.0.weight":
+                nn.init.ones_(param)
+        with pytest.raises(UsageError, match=r"initialised (blocks\.1\.mlp\.0\.weight|\(par)"):
+            model(torch.zeros(1, 3, dtype=torch.int64))
+
+    LocalWorld(3).run(body)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_wrapper_initialises_unit_by_unit(tied):
+    alive = []
+
+    def body(comm):
+        model = on_meta(lambda: GPT(blocks=4, tied=tied))
+
+        def initialise(module):
+            module.to_empty(device="cpu", recurse=False)
+            module.reset_parameters()
+            real = [p for p in model.parameters() if not p.is_meta]
+            alive.append(sum(p.numel() for p in real if type(p) is nn.Parameter))
+
+        wrapped = FullyShardedDataParallel(
+            model,
+            comm,
+            auto_wrap_policy=lambda module, recurse, **_: recurse or module in set(model.blocks),
+            param_init_fn=initialise,
+        )
+        one_step(wrapped, comm.rank, comm.size)
+        return wrapped.module.head.weight.full_tensor()
+
+    head, other = LocalWorld(2).run(body)
+    assert torch.isfinite(head).all()
+    assert torch.equal(head, other)
+    largest = sum(p.numel() for p in GPT().blocks[0].parameters())
+    rest = sum(p.numel() for p in GPT(blocks=0, tied=tied).parameters())
+    assert max(alive) <= max(largest, rest)
+
+
+def test_the_wrapper_calls_reset_parameters_without_a_function():
+    def body(comm):
+        model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+        wrapped = FullyShardedDataParallel(model, comm)
+        assert wrapped.module[1].running_var.tolist() == [1.0] * 3
+        return wrapped(torch.randn(4, 3)).shape
+
+    assert LocalWorld(2).run(body) == [(4, 3)] * 2
+
+
+def test_the_wrapper_finds_what_its_function_forgets():
+    def forgetful(module):
+        module.to_empty(device="cpu", recurse=False)
+
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+    def body(comm):
+        with pytest.raises(ConfigurationError, match="'weight' came from the meta device, and par"):
+            FullyShardedDataParallel(
+                on_meta(lambda: nn.Linear(2, 2)), comm, param_init_fn=forgetful
+            )
+        with pytest.raises(
+            ConfigurationError, match=r"Bare is on the meta .* reset_parameters\(\)"
+        ):
+            FullyShardedDataParallel(on_meta(Bare), comm)
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_values_of_the_first_rank_with_the_others_on_meta(world, tied):
+    def build():
+        model = GPT(tied=tied)
+        model.register_buffer("steps", torch.full((3,), 7))
+        return model
+
+    def body(comm):
+        model = seeded(build) if comm.rank == 0 else on_meta(build)
+        wrapped = FullyShardedDataParallel(
+            model,
+            comm,
+            auto_wrap_policy=lambda module, recurse, **_: recurse or module in set(model.blocks),
+            sync_module_states=True,
+        )
+        assert model.steps.tolist() == [7] * 3
+        one_step(wrapped, comm.rank, comm.size)
+        return values(wrapped)
+
+    assert_equal(LocalWorld(world).run(body), expected(tied, world))

@@ -705,7 +705,7 @@ def test_a_unit_stays_full_while_a_tied_parameter_is_reached_through_it():
 
 
 def test_an_output_that_is_an_input_recomputed():
-    """Reentrant checkpointing returns a view of what was passed through; it is the unit's output."""
+    """Reentrant checkpointing returns a view of what it passes through: the unit's output."""
 
     class Passes(nn.Module):
         def __init__(self):

@@ -28,7 +28,21 @@ from fullshard.torch.options import (
 from fullshard.torch.parameter import ShardedParameter
 from fullshard.torch.shard_modules import set_prefetch
 from fullshard.torch.state import RestingBytes, resting_bytes, save_full_weights, tracing
+from fullshard.torch.state_dict_types import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from fullshard.torch.summon import summon_full_params
+from fullshard.torch.uneven_inputs import any_rank, pad_to_longest, stop_together
 
 __all__ = [
     "BackwardPrefetch",
@@ -36,23 +50,37 @@ __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "RestingBytes",
     "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
     "ShardedParameter",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "Trace",
     "UnshardHandle",
+    "any_rank",
     "clip_grad_norm_",
     "fully_shard",
+    "pad_to_longest",
     "register_fsdp_forward_method",
     "resting_bytes",
     "save_full_weights",
     "set_prefetch",
     "share_comm_ctx",
+    "stop_together",
     "summon_full_params",
     "tracing",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
+from fullshard.torch.fsdp1_state import StateDictForms, wrappers_in
 from fullshard.torch.fsdp1_units import (
     check_unit_options,
     in_full_precision,
@@ -33,6 +34,8 @@ from fullshard.torch.plan import Plan
 from fullshard.torch.runtime import runtime_of
 from fullshard.torch.shard_modules import (
     managed_units,
+    refuse_copy,
+    refuse_pickle,
     require_gradient_sync,
     set_prefetch,
     shard_modules,
@@ -53,7 +56,7 @@ class _OptionClasses:
     MixedPrecision = MixedPrecision
 
 
-class FullyShardedDataParallel(_OptionClasses, nn.Module):
+class FullyShardedDataParallel(StateDictForms, _OptionClasses, nn.Module):
     """Wraps a module whose parameters are sharded as one unit; FSDP1's signature.
 
     With an ``auto_wrap_policy`` the submodules that it picks are wrapped too, each a unit of its
@@ -191,14 +194,6 @@ class FullyShardedDataParallel(_OptionClasses, nn.Module):
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield clean_name(name), buffer
 
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
-        """The wrapped module's state dict, with sharded entries: each rank has its spans."""
-        if args:
-            destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[:3]
-        return self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``.
 
@@ -266,11 +261,15 @@ class FullyShardedDataParallel(_OptionClasses, nn.Module):
         module: nn.Module, root_only: bool = False
     ) -> "list[FullyShardedDataParallel]":
         """The wrappers in ``module``, itself included; ``root_only``: only outermost ones."""
-        wrappers = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
-        if not root_only:
-            return wrappers
-        inner = {below for w in wrappers for below in w.modules() if below is not w}
-        return [w for w in wrappers if w not in inner]
+        return wrappers_in(module, FullyShardedDataParallel, root_only=root_only)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuse: buffers, communicators and hooks are one rank's share of something common."""
+        refuse_copy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: one rank's spans would be saved as if they were the model."""
+        refuse_pickle(self)
 
 
 def _bound_hook(

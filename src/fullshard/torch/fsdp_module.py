@@ -19,7 +19,13 @@ from fullshard.torch.comm import ProcessGroupComm
 from fullshard.torch.hooks import ManagedUnit, managed_unit_of
 from fullshard.torch.initialisation import filled_with_nan
 from fullshard.torch.runtime import runtime_of
-from fullshard.torch.shard_modules import managed_units, require_gradient_sync, take_over_below
+from fullshard.torch.shard_modules import (
+    managed_units,
+    refuse_copy,
+    refuse_pickle,
+    require_gradient_sync,
+    take_over_below,
+)
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -239,18 +245,11 @@ class FSDPModule:
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refuse: buffers, communicators and hooks are one rank's share of something common."""
-        raise UsageError(
-            f"a sharded {type(self).__name__} cannot be copied: its hooks and communicators belong "
-            "to this instance. Copy the plain module before sharding, or build a second one and "
-            "load this one's state dict"
-        )
+        refuse_copy(_module(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse: one rank's spans would be saved as if they were the model."""
-        raise UsageError(
-            f"a sharded {type(self).__name__} cannot be pickled: one rank holds a part of it. Save "
-            "fullshard.torch.save_full_weights(model, path), or its state dict"
-        )
+        refuse_pickle(_module(self))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

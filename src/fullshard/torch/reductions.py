@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms and truth values over whole parameters, of which each rank sees one span.
+"""Norms, truth values and found infs of whole parameters, of which each rank sees one span.
 
 [Note: Norms across ranks]
 A p-norm is (sum of |x|^p)^(1/p). Each rank takes the norm of its span with torch's own kernel, and
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fullshard.torch.ownership import Ownership
 
-__all__ = ["GlobalScalar", "global_norms", "global_truth"]
+__all__ = ["GlobalScalar", "global_norms", "global_truth", "unscale"]
 
 
 class GlobalScalar(torch.Tensor):
@@ -131,3 +131,20 @@ def global_truth(local: Tensor, ownership: Ownership, *, every: bool) -> Tensor:
     votes = mine.to(torch.int32).reshape(1)
     ownership.comm.all_reduce([votes], "min" if every else "max").wait()
     return votes[0].bool().as_subclass(GlobalScalar)
+
+
+def unscale(
+    parts: Sequence[tuple[Tensor, Ownership | None]], found_inf: Tensor, inv_scale: Tensor
+) -> None:
+    """Multiply gradients by ``inv_scale`` in place; ``found_inf`` becomes 1 if one is not finite.
+
+    ``parts`` are as in `global_norms`, all of one dtype and device; the other two are 0-dim and
+    float32. Collective over the communicators of the parts: ``found_inf``, with what it held
+    before, ends as its maximum over their ranks.
+    """
+    held = [tensor for tensor, _ in parts if tensor.numel()]
+    if held:
+        torch._amp_foreach_non_finite_check_and_unscale_(held, found_inf, inv_scale)
+    comms = {id(owner.comm): owner.comm for _, owner in parts if owner is not None}
+    for comm in comms.values():
+        comm.all_reduce([found_inf], "max", label="found inf").wait()

@@ -8,12 +8,14 @@ would be shard-local maths in silence, and is refused.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from fullshard.core.layout import Span
 from fullshard.torch.elementwise import (
     Args,
     Kwargs,
@@ -25,7 +27,8 @@ from fullshard.torch.elementwise import (
     owner_of,
     refused,
 )
-from fullshard.torch.reductions import global_norms, global_truth
+from fullshard.torch.ownership import Ownership
+from fullshard.torch.reductions import global_norms, global_truth, unscale
 
 __all__ = ["RULES"]
 
@@ -83,8 +86,11 @@ def _elementwise_name(name: str) -> bool:
 
 def _foreach_norm(cls: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
     given = {**dict(zip(("self", "ord", "dtype"), args, strict=False)), **kwargs}
-    parts = [(x.local, x.ownership) if type(x) is cls else (x, None) for x in given["self"]]
-    return global_norms(parts, float(given.get("ord", 2)), given.get("dtype"))
+    return global_norms(_parts(cls, given["self"]), float(given.get("ord", 2)), given.get("dtype"))
+
+
+def _parts(cls: Any, tensors: list[Any]) -> list[tuple[Tensor, Ownership | None]]:
+    return [(x.local, x.ownership) if type(x) is cls else (x, None) for x in tensors]
 
 
 def _norm(func: OpOverload) -> Rule:
@@ -114,6 +120,19 @@ def _truth(func: OpOverload) -> Rule:
 
     def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return global_truth(args[0].local, args[0].ownership, every=every)
+
+    return rule
+
+
+def _unscale(func: OpOverload) -> Rule:
+    """What `torch.amp.GradScaler` does to gradients."""
+    if func._overloadname != "default":
+        return refused(func)
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> None:
+        grads, found_inf, inv_scale = args
+        unscale(_parts(cls, grads), found_inf, inv_scale)
+        count_change(*(grad.local for grad in grads if type(grad) is cls))
 
     return rule
 
@@ -167,6 +186,23 @@ def _reshape(func: OpOverload) -> Rule:
         owner = args[0].ownership
         shape = func(torch.empty(owner.shape, device="meta"), *args[1:], **kwargs).shape
         return cls.value(args[0].local, owner if shape == owner.shape else owner.reshaped(shape))
+
+    return rule
+
+
+def _reinterpret(func: OpOverload) -> Rule:
+    """Complex numbers as pairs of real ones, and back: spans count twice or half as much."""
+    to_real = func.overloadpacket is _aten.view_as_real
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        local, owner = args[0].local, args[0].ownership
+        if to_real:
+            shape, local = (*owner.shape, 2), func(local).view(-1)
+            spans = tuple(Span(2 * span.start, 2 * span.stop) for span in owner.spans)
+        else:
+            shape, local = owner.shape[:-1], func(local.view(-1, 2))
+            spans = tuple(Span(span.start // 2, span.stop // 2) for span in owner.spans)
+        return cls.value(local, replace(owner, shape=shape, spans=spans))
 
     return rule
 
@@ -239,9 +275,11 @@ _BY_PACKET: dict[Any, Callable[[OpOverload], Rule]] = {
         (_aten.view, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze, _aten._reshape_alias),
         _reshape,
     ),
+    **dict.fromkeys((_aten.view_as_real, _aten.view_as_complex), _reinterpret),
     **dict.fromkeys((_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full), _new_plain),
     **dict.fromkeys((_aten.index_put_, _aten.index_put), _index_put),
     **dict.fromkeys((_aten.linalg_vector_norm, _aten.norm), _norm),
     **dict.fromkeys((_aten.any, _aten.all), _truth),
+    _aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
     _aten.eye: _eye,
 }

@@ -8,6 +8,7 @@ policy or the caller, and in what is left standing, a wrapper or the module with
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ from fullshard.torch.unit import Unit
 __all__ = [
     "ToShard",
     "managed_units",
+    "refuse_copy",
+    "refuse_pickle",
     "require_gradient_sync",
     "set_prefetch",
     "shard_modules",
@@ -93,6 +96,23 @@ def managed_units(module: nn.Module, *, recurse: bool = True) -> Iterator[Manage
         if managed is not None and managed not in seen:
             seen.add(managed)
             yield managed
+
+
+def refuse_copy(module: nn.Module) -> NoReturn:
+    """Raise: what makes a sharded module work cannot be copied."""
+    raise UsageError(
+        f"a sharded {type(module).__name__} cannot be copied: its hooks and communicators belong "
+        "to this instance. Copy the plain module before sharding, or build a second one and load "
+        "this one's state dict"
+    )
+
+
+def refuse_pickle(module: nn.Module) -> NoReturn:
+    """Raise: one rank's spans would be saved as if they were the model."""
+    raise UsageError(
+        f"a sharded {type(module).__name__} cannot be pickled: one rank holds a part of it. Save "
+        "fullshard.torch.save_full_weights(model, path), or its state dict"
+    )
 
 
 def require_gradient_sync(module: nn.Module, required: bool, *, recurse: bool = True) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.trace import Trace
-from fullshard.torch.modules import clean_name
+from fullshard.torch.modules import WRAPPED, clean_name
 from fullshard.torch.optim import optimizer_state_bytes
 from fullshard.torch.parameter import ShardedParameter
 from fullshard.torch.recorder import TraceRecorder
@@ -99,7 +99,7 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     Raises:
         ConfigurationError: on all ranks, if rank 0 cannot write the file.
     """
-    entries = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
+    entries = {clean_name(name): tensor for name, tensor in _sharded_entries(model).items()}
     for name, tensor in entries.items():
         if tensor.dtype not in _SAFETENSORS_NAMES:
             raise ConfigurationError(f"{name!r} is {tensor.dtype}, which safetensors cannot hold")
@@ -119,6 +119,13 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     if ranks.any(failure is not None, _device_of(entries)):
         detail = f": {failure}" if failure else "; the error is on rank 0"
         raise ConfigurationError(f"could not write the weights to {target}{detail}") from failure
+
+
+def _sharded_entries(model: nn.Module) -> dict[str, Any]:
+    # A wrapper may have been told to give whole tensors; the module inside it never does.
+    inside = model._modules.get(WRAPPED)
+    entries: dict[str, Any] = (model if inside is None else inside).state_dict()
+    return entries
 
 
 class _Writer:

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full parameters by hand, state dicts by type, methods run as forward, and what is refused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from support.models import GPT, loss_of, make_batches, seeded
+from support.stack import WIDTH, shard_stack
+from torch import nn
+
+from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.torch import (
+    CPUOffload,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedParameter,
+    ShardedStateDictConfig,
+    StateDictType,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+    summon_full_params,
+    tracing,
+)
+from fullshard.torch.hooks import managed_unit_of
+from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.unit import UnitState
+
+FSDP = FullyShardedDataParallel
+
+
+def gpt():
+    return seeded(GPT)
+
+
+def wrap(comm, **options):
+    model = gpt()
+    blocks = set(model.blocks)
+    return FSDP(
+        model,
+        comm,
+        auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks,
+        **options,
+    )
+
+
+def step(model, number=1):
+    for inputs, targets in make_batches("gpt", number, 2):
+        loss_of(model(inputs), targets).backward()
+
+
+# ---- summon_full_params -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"cpu_offload": CPUOffload(offload_params=True)},
+        {"mixed_precision": MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)},
+    ],
+    ids=str,
+)
+def test_summoned_parameters_are_those_of_the_plain_model(options):
+    plain = dict(gpt().named_parameters())
+
+    def body(comm):
+        model = wrap(comm, **options)
+        with FSDP.summon_full_params(model):
+            shown = dict(model.named_parameters())
+            assert all(type(p) is nn.Parameter for p in shown.values())
+            return {name: param.detach().clone() for name, param in shown.items()}
+
+    for found in LocalWorld(3).run(body):
+        assert found.keys() == plain.keys()
+        assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+def test_what_is_written_is_kept_if_asked():
+    def body(comm):
+        model = wrap(comm)
+        with summon_full_params(model):
+            model.module.head.weight.data.fill_(7)
+            model.module.blocks[0].module.norm1.weight = nn.Parameter(torch.full((12,), 3.0))
+        with summon_full_params(model, writeback=False):
+            model.module.norm.weight.data.fill_(9)
+        params = dict(model.named_parameters())
+        return [
+            params[name].full_tensor().unique().tolist()
+            for name in ("head.weight", "blocks.0.norm1.weight", "norm.weight")
+        ]
+
+    assert LocalWorld(3).run(body) == [[[7.0], [3.0], [1.0]]] * 3
+
+
+def test_summoning_one_unit_or_on_one_rank():
+    def body(comm):
+        model = wrap(comm)
+        with summon_full_params(model, recurse=False):
+            shallow = [type(p) is ShardedParameter for p in model.module.blocks[0].parameters()]
+            assert type(model.module.head.weight) is nn.Parameter
+        with summon_full_params(model, rank0_only=True, writeback=False, offload_to_cpu=True):
+            seen = type(model.module.head.weight) is nn.Parameter
+        with pytest.raises(ConfigurationError, match="writeback with rank0_only"):
+            summon_full_params(model, rank0_only=True).__enter__()
+        return all(shallow), seen
+
+    assert LocalWorld(2).run(body) == [(True, True), (True, False)]
+
+
+def test_gradients_are_summoned_and_written_back():
+    def body(comm):
+        model = wrap(comm)
+        step(model)
+        before = model.module.head.weight.grad.full_tensor()
+        with summon_full_params(model, with_grads=True):
+            assert torch.equal(model.module.head.weight.grad, before)
+            model.module.head.weight.grad.mul_(2)
+            model.module.norm.weight.grad = None
+            model.module.norm.bias.grad = torch.ones(12)
+        weight, norm = model.module.head.weight, model.module.norm
+        assert norm.weight.grad is None
+        assert norm.bias.grad.full_tensor().tolist() == [1.0] * 12
+        return torch.equal(weight.grad.full_tensor(), 2 * before)
+
+    assert LocalWorld(2).run(body) == [True, True]
+
+
+def test_no_forward_and_no_second_summoning_within():
+    def body(comm):
+        model = wrap(comm)
+        inputs = make_batches("gpt", 1, 2)[0][0]
+        with summon_full_params(model):
+            with pytest.raises(UsageError, match="cannot run forward within summon_full_params"):
+                model(inputs)
+            with pytest.raises(UsageError, match="summoned already"):
+                summon_full_params(model).__enter__()
+        loss = model(inputs).sum()
+        with pytest.raises(UsageError, match="in the middle of a step"):
+            summon_full_params(model).__enter__()
+        loss.backward()
+
+    LocalWorld(2).run(body)
+
+
+def test_apply_sees_full_parameters():
+    def ones(module):
+        if isinstance(module, nn.Linear):
+            assert module.weight.dim() == 2
+            assert type(module.weight) is nn.Parameter
+            nn.init.ones_(module.weight)
+
+    def body(comm):
+        model = wrap(comm).apply(ones)
+        params = dict(model.named_parameters())
+        return [
+            params[name].full_tensor().unique().tolist()
+            for name in ("blocks.1.mlp.0.weight", "head.weight")
+        ]
+
+    assert LocalWorld(2).run(body) == [[[1.0], [1.0]]] * 2
+
+
+# ---- unshard and reshard ------------------------------------------------------------------------
+
+
+def test_an_unsharded_unit_can_be_used_outside_forward():
+    def body(comm):
+        model = shard_stack(comm)
+        block = model.blocks[1]
+        handle = block.unshard(async_op=True)
+        handle.wait()
+        unit = managed_unit_of(block).unit
+        outside = nn.functional.linear(torch.ones(1, WIDTH), block[0].weight)
+        assert unit.state is UnitState.FULL
+        assert block.unshard() is None  # it is full already
+        with tracing(model) as trace:
+            model(torch.ones(1, WIDTH)).sum().backward()
+        gathered = [r.unit for r in trace.records if r.op == "gather"]
+        block.unshard()
+        block.reshard()
+        return unit.state, gathered.count("blocks.1"), type(block[0].weight), outside.shape
+
+    # the forward found it full; backward gathered it again
+    expected = (UnitState.RESTING, 1, ShardedParameter, (1, WIDTH))
+    assert [(a, b, c, tuple(d)) for a, b, c, d in LocalWorld(2).run(body)] == [expected] * 2
+
+
+def test_an_unsharded_unit_is_gathered_again_after_the_optimizer():
+    def body(comm):
+        model = fully_shard(nn.Linear(2, 2, bias=False), mesh=comm)
+        model.unshard()
+        with torch.no_grad():
+            model.weight.fill_(1.0)  # shows the full one, which nobody writes back
+        model.reshard()
+        model.unshard()
+        for param in managed_unit_of(model).unit.sharded:
+            param.detach().fill_(3.0)
+        return model(torch.ones(1, 2)).tolist()
+
+    assert LocalWorld(2).run(body) == [[[6.0, 6.0]]] * 2
+
+
+def test_a_unit_resharded_between_forward_and_backward_is_gathered_again():
+    def body(comm):
+        model = fully_shard(nn.Linear(3, 3), mesh=comm, reshard_after_forward=False)
+        loss = model(torch.ones(1, 3, requires_grad=True)).square().sum()
+        model.reshard()
+        loss.backward()
+        return model.weight.grad.full_tensor().isfinite().all().item()
+
+    assert LocalWorld(2).run(body) == [True, True]
+
+
+def test_settings_are_changed_between_steps_only():
+    def body(comm):
+        model = shard_stack(comm)
+        loss = model(torch.ones(1, WIDTH)).sum()
+        for call in (
+            lambda: model.set_reshard_after_forward(False),
+            lambda: model.set_reshard_after_backward(False),
+            lambda: model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]]),
+        ):
+            with pytest.raises(UsageError, match="can only be changed between steps"):
+                call()
+        loss.backward()
+        with pytest.raises(ConfigurationError, match="expected a module that is a unit's"):
+            model.set_modules_to_backward_prefetch([nn.Linear(1, 1)])
+        with pytest.raises(ConfigurationError, match="divided by more than 0"):
+            model.set_gradient_divide_factor(0)
+        share_comm_ctx([model, *model.blocks])
+        with pytest.raises(ConfigurationError, match="expected a module that is a unit's"):
+            share_comm_ctx([nn.Linear(1, 1)])
+
+    LocalWorld(2).run(body)
+
+
+def test_lists_say_what_is_gathered_ahead():
+    def body(comm):
+        model = shard_stack(comm)
+        first, second, *rest = model.blocks
+        first.set_modules_to_forward_prefetch(list(rest))
+        second.set_modules_to_forward_prefetch([])
+        model(torch.ones(1, WIDTH)).sum().backward()
+        with tracing(model) as trace:
+            model(torch.ones(1, WIDTH)).sum().backward()
+        return [r.unit for r in trace.records if r.op == "gather"], len(model.blocks)
+
+    gathered, blocks = LocalWorld(2).run(body)[0]
+    rest = [f"blocks.{number}" for number in range(2, blocks)]
+    at = gathered.index("blocks.0") + 1
+    assert gathered[at : at + len(rest) + 1] == [*rest, "blocks.1"]
+
+
+def test_reset_iter_state_gives_the_memory_back():
+    def body(comm):
+        model = shard_stack(comm)
+        model(torch.ones(1, WIDTH)).sum()
+        with pytest.raises(UsageError, match="for the root module"):
+            model.blocks[0].reset_iter_state()
+        assert managed_unit_of(model).unit.transient_bytes >= 0
+        model.reset_iter_state()
+        held = sum(managed_unit_of(block).unit.transient_bytes for block in model.blocks)
+        model(torch.ones(1, WIDTH)).sum().backward()
+        return held
+
+    assert LocalWorld(2).run(body) == [0, 0]
+
+
+# ---- methods run as forward ---------------------------------------------------------------------
+
+
+class Coder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+    def encode(self, x, *, scale=1.0):
+        return self.inner(x) * scale
+
+    def decode(self, x):
+        return x.sum(-1)
+
+    def fail(self):
+        raise ValueError("on purpose")
+
+
+def test_other_methods_gather_too():
+    def body(comm):
+        model = seeded(Coder)
+        expected = model.encode(torch.ones(2, 3), scale=2.0)
+        fully_shard(model, mesh=comm)
+        for name in ("encode", "fail"):
+            register_fsdp_forward_method(model, name)
+        register_fsdp_forward_method(nn.Linear(1, 1), "anything")  # no unit's: nothing happens
+        with pytest.raises(ConfigurationError, match="has no method 'nothing'"):
+            register_fsdp_forward_method(model, "nothing")
+        found = model.encode(torch.ones(2, 3), scale=2.0)
+        found.sum().backward()
+        with pytest.raises(ValueError, match="on purpose"):
+            model.fail()
+        model(torch.ones(2, 3)).sum().backward()
+        grad = model.inner.bias.grad.full_tensor().tolist()
+        return torch.equal(found, expected), grad
+
+    assert LocalWorld(2).run(body) == [(True, [6.0, 6.0, 6.0])] * 2
+
+
+# ---- state dicts --------------------------------------------------------------------------------
+
+
+def test_state_dicts_by_type():
+    plain = gpt().state_dict()
+
+    def body(comm):
+        model = wrap(comm)
+        sharded = model.state_dict()
+        config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            full = model.state_dict()
+            assert FSDP.get_state_dict_type(model).state_dict_type.name == "FULL_STATE_DICT"
+            with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+                first = model.state_dict()
+            again = model.state_dict()
+        with pytest.raises(ConfigurationError, match="expected a FullStateDictConfig, got Sharded"):
+            FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())
+        with pytest.raises(ConfigurationError, match="holds no FullyShardedDataParallel"):
+            FSDP.get_state_dict_type(nn.Linear(1, 1))
+        assert full.keys() == again.keys() == plain.keys() == sharded.keys()
+        assert all(torch.equal(full[name], plain[name]) for name in plain)
+        assert all(type(value) is ShardedParameter for value in model.state_dict().values())
+        model.load_state_dict({name: torch.ones_like(value) for name, value in full.items()})
+        assert model.module.head.weight.full_tensor().unique().tolist() == [1.0]
+        return len(first)
+
+    assert LocalWorld(2).run(body) == [len(plain), 0]
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+def test_copies_and_pickles_are_refused(door):
+    def body(comm):
+        model = wrap(comm) if door == "wrapper" else fully_shard(gpt(), mesh=comm)
+        with pytest.raises(UsageError, match="cannot be copied: its hooks and communicators"):
+            copy.deepcopy(model)
+        with pytest.raises(UsageError, match="cannot be pickled: one rank holds a part"):
+            pickle.dumps(model)
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("change", ["half", "bfloat16", "double"])
+def test_another_dtype_after_sharding_is_refused(change):
+    def body(comm):
+        model = fully_shard(gpt(), mesh=comm)
+        before = model.head.weight.full_tensor()
+        with pytest.raises(NotImplementedError, match="convert or move the model before it is"):
+            getattr(model, change)()
+        return torch.equal(model.head.weight.full_tensor(), before)
+
+    assert LocalWorld(2).run(body) == [True, True]

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaled losses: an inf or NaN that one rank alone can see is found by all, as in one process."""
+
+import inspect
+import itertools
+import math
+
+import pytest
+import torch
+from support.models import loss_of, make, make_batches
+from support.scaled_training import (
+    INIT_SCALE,
+    found_by_the_last_rank,
+    train_plain,
+    train_sharded,
+)
+from support.training import shard
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
+
+from fullshard.core.layout import Span
+from fullshard.torch import MixedPrecisionPolicy, ShardedGradScaler, fully_shard
+from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.parameter import Ownership, ShardedParameter
+
+FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+STEPS = 5
+
+
+def scaler(kind=torch.amp.GradScaler, **options):
+    return kind("cpu", init_scale=INIT_SCALE, growth_interval=2, **options)
+
+
+def held_of(param):
+    """The elements of the gradient that are here."""
+    return param.grad.local if isinstance(param.grad, ShardedParameter) else param.grad
+
+
+def spoil_last_element(bad, step_to_spoil=1):
+    """Makes the last element of the last parameter bad, which in a sharded model one rank holds."""
+
+    def spoil(step, model):
+        *_, last = model.parameters()
+        if step != step_to_spoil:
+            return
+        if isinstance(last.grad, ShardedParameter):
+            span = last.grad.span
+            if span.start <= last.numel() - 1 < span.stop:
+                last.grad.local[-1] = bad
+        else:
+            last.grad.view(-1)[-1] = bad
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("bad", "form", "max_norm"),
+    [
+        (math.inf, "for-loop", None),
+        (-math.inf, "foreach", None),
+        (math.nan, "fused", None),
+        (math.inf, "fused", 0.05),
+        (math.nan, "foreach", 0.05),
+    ],
+)
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
+def test_a_bad_element_of_one_rank_skips_the_step_on_all(kind, bad, form, max_norm):
+    how = {"spoil": spoil_last_element(bad), "max_norm": max_norm, **FORMS[form]}
+    for world in (2, 3):
+        plain = train_plain("nested", STEPS, world, scaler=scaler(), **how)
+        # bad step 1: halved; steps 2 and 3 are good: doubled
+        assert plain.scales == [INIT_SCALE * f for f in (1, 0.5, 0.5, 1, 1)]
+
+        def body(comm, how=how):
+            group = {"process_group": comm} if kind is ShardedGradScaler else {}
+            return train_sharded(comm, "nested", STEPS, scaler=scaler(kind, **group), **how)
+
+        for run in LocalWorld(world).run(body):
+            assert run.scales == plain.scales
+            for key, expected in plain.params.items():
+                torch.testing.assert_close(run.params[key], expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+def test_gloo_processes(gloo_world, door):
+    how = {"door": door, "scaler": scaler(), "spoil": spoil_nothing, "max_norm": 0.05}
+    plain = train_plain("gpt", 3, 2, scaler=scaler(), spoil=spoil_nothing, max_norm=0.05)
+    for run in gloo_world.run(2, train_sharded, "gpt", 3, **how):
+        assert run.scales == plain.scales
+        for key, expected in plain.params.items():
+            torch.testing.assert_close(run.params[key], expected, rtol=0, atol=1e-9)
+
+
+def test_empty_spans_and_plain_gradients_among_sharded_ones():
+    """Ranks 0 and 2 hold nothing of the first parameter; the second is plain and bad on rank 0."""
+
+    def body(comm, bad_rank, bad_param):
+        owner = Ownership("p", (2, 2), (Span(0, 0), Span(0, 4), Span(4, 4)), comm)
+        held = torch.ones(owner.span.numel)
+        params = [ShardedParameter.parameter(held, owner), nn.Parameter(torch.ones(3))]
+        params.append(nn.Parameter(torch.ones(2), requires_grad=False))
+        optimizer = torch.optim.SGD(params, lr=1.0)
+        scale = scaler()
+        scale.scale(torch.ones(()))
+        params[0].grad = ShardedParameter.value(torch.full_like(held, INIT_SCALE), owner)
+        params[1].grad = torch.full((3,), 2 * INIT_SCALE)
+        if comm.rank == bad_rank:
+            held_of(params[bad_param])[-1] = math.nan
+        version = params[0].grad.local._version
+        scale.unscale_(optimizer)
+        assert params[0].grad.local._version > version
+        scale.step(optimizer)
+        scale.update()
+        return scale.get_scale(), params[0].full_tensor().tolist(), params[1].tolist()
+
+    good = (INIT_SCALE, [[0.0, 0.0], [0.0, 0.0]], [-1.0] * 3)
+    skipped = (INIT_SCALE / 2, [[1.0, 1.0], [1.0, 1.0]], [1.0] * 3)
+    world = LocalWorld(3)
+    assert world.run(lambda comm: body(comm, None, 0)) == [good] * 3
+    assert world.run(lambda comm: body(comm, 1, 0)) == [skipped] * 3
+    assert world.run(lambda comm: body(comm, 0, 1)) == [skipped] * 3
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_of_two_optimizers_only_the_one_with_a_bad_gradient_skips(fused):
+    def body(comm):
+        model = shard(make("twice"), "twice", comm)
+        shared, last = list(model.shared.parameters()), list(model.last.parameters())
+        before = [p.full_tensor() for p in (*shared, *last)]
+        optimizers = [torch.optim.SGD(each, lr=0.1, fused=fused) for each in (shared, last)]
+        scale = scaler()
+        scale.scale(model(torch.ones(2, 5)).square().sum()).backward()
+        if comm.rank == 0:
+            shared[0].grad.local[0] = math.inf
+        for optimizer in optimizers:
+            scale.step(optimizer)
+        scale.update()
+        after = [p.full_tensor() for p in (*shared, *last)]
+        return scale.get_scale(), list(map(torch.equal, before, after))
+
+    assert LocalWorld(2).run(body) == [(INIT_SCALE / 2, [True, True, False, False])] * 2
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["fp16 sums", "fp32 sums"])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
+def test_fp16_training_finds_a_scale_that_fits(kind, reduce_dtype):
+    """From a scale that overflows on every rank down to one that trains, back up, and again."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=reduce_dtype)
+    names = [f"blocks.{i}" for i in range(2)]
+    data = make_batches("gpt", 1, 4)
+
+    def body(comm):
+        model = make("gpt")
+        for path in names:
+            fully_shard(model.get_submodule(path), mesh=comm, mp_policy=policy)
+        fully_shard(model, mesh=comm, mp_policy=policy)
+        group = {"process_group": comm} if kind is ShardedGradScaler else {}
+        scale = kind("cpu", init_scale=2.0**24, growth_interval=4, **group)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        ((inputs, targets),) = data
+        part = slice(2 * comm.rank, 2 * comm.rank + 2)
+        scales, losses = [], []
+        for _ in range(16):
+            loss = loss_of(model(inputs[part]).float(), targets[part])
+            scale.scale(loss).backward()
+            scale.step(optimizer)
+            scale.update()
+            optimizer.zero_grad()
+            scales.append(scale.get_scale())
+            losses.append(loss.item())
+        return scales, losses
+
+    (scales, losses), (others, _) = LocalWorld(2).run(body)
+    assert scales == others
+    changes = [after / before for before, after in itertools.pairwise(scales)]
+    assert set(changes) == {0.5, 1.0, 2.0}
+    assert losses[1] == losses[0], "the first step must have been skipped"
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_fp16_gradients_are_unscaled_by_the_sharded_scaler_only():
+    def body(comm):
+        model = fully_shard(nn.Linear(4, 4).half(), mesh=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for param in model.parameters():
+            held = torch.full_like(param.local, 64.0)
+            param.grad = ShardedParameter.value(held, param.ownership)
+        plain = torch.amp.GradScaler("cpu", init_scale=16.0)
+        plain.scale(torch.ones(()))
+        with pytest.raises(ValueError, match="FP16"):
+            plain.unscale_(optimizer)
+        mine = ShardedGradScaler("cpu", init_scale=16.0, process_group=comm)
+        mine.scale(torch.ones(()))
+        mine.unscale_(optimizer)
+        return [param.grad.full_tensor().unique().tolist() for param in model.parameters()]
+
+    assert LocalWorld(2).run(body) == [[[4.0], [4.0]]] * 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
+def test_ranks_with_parameters_of_their_own(kind, fused):
+    """Stages of a pipeline, say: only the sharded scaler keeps back those with good gradients."""
+
+    def body(comm):
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=1.0, fused=fused)
+        scale = scaler(kind, **({"process_group": comm} if kind is ShardedGradScaler else {}))
+        scale.scale(weight.sum()).backward()
+        if comm.rank == 1:
+            weight.grad[0] = math.nan
+        scale.step(optimizer)
+        scale.update()
+        return scale.get_scale(), weight.tolist()
+
+    skipped, stepped = (INIT_SCALE / 2, [1.0, 1.0]), (INIT_SCALE, [0.0, 0.0])
+    assert LocalWorld(2).run(body) == [skipped if kind is ShardedGradScaler else stepped, skipped]
+
+
+def test_the_sharded_scaler_sees_what_ranks_do_not_share(gloo_world):
+    """By default over all processes, also those that have no gradients."""
+    assert gloo_world.run(4, found_by_the_last_rank) == [(4.0, [1.0] * 3)] * 4
+
+
+def test_the_sharded_scaler_has_the_signature_of_torchs():
+    ours, theirs = (
+        inspect.signature(each).parameters for each in (ShardedGradScaler, TorchsScaler)
+    )
+    assert [(p.name, p.default) for p in ours.values()] == [
+        (p.name, p.default) for p in theirs.values()
+    ]
+
+
+def test_a_disabled_scaler_passes_everything_through():
+    scale = ShardedGradScaler("cpu", enabled=False)
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scale.scale(weight.sum()).backward()
+    scale.step(optimizer)
+    scale.update()
+    assert weight.tolist() == [0.0, 0.0]
+
+
+def spoil_nothing(step, model):
+    pass

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen beside trainable (LoRA), 4-bit storage, complex numbers, notes on parameters."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import GPT, Block, loss_of, make_batches, seeded
+from torch import nn
+
+from fullshard.torch import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    resting_bytes,
+    tracing,
+)
+from fullshard.torch.hooks import managed_unit_of
+from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.shard_modules import managed_units
+
+
+class LoRA(nn.Module):
+    """A frozen bf16 linear layer with a trained fp32 update of low rank."""
+
+    def __init__(self, base, rank=8):
+        super().__init__()
+        self.base = base.bfloat16().requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) / 10)
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x):
+        return self.base(x.bfloat16()).float() + x @ self.down.t() @ self.up.t()
+
+
+def lora_gpt(width):
+    model = GPT(width=width, blocks=2).requires_grad_(False)
+    for block in model.blocks:
+        block.attention.qkv = LoRA(block.attention.qkv)
+        block.attention.out = LoRA(block.attention.out)
+        block.mlp[0], block.mlp[2] = LoRA(block.mlp[0]), LoRA(block.mlp[2])
+    return model
+
+
+def by_function(comm, model):
+    for block in model.blocks:
+        fully_shard(block, mesh=comm)
+    return fully_shard(model, mesh=comm)
+
+
+def by_wrapper(comm, model):
+    return FullyShardedDataParallel(
+        model, comm, auto_wrap_policy=lambda module, recurse, **_: recurse or type(module) is Block
+    )
+
+
+def train(model, rank, size, steps=2):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for inputs, targets in make_batches("gpt", steps, 2 * size):
+        part = slice(2 * rank, 2 * rank + 2) if rank is not None else slice(None)
+        loss_of(model(inputs[part]), targets[part]).backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("door", [by_function, by_wrapper])
+@pytest.mark.parametrize("world", [2, 3])
+def test_lora_costs_what_its_trained_elements_cost(door, world):
+    plain = lora_gpt(384)
+    frozen_bytes = sum(p.nbytes for p in plain.parameters() if not p.requires_grad)
+    trained_numel = sum(p.numel() for p in plain.parameters() if p.requires_grad)
+
+    def body(comm):
+        model = door(comm, seeded(lambda: lora_gpt(384)))
+        optimizer = train(model, comm.rank, comm.size, steps=1)
+        steps = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        layouts = [managed.unit.layout for managed in managed_units(model)]
+        at_rest = resting_bytes(model, optimizer)
+        counters = 4 * sum(p.requires_grad for p in model.parameters())  # AdamW's step, each
+        assert at_rest.parameters_bytes == sum(layout.shard_bytes for layout in layouts)
+        assert at_rest.gradients_bytes == sum(layout.grad_shard_bytes for layout in layouts)
+        spans = sum(p.local.numel() for p in model.parameters() if p.requires_grad)
+        assert at_rest.optimizer_bytes == counters + 2 * 4 * spans
+        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
+        assert steps == trained_numel
+        return at_rest.total_bytes - counters, spans
+
+    found = LocalWorld(world).run(body)
+    expected = (frozen_bytes + 16 * trained_numel) / world
+    for total_bytes, spans in found:
+        assert total_bytes == pytest.approx(expected, rel=1e-3)
+        assert spans == pytest.approx(trained_numel / world, rel=1e-2)
+
+
+@pytest.mark.parametrize("door", [by_function, by_wrapper])
+def test_lora_equals_one_process(door):
+    expected = seeded(lambda: lora_gpt(12))
+    train(expected, None, 2)
+
+    def body(comm):
+        model = door(comm, seeded(lambda: lora_gpt(12)))
+        train(model, comm.rank, comm.size)
+        return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+    for found in LocalWorld(2).run(body):
+        for name, param in expected.named_parameters():
+            torch.testing.assert_close(found[name], param.detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_a_unit_without_trained_parameters_is_not_reduced():
+    def body(comm):
+        model = seeded(GPT)
+        model.blocks[0].requires_grad_(False)
+        by_function(comm, model)
+        with tracing(model) as trace:
+            inputs, targets = make_batches("gpt", 1, 2)[0]
+            loss_of(model(inputs), targets).backward()
+        return {r.unit for r in trace.records if r.op == "reduce"}
+
+    assert LocalWorld(2).run(body)[0] == {"blocks.1", "(root)"}
+
+
+class FourBit(nn.Module):
+    """Weights packed two to a byte, frozen; a trained adapter beside them."""
+
+    def __init__(self):
+        super().__init__()
+        codes = torch.arange(35, dtype=torch.uint8) * 7 % 251
+        self.packed = nn.Parameter(codes, requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(0.1))
+        self.adapter = nn.Parameter(torch.eye(7, 10) / 10)
+
+    def forward(self, x):
+        low, high = self.packed & 15, self.packed >> 4
+        weight = (torch.stack([low, high], 1).flatten().to(x.dtype) - 7.5) * self.scale
+        return F.linear(x, (weight.view(10, 7) + self.adapter.t()).to(x.dtype))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"offload_policy": CPUOffloadPolicy()},
+        {"mp_policy": MixedPrecisionPolicy(torch.float64)},
+    ],
+    ids=str,
+)
+def test_four_bit_storage(options):
+    plain = FourBit()
+    plain(torch.ones(2, 7)).square().mean().backward()
+    bytes_ = plain.packed.clone()
+
+    def body(comm):
+        model = fully_shard(FourBit(), mesh=comm, **options)
+        assert model.packed.dtype is torch.uint8
+        model(torch.ones(2, 7)).square().mean().backward()
+        assert torch.equal(model.packed.full_tensor(), bytes_)
+        assert model.packed.grad is None
+        return model.adapter.grad.full_tensor(), model.scale.grad.full_tensor()
+
+    for adapter, scale in LocalWorld(3).run(body):
+        torch.testing.assert_close(adapter, plain.adapter.grad)
+        torch.testing.assert_close(scale, plain.scale.grad)
+
+
+class Rotation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(3, 5, dtype=torch.complex64))
+        self.bias = nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.turn).abs() + self.bias
+
+
+@pytest.mark.parametrize("policy", [None, torch.bfloat16])
+def test_complex_parameters(policy):
+    plain = seeded(Rotation)
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
+    plain(torch.ones(2, 3)).square().mean().backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    optimizer.step()
+
+    def body(comm):
+        mp_policy = MixedPrecisionPolicy(policy, torch.float32, cast_forward_inputs=False)
+        model = fully_shard(seeded(Rotation), mesh=comm, mp_policy=mp_policy)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        model(torch.ones(2, 3)).square().mean().backward()
+        found = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return found.full_tensor(), model.turn.full_tensor(), model.bias.full_tensor()
+
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if policy else {"rtol": 1e-5, "atol": 1e-6}
+    for found, turn, bias in LocalWorld(3).run(body):
+        torch.testing.assert_close(found, norm, **tolerance)
+        torch.testing.assert_close(turn, plain.turn.detach(), **tolerance)
+        torch.testing.assert_close(bias, plain.bias.detach(), **tolerance)
+
+
+def test_what_users_note_on_parameters_stays():
+    def body(comm):
+        model = nn.Linear(3, 3)
+        model.weight.no_decay = True
+        seen = []
+        model.register_forward_hook(lambda m, a, o: seen.append(m.weight.no_decay))
+        fully_shard(model, mesh=comm)
+        model(torch.ones(1, 3))
+        return seen, model.weight.no_decay, hasattr(model.bias, "no_decay")
+
+    assert LocalWorld(2).run(body) == [([True], True, False)] * 2
+
+
+def test_an_empty_unit_is_never_gathered():
+    def body(comm):
+        model = nn.Sequential(nn.ReLU(), nn.Linear(3, 3))
+        fully_shard(model[0], mesh=comm)
+        fully_shard(model, mesh=comm)
+        with tracing(model) as trace:
+            model(torch.ones(1, 3)).sum().backward()
+        assert managed_unit_of(model[0]).unit.params == []
+        return {record.unit for record in trace.records}
+
+    assert LocalWorld(2).run(body) == [{"(root)"}] * 2

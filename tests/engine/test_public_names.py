@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever ``torch.distributed.fsdp`` offers is here, with the same parameters, or has a reason."""
+
+import dataclasses
+import enum
+import inspect
+
+import pytest
+import torch.distributed.fsdp as theirs
+
+import fullshard.torch as ours
+
+FOR_STATE_DICTS = "state dicts of optimizers come with the Scripts issue"
+LACKING = {
+    "FlatParameter": "there is none: storage is flat, parameters keep their names and dtypes",
+    "api": "a submodule of the drop-in, which comes with the Scripts issue",
+    "fully_sharded_data_parallel": "as api",
+    "wrap": "is fullshard.wrap",
+    "FullyShardedDataParallel.full_optim_state_dict": FOR_STATE_DICTS,
+    "FullyShardedDataParallel.sharded_optim_state_dict": FOR_STATE_DICTS,
+    "FullyShardedDataParallel.shard_full_optim_state_dict": FOR_STATE_DICTS,
+    "FullyShardedDataParallel.flatten_sharded_optim_state_dict": FOR_STATE_DICTS,
+    "FullyShardedDataParallel.scatter_full_optim_state_dict": FOR_STATE_DICTS,
+    "FullyShardedDataParallel.rekey_optim_state_dict": FOR_STATE_DICTS,
+    "FullyShardedDataParallel.optim_state_dict": FOR_STATE_DICTS,
+    "FullyShardedDataParallel.optim_state_dict_to_load": FOR_STATE_DICTS,
+}
+MORE = {"CPUOffload": {"offload_optimizer"}}  # parameters that ours has beyond theirs
+
+
+def public(namespace):
+    return {name: value for name, value in vars(namespace).items() if not name.startswith("_")}
+
+
+def parameters(function):
+    function = getattr(function, "__func__", function)
+    function = inspect.unwrap(function)
+    return [
+        (p.name, p.kind, p.default is not p.empty)
+        for p in inspect.signature(function).parameters.values()
+    ]
+
+
+NAMES = sorted(public(theirs))
+METHODS = [
+    f"{cls.__name__}.{name}"
+    for cls in (theirs.FullyShardedDataParallel, theirs.FSDPModule, theirs.UnshardHandle)
+    for name, value in sorted(public(cls).items())
+    if callable(getattr(cls, name)) or isinstance(value, property)
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name(name):
+    if name in LACKING:
+        assert not hasattr(ours, name)
+        return
+    assert name in ours.__all__
+    mine, other = getattr(ours, name), getattr(theirs, name)
+    if inspect.isclass(other) and issubclass(other, enum.Enum):
+        assert {each.name for each in other} <= set(mine.__members__)
+    elif dataclasses.is_dataclass(other):
+        extra = MORE.get(name, set())
+        fields = [f.name for f in dataclasses.fields(mine) if f.name not in extra]
+        assert fields == [f.name for f in dataclasses.fields(other)]
+    elif inspect.isfunction(other):
+        assert parameters(mine) == parameters(other)
+    elif name == "FullyShardedDataParallel":
+        assert parameters(mine.__init__) == parameters(other.__init__)
+    else:
+        assert inspect.isclass(mine)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_method(name):
+    cls, method = name.split(".")
+    if name in LACKING:
+        assert not hasattr(getattr(ours, cls), method)
+        return
+    mine = inspect.getattr_static(getattr(ours, cls), method)
+    other = inspect.getattr_static(getattr(theirs, cls), method)
+    assert type(mine) is type(other)
+    if not isinstance(other, property) and method not in ("named_buffers", "named_parameters"):
+        assert parameters(mine) == parameters(other)
+
+
+def test_every_reason_is_needed():
+    assert set(LACKING) <= {*NAMES, *METHODS}

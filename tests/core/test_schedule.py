@@ -19,7 +19,9 @@ def short(ops):
         OpKind.GATHER: "G",
         OpKind.AWAIT_GATHER: "g",
         OpKind.FREE: "F",
+        OpKind.SHRINK: "S",
         OpKind.REDUCE: "R",
+        OpKind.ALL_REDUCE: "A",
         OpKind.AWAIT_REDUCE: "r",
     }
     return " ".join(f"{signs[op.kind]}{op.unit}" for op in ops)
@@ -71,6 +73,54 @@ def test_without_resharding_units_stay_until_their_backward_is_over():
     assert [short(each) for each in ops] == (
         ["G1", "g1 G2", "", "g2", "", "", "", "", "F2 R2", "", "r2 F1 R1", "r1"]
     )
+
+
+def steps_of(count=3, prefetch=Prefetch(1, 1), **policy):  # noqa: B008 - frozen
+    policies = {n: UnitPolicy(**policy) for n in range(1, count + 1)} | {0: POLICIES[0]}
+    return [short(each) for each in compile_step(chain(count), policies, prefetch)]
+
+
+def test_shrunk_units_keep_a_part_from_forward_to_backward():
+    ops = steps_of(2, shrunk=True)
+    assert ops[:6] == ["G1", "g1 G2", "S1", "g2", "S2", ""]
+    assert " ".join(ops[6:]).split() == ["G2", "g2", "G1", "F2", "R2", "g1", "r2", "F1", "R1", "r1"]
+
+
+def test_what_is_shrunk_is_freed_if_no_backward_comes():
+    policies = {n: UnitPolicy(shrunk=True) for n in (1, 2)} | {0: POLICIES[0]}
+    events = [*chain(2)[:6], END]
+    assert short(compile_step(events, policies, Prefetch(0, 0))[-1]) == "F1 F2"
+
+
+def test_sums_over_replicas_run_beside_the_next_reduce():
+    ops = " ".join(steps_of(3, replicated=True)).split()
+    sums = [op for op in ops if op[0] in "RAr"]
+    assert sums == ["R3", "A3", "R2", "r3", "A2", "R1", "A1", "r2", "r1"]
+
+
+def test_parameters_may_stay_after_backward():
+    ops = " ".join(steps_of(2, reshard_after_backward=False)).split()
+    assert [op for op in ops if op[0] == "F"] == ["F1", "F2"]  # after forward only
+
+
+def test_backward_may_need_no_parameters():
+    policies = {n: UnitPolicy() for n in (2, 3)} | {0: POLICIES[0]}
+    policies[1] = UnitPolicy(unshard_in_backward=False)
+    ops = [short(each) for each in compile_step(chain(3), policies, Prefetch(1, 1))]
+    backward = " ".join(ops[8:]).split()
+    assert "G1" not in backward
+    assert "R1" in backward
+
+
+def test_lists_of_units_to_gather_ahead():
+    policies = {n: UnitPolicy() for n in (1, 2, 3)} | {0: POLICIES[0]}
+    policies[1] = UnitPolicy(prefetch_forward=(3, 2))
+    policies[2] = UnitPolicy(prefetch_forward=())
+    policies[3] = UnitPolicy(prefetch_backward=(2, 1))
+    ops = [short(each) for each in compile_step(chain(3), policies, Prefetch(1, 1))]
+    assert ops[1] == "g1 G3 G2"
+    assert ops[3] == "g2"
+    assert ops[9] == "g3 G2 G1"
 
 
 def test_replicated_units_are_only_reduced():

@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch.distributed.fsdp as theirs
+import torch.distributed.fsdp.sharded_grad_scaler  # a submodule that is there once imported
 
 import fullshard.torch as ours
 
@@ -15,6 +16,7 @@ LACKING = {
     "FlatParameter": "there is none: storage is flat, parameters keep their names and dtypes",
     "api": "a submodule of the drop-in, which comes with the Scripts issue",
     "fully_sharded_data_parallel": "as api",
+    "sharded_grad_scaler": "as api; its class is here",
     "wrap": "is fullshard.wrap",
     "FullyShardedDataParallel.full_optim_state_dict": FOR_STATE_DICTS,
     "FullyShardedDataParallel.sharded_optim_state_dict": FOR_STATE_DICTS,

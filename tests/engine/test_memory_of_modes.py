@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each mode holds and moves, in bytes counted by hand."""
+
+import pytest
+import torch
+from support.stack import LAYERS, WIDTH, Stack, shard_stack, step
+from torch import nn
+
+from fullshard.torch import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    resting_bytes,
+    tracing,
+)
+from fullshard.torch.hooks import managed_unit_of
+from fullshard.torch.local_world import LocalWorld
+
+
+def traced(model):
+    step(model)
+    model.zero_grad()
+    with tracing(model) as trace:
+        step(model)
+    return trace
+
+
+def unit_of(model):
+    return managed_unit_of(model.blocks[0]).unit
+
+
+def halves(comm):
+    """A pair: neighbours share slices, ranks two apart hold equal ones."""
+    first = comm.rank // 2 * 2
+    return comm.subgroup((first, first + 1)), comm.subgroup(range(comm.rank % 2, comm.size, 2))
+
+
+def count_sent(comm, name):
+    """Note the bytes of each call of ``comm.name``."""
+    sent, method = [], getattr(comm, name)
+
+    def counting(arguments, *rest, **more):
+        tensors = [each[1] if isinstance(each, tuple) else each for each in arguments]
+        sent.append(sum(tensor.nbytes for tensor in tensors))
+        return method(arguments, *rest, **more)
+
+    setattr(comm, name, counting)
+    return sent
+
+
+def test_hybrid_sharding_sums_slices_over_the_replicas():
+    def body(comm):
+        within, across = halves(comm)
+        summed = count_sent(across, "all_reduce")
+        model = Stack()
+        for block in model.blocks:
+            fully_shard(block, mesh=(within, across))
+        model = fully_shard(model, mesh=(within, across))
+        summed.clear()
+        trace = traced(model)
+        unit = unit_of(model)
+        return summed, unit.layout, [r.op for r in trace.records].count("all_reduce")
+
+    for summed, layout, all_reduces in LocalWorld(4).run(body):
+        assert layout.shards == 2
+        assert summed == [layout.grad_shard_bytes] * 2 * LAYERS  # two steps
+        assert all_reduces == LAYERS
+
+
+def test_a_smaller_group_gathers_in_backward_from_what_its_ranks_kept():
+    def body(comm):
+        model = shard_stack(comm, reshard_after_forward=2)
+        block = unit_of(model).ranks.block
+        from_all, from_block = count_sent(comm, "all_gather"), count_sent(block, "all_gather")
+        from_all.clear()
+        trace = traced(model)
+        layout = unit_of(model).layout
+        in_forward = [r for r in trace.records if r.op == "shrink"]
+        return from_all, from_block, layout, in_forward[-1].live_bytes
+
+    for from_all, from_block, layout, live in LocalWorld(4).run(body):
+        assert from_all == [layout.shard_bytes] * 2 * LAYERS
+        assert from_block == [layout.full_bytes // 2] * 2 * LAYERS
+        assert live == LAYERS * layout.full_bytes // 2  # each unit's part
+
+
+def test_working_shard_of_an_offloaded_optimizer():
+    def body(comm):
+        model = Stack()
+        blocks = set(model.blocks)
+        wrapped = FullyShardedDataParallel(
+            model,
+            comm,
+            cpu_offload=CPUOffload(offload_optimizer=True),
+            auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks,
+        )
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        unit = unit_of(wrapped.module)
+        seen = []
+        for _ in range(3):
+            step(wrapped, optimizer)
+            seen.append((unit._working.bytes, unit._working_version == unit.shards.version))
+            with torch.no_grad():
+                wrapped(torch.ones(2, WIDTH))
+            seen.append(unit._working_version == unit.shards.version)
+        return seen, unit.layout.shard_bytes
+
+    for seen, shard_bytes in LocalWorld(2).run(body):
+        # stale after each optimizer step, brought up to date by the next gather
+        assert seen == [(shard_bytes, False), True] * 3
+
+
+@pytest.mark.parametrize("held", ["full", "slices"])
+def test_what_accumulation_holds_between_micro_batches(held):
+    def body(comm):
+        within, across = halves(comm)
+        model = Stack()
+        for block in model.blocks:
+            fully_shard(block, mesh=(within, across), mp_policy=MixedPrecisionPolicy())
+        model = fully_shard(model, mesh=(within, across))
+        if held == "full":
+            model.set_requires_gradient_sync(False)
+        else:
+            model.set_requires_all_reduce(False)
+        step(model)
+        units = [managed_unit_of(block).unit for block in model.blocks]
+        full = sum(unit.transient_bytes for unit in units)
+        kept = sum(u.gradients._kept.bytes for u in units if u.gradients._kept is not None)
+        rest = resting_bytes(model, torch.optim.SGD(model.parameters())).gradients_bytes
+        layout = units[0].layout
+        return full, kept, rest, layout.grad_full_bytes, layout.grad_shard_bytes
+
+    for full, kept, rest, full_bytes, shard_bytes in LocalWorld(4).run(body):
+        assert rest == 0
+        expected = (LAYERS * full_bytes, 0) if held == "full" else (0, LAYERS * shard_bytes)
+        assert (full, kept) == expected
+
+
+def test_parameters_kept_after_backward_are_not_gathered_for_the_next_micro_batch():
+    def body(comm):
+        model = shard_stack(comm)
+        model.set_reshard_after_forward(False)
+        model.set_reshard_after_backward(False)
+        step(model)
+        gathered = count_sent(comm, "all_gather")
+        step(model)
+        micro_batch = len(gathered)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        step(model)
+        return micro_batch, len(gathered)
+
+    assert LocalWorld(2).run(body) == [(0, LAYERS)] * 2
+
+
+def test_frozen_after_sharding_costs_no_gradient():
+    def body(comm):
+        model = shard_stack(comm)
+        step(model)
+        model.zero_grad()
+        model.blocks[0].requires_grad_(False)
+        step(model)
+        optimizer = torch.optim.SGD(model.parameters())
+        return resting_bytes(model, optimizer).gradients_bytes, unit_of(model).layout
+
+    for gradients, layout in LocalWorld(2).run(body):
+        assert gradients == (LAYERS - 1) * layout.grad_shard_bytes
+
+
+def test_thawing_does_not_move_what_is_trained():
+    """Optimizer state is cut as its parameter is: spans of trained parameters must stay."""
+
+    def body(comm):
+        model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 5), nn.Linear(5, 3))
+        model[1].requires_grad_(False)
+        model[2].bias.requires_grad_(False)
+        fully_shard(model, mesh=comm)
+        before = {name: p.span for name, p in model.named_parameters() if p.requires_grad}
+        params = dict(model.named_parameters())
+        model[1].weight.requires_grad_(True)
+        model(torch.ones(1, 7)).sum().backward()
+        after = dict(model.named_parameters())
+        assert all(after[name] is params[name] for name in params)
+        assert all(after[name].span == span for name, span in before.items())
+        assert after["1.weight"].grad is not None
+        assert after["1.bias"].grad is None
+        layout = managed_unit_of(model).unit.layout
+        return [(s.trainable, [slot.spec.name for slot in s.slots]) for s in layout.segments]
+
+    for segments in LocalWorld(3).run(body):
+        assert segments == [
+            (True, ["0.weight", "0.bias", "2.weight"]),
+            (False, ["1.bias", "2.bias"]),
+            (True, ["1.weight"]),
+        ]

@@ -221,3 +221,83 @@ def test_an_empty_unit_is_never_gathered():
         return {record.unit for record in trace.records}
 
     assert LocalWorld(2).run(body) == [{"(root)"}] * 2
+
+
+class Halved(torch.Tensor):
+    """Rests in fp32 and travels as fp16, by FSDP2's protocol for tensor classes."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, shape, stride):
+        return Halved(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        assert func is torch.ops.aten.detach.default, func
+        return Halved(args[0].inner)
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.inner.half(),), "a note"
+
+    def fsdp_post_all_gather(self, outputs, notes, dtype, *, out=None):
+        assert notes == "a note"
+        if out is not None:
+            out.data.copy_(outputs[0])
+            return None
+        made = outputs[0].to(dtype)
+        return made, (made,)
+
+
+class WithHalved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(Halved(torch.randn(5, 7)))
+        self.bias = nn.Parameter(torch.randn(5))
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_classes_that_decide_what_travels(frozen):
+    plain = seeded(WithHalved)
+    inner = plain.weight.inner
+    weight = nn.Parameter(inner.half().float())
+
+    def body(comm):
+        model = seeded(WithHalved)
+        model.weight.requires_grad_(not frozen)
+        fully_shard(model, mesh=comm)
+        found = []
+        for _ in range(2):
+            out = model(torch.ones(2, 7))
+            with tracing(model) as trace:
+                out.sum().backward()
+            found.append(out.detach())
+        assert torch.equal(model.weight.full_tensor(), inner)
+        assert trace.records[-1].live_bytes == 0
+        grad = None if frozen else model.weight.grad.full_tensor()
+        return found, grad
+
+    expected = F.linear(torch.ones(2, 7), weight, plain.bias)
+    for found, grad in LocalWorld(3).run(body):
+        for each in found:
+            torch.testing.assert_close(each, expected.detach())
+        assert frozen or torch.equal(grad, torch.full((5, 7), 4.0))
+
+
+def test_classes_that_decide_what_travels_need_all_ranks():
+    def body(comm):
+        with pytest.raises(NotImplementedError, match="has parameters with fsdp_pre_all_gather"):
+            fully_shard(seeded(WithHalved), mesh=comm, reshard_after_forward=2)
+
+    LocalWorld(4).run(body)

@@ -5,12 +5,14 @@
     ├── ConfigurationError (ValueError)      the caller asked for something that cannot be
     ├── UsageError (RuntimeError)            right thing, wrong moment: order of calls, lost state
     ├── UnshardedOperationError (RuntimeError)  an operation that needs the full parameter
+    ├── CommunicationError (RuntimeError)    other ranks died, hang, or do something else
     └── NotSupportedError (NotImplementedError)   a gap, named
 
 Each is also the built-in class that a reader would have caught, so ``except ValueError`` works.
 """
 
 __all__ = [
+    "CommunicationError",
     "ConfigurationError",
     "FullshardError",
     "NotSupportedError",
@@ -35,6 +37,13 @@ class UnshardedOperationError(FullshardError, RuntimeError):
     """An operation needs a whole parameter, but this rank holds one span of it.
 
     No `TypeError`: torch's operators (``p + v``) would swallow that and its message.
+    """
+
+
+class CommunicationError(FullshardError, RuntimeError):
+    """A collective failed, or the ranks disagree on it; the message says what each rank is doing.
+
+    The group cannot be used any further, and units may be left half gathered.
     """
 
 

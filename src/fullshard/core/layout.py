@@ -156,9 +156,10 @@ def lay_out(specs: Iterable[ParamSpec], shards: int, precision: Precision = AS_I
 
     Parameters keep their order inside a segment; segments come in order of first appearance.
     """
-    kinds: dict[tuple[str, bool], list[ParamSpec]] = {}
+    kinds: dict[tuple[str, bool, str], list[ParamSpec]] = {}
     for spec in specs:
-        kinds.setdefault((spec.dtype, spec.trainable), []).append(spec)
+        kind = (spec.dtype, spec.trainable, spec.name if spec.apart else "")
+        kinds.setdefault(kind, []).append(spec)
     return lay_out_segments(kinds.values(), shards, precision)
 
 

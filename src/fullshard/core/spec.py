@@ -45,6 +45,7 @@ class ParamSpec:
     """One parameter: its name in the plain model, global shape, dtype name, and if it is trained.
 
     ``aliases`` are the other names under which the very same parameter appears (tied weights).
+    One that lies ``apart`` has a segment of its own, as its class decides what travels.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ParamSpec:
     dtype: str = "float32"
     trainable: bool = True
     aliases: tuple[str, ...] = ()
+    apart: bool = False
 
     @property
     def numel(self) -> int:

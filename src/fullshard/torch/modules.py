@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 from fullshard.torch.buffers import dtype_name
+from fullshard.torch.extensions import is_extended
 from fullshard.torch.parameter import ShardedParameter
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ def _param_sites(param: nn.Parameter, sites: Sequence[_Site]) -> ParamSites:
         dtype=dtype_name(param.dtype),
         trainable=param.requires_grad,
         aliases=tuple(names[1:]),
+        apart=is_extended(param),
     )
     return ParamSites(spec, param, tuple((site.parameters, site.key) for site in sites))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fullshard.core.strategy import Offload, Precision
 from fullshard.torch.comm import Comm
+from fullshard.torch.extensions import plain_data
 from fullshard.torch.modules import ParamSites
 
 __all__ = ["Plan", "Ranks", "Values", "own_value"]
@@ -20,7 +21,7 @@ Values = Callable[[ParamSites], Tensor]
 
 def own_value(param: ParamSites) -> Tensor:
     """The values that the parameter itself has."""
-    return param.param.detach()
+    return plain_data(param.param)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.layout import Layout, Segment, Slot, Span
 from fullshard.torch.buffers import FlatBuffer, dtype_of
+from fullshard.torch.extensions import plain_data
 from fullshard.torch.modules import ParamSites, notes_on
 from fullshard.torch.optim import mark_replaced
 from fullshard.torch.ownership import Ownership
@@ -145,9 +146,10 @@ def span_of(value: Tensor, ownership: Ownership) -> Tensor:
         value = value.full_tensor()
     elif isinstance(value, DTensor):
         value = value.full_tensor()
+    value = plain_data(value)
     if tuple(value.shape) != ownership.shape:
         raise ConfigurationError(
             f"parameter {ownership.name!r} has shape {ownership.shape}, got a value of shape "
             f"{tuple(value.shape)}"
         )
-    return ownership.cut(value.detach())
+    return ownership.cut(value)

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.core.errors import UsageError
+from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.core.layout import lay_out
 from fullshard.torch.buffers import FlatBuffer, dtype_of
 from fullshard.torch.comm import Work
+from fullshard.torch.extensions import Extension
 from fullshard.torch.gradients import Gradients, ReduceSettings
 from fullshard.torch.modules import ParamSites, notes_on, set_owner
 from fullshard.torch.plan import Plan, own_value
@@ -49,6 +50,9 @@ _MOVES = {
     ("drop", UnitState.FULL_WITH_GRADS): UnitState.FULL,
 }
 """The only legal moves. A unit whose shard serves as its full parameters is always full."""
+
+_NOT_YET = nn.Parameter(torch.empty(0), requires_grad=False)
+"""Stands for a full parameter that is made when it has been gathered for the first time."""
 
 _FULL_STATES = (UnitState.FULL, UnitState.FULL_WITH_GRADS)
 _STATES_WITHOUT_GRADS = (UnitState.RESTING, UnitState.FULL)
@@ -90,7 +94,9 @@ class Unit:
         cast = any(segment.full_dtype != segment.dtype for segment in segments)
         # With one slice the shard is the full unit: it serves as both and is never released.
         one_slice = self.ranks.gather.size == 1
-        self.resident = one_slice and not cast and not self.plan.offload.to_host
+        self._extensions = self._find_extensions()
+        converted = cast or bool(self._extensions)
+        self.resident = one_slice and not converted and not self.plan.offload.to_host
         self.state = UnitState.FULL if self.resident else UnitState.RESTING
         self._gathering: Work | None = None
         self._gathered_version = -1
@@ -100,19 +106,46 @@ class Unit:
         self.gradients = Gradients(self.name, self.shards, self.plan, self.settings)
         self.full: list[nn.Parameter] = []
         if self.shards.device.type != "meta":
-            sizes = [(s.full_numel, dtype_of(s.full_dtype)) for s in segments]
+            sizes = [
+                (0 if number in self._extensions else s.full_numel, dtype_of(s.full_dtype))
+                for number, s in enumerate(segments)
+            ]
             self._full = self.shards.buffer if self.resident else FlatBuffer(sizes, self.device)
-            self.full = [self._make_full(index) for index in range(len(self.params))]
+            self.full = [
+                _NOT_YET if place.number in self._extensions else self._make_full(index)
+                for index, place in enumerate(self.shards.places)
+            ]
             if not self.resident:
                 self._full.release()
         self.show_sharded()
 
+    def _find_extensions(self) -> dict[int, Extension]:
+        """By number of segment, what decides about its gathers."""
+        if any(s.slots[0].spec.apart for s in self.layout.segments) and self.ranks.block:
+            raise NotSupportedError(
+                f"unit {self.name!r} has parameters with fsdp_pre_all_gather, which go with "
+                "reshard_after_forward=True or False, not with a number"
+            )
+        return {
+            place.number: Extension(
+                each.param,
+                place.slot,
+                self.ranks.gather.size,
+                self.ranks.device_mesh,
+                dtype_of(place.segment.full_dtype),
+            )
+            for each, place in zip(self.params, self.shards.places, strict=True)
+            if each.spec.apart
+        }
+
     def _make_full(self, index: int) -> nn.Parameter:
-        place, sharded = self.shards.places[index], self.sharded[index]
-        view = _view(self._full, place)
         # .data: a parameter that is a plain view shares its version counter with the buffer, and
         # writing gathered values into the buffer would then trip autograd's in-place check.
-        full = nn.Parameter(view.data, requires_grad=sharded.requires_grad)
+        return self._as_parameter(index, _view(self._full, self.shards.places[index]).data)
+
+    def _as_parameter(self, index: int, data: Tensor) -> nn.Parameter:
+        sharded = self.sharded[index]
+        full = nn.Parameter(data, requires_grad=sharded.requires_grad)
         full.__dict__.update(notes_on(self.params[index].param))
         if sharded.requires_grad:
             hook = _gradient_hook(weakref.ref(self), index)
@@ -169,6 +202,7 @@ class Unit:
         total = self.gradients.full_bytes
         if not self.resident and self.full and self._full.allocated:
             total += self._full.bytes
+        total += sum(extension.bytes for extension in self._extensions.values())
         return total + (self._part.bytes if self._part is not None else 0)
 
     @property
@@ -203,7 +237,10 @@ class Unit:
 
     def _gather_from(self, shards: Sequence[Tensor], label: str) -> Work:
         rank, pairs = self.ranks.gather.rank, []
-        for full, shard in zip(self._full.flats, shards, strict=True):
+        for number, (full, shard) in enumerate(zip(self._full.flats, shards, strict=True)):
+            if number in self._extensions:
+                pairs += self._extensions[number].send(shard.to(self.device))
+                continue
             if shard.dtype != full.dtype or shard.device != full.device:
                 numel = shard.numel()
                 mine = full[rank * numel : (rank + 1) * numel]
@@ -231,6 +268,16 @@ class Unit:
             self._gathering.wait()
             self._fetch.join()
             self._gathering = self._part = None
+            if self._extensions:
+                self._receive()
+
+    def _receive(self) -> None:
+        for index, place in enumerate(self.shards.places):
+            extension = self._extensions.get(place.number)
+            if extension is not None and extension.receive():
+                assert extension.full is not None
+                self.full[index] = self._as_parameter(index, extension.full)
+                extension.full = self.full[index]
 
     def shrink(self) -> None:
         """Drop the full parameters but for this rank's part among those of its block."""
@@ -253,6 +300,8 @@ class Unit:
             return
         self._move("free")
         self._full.release()
+        for extension in self._extensions.values():
+            extension.release()
 
     # ---- gradients ------------------------------------------------------------------------------
 

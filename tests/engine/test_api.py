@@ -482,3 +482,30 @@ def test_sharded_parameters_are_of_one_type_behind_both_doors():
         ]
 
     assert alone(body) == [{ShardedParameter}] * 2
+
+
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+def test_ranks_that_disagree_are_told_before_anything_changes(door):
+    def differently(comm, what):
+        width = 4 if what == "shape" and comm.rank == 1 else 3
+        model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 3))
+        if what == "frozen" and comm.rank == 1:
+            model[1].bias.requires_grad_(False)
+        keep = what == "strategy" and comm.rank == 1
+        if door == "wrapper":
+            strategy = ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD
+            return model, lambda: FSDP(model, comm, strategy)
+        return model, lambda: fully_shard(model, mesh=comm, reshard_after_forward=not keep)
+
+    def body(comm):
+        for what, line in (
+            ("shape", r"0\.weight: \(3, 3\) .* on ranks 0, 2; \(4, 3\) .* on rank 1"),
+            ("frozen", r"1\.bias: \(3,\) float32 trained.*; \(3,\) float32 frozen.* on rank 1"),
+            ("strategy", r"unit .*: 3 slices.* on ranks 0, 2; .*=False.* on rank 1"),
+        ):
+            model, act = differently(comm, what)
+            with pytest.raises(ConfigurationError, match=f"the ranks disagree(.|\n)*{line}"):
+                act()
+            assert untouched(model)
+
+    LocalWorld(3).run(body)

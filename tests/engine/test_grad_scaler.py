@@ -121,6 +121,44 @@ def test_empty_spans_and_plain_gradients_among_sharded_ones():
     assert world.run(lambda comm: body(comm, 0, 1)) == [skipped] * 3
 
 
+class Gain(nn.Module):
+    """The gradient of each element is one of its inputs alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.zeros(200))
+
+    def forward(self, x):
+        return self.gain * x
+
+
+def test_hybrid_sharding_finds_an_overflow_on_all_replicas():
+    """One element overflows in the data of one rank; another rank holds that element."""
+
+    def body(comm):
+        within = [(0, 1), (2, 3)][comm.rank // 2]
+        across = [(0, 2), (1, 3)][comm.rank % 2]
+        groups = comm.subgroup(within), comm.subgroup(across)
+        model = fully_shard(Gain(), mesh=groups)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scale, found = scaler(), []
+        for bad in (False, True):
+            x = torch.ones(200)
+            if bad and comm.rank == 2:
+                x[-1] = 1e38  # finite, and not when it is scaled
+            scale.scale(model(x).sum()).backward()
+            grad = model.gain.grad.local
+            found.append(bool(grad.isfinite().all()))
+            scale.step(optimizer)
+            scale.update()
+            optimizer.zero_grad()
+        return found, scale.get_scale(), model.gain.full_tensor().unique().tolist()
+
+    results = LocalWorld(4).run(body)
+    finite = [[True, False] if rank % 2 else [True, True] for rank in range(4)]
+    assert results == [(each, INIT_SCALE / 2, [-1.0]) for each in finite]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_of_two_optimizers_only_the_one_with_a_bad_gradient_skips(fused):
     def body(comm):

@@ -201,3 +201,13 @@ def test_values_of_the_first_rank_with_the_others_on_meta(world, tied):
         return values(wrapped)
 
     assert_equal(LocalWorld(world).run(body), expected(tied, world))
+
+
+def test_a_sharded_model_is_not_moved_to_the_meta_device():
+    def body(comm):
+        model = by_function(comm, seeded(GPT))
+        with pytest.raises(UsageError, match="cannot be moved to the meta device"):
+            model.to("meta")
+        return model(torch.zeros(1, 3, dtype=torch.int64)).isfinite().all().item()
+
+    assert LocalWorld(2).run(body) == [True, True]

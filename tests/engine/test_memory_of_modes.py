@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each mode holds and moves, in bytes counted by hand."""
 
+import weakref
+
 import pytest
 import torch
 from support.stack import LAYERS, WIDTH, Stack, shard_stack, step
@@ -133,8 +135,9 @@ def test_what_accumulation_holds_between_micro_batches(held):
 
     for full, kept, rest, full_bytes, shard_bytes in LocalWorld(4).run(body):
         assert rest == 0
-        expected = (LAYERS * full_bytes, 0) if held == "full" else (0, LAYERS * shard_bytes)
-        assert (full, kept) == expected
+        kept_bytes = 0 if held == "full" else LAYERS * shard_bytes
+        assert kept == kept_bytes
+        assert full == (LAYERS * full_bytes if held == "full" else kept_bytes)
 
 
 def test_parameters_kept_after_backward_are_not_gathered_for_the_next_micro_batch():
@@ -193,3 +196,17 @@ def test_thawing_does_not_move_what_is_trained():
             (False, ["1.bias", "2.bias"]),
             (True, ["1.weight"]),
         ]
+
+
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+def test_the_original_parameters_are_given_back(door):
+    def body(comm):
+        layer = nn.Linear(64, 64, bias=False)
+        original = weakref.ref(layer.weight)
+        if door == "wrapper":
+            FullyShardedDataParallel(layer, comm)
+        else:
+            fully_shard(layer, mesh=comm)
+        return original()
+
+    assert LocalWorld(2).run(body) == [None, None]

@@ -288,7 +288,10 @@ def test_writing_counts_as_a_change_of_the_buffer():
 
 REFUSED = {
     "sum": lambda x: x.sum(),
-    "index": lambda x: x[0],
+    "pad": lambda x: nn.functional.pad(x, (0, 1)),
+    "column": lambda x: x[:, 0],
+    "every other row": lambda x: x[::2],
+    "number": lambda x: x[0, 0].item(),
     "mask": lambda x: x[x > 0],
     "iterate": lambda x: list(x),
     "matmul": lambda x: nn.functional.linear(torch.ones(2, 12), x),
@@ -314,7 +317,7 @@ REFUSED = {
 def test_what_needs_other_elements_is_refused_with_the_way_out(name):
     def body(comm):
         param = one(comm, torch.ones(5, 12)).detach()
-        with pytest.raises(UnshardedOperationError, match=r"'p0' of shape .*\.full_tensor\(\)"):
+        with pytest.raises(UnshardedOperationError, match=r"'p0.*' of shape .*\.full_tensor\(\)"):
             REFUSED[name](param)
 
     LocalWorld(2).run(body)
@@ -478,11 +481,65 @@ def test_initialisation_is_that_of_one_process_bit_for_bit(name):
             assert all(map(torch.equal, result, plain))
 
 
-def test_initialisations_that_index_are_refused():
+def test_initialisations_that_write_columns_are_refused():
     def body(comm):
-        for fill in (nn.init.dirac_, lambda x: nn.init.sparse_(x.view(4, 27), 0.5)):
-            with pytest.raises(UnshardedOperationError, match=r"full_tensor"):
-                fill(one(comm, torch.ones(4, 3, 3, 3)).detach())
+        with pytest.raises(UnshardedOperationError, match=r"full_tensor"):
+            nn.init.sparse_(one(comm, torch.ones(4, 27)).detach(), 0.5)
+
+    LocalWorld(2).run(body)
+
+
+WRITES = {
+    "one row": lambda x: x[3].fill_(7),
+    "the last": lambda x: x[-1].zero_(),
+    "some": lambda x: x[1:4].mul_(2),
+    "from the end": lambda x: x[-2:].neg_(),
+    "beyond the end": lambda x: x[3:99].neg_(),
+    "none": lambda x: x[4:2].zero_(),
+    "set": lambda x: x.__setitem__(2, 5.0),
+    "set to values": lambda x: x.__setitem__(slice(1, 3), torch.arange(24.0).view(2, 12)),
+    "row of a row": lambda x: x[2][3:8].zero_(),
+    "element": lambda x: x.__setitem__((4, 11), -1.0),
+    "padding": lambda x: nn.Embedding(
+        5, 12, padding_idx=1, _weight=x
+    )._fill_padding_idx_with_zero(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_rows_are_views_of_what_each_rank_has_of_them(write):
+    expected = torch.linspace(1, 2, 60).view(5, 12)
+    start = expected.clone()
+    WRITES[write](expected)
+
+    def body(comm):
+        param = one(comm, start).detach()
+        flat, before = param.local, param.local._version
+        WRITES[write](param)
+        assert torch.equal(param.full_tensor(), expected)
+        assert torch.equal(param[1:4].full_tensor(), expected[1:4])
+        # counts even where nothing was written: that is what others go by
+        assert flat._version > before
+
+    for world in (1, 2, 3, 7):
+        LocalWorld(world).run(body)
+
+
+def test_dirac_is_that_of_one_process():
+    expected = nn.init.dirac_(torch.ones(4, 3, 3, 3))
+
+    def body(comm):
+        param = one(comm, torch.ones(4, 3, 3, 3)).detach()
+        assert torch.equal(nn.init.dirac_(param).full_tensor(), expected)
+
+    LocalWorld(3).run(body)
+
+
+@pytest.mark.parametrize("index", [5, -6])
+def test_a_row_that_is_not_there(index):
+    def body(comm):
+        with pytest.raises(IndexError):
+            one(comm, torch.ones(5, 12)).detach()[index]
 
     LocalWorld(2).run(body)
 

@@ -778,3 +778,34 @@ def test_units_that_share_an_input_are_freed_one_by_one():
 
     for units in LocalWorld(2, eager=True).run(body):
         assert units <= 4  # the root's one kept, one full, its gradients, what a reduce awaits
+
+
+def test_gradients_held_back_are_reduced_though_the_last_micro_batch_does_not_use_their_unit():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always = nn.Linear(3, 3)
+            self.sometimes = nn.Linear(3, 3)
+
+        def forward(self, x, use):
+            x = self.always(x)
+            return self.sometimes(x) if use else x
+
+    def body(comm):
+        model = Sometimes()
+        fully_shard(model.always, mesh=comm)
+        fully_shard(model.sometimes, mesh=comm)
+        model = fully_shard(model, mesh=comm)
+        found = []
+        for _ in range(2):
+            model.set_requires_gradient_sync(False)
+            model(torch.ones(1, 3), use=True).sum().backward()
+            assert model.sometimes.bias.grad is None
+            model.set_requires_gradient_sync(True)
+            model(torch.ones(1, 3), use=False).sum().backward()
+            found.append(model.sometimes.bias.grad.full_tensor().tolist())
+            model.zero_grad()
+        model(torch.ones(1, 3), use=False).sum().backward()
+        return found, model.sometimes.bias.grad
+
+    assert LocalWorld(2).run(body) == [([[1.0] * 3] * 2, None)] * 2

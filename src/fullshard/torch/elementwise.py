@@ -230,7 +230,8 @@ def need_whole(func: OpOverload, owner: Ownership) -> NoReturn:
     """Raise `UnshardedOperationError`: ``func`` needs elements that other ranks hold."""
     raise UnshardedOperationError(
         f"{func} needs the whole of {owner}. Call .full_tensor() (on every rank), work on .local "
-        "if one span at a time is meant, or do it in forward, where the unit's parameters are full"
+        "if one span at a time is meant, or do it in forward, where the unit's parameters are full "
+        "(register_fsdp_forward_method makes them so in another method, as generate)"
     )
 
 

@@ -18,7 +18,7 @@ from fullshard.core.errors import NotSupportedError
 from fullshard.core.layout import Slot
 from fullshard.torch.buffers import FlatBuffer
 
-__all__ = ["Extension", "is_extended", "plain_data"]
+__all__ = ["Extension", "is_extended", "plain_data", "without_values"]
 
 
 def is_extended(param: Tensor) -> bool:
@@ -46,12 +46,25 @@ def plain_data(param: Tensor) -> Tensor:
     return inner.detach()
 
 
+def without_values(param: Tensor) -> Tensor:
+    """A tensor of the same class, shape and notes whose values take no memory."""
+    attributes, context = param.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner = {name: getattr(param, name) for name in attributes}
+    data = inner[_inner_name(param)]
+    inner[_inner_name(param)] = data.new_zeros(()).expand(data.shape)
+    made = type(param).__tensor_unflatten__(  # type: ignore[attr-defined]
+        inner, context, param.shape, param.stride()
+    )
+    assert isinstance(made, Tensor)
+    return made
+
+
 class Extension:
     """One such parameter: what it sends, where that arrives, and the full parameter made of it."""
 
     def __init__(self, template: Tensor, slot: Slot, slices: int, mesh: Any, dtype: torch.dtype):
         self._inner = _inner_name(template)
-        self._template = template.detach()
+        self._template = template
         self._slot = slot
         self._slices = slices
         self._mesh = mesh

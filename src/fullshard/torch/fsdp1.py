@@ -14,6 +14,7 @@ from fullshard.torch.fsdp1_state import StateDictForms, wrappers_in
 from fullshard.torch.fsdp1_units import (
     check_unit_options,
     in_full_precision,
+    members_by_name,
     parameters_by_module,
     plan_of,
 )
@@ -33,6 +34,7 @@ from fullshard.torch.options import CPUOffload, MixedPrecision
 from fullshard.torch.plan import Plan
 from fullshard.torch.runtime import runtime_of
 from fullshard.torch.shard_modules import (
+    agree,
     managed_units,
     refuse_copy,
     refuse_pickle,
@@ -136,8 +138,9 @@ class FullyShardedDataParallel(StateDictForms, _OptionClasses, nn.Module):
             each: plan_of({**unit_options, **its_own}, found.device, sync_module_states)
             for each, its_own in chosen.items()
         }
-        # From here on things change.
-        members = parameters_by_module(module, chosen, found.claim())
+        members = parameters_by_module(module, chosen, found.all_of_them)
+        agree(members_by_name(module, members), list(plans.values()))
+        found.claim()  # from here on things change
         move_buffers(module, found.device)
         for each, plan in plans.items():
             wrapper = self if each is module else FullyShardedDataParallel.__new__(type(self))

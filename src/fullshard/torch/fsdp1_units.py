@@ -17,7 +17,13 @@ from fullshard.torch.modules import ParamSites, clean_name
 from fullshard.torch.options import MixedPrecision, offload_of, precision_of
 from fullshard.torch.plan import Plan, own_value
 
-__all__ = ["check_unit_options", "in_full_precision", "parameters_by_module", "plan_of"]
+__all__ = [
+    "check_unit_options",
+    "in_full_precision",
+    "members_by_name",
+    "parameters_by_module",
+    "plan_of",
+]
 
 _ACCEPTED = {"limit_all_gathers", "use_orig_params"}
 """Options that ask for what is always done."""
@@ -91,3 +97,11 @@ def parameters_by_module(
         module: [by_name[spec.name].relative_to(path) for spec in groups[path]]
         for path, module in by_path.items()
     }
+
+
+def members_by_name(
+    root: nn.Module, members: Mapping[nn.Module, list[ParamSites]]
+) -> dict[str, list[ParamSites]]:
+    """The same by the paths of the modules."""
+    paths = {module: clean_name(path) for path, module in root.named_modules()}
+    return {paths[module]: params for module, params in members.items()}

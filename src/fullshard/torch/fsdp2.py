@@ -22,7 +22,7 @@ from fullshard.torch.options import (
     precision_of,
 )
 from fullshard.torch.plan import Plan, Ranks
-from fullshard.torch.shard_modules import shard_modules, shardable_parameters
+from fullshard.torch.shard_modules import agree, shard_modules, shardable_parameters
 
 __all__ = ["fully_shard"]
 
@@ -86,6 +86,7 @@ def fully_shard(
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         ranks, reshard_after_forward = _in_blocks(ranks, reshard_after_forward)
     plan = Plan(ranks, found.device, reshard_after_forward, precision, offload)
+    agree({type(modules[0]).__name__: found.all_of_them}, [plan])
     params = found.claim()
     for each in modules:
         move_buffers(each, found.device)
@@ -157,5 +158,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _sharded_classes:
-        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
+        # Libraries look at which module a class is from to tell their own models from others.
+        members = {"__module__": cls.__module__}
+        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
     return _sharded_classes[cls]

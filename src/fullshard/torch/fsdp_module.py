@@ -5,7 +5,7 @@ Unless a method says otherwise it is called between steps, with the same argumen
 concerns the module's own unit; with ``recurse`` also those below.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm import ProcessGroupComm
 from fullshard.torch.hooks import ManagedUnit, managed_unit_of
 from fullshard.torch.initialisation import filled_with_nan
+from fullshard.torch.modules import clean_name
 from fullshard.torch.runtime import runtime_of
 from fullshard.torch.shard_modules import (
     managed_units,
@@ -221,6 +222,11 @@ class FSDPModule:
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Accepted as a wish about speed; storages are not in symmetric memory."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters under the names that they have in the plain model and its state dict."""
+        for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
+            yield clean_name(name), param
 
     # ---- recovery, and what torch's own methods must do -----------------------------------------
 

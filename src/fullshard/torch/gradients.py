@@ -58,11 +58,14 @@ class Gradients:
         self._leaving: list[FlatBuffer] = []  # being copied to the host
 
     @property
-    def full_bytes(self) -> int:
-        """Bytes that full gradients, and what a reduce needs beside them, hold now."""
+    def transient_bytes(self) -> int:
+        """Bytes that gradients hold now, and what a reduce needs, but for shards at rest."""
+        elsewhere = sum(each.bytes for each in self._leaving)
+        if self._kept is not None:
+            elsewhere += self._kept.bytes
         if self._full is None or not self._full.allocated:
-            return 0
-        scratch = 0
+            return elsewhere
+        scratch = elsewhere
         if self._work is not None and not self._scattered:
             scratch = sum(map(self._plan.ranks.reduce.reduce_scratch_bytes, self._full.flats))
         return self._full.bytes + scratch

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.strategy import Sharding
+from fullshard.torch.checked_comm import checked_in_debug_mode
 from fullshard.torch.comm import Comm, ProcessGroupComm, SoloComm
 from fullshard.torch.plan import Ranks
 
@@ -29,7 +30,7 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _communicators: "weakref.WeakKeyDictionary[Any, tuple[Comm, Comm, DeviceMesh | None]]"
 _communicators = weakref.WeakKeyDictionary()
 _blocks: "weakref.WeakKeyDictionary[Comm, dict[int, Comm]]" = weakref.WeakKeyDictionary()
-_host_meshes: dict[tuple[str, int], DeviceMesh] = {}
+_host_meshes: "weakref.WeakKeyDictionary[Any, dict[int, DeviceMesh]]" = weakref.WeakKeyDictionary()
 
 
 def ranks_of(where: Where, sharding: Sharding) -> Ranks:
@@ -63,6 +64,16 @@ def ranks_of(where: Where, sharding: Sharding) -> Ranks:
     return Ranks(gather, reduce, replicas, mesh)
 
 
+def _has_nccl(group: dist.ProcessGroup) -> bool:
+    if not torch.cuda.is_available():
+        return False
+    try:
+        name: str = group._get_backend(torch.device("cuda")).name()
+    except RuntimeError:  # none for that device
+        return False
+    return name == dist.Backend.NCCL
+
+
 def _is_pair(where: Where) -> bool:
     if isinstance(where, DeviceMesh):
         if where.ndim > 2:
@@ -84,11 +95,11 @@ def _mesh_of_hosts() -> DeviceMesh:
             "pass a 2-D device_mesh or a pair of process groups"
         )
     device = compute_device(None, torch.device("cpu")).type
-    key = (device, local)
-    if key not in _host_meshes:
+    made = _host_meshes.setdefault(dist.group.WORLD, {})
+    if local not in made:
         shape = (world // local, local)
-        _host_meshes[key] = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
-    return _host_meshes[key]
+        made[local] = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+    return made[local]
 
 
 def in_blocks(ranks: Ranks, size: int) -> Ranks:
@@ -131,7 +142,7 @@ def compute_device(
     group = _group_of(where)
     if resting.type == "meta":
         resting = torch.device("cpu")
-    if group is not None and dist.get_backend(group) == dist.Backend.NCCL:
+    if group is not None and _has_nccl(group):
         return torch.device("cuda", torch.cuda.current_device())
     return resting
 
@@ -149,7 +160,7 @@ def _communicators_of(where: Any) -> tuple[Comm, Comm, DeviceMesh | None]:
     if key not in _communicators:
         gather, mesh = key, where
         if isinstance(key, dist.ProcessGroup):
-            gather = ProcessGroupComm(key)
+            gather = checked_in_debug_mode(ProcessGroupComm(key))
             if not isinstance(mesh, DeviceMesh):
                 mesh = DeviceMesh.from_group(key, compute_device(where, torch.device("cpu")).type)
         reduce = gather.duplicate() if gather.size > 1 else gather
@@ -178,7 +189,7 @@ def _init_default_group() -> None:
         )
     backend = "gloo"
     if torch.cuda.is_available():
-        backend = "nccl"
+        backend = "cpu:gloo,cuda:nccl"  # offloaded gradients have norms, too
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend)
     if dist.get_rank() == 0:

@@ -159,6 +159,7 @@ class ManagedUnit:
     ):
         self.unit = unit
         self.requires_gradient_sync = True
+        self.held_back = False  # full gradients of earlier micro-batches wait for a reduce
         # What `change` may change; the units of lists are gathered when this one begins.
         self.reshard_after_forward = reshard
         self.reshard_after_backward = True
@@ -175,6 +176,7 @@ class ManagedUnit:
         self.open_in_forward = 0
         self.open_in_backward = False
         self.begun_in_backward = False
+        self.counts = False  # the forward that runs now is one whose backward is waited for
         # When this step's forwards of the unit began and ended, in events.
         self.first_begin = self.last_begin = self.last_end = 0
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
@@ -293,6 +295,7 @@ class ManagedUnit:
         """Back to the state between steps, whatever happened; full gradients are dropped."""
         self.open_in_forward = 0
         self.open_in_backward = self.begun_in_backward = False
+        self.held_back = False
         self.calls = weakref.WeakSet()
         self._modules_run = self._inside_itself = 0
         self._call = None

@@ -49,6 +49,8 @@ _OWNER = "_fullshard_unit"
 WRAPPED = "_fsdp_wrapped_module"
 """The attribute under which FSDP1 wrappers keep the wrapped module; users see it in ``print``."""
 
+_WRAPPING = {WRAPPED, "_checkpoint_wrapped_module"}
+
 
 @dataclass(frozen=True)
 class ParamSites:
@@ -86,10 +88,8 @@ class TiedSites:
 
 
 def clean_name(name: str) -> str:
-    """A name as the plain model has it, without what wrappers add."""
-    if name == WRAPPED:
-        return ""
-    return name.replace(f"{WRAPPED}.", "").removesuffix(f".{WRAPPED}")
+    """A name as the plain model has it, without what wrappers add (also those of recomputation)."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPING)
 
 
 def ignored_parts(
@@ -135,11 +135,11 @@ def find_parameters(
             sites.setdefault(site.shown, []).append(site)
     found, tied = [], []
     for param, places in sites.items():
-        owner = owner_of(param)
-        if owner is None:
+        owned_by = owner_of(param)
+        if owned_by is None:
             found.append(_param_sites(param, places))
             continue
-        number = next(i for i, each in enumerate(owner.params) if each.param is param)
+        owner, number = owned_by
         below = owned.get(id(owner.sharded[number]), [])
         if len(below) == len(owner.params[number].sites):
             name = owner.params[number].spec.name
@@ -185,15 +185,18 @@ def notes_on(param: Tensor) -> dict[str, Any]:
     return {key: value for key, value in param.__dict__.items() if "_fullshard" not in key}
 
 
-def owner_of(param: Tensor) -> "Unit | None":
-    """The unit that a parameter was given to, if it still exists."""
-    reference = getattr(param, _OWNER, None)
-    return None if reference is None else reference()
+def owner_of(param: Tensor) -> "tuple[Unit, int] | None":
+    """The unit that a parameter was given to, if it still exists, and its number there."""
+    reference, name = getattr(param, _OWNER, (None, ""))
+    unit = None if reference is None else reference()
+    if unit is None:
+        return None
+    return unit, next(i for i, each in enumerate(unit.params) if each.spec.name == name)
 
 
-def set_owner(param: Tensor, unit: "Unit") -> None:
-    """Note on an original parameter which unit has it now."""
-    setattr(param, _OWNER, weakref.ref(unit))
+def set_owner(param: Tensor, unit: "Unit", name: str) -> None:
+    """Note on an original parameter which unit has it now, and its name there."""
+    setattr(param, _OWNER, (weakref.ref(unit), name))
 
 
 def device_of(sites: Sequence[ParamSites]) -> torch.device | None:

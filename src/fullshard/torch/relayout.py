@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How what a unit holds changes between steps: thawed, given up, materialised, assigned."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fullshard.core.errors import UsageError
 from fullshard.core.layout import lay_out_segments
@@ -52,8 +52,12 @@ def _split(specs: list[ParamSpec], thawed: set[str]) -> list[list[ParamSpec]]:
     return [stay, [replace(spec, trainable=True) for spec in specs if spec.name in thawed]]
 
 
-def give_up(unit: Unit, names: set[str]) -> None:
-    """Leave parameters to another unit; their originals get back the values. Collective."""
+def give_up(unit: Unit, originals: Mapping[str, nn.Parameter]) -> None:
+    """Leave parameters to another unit; ``originals`` get the values of now. Collective.
+
+    ``originals`` are by name in the unit, and are what its modules show afterwards.
+    """
+    names = set(originals)
     gone = [
         (each, sharded)
         for each, sharded in zip(unit.params, unit.sharded, strict=True)
@@ -62,9 +66,10 @@ def give_up(unit: Unit, names: set[str]) -> None:
     on_meta = unit.shards.device.type == "meta"
     full = _lay_out_anew(unit, lambda specs: [[s for s in specs if s.name not in names]])
     for each, sharded in gone:
+        original = originals[each.spec.name]
         if not on_meta:
-            each.param.data.copy_(full[each.spec.name])
-        each.put(each.param)
+            original.data.copy_(full[each.spec.name])
+        each.put(original)
         mark_replaced(sharded, each.spec.name)
 
 
@@ -97,7 +102,12 @@ def take_over(unit: Unit) -> None:
     if all(a is b for a, b in zip(shown, unit.sharded, strict=True)):
         return
     if any(tensor.is_meta for tensor in shown):
-        return
+        if unit.shards.device.type == "meta":
+            return
+        unit.show_sharded()
+        raise UsageError(
+            f"unit {unit.name!r} cannot be moved to the meta device: its values would be lost"
+        )
     values = {each.spec.name: value for each, value in zip(unit.params, shown, strict=True)}
     known = {each.spec.name: p for each, p in zip(unit.params, unit.sharded, strict=True)}
     if unit.shards.device.type == "meta":

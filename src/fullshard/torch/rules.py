@@ -3,11 +3,12 @@
 
 Elementwise operations run on the spans. Norms and truth values are global. Random fills draw the
 full tensor and keep the span, so that values and generator are those of one process, at the price
-of the full tensor's memory for a moment. A new shape of the same elements keeps the span. All else
-would be shard-local maths in silence, and is refused.
+of the full tensor's memory for a moment. A new shape of the same elements keeps the span; rows are
+cut out of it. All else would be shard-local maths in silence, and is refused.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -207,6 +208,50 @@ def _reinterpret(func: OpOverload) -> Rule:
     return rule
 
 
+def _rows(func: OpOverload) -> Rule:
+    """``x[i]`` and ``x[i:j]``: elements that follow each other, of which each rank has a span."""
+    names = [argument.name for argument in func._schema.arguments]
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        owner: Ownership = given["self"].ownership
+        shape = func(torch.empty(owner.shape, device="meta"), *args[1:], **kwargs).shape
+        if given.get("dim", 0) % len(owner.shape) or given.get("step", 1) != 1:
+            need_whole(func, owner)
+        rows = owner.shape[0]
+        first = given["index"] if "index" in given else given.get("start") or 0
+        start = slice(first, None).indices(rows)[0] * (owner.numel // max(1, rows))
+        part = _part(owner, start, shape)
+        offset = max(0, start - owner.span.start)
+        # What is written to the view is to count as a change of the buffer, as outside of dispatch.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            held = given["self"].local[offset : offset + part.span.numel]
+        return cls.value(held, part)
+
+    return rule
+
+
+def _part(owner: Ownership, start: int, shape: Sequence[int]) -> Ownership:
+    """Where the flat elements from ``start`` on are that make up a tensor of ``shape``."""
+    numel = math.prod(shape)
+    ends = (
+        [min(max(end - start, 0), numel) for end in (span.start, span.stop)] for span in owner.spans
+    )
+    name = f"{owner.name}[{start}:{start + numel} of the flat elements]"
+    return replace(owner, name=name, shape=tuple(shape), spans=tuple(Span(*each) for each in ends))
+
+
+def _pad(func: OpOverload) -> Rule:
+    """Nothing added is a copy, which libraries make where sizes may differ; else it is refused."""
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        if any(args[1]):
+            need_whole(func, args[0].ownership)
+        return cls.value(args[0].local.clone(), args[0].ownership)
+
+    return rule
+
+
 def _alias(func: OpOverload) -> Rule:
     return lambda cls, args, kwargs: cls.value(args[0].local, args[0].ownership)
 
@@ -276,6 +321,9 @@ _BY_PACKET: dict[Any, Callable[[OpOverload], Rule]] = {
         _reshape,
     ),
     **dict.fromkeys((_aten.view_as_real, _aten.view_as_complex), _reinterpret),
+    _aten.select: _rows,
+    _aten.slice: _rows,
+    _aten.constant_pad_nd: _pad,
     **dict.fromkeys((_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full), _new_plain),
     **dict.fromkeys((_aten.index_put_, _aten.index_put), _index_put),
     **dict.fromkeys((_aten.linalg_vector_norm, _aten.norm), _norm),

@@ -108,7 +108,11 @@ class Runtime:
         self.execution.do(Moment.FORWARD_BEGIN, managed)
         self.execution.make_sure_of(managed)
         managed.unit.show_full()
-        if torch.is_grad_enabled() and not self._in_backward:
+        # Reentrant checkpointing runs a unit with gradients for the first time in backward.
+        managed.counts = torch.is_grad_enabled() and not (
+            self._in_backward and managed in self._due
+        )
+        if managed.counts:
             self._events += 1
             managed.last_begin = self._events
             if managed not in self._due:
@@ -170,7 +174,7 @@ class Runtime:
         if self.execution.evaluating:
             if not self._running:
                 self.execution.finish_step()
-        elif not self._in_backward:
+        elif managed.counts or not self._in_backward:
             self._events += 1
             managed.last_end = self._events
             if not managed.calls:
@@ -272,6 +276,7 @@ class Runtime:
             managed.calls.discard(call)
         managed.open_in_backward = False
         managed.unit.gradients.arrivals.end_backward()
+        managed.held_back = managed.unit.trainable and not managed.requires_gradient_sync
         self.execution.do(Moment.BACKWARD_END, managed)
         managed.unit.show_sharded()
 
@@ -288,6 +293,8 @@ class Runtime:
         self._late.clear()
         for managed in self.execution.units:
             managed.begun_in_backward = False
+            if managed.held_back and managed.requires_gradient_sync:
+                self._end(managed)  # this micro-batch did not use it, earlier ones did
         self.execution.finish_step()
         self._in_backward = False
 

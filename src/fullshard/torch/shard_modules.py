@@ -5,7 +5,7 @@ The doors (`fullshard.torch.fsdp1`, `fullshard.torch.fsdp2`) differ in who choos
 policy or the caller, and in what is left standing, a wrapper or the module with another class.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NoReturn
@@ -15,6 +15,7 @@ from torch import nn
 
 from fullshard.core.errors import UsageError
 from fullshard.core.strategy import Prefetch
+from fullshard.torch.agreement import verify_agreement
 from fullshard.torch.groups import Where, compute_device
 from fullshard.torch.hooks import ManagedUnit, managed_unit_of
 from fullshard.torch.modules import ParamSites, TiedSites, device_of, find_parameters
@@ -25,6 +26,7 @@ from fullshard.torch.unit import Unit
 
 __all__ = [
     "ToShard",
+    "agree",
     "managed_units",
     "refuse_copy",
     "refuse_pickle",
@@ -44,14 +46,19 @@ class ToShard:
     tied: list[TiedSites]
     device: torch.device
 
+    @property
+    def all_of_them(self) -> list[ParamSites]:
+        """Those that no unit has yet, and those that units below have to give up."""
+        return [*self.params, *(each.everywhere for each in self.tied)]
+
     def claim(self) -> list[ParamSites]:
         """All of them, after units below have given up what is used outside them. Collective."""
-        by_owner: dict[Unit, set[str]] = {}
+        by_owner: dict[Unit, dict[str, nn.Parameter]] = {}
         for each in self.tied:
-            by_owner.setdefault(each.owner, set()).add(each.name_in_owner)
-        for owner, names in by_owner.items():
-            give_up(owner, names)
-        return [*self.params, *(each.everywhere for each in self.tied)]
+            by_owner.setdefault(each.owner, {})[each.name_in_owner] = each.everywhere.param
+        for owner, originals in by_owner.items():
+            give_up(owner, originals)
+        return self.all_of_them
 
 
 def shardable_parameters(
@@ -64,6 +71,31 @@ def shardable_parameters(
     params, tied = find_parameters(modules, ignored)
     device = device_of(params) or torch.device("cpu")
     return ToShard(params, tied, compute_device(where, device, device_id))
+
+
+def agree(units: Mapping[str, Sequence[ParamSites]], plans: Sequence[Plan]) -> None:
+    """Make sure, before anything is changed, that all ranks mean the same. Collective.
+
+    ``units`` are the parameters of each by its name, ``plans`` what goes with them. Where
+    parameters are (a device, the meta device) may differ. Raises `ConfigurationError` on all ranks
+    if they do not agree, with the lines in which they differ.
+    """
+    lines: dict[str, str] = {}
+    for (name, params), plan in zip(units.items(), plans, strict=True):
+        ranks = plan.ranks
+        block = ranks.block.size if ranks.block else None
+        lines[f"unit {name!r}"] = (
+            f"{ranks.gather.size} slices, {ranks.replicas.size} replicas, blocks of {block}, "
+            f"reshard_after_forward={plan.reshard_after_forward}, {plan.precision}, {plan.offload}"
+        )
+        for each in params:
+            spec = each.spec
+            trained = "trained" if spec.trainable else "frozen"
+            where = f"parameter {name + '.' if name else ''}{spec.name}"
+            lines[where] = f"{spec.shape} {spec.dtype} {trained}, also as {spec.aliases}"
+    comms = dict.fromkeys(c for plan in plans for c in (plan.ranks.gather, plan.ranks.replicas))
+    for comm in comms:
+        verify_agreement(comm, lines, plans[0].device)
 
 
 def shard_modules(

@@ -3,15 +3,16 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.layout import Layout, Segment, Slot, Span
 from fullshard.torch.buffers import FlatBuffer, dtype_of
-from fullshard.torch.extensions import plain_data
+from fullshard.torch.extensions import is_extended, plain_data, without_values
 from fullshard.torch.modules import ParamSites, notes_on
 from fullshard.torch.optim import mark_replaced
 from fullshard.torch.ownership import Ownership
@@ -63,6 +64,8 @@ class Shards:
         self.sharded: list[ShardedParameter] = []
         for each, place in zip(self.params, self.places, strict=True):
             self.sharded.append(self._shard_one(each, place, values, known.get(each.spec.name)))
+        # The originals are not needed any more, and must not keep their memory.
+        self.params = [replace(each, param=_stub(each.param)) for each in self.params]
         self.seen_trainable = [param.requires_grad for param in self.sharded]
 
     @property
@@ -132,6 +135,16 @@ class Shards:
         rank = self._plan.ranks.gather.rank
         for flat, full in zip(self.flats, fulls, strict=True):
             flat.copy_(full[rank * flat.numel() : (rank + 1) * flat.numel()])
+
+
+def _stub(original: Tensor) -> Any:
+    """What is known of a parameter beside its values: class, shape, dtype, notes of users."""
+    if is_extended(original):
+        return without_values(original)
+    nothing = torch.zeros((), dtype=original.dtype, device=original.device)
+    stub = nn.Parameter(nothing.expand(original.shape), requires_grad=False)
+    stub.__dict__.update(notes_on(original))
+    return stub
 
 
 def span_of(value: Tensor, ownership: Ownership) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
-from fullshard.torch.buffers import FlatBuffer
 from fullshard.torch.hooks import ManagedUnit
 from fullshard.torch.modules import notes_on
 from fullshard.torch.parameter import ShardedParameter
@@ -25,7 +24,6 @@ class _Summoned:
     """One unit's full parameters while they are shown; ``params`` is empty where they are not."""
 
     managed: ManagedUnit
-    full: FlatBuffer
     params: list[nn.Parameter]
 
 
@@ -82,7 +80,7 @@ def _show(managed: ManagedUnit, seen: bool, offload: bool, with_grads: bool) -> 
     grads = _full_grads(unit) if with_grads else {}
     managed.summoned = True
     if not seen:
-        return _Summoned(managed, full, [])
+        return _Summoned(managed, [])
     params = []
     for index, (each, view) in enumerate(zip(unit.params, unit.full_views(full), strict=True)):
         data = view.cpu() if offload else view
@@ -92,7 +90,7 @@ def _show(managed: ManagedUnit, seen: bool, offload: bool, with_grads: bool) -> 
             param.grad = grads[index].to(data.device)
         each.put(param)
         params.append(param)
-    return _Summoned(managed, full, params)
+    return _Summoned(managed, params)
 
 
 def _full_grads(unit: Unit) -> dict[int, Tensor]:

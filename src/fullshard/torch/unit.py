@@ -79,6 +79,8 @@ class Unit:
         layout = lay_out((each.spec for each in params), self.ranks.gather.size, plan.precision)
         on_meta = plan.values is own_value and any(each.param.is_meta for each in params)
         device = torch.device("meta") if on_meta else plan.resting_device
+        for each in params:
+            set_owner(each.param, self, each.spec.name)
         self.rest_in(Shards(params, layout, plan, device, {}))
 
     # ---- building -------------------------------------------------------------------------------
@@ -88,8 +90,6 @@ class Unit:
         self.shards = shards
         self.layout = shards.layout
         self.params, self.sharded = self.shards.params, self.shards.sharded
-        for each in self.params:
-            set_owner(each.param, self)
         segments = self.layout.segments
         cast = any(segment.full_dtype != segment.dtype for segment in segments)
         # With one slice the shard is the full unit: it serves as both and is never released.
@@ -199,7 +199,7 @@ class Unit:
     @property
     def transient_bytes(self) -> int:
         """Bytes held now beyond the shards: full parameters, full gradients, reduce scratch."""
-        total = self.gradients.full_bytes
+        total = self.gradients.transient_bytes
         if not self.resident and self.full and self._full.allocated:
             total += self._full.bytes
         total += sum(extension.bytes for extension in self._extensions.values())
@@ -244,7 +244,8 @@ class Unit:
             if shard.dtype != full.dtype or shard.device != full.device:
                 numel = shard.numel()
                 mine = full[rank * numel : (rank + 1) * numel]
-                shard = mine.copy_(shard, non_blocking=True)
+                # First across, then into the other dtype: torch casts on the host, unpinned.
+                shard = mine.copy_(shard.to(full.device, non_blocking=True))
             pairs.append((full, shard))
         if self.custom_gather is None:
             return self.ranks.gather.all_gather(pairs, label=label)
@@ -259,7 +260,7 @@ class Unit:
         if self._working_version != self.shards.version:
             self._working_version = self.shards.version
             for to, shard in zip(self._working.flats, self.shards.flats, strict=True):
-                to.copy_(shard, non_blocking=True)
+                to.copy_(shard.to(self.device, non_blocking=True))
         return self._working.flats
 
     def await_gather(self) -> None:

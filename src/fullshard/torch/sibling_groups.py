@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Further process groups that some ranks of a group make alone, without asking the others."""
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["sibling_group", "timeout_s_of"]
+
+_naming = threading.Lock()
+_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
+# [Note: Names agreed in silence]
+# The ranks of a new group meet in the store under the group's name. `new_group` counts names up on
+# all ranks of the world, so all must call it; with `use_local_synchronization` only the members do,
+# but the name then hashes how many groups each of them knows, and they wait for each other forever
+# when those numbers differ (torch 2.11 to 2.13). Ours is the parent's name, which its ranks share
+# already, and how many siblings the parent has, which they count alike because making one is
+# collective over the parent. `new_group` takes no name, so the function that makes it is replaced
+# for the duration of the call. So is the one that looks for an NCCL communicator of the whole world
+# to split: splitting is collective over the world.
+
+
+def sibling_group(
+    parent: dist.ProcessGroup, ranks: Sequence[int], kind: str
+) -> dist.ProcessGroup | None:
+    """A new process group over ``ranks`` (global) of ``parent``, with its backends and timeout.
+
+    Collective over ``parent``; ranks may ask for different disjoint groups, of different ``kind``.
+    None if this version of torch does not let itself be told a name.
+    """
+    number = _made.get(parent, 0)
+    _made[parent] = number + 1
+    name = f"{parent.group_name}/{kind}/{number}"
+    replacements = {
+        "_process_group_name": lambda ranks, use_hashed_name: name,
+        "_get_split_source": lambda group: None,
+    }
+    if not all(hasattr(c10d, each) for each in replacements):
+        return None
+    # torch sorts the ranks of a group unless told otherwise, and versions that always do have no
+    # argument for it.
+    order: dict[str, Any] = {} if sorted(ranks) == list(ranks) else {"sort_ranks": False}
+    with _naming, _replaced(replacements):
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=timeout_s_of(parent)),
+            backend=dist.get_backend_config(parent),
+            use_local_synchronization=True,
+            **order,
+        )
+    return group
+
+
+def timeout_s_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which the group gives up a collective."""
+    options = group._get_backend(group._device_types[0]).options
+    timeout = getattr(options, "_timeout", None) or dist.default_pg_timeout
+    return float(timeout.total_seconds())
+
+
+@contextmanager
+def _replaced(functions: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(c10d, name) for name in functions}
+    try:
+        for name, function in functions.items():
+            setattr(c10d, name, function)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(c10d, name, function)

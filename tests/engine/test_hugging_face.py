@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of the transformers library train sharded as in one process."""
+
+from functools import cache
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+from support.hugging_face import (
+    CASES,
+    generate,
+    generate_sharded,
+    initialised_from_meta,
+    initialised_from_meta_on_ranks,
+    make,
+    train_plain,
+    train_sharded,
+)
+from support.training import mean_losses
+from torch import nn
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.t5.modeling_t5 import T5Block, T5Stack
+
+from fullshard.torch.local_world import LocalWorld
+
+plain = cache(train_plain)
+
+
+def compare(name, runs):
+    whole, atol = plain(name, len(runs)), CASES[name].tolerance
+    assert mean_losses(runs) == pytest.approx(whole.losses, abs=atol)
+    assert runs[0].params.keys() == whole.params.keys()
+    for run in runs:
+        assert run.norms == pytest.approx(whole.norms, abs=atol)
+        for key, expected in whole.params.items():
+            torch.testing.assert_close(run.params[key], expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+@pytest.mark.parametrize("name", CASES)
+def test_three_steps_equal_one_process(name, door, world):
+    compare(name, LocalWorld(world).run(lambda comm: train_sharded(comm, name, door)))
+
+
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+@pytest.mark.parametrize("name", CASES)
+def test_shard_grad_op(name, door):
+    how = {"door": door, "strategy": "SHARD_GRAD_OP"}
+    compare(name, LocalWorld(2).run(lambda comm: train_sharded(comm, name, **how)))
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_checkpointing_as_the_library_does_it(name, door, checkpointing):
+    how = {"door": door, "checkpointing": checkpointing}
+    compare(name, LocalWorld(2).run(lambda comm: train_sharded(comm, name, **how)))
+
+
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [("gpt2", {GPT2Block, nn.Embedding, nn.Linear}), ("t5", {T5Block, T5Stack, nn.Linear})],
+    ids=["gpt2", "t5"],
+)
+def test_weights_that_are_tied_across_units(name, units, door):
+    """The embedding and the head are units of their own that share a weight."""
+    how = {"door": door, "units": units}
+    compare(name, LocalWorld(3).run(lambda comm: train_sharded(comm, name, **how)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_gloo_processes(gloo_world, name):
+    compare(name, gloo_world.run(2, train_sharded, name, "wrapper"))
+
+
+@pytest.mark.parametrize(
+    ("name", "door", "registered"),
+    [
+        *(
+            (name, door, True)
+            for name in ("gpt2", "llama", "t5")
+            for door in ("wrapper", "function")
+        ),
+        ("gpt2", "function", False),
+    ],
+)
+def test_generate_with_ranks_that_end_apart(gloo_world, name, door, registered):
+    """All processes of the default group, over which the library's ``synced_gpus`` votes.
+
+    Where the library calls the root itself the function needs no registration; a wrapper does, and
+    so does T5, of which it calls the encoder first.
+    """
+    found = gloo_world.run(4, generate_sharded, name, door, registered)
+    plain = make(name).eval()
+    assert found == [generate(plain, rank) for rank in range(4)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_initialisation_after_sharding_on_meta(gloo_world, name):
+    """Bit by bit, which needs the library to take sharded classes for its own models."""
+    params, buffers = initialised_from_meta(name)
+    for found in gloo_world.run(2, initialised_from_meta_on_ranks, name):
+        for got, expected in zip(found, (params, buffers), strict=True):
+            assert got.keys() == expected.keys()
+            for key, value in expected.items():
+                assert torch.equal(got[key], value), key

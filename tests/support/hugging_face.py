@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models of the transformers library from random configs, trained sharded and plain.
+
+They compute in fp64 as far as the library lets them: Llama, Mixtral and T5 take their norms, and
+rotary positions, in fp32 whatever the dtype; the loss is taken here, since theirs is in fp32 too.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+import transformers
+from support.training import Run
+from torch import nn
+from transformers.models.bert.modeling_bert import BertLayer
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+from transformers.models.t5.modeling_t5 import T5Block
+
+from fullshard.torch import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from fullshard.wrap import transformer_auto_wrap_policy
+
+WORDS, LENGTH, STEPS, PER_RANK = 31, 6, 3, 2
+IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+SMALL = {
+    "vocab_size": WORDS,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+    **IDS,
+}
+
+FP32_INSIDE = 1e-6
+NO_DROPOUT = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the class of its blocks, how it is trained and how close to one process it ends."""
+
+    build: Callable[[], nn.Module]
+    block: type[nn.Module]
+    optimizer: Callable[..., torch.optim.Optimizer]
+    tolerance: float = 1e-9
+
+
+def _gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=WORDS,
+        n_positions=16,
+        n_embd=12,
+        n_layer=2,
+        n_head=2,
+        **NO_DROPOUT["gpt2"],
+        **IDS,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+
+
+def _mixtral():
+    config = transformers.MixtralConfig(
+        **SMALL,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=None,
+        experts_implementation="eager",
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def _bert():
+    small = {key: value for key, value in SMALL.items() if key != "num_key_value_heads"}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**small, **NO_DROPOUT["bert"]))
+
+
+def _t5():
+    config = transformers.T5Config(
+        vocab_size=WORDS,
+        d_model=12,
+        d_kv=6,
+        d_ff=20,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=2,
+        **IDS,
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+_adamw = partial(torch.optim.AdamW, lr=1e-2)
+# Without decay: an expert that no token chose may be left without gradient in one process, and
+# AdamW would leave it alone there, while sharded its gradient is zero and AdamW would decay it.
+_sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+CASES = {
+    "gpt2": Case(_gpt2, GPT2Block, _adamw),
+    "bert": Case(_bert, BertLayer, _adamw),
+    "llama": Case(_llama, LlamaDecoderLayer, _adamw, FP32_INSIDE),
+    "t5": Case(_t5, T5Block, _adamw, FP32_INSIDE),
+    "mixtral": Case(_mixtral, MixtralDecoderLayer, _sgd, FP32_INSIDE),
+}
+
+_alone = threading.Lock()  # torch's generator and default dtype are one for all threads
+
+
+def make(name):
+    """The case's model in fp64, the same at every call."""
+    with _alone:
+        torch.manual_seed(0)
+        return CASES[name].build().double().train()
+
+
+def make_batches(world):
+    """Tokens and labels for all ranks of each step."""
+    generator = torch.Generator().manual_seed(7)
+    size = (STEPS, 2, world * PER_RANK, LENGTH)
+    return torch.randint(3, WORDS, size, generator=generator).unbind()
+
+
+def train(model, name, batches):
+    optimizer = CASES[name].optimizer(model.parameters())
+    losses, norms = [], []
+    for tokens, labels in batches:
+        decoder = (
+            {"decoder_input_ids": labels.roll(1, 1)} if model.config.is_encoder_decoder else {}
+        )
+        logits = model(input_ids=tokens, **decoder).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms
+
+
+def train_plain(name, world):
+    model = make(name)
+    losses, norms = train(model, name, make_batches(world))
+    return Run(losses, norms, {key: p.detach() for key, p in model.named_parameters()})
+
+
+def train_sharded(comm, name, door, strategy="FULL_SHARD", checkpointing=None, units=None):
+    """On this rank's part of the batches; ``checkpointing`` is the reentrant kind or the other.
+
+    ``units`` are the classes of modules to be units, by default that of the blocks.
+    """
+    rank, size = (comm.rank(), comm.size()) if callable(comm.rank) else (comm.rank, comm.size)
+    plain = make(name)
+    if checkpointing is not None:
+        # the newer name; releases that have it warn of the older
+        enable = getattr(plain, "activation_checkpointing_enable", None)
+        enable = enable or plain.gradient_checkpointing_enable
+        enable({"use_reentrant": checkpointing == "reentrant"})
+        assert any(getattr(module, "gradient_checkpointing", False) for module in plain.modules())
+    model = shard(plain, units or {CASES[name].block}, comm, door, strategy)
+    part = slice(rank * PER_RANK, (rank + 1) * PER_RANK)
+    batches = [(tokens[part], labels[part]) for tokens, labels in make_batches(size)]
+    losses, norms = train(model, name, batches)
+    return Run(losses, norms, {key: p.full_tensor() for key, p in model.named_parameters()})
+
+
+def shard(model, units, comm, door, strategy="FULL_SHARD"):
+    """One unit for each module of the classes ``units`` and one for the rest."""
+    if door == "wrapper":
+        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=units)
+        chosen = ShardingStrategy[strategy]
+        return FullyShardedDataParallel(model, comm, chosen, auto_wrap_policy=policy)
+    reshard = None if strategy == "FULL_SHARD" else False
+    for module in reversed(list(model.modules())):  # inner ones come after outer ones
+        if module is not model and isinstance(module, tuple(units)):
+            fully_shard(module, mesh=comm, reshard_after_forward=reshard)
+    return fully_shard(model, mesh=comm, reshard_after_forward=reshard)
+
+
+def generate(model, rank, **how):
+    """This rank's prompt and what follows it: as many tokens as its number and two more."""
+    prompt = torch.tensor([[3 + rank, 5, 7]])
+    how |= {"max_new_tokens": 2 + rank, "do_sample": False, "eos_token_id": None}
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), **how).tolist()
+
+
+def generate_sharded(group, name, door, registered):
+    model = shard(make(name).eval(), {CASES[name].block}, group, door)
+    if registered:
+        register_fsdp_forward_method(model, "generate")
+    return generate(model, group.rank(), synced_gpus=True)
+
+
+def initialised_from_meta(name, group=None):
+    """Parameters and buffers that ``init_weights`` gives a model from the meta device.
+
+    Without a group it is a plain model.
+    """
+    with torch.device("meta"):
+        model = CASES[name].build().double()
+    if group is not None:
+        model = shard(model, {CASES[name].block}, group, "function")
+    model.to_empty(device="cpu")
+    if group is None:
+        model.tie_weights()  # which to_empty of a plain model unties
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights()
+    params = {
+        k: p.detach() if group is None else p.full_tensor() for k, p in model.named_parameters()
+    }
+    return params, dict(model.named_buffers())
+
+
+def initialised_from_meta_on_ranks(group, name):
+    return initialised_from_meta(name, group)

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the user documentation shows runs, and the bytes it promises are those of the engine.
+
+A Python block marked ``runnable`` is run on four ranks. In a table, a cell that is nothing but a
+piece of code is a formula; the row must have a measurement here, and the two must agree. The
+symbols are explained on ``docs/index.md``.
+"""
+
+import inspect
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.examples_in_docs import run_example
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fullshard.torch
+import fullshard.wrap
+from fullshard.torch import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+    resting_bytes,
+    set_prefetch,
+    tracing,
+)
+from fullshard.torch.local_world import LocalComm, LocalWorld
+from fullshard.torch.shard_modules import managed_units
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = [*sorted((DOCS / "modes").glob("*.md")), DOCS / "migration.md"]
+ALL_PAGES = [*PAGES, DOCS / "index.md", DOCS / "names.md"]
+
+LAYERS, WIDTH, RANK = 4, 64, 16
+BF16, FP32 = torch.bfloat16, torch.float32
+UNIT_BYTES = 4 * WIDTH * WIDTH  # a whole number of aligned slices: padding plays no part
+
+
+def name_of(path):
+    return path.relative_to(DOCS).as_posix()
+
+
+# ---- examples -----------------------------------------------------------------------------------
+
+
+def examples():
+    for path in PAGES:
+        blocks = re.findall(r"^```python runnable\n(.*?)^```", path.read_text(), re.M | re.S)
+        assert blocks, f"{path.name} has no runnable example"
+        for number, source in enumerate(blocks, 1):
+            yield pytest.param(name_of(path), source, id=f"{name_of(path)}-{number}")
+
+
+@pytest.mark.parametrize(("page", "source"), list(examples()))
+def test_example(gloo_world, page, source):
+    gloo_world.run(4, run_example, page, source)
+
+
+# ---- links and names ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ALL_PAGES, ids=name_of)
+def test_links_lead_somewhere(path):
+    targets = re.findall(r"\]\(([^)#]+)", path.read_text())
+    for target in targets:
+        assert target.startswith("https://") or (path.parent / target).exists(), target
+
+
+def test_the_index_lists_every_page():
+    listed = set(re.findall(r"\]\(([^)#]+\.md)\)", (DOCS / "index.md").read_text()))
+    assert listed == {name_of(path) for path in DOCS.rglob("*.md")} - {"index.md"}
+
+
+def test_every_name_in_the_last_column_of_the_table_of_names_exists():
+    found = 0
+    doors = (FullyShardedDataParallel, fully_shard, fullshard.torch.CPUOffload)
+    arguments = {name for door in doors for name in inspect.signature(door).parameters}
+    homes = (doors[0], fullshard.torch.FSDPModule, fullshard.torch, fullshard.wrap)
+    for row in rows_of(DOCS / "names.md"):
+        for name in re.findall(r"`([A-Za-z_]\w*)(?:\(|`)", row[-1]):
+            known = name in arguments or name in ShardingStrategy.__members__
+            assert known or any(hasattr(home, name) for home in homes), name
+            found += 1
+    assert found > 20
+
+
+# ---- bytes and traffic --------------------------------------------------------------------------
+
+
+def rows_of(path):
+    """The tables' rows as lists of cells, their heads left out."""
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines):
+        is_head = number + 1 < len(lines) and re.match(r"\|( -+:? \|)+$", lines[number + 1])
+        if line.startswith("| ") and not is_head and not re.match(r"\|( -+:? \|)+$", line):
+            yield [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+def formulas(path):
+    """(row, column, formula) of each cell that is a formula."""
+    head = None
+    for line in path.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if not line.startswith("|"):
+            head = None
+        elif head is None:
+            head = cells
+        else:
+            for column, cell in zip(head[1:], cells[1:], strict=False):
+                code = re.fullmatch(r"`([\dPUNSBFTcrp +*/()-]+)`", cell)
+                if code:
+                    yield cells[0].replace("`", ""), column, code[1]
+
+
+class Stack(nn.Module):
+    """Equal blocks of one weight each, no parameters of its own."""
+
+    def __init__(self, block=lambda: nn.Linear(WIDTH, WIDTH, bias=False), recompute=None):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(LAYERS))
+        self.recompute = recompute
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.recompute is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
+        return x
+
+
+class WithAdapter(nn.Module):
+    """A frozen weight and a trained adapter of low rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, RANK, bias=False)
+        self.up = nn.Linear(RANK, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.frozen(x) + self.up(self.down(x))
+
+
+def by_function(comm, model, **options):
+    for block in model.blocks:
+        fully_shard(block, mesh=comm, **options)
+    return fully_shard(model, mesh=comm, **options)
+
+
+def by_wrapper(comm, model, **options):
+    blocks = set(model.blocks)
+    return FullyShardedDataParallel(
+        model,
+        comm,
+        auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks,
+        **options,
+    )
+
+
+def in_pairs(comm):
+    """(ranks that share slices, ranks with equal slices), two by two."""
+    first = comm.rank // 2 * 2
+    within = comm.subgroup(range(first, first + 2))
+    return within, comm.subgroup(range(comm.rank % 2, comm.size, 2))
+
+
+def backward(model):
+    inputs = torch.ones(2, WIDTH, requires_grad=True)
+    model(inputs).float().square().mean().backward()
+
+
+@pytest.fixture
+def sent_by_rank_0(monkeypatch):
+    """Bytes that rank 0 has sent so far; an all-reduce counts as reduce-scatter and all-gather."""
+    sent = [0]
+    issue = LocalComm._issue
+
+    def counting(self, name, label, inputs, outputs, combine):
+        if threading.current_thread().name == "rank 0":
+            size, given = self.size, sum(tensor.nbytes for tensor in inputs)
+            factors = {"all_gather": size, "reduce_scatter": 1, "all_reduce": 2}
+            sent[0] += factors.get(name.split()[0], 0) * given * (size - 1) // size
+        return issue(self, name, label, inputs, outputs, combine)
+
+    monkeypatch.setattr(LocalComm, "_issue", counting)
+    return sent
+
+
+def measure_step(model, sent):
+    """The third step: what rests after backward, what is held on the way, what is sent."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    before = sent[0]
+    with tracing(model) as trace:
+        backward(model)
+    at_rest = resting_bytes(model, optimizer)
+    counters = 4 * len(optimizer.state)  # Adam's step numbers
+    return {
+        "at rest, with AdamW": at_rest.total_bytes - counters,
+        "more at peak": trace.peak_bytes,
+        "sent per step": sent[0] - before,
+    }
+
+
+def measure_accumulation(model, sent, start, end):
+    """Four micro-batches of which ``start`` is called before the first, ``end`` before the last."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        start(model)
+        sent_in, held = [], 0
+        for number in range(4):
+            if number == 3:
+                end(model)
+            before = sent[0]
+            backward(model)
+            sent_in.append(sent[0] - before)
+            if number == 1:
+                held = resting_bytes(model, optimizer).gradients_bytes
+                for managed in managed_units(model):
+                    kept = managed.unit.gradients._kept
+                    held += managed.unit.transient_bytes + (kept.bytes if kept else 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "held between micro-batches": held,
+        "sent by each": sent_in[1],
+        "sent by the last": sent_in[3],
+    }
+
+
+def strategy(name):
+    return lambda comm, model: by_wrapper(comm, model, sharding_strategy=ShardingStrategy[name])
+
+
+def hybrid(name):
+    return lambda comm, model: by_wrapper(
+        in_pairs(comm), model, sharding_strategy=ShardingStrategy[name]
+    )
+
+
+def policy(*dtypes):
+    return lambda comm, model: by_function(comm, model, mp_policy=MixedPrecisionPolicy(*dtypes))
+
+
+def frozen(blocks):
+    def shard(comm, model):
+        for block in list(model.blocks)[blocks]:
+            block.requires_grad_(False)
+        return by_function(comm, model)
+
+    return shard
+
+
+def step_of(shard, build=Stack):
+    def measure(comm, prefetch, sent):
+        model = shard(comm, build())
+        set_prefetch(model, prefetch, prefetch)
+        return measure_step(model, sent)
+
+    return measure
+
+
+def nothing(model):
+    """No setting for this micro-batch."""
+
+
+def accumulation(start, end=nothing, shard=by_function):
+    def measure(comm, prefetch, sent):
+        model = shard(comm, Stack())
+        set_prefetch(model, prefetch, prefetch)
+        return measure_accumulation(model, sent, start, end)
+
+    return measure
+
+
+def keep_full(model):
+    model.set_reshard_after_backward(False)
+    model.set_reshard_after_forward(False)
+
+
+def keep_full_and_hold_back(model):
+    keep_full(model)
+    model.set_requires_gradient_sync(False)
+
+
+MEASURED = {
+    "modes/sharding.md": {
+        name: step_of(strategy(name)) for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    },
+    "modes/hybrid.md": {
+        "HYBRID_SHARD": step_of(hybrid("HYBRID_SHARD")),
+        "_HYBRID_SHARD_ZERO2": step_of(hybrid("_HYBRID_SHARD_ZERO2")),
+        "reshard_after_forward=B": step_of(lambda c, m: by_function(c, m, reshard_after_forward=2)),
+    },
+    "modes/mixed_precision.md": {
+        "none": step_of(by_function),
+        "param_dtype": step_of(policy(BF16)),
+        "param_dtype, reduce_dtype": step_of(policy(BF16, FP32)),
+        "param_dtype with NO_SHARD": step_of(
+            lambda c, m: by_wrapper(
+                c,
+                m,
+                sharding_strategy=ShardingStrategy.NO_SHARD,
+                mixed_precision=MixedPrecision(BF16),
+            )
+        ),
+    },
+    "modes/accumulation.md": {
+        "backward again": accumulation(nothing),
+        "no_sync(), set_requires_gradient_sync(False)": accumulation(
+            lambda model: model.set_requires_gradient_sync(False),
+            lambda model: model.set_requires_gradient_sync(True),
+        ),
+        "set_requires_all_reduce(False), hybrid": accumulation(
+            lambda model: model.set_requires_all_reduce(False),
+            lambda model: model.set_requires_all_reduce(True),
+            lambda comm, model: by_function(in_pairs(comm), model),
+        ),
+        "set_is_last_backward(False)": accumulation(
+            lambda model: model.set_is_last_backward(False),
+            lambda model: model.set_is_last_backward(True),
+        ),
+        "set_reshard_after_backward(False)": accumulation(
+            lambda model: model.set_reshard_after_backward(False)
+        ),
+        "the same and set_reshard_after_forward(False)": accumulation(keep_full),
+        "all three": accumulation(
+            keep_full_and_hold_back, lambda model: model.set_requires_gradient_sync(True)
+        ),
+    },
+    "modes/parameters.md": {
+        "adapters in every unit": step_of(by_function, lambda: Stack(WithAdapter)),
+        "frozen units first": step_of(frozen(slice(None, LAYERS // 2))),
+        "frozen units last": step_of(frozen(slice(LAYERS // 2, None))),
+    },
+    "modes/recomputation.md": {
+        "none": step_of(by_function),
+        "checkpoint, not reentrant": step_of(by_function, lambda: Stack(recompute="not")),
+        "checkpoint, reentrant": step_of(by_function, lambda: Stack(recompute="reentrant")),
+    },
+}
+
+
+def cases():
+    for path in ALL_PAGES:
+        rows = sorted(
+            {row for row, _, _ in formulas(path)} | MEASURED.get(name_of(path), {}).keys()
+        )
+        for row in rows:
+            yield pytest.param(path, row, id=f"{name_of(path)}-{row}")
+
+
+def symbols(page, row, ranks, prefetch):
+    total = LAYERS * UNIT_BYTES
+    found = {"P": total, "U": UNIT_BYTES, "N": ranks, "S": 2, "B": 2, "p": prefetch}
+    found |= {"c": 0.5, "r": 1.0 if "reduce_dtype" in row else 0.5}
+    found |= {"F": total, "T": LAYERS * 2 * WIDTH * RANK * 4}
+    if row.startswith("frozen"):
+        found |= {"F": total / 2, "T": total / 2}
+    return found
+
+
+@pytest.mark.parametrize(("path", "row"), list(cases()))
+@pytest.mark.parametrize(("ranks", "prefetch"), [(8, 1), (4, 2)])
+def test_formulas_are_what_the_engine_does(path, row, ranks, prefetch, sent_by_rank_0):
+    page = name_of(path)
+    measure = MEASURED[page][row]
+    measured = LocalWorld(ranks).run(lambda comm: measure(comm, prefetch, sent_by_rank_0))[0]
+    checked = 0
+    for of_row, column, formula in formulas(path):
+        if of_row == row:
+            promised = eval(formula, {}, symbols(page, row, ranks, prefetch))
+            assert measured[column] == promised, (column, formula)
+            checked += 1
+    assert checked, f"{page} has no formula in a row {row!r}"

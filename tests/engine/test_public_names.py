@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 import torch.distributed.fsdp as theirs
-import torch.distributed.fsdp.sharded_grad_scaler  # a submodule that is there once imported
+import torch.distributed.fsdp.sharded_grad_scaler  # noqa: F401 - there once imported
 
 import fullshard.torch as ours
 

@@ -110,7 +110,9 @@ def _speaks_for_all(wrapper: nn.Module) -> bool:
     return managed is None or managed.unit.ranks.first
 
 
-def _as_chosen(state: dict[str, Any], settings: StateDictSettings, *, first: bool) -> dict[str, Any]:
+def _as_chosen(
+    state: dict[str, Any], settings: StateDictSettings, *, first: bool
+) -> dict[str, Any]:
     """A state dict of sharded entries in the form of ``settings``. Collective for the full form."""
     config = settings.state_dict_config
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.strategy import Prefetch
-from fullshard.torch.comm import ProcessGroupComm
 from fullshard.torch.hooks import ManagedUnit, managed_unit_of
 from fullshard.torch.initialisation import filled_with_nan
 from fullshard.torch.modules import clean_name
@@ -303,4 +302,4 @@ def _managed_below(module: object, recurse: bool) -> list[ManagedUnit]:
 
 
 def _group(comm: Any) -> Any:
-    return comm.group if isinstance(comm, ProcessGroupComm) else comm
+    return getattr(comm, "group", comm)

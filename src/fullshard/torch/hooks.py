@@ -16,6 +16,7 @@ backward is over when
 What is not over when autograd has finished is over then.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fullshard.core.errors import UsageError
+from fullshard.core.errors import CommunicationError, UsageError
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.buffers import dtype_of
 from fullshard.torch.modules import holds_unknown, map_tensors, tensors_in
@@ -185,6 +186,7 @@ class ManagedUnit:
         self._unseen = False  # the output is of a class that tensors cannot be found in
         self._inside_itself = 0  # how deep a module has called itself
         self._call: Call | None = None
+        self._handled_outside = 0
         self_reference = weakref.ref(self)
 
         def deliver(index: int, grad: Tensor) -> None:
@@ -209,6 +211,7 @@ class ManagedUnit:
         if self._modules_run == self._modules_to_run:
             self._inside_itself += 1
             return None
+        self._handled_outside = id(sys.exception())  # forward may run in an except clause
         runtime = self.runtime or self._adopt(module)
         if self._modules_run == 0:
             self._call = None
@@ -245,6 +248,11 @@ class ManagedUnit:
         return convert
 
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        failure = sys.exception()
+        if isinstance(failure, CommunicationError) and id(failure) != self._handled_outside:
+            # Nothing can be sent any more: the next forward forgets this step.
+            self.unit.show_sharded()
+            return None
         if self._inside_itself:
             self._inside_itself -= 1
             return None

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that die, hang, or do not do the same: everybody is told, nobody waits forever."""
+
+import json
+import multiprocessing
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from support import divergence_workers as workers
+from support.gloo_world import TIMEOUT
+
+from fullshard.core.errors import CommunicationError, ConfigurationError
+from fullshard.torch.agreement import verify_agreement
+from fullshard.torch.checked_comm import CheckedComm, checked_in_debug_mode
+from fullshard.torch.comm import Comm, SoloComm
+from fullshard.torch.local_world import LocalWorld, LocalWorldError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory):
+    """How each rank of each bad world ended: {(case, rank): (step, after_s, class, text)}."""
+    folder = tmp_path_factory.mktemp("endings")
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=workers.run_cases, args=(str(folder), list(sys.path)))
+    process.start()
+    process.join(90)
+    if process.is_alive():
+        process.kill()
+    found = {}
+    for file in folder.glob("*.json"):
+        case, _, rank = file.stem.rpartition("-")
+        found[case, int(rank)] = json.loads(file.read_text())
+    return found
+
+
+@pytest.mark.parametrize("case", workers.CASES)
+def test_the_others_end_with_an_error_that_names_ranks_and_units(endings, case):
+    _, culprit = workers.CASES[case]
+    for rank in set(range(workers.RANKS)) - {culprit}:
+        step, after_s, kind, text = endings[case, rank]
+        assert step == workers.BAD_STEP
+        assert kind == CommunicationError.__name__, text
+        assert after_s < workers.TIMEOUT_S + 5
+        assert f"rank {rank}" in text or "debug" in case
+        assert "unit 'blocks." in text
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_rank_is_reported_as_silent(endings, rank):
+    assert "rank 1: no sign of life for " in endings["killed", rank][3]
+
+
+def test_when_the_store_dies_too_the_error_says_so(endings):
+    text = endings["killed with the store", 1][3]
+    assert "not known: the process that keeps the store has ended" in text
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_sleeping_rank_is_reported_with_what_it_did_last(endings, rank):
+    wanted = r"rank 1: waits for nothing, last finished: gather of unit 'blocks.1' \d+\.\d s ago"
+    assert re.search(wanted, endings["asleep", rank][3])
+
+
+def test_ranks_in_different_units_do_not_take_each_others_slices(endings):
+    assert re.search(
+        r"rank 1: (failed )?in gather of unit 'blocks.1'", endings["other order", 0][3]
+    )
+    assert "gather of unit 'blocks.1' failed on rank 1" in endings["other order", 1][3]
+
+
+def test_debug_mode_finds_another_order_before_anything_is_sent(endings):
+    for rank in range(workers.RANKS):
+        _, after_s, kind, text = endings["other order in debug mode", rank]
+        assert kind == "CommunicationError"
+        assert after_s < workers.TIMEOUT_S
+        assert "all_gather (gather of unit 'blocks.2') of " in text
+        assert "32 torch.float32 on ranks 0, 1; " in text
+        assert "all_gather (gather of unit 'blocks.1') of " in text
+        assert "on rank 2. Make all ranks" in text
+
+
+def test_a_local_world_reports_both_labels():
+    def body(comm: Comm) -> None:
+        for name in ["a", "b"] if comm.rank == 0 else ["b", "a"]:
+            comm.all_gather([(torch.empty(4), torch.ones(2))], label=f"gather of unit {name!r}")
+
+    with pytest.raises(LocalWorldError) as caught:
+        LocalWorld(2).run(body)
+    assert "unit 'a'" in str(caught.value)
+    assert "unit 'b'" in str(caught.value)
+
+
+# -- debug mode on threads -----------------------------------------------------------------------
+
+
+def everything(comm: Comm) -> list[object]:
+    """One of each collective, and their results."""
+    full, shard = torch.empty(4 * comm.size), torch.full((4,), float(comm.rank))
+    comm.all_gather([(full, shard)], label="gather").wait()
+    comm.reduce_scatter([(shard, full)], label="reduce").wait()
+    comm.all_reduce([shard], "max", label="maximum").wait()
+    value = torch.tensor([float(comm.rank)])
+    comm.broadcast([value], source=1).wait()
+    half = comm.block(2)
+    half.duplicate().all_reduce([value]).wait()
+    return [full.tolist(), shard.tolist(), value.item(), half.rank, half.size]
+
+
+def test_a_checked_communicator_does_what_the_plain_one_does():
+    plain = LocalWorld(4).run(everything)
+    assert LocalWorld(4).run(lambda comm: everything(CheckedComm(comm))) == plain
+    assert isinstance(CheckedComm(SoloComm()), Comm)
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        (lambda c: c.all_gather([(torch.empty(6), torch.ones(2))], "x"), "all_gather (x) of 6"),
+        (lambda c: c.all_reduce([torch.ones(3)], "sum", "x"), "all_reduce sum (x) of 3 torch.f"),
+        (lambda c: c.all_reduce([torch.ones(2)], "max", "x"), "all_reduce max (x) of 2 torch.f"),
+        (lambda c: c.all_reduce([torch.ones(2)], "sum", "y"), "all_reduce sum (y) of 2 torch.f"),
+        (lambda c: c.all_reduce([torch.ones(2).half()], label="x"), "(x) of 2 torch.float16"),
+        (lambda c: c.broadcast([torch.ones(2)], 2), "broadcast from 2 () of 2 torch.float32"),
+        (lambda c: c.duplicate(), "duplicate on rank 1"),
+        (lambda c: c.block(1), "block(1) on rank 1"),
+    ],
+)
+def test_all_ranks_learn_who_wanted_what(others, said):
+    def body(comm: Comm) -> str:
+        comm = CheckedComm(comm)
+        wide = comm.duplicate()  # comparisons are shared: which of the two is used does not matter
+        with pytest.raises(CommunicationError) as caught:
+            others(wide) if comm.rank == 1 else comm.all_reduce([torch.ones(2)], "sum", "x")
+        return str(caught.value)
+
+    texts = set(LocalWorld(3).run(body))
+    assert len(texts) == 1
+    (text,) = texts
+    assert "all_reduce sum (x) of 2 torch.float32 on ranks 0, 2" in text
+    assert said in text
+
+
+def test_debug_mode_is_off_unless_asked_for(monkeypatch):
+    def body(comm: Comm) -> bool:
+        return isinstance(checked_in_debug_mode(comm), CheckedComm)
+
+    for value, debug in [(None, False), ("", False), ("0", False), ("1", True)]:
+        if value is None:
+            monkeypatch.delenv("FULLSHARD_DEBUG", raising=False)
+        else:
+            monkeypatch.setenv("FULLSHARD_DEBUG", value)
+        assert LocalWorld(2).run(body) == [debug, debug]
+        assert not isinstance(checked_in_debug_mode(SoloComm()), CheckedComm)
+
+
+# -- agreement at first use ----------------------------------------------------------------------
+
+
+def test_ranks_that_agree_go_on():
+    lines = {"strategy": "FULL_SHARD", "parameter 0.weight": "(4, 4) float32"}
+    world = LocalWorld(3)
+    assert world.run(lambda comm: verify_agreement(comm, lines, CPU)) == [None] * 3
+    reordered = dict(reversed(lines.items()))
+    world.run(lambda comm: verify_agreement(comm, lines if comm.rank else reordered, CPU))
+    verify_agreement(SoloComm(), lines, CPU)
+
+
+def test_all_ranks_are_told_which_rank_differs_in_which_line():
+    told = [
+        {"strategy": "FULL_SHARD", "a.weight": "(4, 4)", "same": "1"},
+        {"strategy": "FULL_SHARD", "a.weight": "(4, 5)", "same": "1"},
+        {"strategy": "NO_SHARD", "a.weight": "(4, 4)", "same": "1", "b.größe": "(2,)"},
+    ]
+
+    def body(comm: Comm) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            verify_agreement(comm, told[comm.rank], CPU, "unit 'a'")
+        return str(caught.value)
+
+    texts = LocalWorld(3).run(body)
+    assert len(set(texts)) == 1
+    assert texts[0].splitlines() == [
+        "the ranks disagree about unit 'a'; build the same module and pass the same arguments on "
+        "every rank",
+        "  a.weight: (4, 4) on ranks 0, 2; (4, 5) on rank 1",
+        "  strategy: FULL_SHARD on ranks 0, 1; NO_SHARD on rank 2",
+        "  b.größe: (missing) on ranks 0, 1; (2,) on rank 2",
+    ]
+
+
+def test_a_long_list_of_differences_is_cut():
+    def body(comm: Comm) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            verify_agreement(comm, {str(n): str(comm.rank) for n in range(30)}, CPU)
+        return str(caught.value)
+
+    lines = LocalWorld(2).run(body)[0].splitlines()
+    assert len(lines) == 1 + 20 + 1
+    assert lines[-1] == "  and 10 more"
+
+
+def test_ranks_of_a_subgroup_are_named_by_their_numbers_in_the_world():
+    def body(comm: Comm) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            verify_agreement(comm.block(2), {"x": str(comm.rank % 2)}, CPU)
+        return str(caught.value).splitlines()[1]
+
+    assert LocalWorld(4).run(body)[2:] == ["  x: 0 on rank 2; 1 on rank 3"] * 2
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def test_a_subgroup_derives_communicators_alone(gloo_world):
+    answers = gloo_world.run(4, workers.siblings)
+    for rank, (found, names) in enumerate(answers):
+        pair = (0, 1) if rank < 2 else (2, 3)
+        both = (pair, rank % 2, float(sum(pair)), 7.0)
+        alone = ((rank,), 0, float(rank), 7.0)
+        assert found == [both, both, alone, (*both[:3], TIMEOUT.total_seconds())]
+        assert names == 5
+
+
+def test_overlapping_exchanges_keep_apart(gloo_world):
+    for fulls, shard in gloo_world.run(3, workers.many_under_way):
+        assert fulls == [[10.0 * n + rank for rank in range(3)] for n in range(6)]
+        assert shard == [3.0] * 4
+
+
+def test_a_collective_that_a_device_does_not_complete_is_printed_once(gloo_world):
+    wanted = "rank 1: waits for nothing, last finished: all-reduce of unit 'a'"
+    printed = gloo_world.run(2, workers.late_collective, wanted)[0]
+    assert printed.count("not done yet") == 1
+    assert "fullshard: rank 0: gather of unit 'c' was issued " in printed
+    assert wanted in printed
+
+
+def test_importing_starts_no_thread():
+    program = "import threading, fullshard.torch; print(threading.active_count())"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.split() == ["1"]
+    assert not [each for each in threading.enumerate() if each.name == "fullshard watchdog"]

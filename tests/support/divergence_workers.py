@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worlds that come to a bad end: training in which one rank dies, hangs or goes its own way."""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from support.gloo_world import _loopback
+from torch import nn
+
+from fullshard.torch import fully_shard
+from fullshard.torch.comm import ProcessGroupComm
+from fullshard.torch.sibling_groups import timeout_s_of
+from fullshard.torch.watchdog import Witness
+
+RANKS = 3
+TIMEOUT_S = 4.0
+BAD_STEP = 2
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.order = [0, 1, 2, 3]
+        self.before_block_2 = lambda: None
+
+    def forward(self, x):
+        for place, index in enumerate(self.order):
+            if place == 2:
+                self.before_block_2()
+            x = self.blocks[index](x).relu()
+        return x
+
+
+def killed(model):
+    model.before_block_2 = lambda: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def asleep(model):
+    model.before_block_2 = lambda: time.sleep(300)
+
+
+def other_order(model):
+    model.order = [0, 2, 1, 3]
+
+
+# What goes wrong, and on which rank. Rank 0 keeps the store.
+CASES = {
+    "killed": (killed, 1),
+    "killed with the store": (killed, 0),
+    "asleep": (asleep, 1),
+    "other order": (other_order, 1),
+    "other order in debug mode": (other_order, 2),
+}
+
+
+def run_cases(folder, path):
+    """Run every world at once in processes forked from this one, which has imported torch.
+
+    Rank r of a case leaves ``folder/case-r.json`` when it ends by an exception.
+    """
+    sys.path[:] = path
+    fork = multiprocessing.get_context("fork")
+    processes = {
+        (case, rank): fork.Process(target=_rank_main, args=(case, rank, folder))
+        for case in CASES
+        for rank in range(RANKS)
+    }
+    for process in processes.values():
+        process.start()
+    deadline = time.monotonic() + 60
+    for (case, rank), process in processes.items():
+        if CASES[case] != (asleep, rank):
+            process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes.values():
+        process.kill()
+        process.join()
+
+
+def _rank_main(case, rank, folder):
+    if case.endswith("debug mode"):
+        os.environ["FULLSHARD_DEBUG"] = "1"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=_store(case, rank, Path(folder)),
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    torch.manual_seed(0)
+    model = Blocks()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(BAD_STEP + 1):
+        begin = time.monotonic()
+        go_wrong, culprit = CASES[case]
+        if step == BAD_STEP and rank == culprit:
+            go_wrong(model)
+        try:
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        except Exception as error:
+            ending = (step, time.monotonic() - begin, type(error).__name__, str(error))
+            (Path(folder) / f"{case}-{rank}.json").write_text(json.dumps(ending))
+            raise SystemExit(1) from None
+
+
+def _store(case, rank, folder):
+    """A TCP store in rank 0, on a port of its own."""
+    told = folder / f"{case}.port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, RANKS, is_master=True, wait_for_workers=False)
+        told.with_suffix(".new").write_text(str(store.port))
+        told.with_suffix(".new").rename(told)
+        return store
+    while not told.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(told.read_text()), RANKS, is_master=False)
+
+
+def siblings(world):
+    """Ranks 0 and 1, and 2 and 3, derive communicators alone, knowing different numbers of groups.
+
+    Ranks 2 and 3 do already, as one of them is in a group of three.
+    """
+    rank = dist.get_rank(world)
+    pairs = [dist.new_group(each, timeout=timedelta(seconds=7)) for each in ([0, 1], [2, 3])]
+    more = [dist.new_group([0], use_local_synchronization=True)] if rank == 0 else []
+    comm = ProcessGroupComm(pairs[rank // 2])
+    derived = [comm.duplicate(), comm.duplicate(), comm.block(1)]
+    derived += [ProcessGroupComm(world).block(2)]
+    found = []
+    for each in derived:
+        value = torch.tensor([float(rank)])
+        each.all_reduce([value]).wait()
+        found.append((each.members, each.rank, value.item(), timeout_s_of(each.group)))
+    names = {each.group.group_name for each in (comm, *derived)}
+    for group in [each.group for each in derived] + more + pairs[rank // 2 :][:1]:
+        dist.destroy_process_group(group)
+    return found, len(names)
+
+
+def late_collective(group, wanted):
+    """What the watchdog prints on rank 0 about a collective that its device does not complete."""
+    comm = ProcessGroupComm(group)
+    comm.all_reduce([torch.ones(1)], label="all-reduce of unit 'a'").wait()
+    if comm.rank > 0:
+        time.sleep(2.5)  # long enough to be asked
+        return ""
+    witness = Witness("late", comm.members, timeout_s=1.0)
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        witness.leaves_pending("gather of unit 'b'", lambda: True)
+        witness.leaves_pending("gather of unit 'c'", lambda: False)
+        deadline = time.monotonic() + 10
+        while wanted not in printed.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1.2)  # it is not printed twice
+    return printed.getvalue()
+
+
+def many_under_way(group):
+    """Gathers and reduces that overlap, and are waited for in another order, keep apart."""
+    comm = ProcessGroupComm(group)
+    fulls = [torch.empty(comm.size * 4) for _ in range(6)]
+    works = [
+        comm.all_gather([(full, torch.full((4,), 10.0 * index + comm.rank))], label="gather")
+        for index, full in enumerate(fulls)
+    ]
+    shard, full = torch.empty(4), torch.ones(comm.size * 4)
+    works.append(comm.reduce_scatter([(shard, full)], label="reduce"))
+    for work in reversed(works):
+        work.wait()
+    return [full[::4].tolist() for full in fulls], shard.tolist()

@@ -226,8 +226,7 @@ def measure_accumulation(model, sent, start, end):
             if number == 1:
                 held = resting_bytes(model, optimizer).gradients_bytes
                 for managed in managed_units(model):
-                    kept = managed.unit.gradients._kept
-                    held += managed.unit.transient_bytes + (kept.bytes if kept else 0)
+                    held += managed.unit.transient_bytes
         optimizer.step()
         optimizer.zero_grad()
     return {

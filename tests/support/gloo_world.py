@@ -73,10 +73,9 @@ def _rank_main(rank, rendezvous, pipe, path):
     while True:
         try:
             size, function, args, kwargs = pipe.recv()
+            answer = (True, function(groups[size], *args, **kwargs))
         except EOFError:
             break
-        try:
-            answer = (True, function(groups[size], *args, **kwargs))
         except Exception:
             answer = (False, f"rank {rank}: {traceback.format_exc()}")
         pipe.send(answer)

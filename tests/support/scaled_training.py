@@ -63,3 +63,7 @@ def found_by_the_last_rank(group):
     scaler.step(optimizer)
     scaler.update()
     return scaler.get_scale(), weight.tolist()
+
+
+def spoil_nothing(step, model):
+    pass

@@ -21,16 +21,13 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
-        self._accumulators: dict[int, Any] = {}
+        self._watched: dict[int, nn.Parameter] = {}
         self._here: set[int] = set()
         self._awaited: dict[int, set[int]] = {}  # by graph task
 
     def watch(self, index: int, param: nn.Parameter) -> None:
-        """Count ``param`` among those that may get a gradient; its memory must be there now."""
-        with torch.enable_grad():
-            node = param.view_as(param).grad_fn
-        assert node is not None
-        self._accumulators[index] = node.next_functions[0][0]
+        """Count ``param`` among those that may get a gradient."""
+        self._watched[index] = param
 
     def expect(self) -> None:
         """Ask autograd, within a backward, which gradients will come in it."""
@@ -41,8 +38,8 @@ class Arrivals:
         with suppress(RuntimeError):  # torch.autograd.grad() accumulates nothing into parameters
             self._awaited[task].update(
                 index
-                for index, node in self._accumulators.items()
-                if torch._C._will_engine_execute_node(node)
+                for index, param in self._watched.items()
+                if torch._C._will_engine_execute_node(_accumulator_of(param))
             )
 
     def note(self, index: int) -> None:
@@ -60,9 +57,21 @@ class Arrivals:
     @property
     def all_here(self) -> bool:
         """True if that holds, and every trainable parameter has delivered at least once."""
-        return len(self._here) == len(self._accumulators) and self.expected_here
+        return len(self._here) == len(self._watched) and self.expected_here
 
     def end_backward(self) -> None:
         """What comes from now on belongs to another backward."""
         self._here.clear()
         self._awaited.clear()
+
+
+def _accumulator_of(param: nn.Parameter) -> Any:
+    """The node that accumulates into ``param``; one in a graph, if it is in one.
+
+    Not to be kept: it runs on the CUDA stream that was current when it was made, and graphs use it
+    again as long as it lives, also those that are made on another stream.
+    """
+    with torch.enable_grad():
+        node = param.view_as(param).grad_fn
+    assert node is not None
+    return node.next_functions[0][0]

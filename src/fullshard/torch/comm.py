@@ -215,6 +215,16 @@ class ProcessGroupComm:
     def _on_gloo(self, tensor: Tensor) -> bool:
         return self._backend(tensor.device) == dist.Backend.GLOO
 
+    def _carrier(self, device: torch.device) -> str | None:
+        """The kind of device from which tensors of ``device`` are sent, None for their own.
+
+        NCCL reaches no host memory, and Gloo only that: its isend passes the address to a socket.
+        """
+        backend = self._backend(device)
+        if backend is None:
+            return "cuda" if device.type == "cpu" else "cpu"
+        return "cpu" if backend == dist.Backend.GLOO and device.type != "cpu" else None
+
     def duplicate(self) -> "ProcessGroupComm":
         """A new process group over the same ranks, made by them alone.
 
@@ -239,19 +249,23 @@ class ProcessGroupComm:
         tensors: Sequence[Tensor],
         start: Callable[[Sequence[Tensor]], Sequence[dist.Work | None]],
         finish: Callable[[], None] | None = None,
+        inputs_between: bool = True,
     ) -> Work:
         """Issue what ``start`` does with ``tensors``, or with copies that the backend can reach.
 
-        Only a group without a backend for the host needs copies: those of host tensors, on the
-        current GPU.
+        These are outputs, with an input behind each of them if there are ``inputs_between``.
         """
-        reachable = tensors
-        if self._backend(tensors[0].device) is None:
-            reachable = [tensor.to("cuda") for tensor in tensors]
+        reachable, done = tensors, finish
+        carrier = self._carrier(tensors[0].device)
+        if carrier is not None:
+            reachable = [tensor.to(carrier, copy=True) for tensor in tensors]
 
-            def finish() -> None:
-                for tensor, copy in zip(tensors, reachable, strict=True):
-                    tensor.copy_(copy)
+            def done() -> None:
+                if finish is not None:
+                    finish()
+                step = 2 if inputs_between else 1  # inputs stay untouched: shards count writes
+                for output, copy in zip(tensors[::step], reachable[::step], strict=True):
+                    output.copy_(copy)
 
         self._witness.issues(what)
         try:
@@ -262,7 +276,7 @@ class ProcessGroupComm:
             raise self._witness.failure(what, error) from error
         if not self._on_gloo(reachable[0]):
             self._witness.leaves_pending(what, lambda: all(work.is_completed() for work in works))
-        return _Pending(self._witness, what, works, finish)
+        return _Pending(self._witness, what, works, done)
 
     def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
@@ -314,7 +328,7 @@ class ProcessGroupComm:
 
         def start(tensors: Sequence[Tensor]) -> list[dist.Work | None]:
             works: list[dist.Work | None] = []
-            for shard, full in pairs:
+            for shard, full in zip(tensors[::2], tensors[1::2], strict=True):
                 slices = full.chunk(self.size)
                 parts = [
                     slices[rank] if rank == self.rank else torch.empty_like(shard)
@@ -329,7 +343,7 @@ class ProcessGroupComm:
                 rank_order_sum(parts, shard)
             sums.clear()
 
-        return self._start(what, [shard for shard, _ in pairs], start, add_up)
+        return self._start(what, list(chain.from_iterable(pairs)), start, add_up)
 
     def _exchange(
         self, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
@@ -357,7 +371,7 @@ class ProcessGroupComm:
                 for tensor in tensors
             ]
 
-        return self._start(label or "all_reduce", tensors, start)
+        return self._start(label or "all_reduce", tensors, start, inputs_between=False)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """See `Comm.broadcast`."""
@@ -368,8 +382,9 @@ class ProcessGroupComm:
                 for tensor in tensors
             ]
 
-        return self._start("broadcast", tensors, start)
+        return self._start("broadcast", tensors, start, inputs_between=False)
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:
         """The other ranks' parts of this rank's slice if reduces are exchanges, else none."""
-        return full.nbytes * (self.size - 1) // self.size if self._on_gloo(full) else 0
+        on_host = full.device.type == "cpu" and self._on_gloo(full)
+        return full.nbytes * (self.size - 1) // self.size if on_host else 0

@@ -37,6 +37,7 @@ class Execution:
     def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
         self._references = [weakref.ref(managed) for managed in units]
         self._reducing: list[Unit] = []
+        self._evicting: list[Unit] = []  # whose gradients may still be on their way to the host
         self.recorder: TraceRecorder | None = None
         self.is_last_backward = True  # False: reduces may still be under way when backward ends
         self.set_prefetch(prefetch)
@@ -104,7 +105,8 @@ class Execution:
                 unit.await_reduce()
             self._reducing.clear()
         for managed in self.units:
-            managed.unit.gradients.synchronize()
+            managed.unit.synchronize()
+        self._evicting.clear()
 
     def make_sure_of(self, managed: ManagedUnit) -> None:
         """Gather a unit that somebody has resharded though the schedule counts on it."""
@@ -121,6 +123,8 @@ class Execution:
             if owner is None or not self._has_to(kind, owner.unit, moment):
                 continue
             _ACTIONS[kind](owner.unit)
+            if kind is OpKind.AWAIT_REDUCE:
+                self._let_go_before(owner.unit)
             if kind is OpKind.REDUCE:
                 self._reducing.append(owner.unit)
             if self.recorder:
@@ -146,9 +150,16 @@ class Execution:
         for unit in self._reducing:
             if unit.gradients.completed:
                 unit.await_reduce()
+                self._let_go_before(unit)
                 if self.recorder:
                     self.recorder.note(OpKind.AWAIT_REDUCE.value, unit, self.live_bytes)
         self._reducing = [unit for unit in self._reducing if unit.gradients.reducing]
+
+    def _let_go_before(self, unit: Unit) -> None:
+        # By now these copies had the time of a whole unit's backward.
+        for earlier in self._evicting:
+            earlier.gradients.let_go()
+        self._evicting = [unit]
 
     def live_bytes(self) -> int:
         """Bytes that all units hold beyond their shards."""

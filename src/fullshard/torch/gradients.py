@@ -54,7 +54,7 @@ class Gradients:
         self._work: Work | None = None
         self._scattered = False  # the first of the two sums is there
         self._kept: FlatBuffer | None = None  # sums over slices that replicas have not seen yet
-        self._to_host = CopyStream(plan.device)
+        self._to_host = CopyStream(plan.device, "to the host")
         self._leaving: list[FlatBuffer] = []  # being copied to the host
 
     @property
@@ -134,6 +134,8 @@ class Gradients:
         """True if a reduce is under way of which nothing is left to wait for."""
         if self._work is None or not (self._scattered or self._plan.ranks.replicas.size == 1):
             return False
+        if self.settings.all_reduce_hook is not None:
+            return False  # it may be collective, and what is complete differs from rank to rank
         return self._work.is_completed()
 
     def reduce(self) -> None:
@@ -237,7 +239,7 @@ class Gradients:
         dtypes = [dtype_of(s.grad_dtype if keep else s.dtype) for s in segments]
         moves = plan.resting_device != plan.device
         resting = reduced
-        if moves or any(f.dtype != d for f, d in zip(reduced.flats, dtypes, strict=True)):
+        if any(f.dtype != d for f, d in zip(reduced.flats, dtypes, strict=True)):
             sizes = [(f.numel(), d) for f, d in zip(reduced.flats, dtypes, strict=True)]
             resting = FlatBuffer(sizes, plan.device)
             for to, flat in zip(resting.flats, reduced.flats, strict=True):
@@ -259,11 +261,16 @@ class Gradients:
             self.synchronize()  # the host adds to them, or looks at them, at once
         return host
 
+    def let_go(self) -> None:
+        """Give back the device's copies of gradients that leave it: what follows waits for them."""
+        if self._leaving:
+            self._to_host.join()
+            self._leaving.clear()
+
     def synchronize(self) -> None:
         """Hold up the host until gradients that rest there are there."""
-        if self._leaving:
-            self._to_host.synchronize()
-            self._leaving.clear()
+        self._to_host.synchronize()
+        self._leaving.clear()
 
 
 def _has_hooks(param: ShardedParameter) -> bool:

@@ -207,6 +207,7 @@ class ManagedUnit:
         assert self.runtime is not None
         return self.runtime
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._modules_run == self._modules_to_run:
             self._inside_itself += 1
@@ -247,6 +248,7 @@ class ManagedUnit:
 
         return convert
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         failure = sys.exception()
         if isinstance(failure, CommunicationError) and id(failure) != self._handled_outside:

@@ -39,6 +39,8 @@ class _Exchange:
 
     signature: tuple[object, ...]
     inputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    # On a GPU: what the stream that reads inputs, or later results, must wait for.
+    ready: list[torch.cuda.Event] = field(default_factory=list)
     results: list[list[Tensor]] | None = None
 
 
@@ -70,7 +72,9 @@ class LocalWorld:
 
         def rank_main(rank: int) -> None:
             try:
-                results[rank] = body(LocalComm(self, range(self.size), rank))
+                # Autograd has one thread for each GPU, in which ranks would wait for each other.
+                with torch.autograd.set_multithreading_enabled(False):
+                    results[rank] = body(LocalComm(self, range(self.size), rank))
             except BaseException as error:  # handed to the caller below
                 self._fail(error)
 
@@ -103,6 +107,7 @@ class LocalWorld:
                     f"{exchange.signature} (call {key[1]} of channel {key[0]})"
                 )
             exchange.inputs[comm.rank] = inputs
+            exchange.ready += _marks(inputs)
             if len(exchange.inputs) == comm.size:
                 del self._exchanges[key]
             self._changed.notify_all()
@@ -125,8 +130,11 @@ class LocalWorld:
                         f"rank {comm.rank} waited {self.timeout_s} s in {exchange.signature} "
                         f"for ranks {missing}"
                     )
+            for event in exchange.ready:
+                event.wait()
             if exchange.results is None:
                 exchange.results = combine([exchange.inputs[r] for r in range(comm.size)])
+                exchange.ready = _marks(exchange.results[0])
             return exchange.results[comm.rank]
 
 
@@ -164,7 +172,7 @@ class LocalComm:
         def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
             gathered = []
             for shards in zip(*inputs, strict=True):
-                full = _unseen_empty((self.size, *shards[0].shape), shards[0].dtype)
+                full = _unseen_empty((self.size, *shards[0].shape), shards[0])
                 for rank, shard in enumerate(shards):
                     full[rank].copy_(shard)
                 gathered.append(full.flatten())
@@ -220,7 +228,7 @@ class LocalComm:
 
     @staticmethod
     def _sum(column: Sequence[Tensor]) -> Tensor:
-        total = _unseen_empty(column[0].shape, column[0].dtype)
+        total = _unseen_empty(column[0].shape, column[0])
         rank_order_sum(column, total)
         return total
 
@@ -267,6 +275,7 @@ class _LateWork:
         self._exchange: _Exchange | None = exchange
         self._inputs = inputs
         self._at_issue = [_unseen_copy(tensor) for tensor in inputs]
+        self._issued = _marks(inputs)
         self._outputs = outputs
         self._combine = combine
 
@@ -274,6 +283,8 @@ class _LateWork:
         if self._exchange is None:
             return
         comm = self._comm
+        for event in self._issued:
+            event.wait()
         results = comm.world._complete(self._exchange, self._combine, comm)
         for now, before in zip(self._inputs, self._at_issue, strict=True):
             if now.untyped_storage().nbytes() == 0 < before.numel() or not _same_bits(now, before):
@@ -290,15 +301,24 @@ class _LateWork:
         return self._exchange is None
 
 
-def _unseen_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor in memory that torch's allocator, and so a memory profile, does not know of."""
-    numel = math.prod(shape)
+def _marks(tensors: Sequence[Tensor]) -> list[torch.cuda.Event]:
+    """Where the current CUDA stream is now, if any of ``tensors`` is on a GPU."""
+    if not any(tensor.is_cuda for tensor in tensors):
+        return []
+    return [torch.cuda.current_stream().record_event()]
+
+
+def _unseen_empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Memory that a memory profile of the host does not know of, on the device of ``like``."""
+    if like.device.type != "cpu":
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    dtype, numel = like.dtype, math.prod(shape)
     memory = numpy.empty(max(1, numel) * dtype.itemsize, dtype=numpy.uint8)
     return torch.from_numpy(memory).view(dtype)[:numel].view(tuple(shape))
 
 
 def _unseen_copy(tensor: Tensor) -> Tensor:
-    return _unseen_empty(tensor.shape, tensor.dtype).copy_(tensor.detach())
+    return _unseen_empty(tensor.shape, tensor).copy_(tensor.detach())
 
 
 def _poison(tensor: Tensor) -> None:

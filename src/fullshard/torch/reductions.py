@@ -142,6 +142,9 @@ def unscale(
     float32. Collective over the communicators of the parts: ``found_inf``, with what it held
     before, ends as its maximum over their ranks.
     """
+    if inv_scale.device.type == "cpu" and torch.cuda.is_available():
+        # torch's scaler copies its scale to the host without waiting for the copy.
+        torch.cuda.current_stream().synchronize()
     held = [tensor for tensor, _ in parts if tensor.numel()]
     if held:
         torch._amp_foreach_non_finite_check_and_unscale_(held, found_inf, inv_scale)

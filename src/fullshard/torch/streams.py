@@ -10,18 +10,33 @@ are allocated and released on the compute stream. So nothing outlives its owner,
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
 __all__ = ["CopyStream", "DeviceClock"]
 
 
-class CopyStream:
-    """A stream for copies in one direction, beside the compute stream; on a CPU, no stream."""
+Direction = Literal["to the device", "to the host"]
 
-    def __init__(self, device: torch.device):
+# One stream for each way: a device has one copy engine for it, and what the allocator caches for a
+# stream no other stream gets.
+_streams: dict[tuple[torch.device, Direction], torch.cuda.Stream] = {}
+
+
+def _stream_for(device: torch.device, direction: Direction) -> torch.cuda.Stream:
+    key = device, direction
+    if key not in _streams:
+        _streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[key]
+
+
+class CopyStream:
+    """One unit's copies in one direction, beside the compute stream; on a CPU, no stream."""
+
+    def __init__(self, device: torch.device, direction: Direction):
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._direction = direction
         self._last: torch.cuda.Event | None = None
 
     @contextmanager
@@ -30,38 +45,39 @@ class CopyStream:
         if self._device.type != "cuda":
             yield
             return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            yield
-        self._last = self._stream.record_event()
+        stream = _stream_for(self._device, self._direction)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                self._last = stream.record_event()
 
     def join(self) -> None:
         """Put the compute stream behind what was issued last."""
         if self._last is not None:
             self._last.wait(torch.cuda.current_stream(self._device))
-            self._last = None
 
     def synchronize(self) -> None:
         """Hold up the host until all that was issued is done."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._last is not None:
+            self._last.synchronize()
+            self._last = None
 
 
 class DeviceClock:
     """Marks moments without holding up the device; reads them when asked, later."""
 
     def __init__(self, device: torch.device):
-        self._on_cuda = device.type == "cuda"
+        self._device = device
         self.start = self.mark()
 
     def mark(self) -> "float | torch.cuda.Event":
         """A moment: now on the host, or when the current CUDA stream gets here."""
-        if not self._on_cuda:
+        if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def elapsed_s(
@@ -72,5 +88,6 @@ class DeviceClock:
             return end - begin
         assert not isinstance(begin, float)
         assert not isinstance(end, float)
+        begin.synchronize()  # the two may have been marked on different streams
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3

@@ -75,7 +75,7 @@ class Unit:
         # What users may set instead of the communicator's gather: (full, shard) -> work.
         self.custom_gather: Callable[[Tensor, Tensor], Any] | None = None
         self.unchecked = False  # was on a meta device, and nobody has looked for values since
-        self._fetch = CopyStream(plan.device)
+        self._fetch = CopyStream(plan.device, "to the device")
         layout = lay_out((each.spec for each in params), self.ranks.gather.size, plan.precision)
         on_meta = plan.values is own_value and any(each.param.is_meta for each in params)
         device = torch.device("meta") if on_meta else plan.resting_device
@@ -231,6 +231,9 @@ class Unit:
         if not self.plan.offload.to_host:
             self._gathering = self._gather_from(self.shards.flats, label)
             return
+        if not self.plan.offload.params and self._working is None:
+            sizes = [(s.slice_numel, dtype_of(s.full_dtype)) for s in self.layout.segments]
+            self._working = FlatBuffer(sizes, self.device)  # on the compute stream, like all
         with self._fetch.behind_compute():
             source = self.shards.flats if self.plan.offload.params else self._refreshed_working()
             self._gathering = self._gather_from(source, label)
@@ -253,10 +256,7 @@ class Unit:
 
     def _refreshed_working(self) -> list[Tensor]:
         """The shard on the device in the dtype of computation, as of the optimizer's last step."""
-        if self._working is None:
-            segments = self.layout.segments
-            sizes = [(s.slice_numel, dtype_of(s.full_dtype)) for s in segments]
-            self._working = FlatBuffer(sizes, self.device)
+        assert self._working is not None
         if self._working_version != self.shards.version:
             self._working_version = self.shards.version
             for to, shard in zip(self._working.flats, self.shards.flats, strict=True):
@@ -336,6 +336,11 @@ class Unit:
         self.gradients.drop()
         if self.state not in _STATES_WITHOUT_GRADS:
             self._move("drop")
+
+    def synchronize(self) -> None:
+        """Hold up the host until it may read gradients and write shards that rest there."""
+        self._fetch.synchronize()
+        self.gradients.synchronize()
 
     # ---- between steps --------------------------------------------------------------------------
 

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks compiled before and after they are sharded train like blocks that are not compiled."""
+
+import pytest
+import torch
+from gpu.stream_world import StreamWorld
+from gpu.training import build, shard, train
+
+from fullshard.torch import MixedPrecisionPolicy
+from fullshard.torch.comm import SoloComm
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def backend(device):
+    if device.type == "cpu":
+        return "aot_eager"  # no compiler of machine code is asked for
+    pytest.importorskip("triton", reason="torch.compile needs Triton on a GPU")
+    return "inductor"
+
+
+def compile_inside(block, backend):
+    for part in (block.attention, block.mlp):
+        part.compile(backend=backend)
+
+
+def compile_whole(block, backend):
+    block.compile(backend=backend)
+
+
+def never(block, backend):
+    pass
+
+
+@pytest.mark.filterwarnings("default")  # the compiler's own, which are not ours to mend
+@pytest.mark.parametrize("how", [compile_inside, compile_whole], ids=lambda how: how.__name__)
+def test_compiled_blocks(how, backend, device):
+    """A policy other than the parameters' dtype makes one rank gather and free."""
+
+    def losses(before, after):
+        model = build(device, torch.float32)
+        for block in model.blocks:
+            before(block, backend)
+        policy = MixedPrecisionPolicy(torch.float64, output_dtype=torch.float64)
+        model = shard(model, SoloComm(), mp_policy=policy)
+        for block in model.blocks:
+            after(block, backend)
+        return train(model, 0, 1, device).cpu()
+
+    expected = losses(never, never)
+    torch.testing.assert_close(losses(how, never), expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(losses(never, how), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.filterwarnings("default")
+def test_compiled_and_not_are_equal_on_ranks(backend, device):
+    """The frames are compiled by one thread, then run by all."""
+
+    def run(compiled):
+        def body(comm):
+            model = build(device)
+            if compiled:
+                for block in model.blocks:
+                    compile_inside(block, backend)
+            model = shard(model, comm)
+            losses = train(model, comm.rank, comm.size, device)
+            return losses.cpu()
+
+        return StreamWorld(2, device).run(body)
+
+    for found, expected in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small GPT trained on a device: sharded by any options, and plain."""
+
+import torch
+from support.models import GPT, loss_of, make_batches, seeded
+from torch import nn
+
+from fullshard.torch import fully_shard
+
+STEPS = 4
+TOLERANCE = 1e-9  # of fp64, after steps of AdamW
+
+
+def build(device, dtype=torch.float64):
+    return seeded(lambda: GPT(width=12, blocks=3)).to(device, dtype)
+
+
+def shard(model, where, **options):
+    for block in model.blocks:
+        fully_shard(block, mesh=where, **options)
+    return fully_shard(model, mesh=where, **options)
+
+
+def backward_once(model, number, backward):
+    backward(1.0)
+
+
+def train(model, rank, size, device, each_step=backward_once):
+    """AdamW on this rank's part of each batch, with clipping; losses stay on the device."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    batches = [(x.to(device), y.to(device)) for x, y in make_batches("gpt", STEPS, 2 * size)]
+    for number, (inputs, targets) in enumerate(batches):
+        part = slice(2 * rank, 2 * rank + 2)
+
+        def backward(scale, inputs=inputs[part], targets=targets[part]):
+            loss = loss_of(model(inputs), targets)
+            (loss * scale).backward()
+            losses.append(loss.detach())
+
+        each_step(model, number, backward)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def full_parameters(model):
+    return {name: p.full_tensor().detach().cpu() for name, p in model.named_parameters()}
+
+
+def plain(size, device, dtype=torch.float64):
+    """The parameters after the same steps without shards, on the batches of all ranks."""
+    model = build(device, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for inputs, targets in make_batches("gpt", STEPS, 2 * size):
+        loss_of(model(inputs.to(device)), targets.to(device)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach().cpu() for name, param in model.named_parameters()}
+
+
+def assert_same(found, expected, atol=TOLERANCE):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=0, atol=atol, msg=lambda m, n=name: n + m
+        )

@@ -106,6 +106,12 @@ def wrappers_are_units(comm, door, reentrant):
     return shard(comm, model, door, (CheckpointWrapper,))
 
 
+def wrappers_and_blocks_are_units(comm, door, reentrant):
+    model = seeded(GPT)
+    checkpoint_modules(model, (Block,), reentrant)
+    return shard(comm, model, door, (CheckpointWrapper, Block))
+
+
 def wrapped_after(comm, door, reentrant):
     model = shard(comm, seeded(GPT), door)
     checkpoint_modules(model, (Block,), reentrant)
@@ -147,6 +153,7 @@ WAYS = [
     inside_units,
     wrapped_before,
     wrappers_are_units,
+    wrappers_and_blocks_are_units,
     wrapped_after,
     units_wrapped_after,
     inside_and_around,

@@ -31,14 +31,19 @@ def batch(seed, step):
 def train(model, seed, rank, size, micro_batches, hold_back):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     share = SAMPLES // size // micro_batches
+    at_once = seed % 5 == 2  # all forwards come first
     for step in range(STEPS):
         if seed % 4 == 1:
             change_some(model, random.Random(seed + step))
         mine = batch(seed, step)[rank * SAMPLES // size :][: SAMPLES // size]
+        losses = []
         for number in range(micro_batches):
-            hold_back(number < micro_batches - 1)
+            hold_back(number < micro_batches - 1 and not at_once)
             inputs = mine[number * share :][:share].clone().requires_grad_(seed % 2 == 0)
-            loss = model(inputs)["y"].square().mean() / micro_batches
+            losses.append(model(inputs)["y"].square().mean() / micro_batches)
+            if not at_once and losses[-1].requires_grad:
+                losses.pop().backward()
+        for loss in reversed(losses) if seed % 4 else losses:
             if loss.requires_grad:
                 loss.backward()
         optimizer.step()

@@ -302,7 +302,10 @@ def _modules_below(
         return {}
     _check_nothing_is_sharded(root)
     apart = in_full_precision(root, precision, ignored)
-    return {**apart, **modules_to_wrap(root, policy, ignored)}
+    chosen = {**apart, **modules_to_wrap(root, policy, ignored)}
+    # What torch.compile(module) returns calls that very module, whatever takes its place below.
+    compiled = {m._modules["_orig_mod"]: m for m in root.modules() if "_orig_mod" in m._modules}
+    return {compiled.get(module, module): options for module, options in chosen.items()}
 
 
 def _check_nothing_is_sharded(root: nn.Module) -> None:

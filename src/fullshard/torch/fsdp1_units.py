@@ -88,20 +88,27 @@ def plan_of(options: dict[str, Any], device: torch.device, sync_states: bool) ->
 def parameters_by_module(
     root: nn.Module, chosen: Iterable[nn.Module], params: Sequence[ParamSites]
 ) -> dict[nn.Module, list[ParamSites]]:
-    """Which of ``params`` each chosen module's unit owns, named from that module on."""
+    """Which of ``params`` each chosen module's unit owns, named from that module on.
+
+    ``chosen`` has children before parents: of a module and a wrapper around it, which have one name
+    in the plain model, the inner one owns.
+    """
     paths = {module: clean_name(path) for path, module in root.named_modules()}
-    by_path = {paths[module]: module for module in chosen}
+    by_path: dict[str, nn.Module] = {}
+    members: dict[nn.Module, list[ParamSites]] = {}
+    for module in chosen:
+        by_path.setdefault(paths[module], module)
+        members[module] = []
     by_name = {each.spec.name: each for each in params}
     groups = group_parameters((each.spec for each in params), by_path)
-    return {
-        module: [by_name[spec.name].relative_to(path) for spec in groups[path]]
-        for path, module in by_path.items()
-    }
+    for path, module in by_path.items():
+        members[module] = [by_name[spec.name].relative_to(path) for spec in groups[path]]
+    return members
 
 
 def members_by_name(
     root: nn.Module, members: Mapping[nn.Module, list[ParamSites]]
 ) -> dict[str, list[ParamSites]]:
-    """The same by the paths of the modules."""
-    paths = {module: clean_name(path) for path, module in root.named_modules()}
+    """The same by the paths of the modules, wrappers' part of them included."""
+    paths = {module: path for path, module in root.named_modules()}
     return {paths[module]: params for module, params in members.items()}

@@ -165,7 +165,8 @@ def _communicators_of(where: Any) -> tuple[Comm, Comm, DeviceMesh | None]:
                 mesh = DeviceMesh.from_group(key, compute_device(where, torch.device("cpu")).type)
         reduce = gather.duplicate() if gather.size > 1 else gather
         _communicators[key] = (gather, reduce, mesh if isinstance(mesh, DeviceMesh) else None)
-    return _communicators[key]
+    gather, reduce, mesh = _communicators[key]
+    return gather, reduce, where if isinstance(where, DeviceMesh) else mesh
 
 
 def _group_of(where: Any) -> dist.ProcessGroup | None:

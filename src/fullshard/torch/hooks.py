@@ -47,6 +47,10 @@ class StepWatcher(Protocol):
     def idle(self) -> bool:
         """True between steps."""
 
+    @property
+    def now(self) -> tuple[int, int]:
+        """Which forward of the root is the latest, and the time within the step, in events."""
+
     def set_prefetch(self, prefetch: Prefetch) -> None:
         """Make new schedules."""
 
@@ -72,9 +76,10 @@ class StepWatcher(Protocol):
 class Call:
     """One forward of a unit whose backward may come; lives as long as its autograd graph."""
 
-    def __init__(self, managed: "ManagedUnit", parent: "Call | None"):
+    def __init__(self, managed: "ManagedUnit", runtime: "StepWatcher"):
         self.managed = managed
-        self.parent = parent  # the call inside which this one was made
+        self.parent = runtime.enclosing_call(managed)  # inside which this one was made
+        self.made_in, self.began_at = runtime.now  # which forward of the root, and when
         self.begun = False
         self.watched = 0  # inputs that need gradients
         self._to_come = 0
@@ -178,6 +183,7 @@ class ManagedUnit:
         self.open_in_backward = False
         self.begun_in_backward = False
         self.counts = False  # the forward that runs now is one whose backward is waited for
+        self.began_at = 0  # when the earliest call began whose backward is open
         # When this step's forwards of the unit began and ended, in events.
         self.first_begin = self.last_begin = self.last_end = 0
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
@@ -197,9 +203,12 @@ class ManagedUnit:
         unit.on_gradient = deliver
         for module in modules:
             module.__dict__[_ATTRIBUTE] = self
-            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            # What they do is not for graphs: a compiled module's forward is one without them.
+            before = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
+            after = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             # Also after an exception: checkpointing ends a recomputation early by raising one.
-            module.register_forward_hook(self._after_forward, always_call=True)
+            module.register_forward_hook(after, always_call=True)
 
     @property
     def the_runtime(self) -> StepWatcher:
@@ -207,7 +216,6 @@ class ManagedUnit:
         assert self.runtime is not None
         return self.runtime
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._modules_run == self._modules_to_run:
             self._inside_itself += 1
@@ -222,7 +230,7 @@ class ManagedUnit:
         if convert is not None:
             changed = map_tensors(changed, convert)
         if torch.is_grad_enabled():
-            self._call = self._call or Call(self, runtime.enclosing_call(self))
+            self._call = self._call or Call(self, runtime)
             inputs = list(tensors_in(changed, _needs_grad))
             if inputs:
                 if any(_WATCHED in tensor.__dict__ for tensor in inputs):
@@ -248,7 +256,6 @@ class ManagedUnit:
 
         return convert
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         failure = sys.exception()
         if isinstance(failure, CommunicationError) and id(failure) != self._handled_outside:

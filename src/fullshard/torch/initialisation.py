@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.modules import ParamSites
 from fullshard.torch.plan import Ranks, Values
+from fullshard.torch.tensor_parallel import held_here
 
 __all__ = ["broadcast_buffers", "filled_with_nan", "initialise", "value_of_first_rank"]
 
@@ -111,7 +112,9 @@ def value_of_first_rank(ranks: Ranks, device: torch.device) -> Values:
     """
 
     def read(each: ParamSites) -> Tensor:
-        return _broadcast(each.param.detach(), ranks, device)
+        part, cut = held_here(each.param).detach(), each.tensor_parallel
+        sent = _broadcast(part, ranks, device)
+        return sent if cut is None else cut.dtensor(sent)
 
     return read
 

@@ -23,6 +23,7 @@ from fullshard.core.spec import ParamSpec
 from fullshard.torch.buffers import dtype_name
 from fullshard.torch.extensions import is_extended
 from fullshard.torch.parameter import ShardedParameter
+from fullshard.torch.tensor_parallel import TensorParallel, held_here, tensor_parallel_of
 
 if TYPE_CHECKING:
     from fullshard.torch.unit import Unit
@@ -49,7 +50,7 @@ _OWNER = "_fullshard_unit"
 WRAPPED = "_fsdp_wrapped_module"
 """The attribute under which FSDP1 wrappers keep the wrapped module; users see it in ``print``."""
 
-_WRAPPING = {WRAPPED, "_checkpoint_wrapped_module"}
+_WRAPPING = {WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class ParamSites:
     spec: ParamSpec
     param: nn.Parameter
     sites: tuple[tuple[dict[str, Any], str], ...]
+    tensor_parallel: TensorParallel | None = None
 
     def put(self, param: Tensor) -> None:
         """Let all modules show ``param`` in this parameter's place."""
@@ -88,7 +90,7 @@ class TiedSites:
 
 
 def clean_name(name: str) -> str:
-    """A name as the plain model has it, without what wrappers add (also those of recomputation)."""
+    """A name as the plain model has it, without what wrappers of several kinds add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPING)
 
 
@@ -171,13 +173,14 @@ def _param_sites(param: nn.Parameter, sites: Sequence[_Site]) -> ParamSites:
     names = [site.name for site in sites]
     spec = ParamSpec(
         name=names[0],
-        shape=tuple(param.shape),
+        shape=tuple(held_here(param).shape),
         dtype=dtype_name(param.dtype),
         trainable=param.requires_grad,
         aliases=tuple(names[1:]),
         apart=is_extended(param),
     )
-    return ParamSites(spec, param, tuple((site.parameters, site.key) for site in sites))
+    places = tuple((site.parameters, site.key) for site in sites)
+    return ParamSites(spec, param, places, tensor_parallel_of(names[0], param))
 
 
 def notes_on(param: Tensor) -> dict[str, Any]:

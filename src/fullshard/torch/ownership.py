@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fullshard.core.layout import Span
 from fullshard.torch.comm import Comm
+from fullshard.torch.tensor_parallel import TensorParallel
 
 __all__ = ["Ownership"]
 
@@ -19,7 +21,8 @@ class Ownership:
     """Where the elements of one parameter are: rank r of ``comm`` holds ``spans[r]``.
 
     ``name`` is the parameter's fully-qualified name, ``shape`` its global shape. The spans tile the
-    flattened parameter in rank order; some may be empty.
+    flattened parameter in rank order; some may be empty. With ``tensor_parallel`` they tile the
+    part of it that the ranks of ``comm`` have.
     """
 
     name: str
@@ -27,11 +30,18 @@ class Ownership:
     spans: tuple[Span, ...]
     comm: Comm
     device_mesh: DeviceMesh | None = None
+    tensor_parallel: TensorParallel | None = None
 
     @property
     def span(self) -> Span:
         """The elements that this rank holds."""
         return self.spans[self.comm.rank]
+
+    @property
+    def comms(self) -> tuple[Comm, ...]:
+        """The communicators over all of which together the elements are spread."""
+        cut = self.tensor_parallel
+        return (self.comm,) if cut is None else (self.comm, *cut.comms)
 
     @property
     def numel(self) -> int:
@@ -41,12 +51,36 @@ class Ownership:
     def agrees_with(self, other: "Ownership") -> bool:
         """True if element by element both are on the same rank: names do not matter."""
         return self is other or (
-            self.spans == other.spans and self.comm is other.comm and self.shape == other.shape
+            self.spans == other.spans
+            and self.comm is other.comm
+            and self.shape == other.shape
+            and self.tensor_parallel == other.tensor_parallel
         )
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's span of a tensor of the global shape, flattened."""
-        return full.reshape(-1)[self.span.start : self.span.stop]
+        """This rank's span of a tensor of the global shape, flattened.
+
+        Collective if that is a DTensor, unless it is cut along the same tensor axis.
+        """
+        cut = self.tensor_parallel
+        if isinstance(full, DTensor):
+            if cut is not None and full.device_mesh == cut.mesh:
+                return self.cut_part(cut.part_of_dtensor(full))
+            full = full.full_tensor()
+        return self.cut_part(full if cut is None else cut.part_of(full))
+
+    def cut_part(self, part: Tensor) -> Tensor:
+        """This rank's span of what the ranks of ``comm`` have, flattened."""
+        return part.reshape(-1)[self.span.start : self.span.stop]
+
+    def whole(self, flat: Tensor) -> Tensor:
+        """The tensor of global shape of which ``flat`` has what the ranks of ``comm`` have.
+
+        Collective over the tensor axis, if there is one.
+        """
+        if self.tensor_parallel is None:
+            return flat.view(self.shape)
+        return self.tensor_parallel.whole(flat.view(self.tensor_parallel.local_shape))
 
     def reshaped(self, shape: Sequence[int]) -> "Ownership":
         """The same elements in the same order, as a tensor of another shape."""

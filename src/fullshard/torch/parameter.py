@@ -66,23 +66,23 @@ class ShardedParameter(torch.Tensor):
         """The whole parameter as a new plain tensor without gradient. Collective."""
         ownership = self.ownership
         comm, spans = ownership.comm, ownership.spans
-        longest = max(span.numel for span in spans)
+        longest, numel = max(span.numel for span in spans), spans[-1].stop
         local = self.local.detach()
-        if comm.size * longest > 2 * ownership.numel:
+        if comm.size * longest > 2 * numel:
             # A few ranks hold it all: to gather equal parts would be mostly padding.
-            full = local.new_empty(ownership.numel)
-            ownership.cut(full).copy_(local)
+            full = local.new_empty(numel)
+            full[self.span.start : self.span.stop].copy_(local)
             for rank, span in enumerate(spans):
                 if span.numel:
                     comm.broadcast([full[span.start : span.stop]], rank).wait()
-            return full.view(ownership.shape)
+            return ownership.whole(full)
         mine = local.new_zeros(longest)
         mine[: local.numel()] = local
         gathered = local.new_empty(comm.size * longest)
         comm.all_gather([(gathered, mine)]).wait()
         rows = gathered.view(comm.size, longest)
         pieces = [rows[rank, : span.numel] for rank, span in enumerate(spans)]
-        return torch.cat(pieces).view(ownership.shape)
+        return ownership.whole(torch.cat(pieces))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -4,7 +4,8 @@
 [Note: Norms across ranks]
 A p-norm is (sum of |x|^p)^(1/p). Each rank takes the norm of its span with torch's own kernel, and
 the ranks add the p-th powers in fp64, so that nothing overflows which the norm itself would not.
-All tensors of a call travel in one all-reduce per communicator; its result, and so the norm, has
+All tensors of a call travel in one all-reduce per communicator (one that is cut along a tensor axis
+too in one more, over that); its result, and so the norm, has
 the same bits on every rank. Order 0 adds counts, inf and -inf take the extreme. The maximum of a
 NaN and a number is not the same in every backend, so NaNs travel beside the extremes as flags.
 """
@@ -77,13 +78,13 @@ def global_norms(
     communicators of the parts.
     """
     norms: list[Tensor | None] = [None] * len(parts)
-    by_comm: dict[int, list[int]] = {}
+    by_comms: dict[tuple[int, ...], list[int]] = {}
     for i, (tensor, ownership) in enumerate(parts):
-        if ownership is None or ownership.comm.size == 1:
+        if ownership is None or all(comm.size == 1 for comm in ownership.comms):
             norms[i] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
         else:
-            by_comm.setdefault(id(ownership.comm), []).append(i)
-    for indices in by_comm.values():
+            by_comms.setdefault(tuple(map(id, ownership.comms)), []).append(i)
+    for indices in by_comms.values():
         ownership = parts[indices[0]][1]
         assert ownership is not None
         locals_ = [parts[i][0] for i in indices]
@@ -113,15 +114,16 @@ def _local_norms(locals_: Sequence[Tensor], order: float) -> Tensor:
 
 
 def _combine(norms: Tensor, order: float, ownership: Ownership) -> Tensor:
-    comm = ownership.comm
     if math.isinf(order):
         sign = math.copysign(1.0, order)
         extremes = torch.stack([norms.nan_to_num(math.inf, posinf=math.inf) * sign, norms.isnan()])
-        comm.all_reduce([extremes], "max").wait()
+        for comm in ownership.comms:
+            comm.all_reduce([extremes], "max").wait()
         return torch.where(extremes[1] > 0, math.nan, extremes[0] * sign)
     if order not in (0, 1):
         norms = norms.pow(order)
-    comm.all_reduce([norms]).wait()
+    for comm in ownership.comms:
+        comm.all_reduce([norms]).wait()
     return norms if order in (0, 1) else norms.pow(1 / order)
 
 
@@ -129,7 +131,8 @@ def global_truth(local: Tensor, ownership: Ownership, *, every: bool) -> Tensor:
     """``all`` (``every``) or ``any`` over the whole parameter, as a 0-dim bool. Collective."""
     mine = local.all() if every else local.any()
     votes = mine.to(torch.int32).reshape(1)
-    ownership.comm.all_reduce([votes], "min" if every else "max").wait()
+    for comm in ownership.comms:
+        comm.all_reduce([votes], "min" if every else "max").wait()
     return votes[0].bool().as_subclass(GlobalScalar)
 
 
@@ -148,6 +151,6 @@ def unscale(
     held = [tensor for tensor, _ in parts if tensor.numel()]
     if held:
         torch._amp_foreach_non_finite_check_and_unscale_(held, found_inf, inv_scale)
-    comms = {id(owner.comm): owner.comm for _, owner in parts if owner is not None}
+    comms = {id(comm): comm for _, owner in parts if owner is not None for comm in owner.comms}
     for comm in comms.values():
         comm.all_reduce([found_inf], "max", label="found inf").wait()

@@ -186,9 +186,18 @@ def _reshape(func: OpOverload) -> Rule:
     def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
         owner = args[0].ownership
         shape = func(torch.empty(owner.shape, device="meta"), *args[1:], **kwargs).shape
-        return cls.value(args[0].local, owner if shape == owner.shape else owner.reshaped(shape))
+        if shape == owner.shape:
+            return cls.value(args[0].local, owner)
+        _need_flat_spans(func, owner)
+        return cls.value(args[0].local, owner.reshaped(shape))
 
     return rule
+
+
+def _need_flat_spans(func: OpOverload, owner: Ownership) -> None:
+    """Refuse views of what is cut along a tensor axis: spans are not those of the whole there."""
+    if owner.tensor_parallel is not None:
+        need_whole(func, owner)
 
 
 def _reinterpret(func: OpOverload) -> Rule:
@@ -197,6 +206,7 @@ def _reinterpret(func: OpOverload) -> Rule:
 
     def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
         local, owner = args[0].local, args[0].ownership
+        _need_flat_spans(func, owner)
         if to_real:
             shape, local = (*owner.shape, 2), func(local).view(-1)
             spans = tuple(Span(2 * span.start, 2 * span.stop) for span in owner.spans)
@@ -215,6 +225,7 @@ def _rows(func: OpOverload) -> Rule:
     def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         owner: Ownership = given["self"].ownership
+        _need_flat_spans(func, owner)
         shape = func(torch.empty(owner.shape, device="meta"), *args[1:], **kwargs).shape
         if given.get("dim", 0) % len(owner.shape) or given.get("step", 1) != 1:
             need_whole(func, owner)

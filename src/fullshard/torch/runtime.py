@@ -38,6 +38,9 @@ class Runtime:
     def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
         self._running: list[ManagedUnit] = []  # units whose forward is running, outermost first
         self._events = 0
+        self._forwards = 0  # of the root
+        self._recomputed = 0  # the one that recomputations in this backward belong to
+        self._reached: set[int] = set()  # forwards of the root whose backward has begun in this one
         self._in_backward = False
         # Run forward and not reduced yet, by their latest forward (a dict for its order).
         self._due: dict[ManagedUnit, None] = {}
@@ -82,6 +85,11 @@ class Runtime:
     def idle(self) -> bool:
         """True between steps: nothing is gathered ahead, kept or under way."""
         return self.execution.idle
+
+    @property
+    def now(self) -> tuple[int, int]:
+        """Which forward of the root is the latest, and the time within the step, in events."""
+        return self._recomputed or self._forwards, self._events
 
     @property
     def prefetch(self) -> Prefetch:
@@ -129,6 +137,7 @@ class Runtime:
         in_autograd = torch._C._current_graph_task_id() != -1
         if self._in_backward and in_autograd:
             return  # recomputation: it belongs to the step whose backward is running
+        self._forwards += 1
         if self._running or self._in_backward:
             self.recover()
         self.execution.go_on(training=torch.is_grad_enabled())
@@ -189,6 +198,8 @@ class Runtime:
         self._in_backward = False
         self._due.clear()
         self._late.clear()
+        self._reached.clear()
+        self._recomputed = 0
 
     # ---- backward -------------------------------------------------------------------------------
 
@@ -197,8 +208,13 @@ class Runtime:
         self._enter_backward()
         managed = call.managed
         managed.calls.add(call)
+        self._reached.add(call.made_in)
+        self._recomputed = call.made_in
         managed.unit.gradients.arrivals.expect()
-        if not managed.open_in_backward:
+        if managed.open_in_backward:
+            managed.began_at = min(managed.began_at, call.began_at)
+        else:
+            managed.began_at = call.began_at
             if not managed.begun_in_backward:
                 self._pass_over(after=managed.last_end)
             self._begin(managed)
@@ -223,7 +239,7 @@ class Runtime:
         for managed in sorted(unused, key=lambda m: -m.last_end):
             if managed in self._due and not managed.begun_in_backward:
                 self._begin(managed)
-                self._end(managed)
+                self._end(managed, unused=True)
 
     def gradient_arrives(self, managed: ManagedUnit, index: int, grad: Tensor) -> None:
         """A parameter has its gradient."""
@@ -233,11 +249,9 @@ class Runtime:
         unit.deliver(index, grad)
         if self.execution.recorder and unit.transient_bytes != held:
             self.execution.recorder.note("fill", unit, self.execution.live_bytes)
-        if managed not in self._due:
-            if managed not in self._late:
-                self._late.append(managed)
-        else:
-            self._end_what_is_over(managed)
+        if managed not in self._due and managed not in self._late:
+            self._late.append(managed)
+        self._end_what_is_over(managed)
 
     def inputs_are_done(self, call: Call) -> None:
         """The gradients of a call's inputs are there."""
@@ -249,32 +263,48 @@ class Runtime:
         if not self._is_over(managed):
             return
         self._end(managed)
-        for other in reversed(list(self._due)):
+        others = [m for m in self.execution.units if m.open_in_backward and m not in self._due]
+        others.sort(key=lambda m: -m.began_at)
+        for other in [*reversed(self._due), *others]:
             if other.open_in_backward and self._is_over(other):
                 self._end_what_is_over(other)
                 return
 
     def _is_over(self, managed: ManagedUnit) -> bool:
         """See [Note: When a unit's backward is over] in `fullshard.torch.hooks`."""
-        arrivals, calls = managed.unit.gradients.arrivals, managed.calls
+        arrivals, calls = managed.unit.gradients.arrivals, self._calls_of(managed)
         if managed.ends_with_backward or not managed.open_in_backward:
             return False
         if any(call.watched for call in calls):
             return False
         if not (arrivals.all_here if calls else arrivals.expected_here):
             return False
-        later = takewhile(lambda m: m.last_begin > managed.first_begin, reversed(self._due))
-        return all(m is managed or not (m.open_in_backward or m.calls) for m in later)
-
-    def _end(self, managed: ManagedUnit) -> None:
-        """A unit's backward is over: free and reduce it."""
         if managed in self._due:
+            later = takewhile(lambda m: m.last_begin > managed.first_begin, reversed(self._due))
+            return all(m is managed or not (m.open_in_backward or self._calls_of(m)) for m in later)
+        return not any(self._began_later(m, managed) for m in self.execution.units)
+
+    def _calls_of(self, managed: ManagedUnit) -> list[Call]:
+        """Those calls that belong to forwards of the root whose backward this is."""
+        return [call for call in managed.calls if call.made_in in self._reached]
+
+    def _began_later(self, other: ManagedUnit, managed: ManagedUnit) -> bool:
+        """True if ``other`` is not over, and what is left of it began after ``managed``."""
+        if other.open_in_backward and other.began_at > managed.began_at:
+            return True
+        return any(call.began_at > managed.began_at for call in self._calls_of(other))
+
+    def _end(self, managed: ManagedUnit, *, unused: bool = False) -> None:
+        """A unit's backward is over, or has been passed over: free and reduce it."""
+        if managed in self._due and not unused:
             self._pass_over(after=managed.first_begin)
         self._due.pop(managed, None)
         for call in [call for call in managed.calls if call.begun]:
             call.end()
             managed.calls.discard(call)
         managed.open_in_backward = False
+        if managed in self._late:
+            self._late.remove(managed)
         managed.unit.gradients.arrivals.end_backward()
         managed.held_back = managed.unit.trainable and not managed.requires_gradient_sync
         self.execution.do(Moment.BACKWARD_END, managed)
@@ -288,9 +318,11 @@ class Runtime:
                     self._begin(managed)
                 self._end(managed)
         still_open = [managed for managed in self.execution.units if managed.open_in_backward]
-        for managed in dict.fromkeys([*self._late, *still_open]):
+        for managed in dict.fromkeys([*self._late, *still_open]):  # a copy: ending changes it
             self._end(managed)
         self._late.clear()
+        self._reached.clear()
+        self._recomputed = 0
         for managed in self.execution.units:
             managed.begun_in_backward = False
             if managed.held_back and managed.requires_gradient_sync:

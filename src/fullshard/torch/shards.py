@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.layout import Layout, Segment, Slot, Span
@@ -99,10 +98,11 @@ class Shards:
         spec, ranks = place.slot.spec, self._plan.ranks
         ownership = Ownership(
             name=spec.name,
-            shape=spec.shape,
+            shape=spec.shape if each.tensor_parallel is None else each.tensor_parallel.shape,
             spans=place.segment.spans(place.slot),
             comm=ranks.gather,
             device_mesh=ranks.device_mesh,
+            tensor_parallel=each.tensor_parallel,
         )
         value = values(each)
         if not (value.device.type == "meta" and self.device.type != "meta"):
@@ -156,8 +156,6 @@ def span_of(value: Tensor, ownership: Ownership) -> Tensor:
     if isinstance(value, ShardedParameter):
         if value.ownership.agrees_with(ownership):
             return value.local
-        value = value.full_tensor()
-    elif isinstance(value, DTensor):
         value = value.full_tensor()
     value = plain_data(value)
     if tuple(value.shape) != ownership.shape:

@@ -104,10 +104,12 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
         if tensor.dtype not in _SAFETENSORS_NAMES:
             raise ConfigurationError(f"{name!r} is {tensor.dtype}, which safetensors cannot hold")
     ranks = next(runtime_of(model).execution.units).unit.ranks
+    owners = [t.ownership for t in entries.values() if isinstance(t, ShardedParameter)]
+    cuts = dict.fromkeys(o.tensor_parallel for o in owners if o.tensor_parallel is not None)
     target = Path(path)
     failure: OSError | None = None
     writer: _Writer | None = None
-    if ranks.first:
+    if ranks.first and all(cut.first for cut in cuts):
         writer = _Writer(target, _header(entries))
     for tensor in entries.values():
         full = tensor.full_tensor() if isinstance(tensor, ShardedParameter) else tensor
@@ -116,7 +118,10 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     if writer is not None:
         writer.finish()
         failure = writer.failure
-    if ranks.any(failure is not None, _device_of(entries)):
+    failed = torch.tensor(float(failure is not None), device=_device_of(entries))
+    for comm in dict.fromkeys(comm for owner in owners for comm in owner.comms):
+        comm.all_reduce([failed], "max").wait()
+    if ranks.any(bool(failed), failed.device):
         detail = f": {failure}" if failure else "; the error is on rank 0"
         raise ConfigurationError(f"could not write the weights to {target}{detail}") from failure
 

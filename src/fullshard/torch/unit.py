@@ -144,7 +144,8 @@ class Unit:
         return self._as_parameter(index, _view(self._full, self.shards.places[index]).data)
 
     def _as_parameter(self, index: int, data: Tensor) -> nn.Parameter:
-        sharded = self.sharded[index]
+        sharded, cut = self.sharded[index], self.params[index].tensor_parallel
+        data = data if cut is None else cut.dtensor(data)
         full = nn.Parameter(data, requires_grad=sharded.requires_grad)
         full.__dict__.update(notes_on(self.params[index].param))
         if sharded.requires_grad:
@@ -310,6 +311,9 @@ class Unit:
         """Take a parameter's gradient, or a further part of it."""
         if self.state in _STATES_WITHOUT_GRADS:
             self._fill()
+        cut = self.params[index].tensor_parallel
+        if cut is not None:
+            grad = cut.part_of_dtensor(grad)
         self.gradients.deliver(index, grad)
 
     def _fill(self) -> None:
@@ -361,7 +365,9 @@ class Unit:
 
     def full_views(self, full: FlatBuffer) -> list[Tensor]:
         """The parameters in what `gather_values` gave, in the order of ``params``."""
-        return [_view(full, place) for place in self.shards.places]
+        views = [_view(full, place) for place in self.shards.places]
+        cuts = [each.tensor_parallel for each in self.params]
+        return [v if c is None else c.dtensor(v) for v, c in zip(views, cuts, strict=True)]
 
 
 class _Works:

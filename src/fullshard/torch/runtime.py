@@ -44,7 +44,9 @@ class Runtime:
         self._in_backward = False
         # Run forward and not reduced yet, by their latest forward (a dict for its order).
         self._due: dict[ManagedUnit, None] = {}
-        self._late: list[ManagedUnit] = []
+        self._late: list[
+            ManagedUnit
+        ] = []  # run backward without being due: an earlier one ended them
         self.wait_before_gather: Any = None  # an event of a stream that writes to the shards
         self.unresolved: list[str] = []  # tied parameters of which a unit owns but one use
         for number, managed in enumerate(units):
@@ -227,6 +229,8 @@ class Runtime:
 
     def _begin(self, managed: ManagedUnit) -> None:
         managed.open_in_backward = managed.begun_in_backward = True
+        if managed not in self._due and managed not in self._late:
+            self._late.append(managed)
         self.execution.do(Moment.BACKWARD_BEGIN, managed)
         if managed.unshard_in_backward:
             self.execution.make_sure_of(managed)
@@ -263,9 +267,7 @@ class Runtime:
         if not self._is_over(managed):
             return
         self._end(managed)
-        others = [m for m in self.execution.units if m.open_in_backward and m not in self._due]
-        others.sort(key=lambda m: -m.began_at)
-        for other in [*reversed(self._due), *others]:
+        for other in [*reversed(self._due), *sorted(self._late, key=lambda m: -m.began_at)]:
             if other.open_in_backward and self._is_over(other):
                 self._end_what_is_over(other)
                 return

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from support.models import GPT, loss_of, make, make_batches
 from support.training import shard
-from support.workers import meshes
+from support.workers import meshes, ways_to_name_axes
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
@@ -509,3 +509,12 @@ def test_ranks_that_disagree_are_told_before_anything_changes(door):
             assert untouched(model)
 
     LocalWorld(3).run(body)
+
+
+def test_axes_to_shard_and_to_replicate_over(gloo_world):
+    for rank, found in enumerate(gloo_world.run(4, ways_to_name_axes)):
+        # two ranks of a host average their own numbers, all others 0, 1, 2, 3
+        assert found.pop("one axis") == (2, 1, 0.5 if rank < 2 else 2.5)
+        assert found.pop("flattened") == (4, 1, 1.5)
+        assert found.pop("two axes") == (2, 2, 1.5)
+        assert set(found.values()) == {(2, 2, 1.5)}

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that tests run on the ranks of a `support.gloo_world.GlooWorld`."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from support.stack import WIDTH, shard_stack
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard.torch import fully_shard
+from fullshard.torch import (
+    DataParallelMeshDims,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+)
 from fullshard.torch.comm import ProcessGroupComm
+from fullshard.torch.hooks import managed_unit_of
 
 
 def collectives_on_group(group):
@@ -49,4 +57,33 @@ def meshes(group):
         model(torch.ones(1, 3)).sum().backward()
         shown = model.weight.device_mesh
         found.append((shown is mesh, tuple(shown.mesh.tolist())))
+    return found
+
+
+def ways_to_name_axes(group):
+    """For each way: ranks that share slices, replicas, and a gradient averaged over all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    hybrid = ShardingStrategy.HYBRID_SHARD
+    found = {}
+    for name, shard in {
+        "one axis": {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard="local")},
+        "two axes": {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims("local", "host")},
+        "flattened": {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(("host", "local"))},
+        "2-D mesh": {"mesh": mesh},
+        "wrapper, 2-D mesh": {"device_mesh": mesh, "sharding_strategy": hybrid},
+        "wrapper, hosts": {"sharding_strategy": hybrid},
+        "wrapper, groups": {
+            "process_group": (mesh.get_group(1), mesh.get_group(0)),
+            "sharding_strategy": hybrid,
+        },
+    }.items():
+        layer = torch.nn.Linear(5, 3)
+        door = FullyShardedDataParallel if name.startswith("wrapper") else fully_shard
+        model = door(layer, **shard)
+        model(torch.full((1, 5), float(group.rank()))).sum().backward()
+        ranks = managed_unit_of(model).unit.ranks
+        grad = layer.weight.grad.full_tensor()[0, 0].item()
+        found[name] = ranks.gather.size, ranks.replicas.size, grad
+    del os.environ["LOCAL_WORLD_SIZE"]
     return found

@@ -23,7 +23,7 @@ from fullshard.torch.sibling_groups import timeout_s_of
 from fullshard.torch.watchdog import Witness
 
 RANKS = 3
-TIMEOUT_S = 4.0
+TIMEOUT_S = 6.0
 BAD_STEP = 2
 
 
@@ -78,7 +78,7 @@ def run_cases(folder, path):
     }
     for process in processes.values():
         process.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 70
     for (case, rank), process in processes.items():
         if CASES[case] != (asleep, rank):
             process.join(max(0.0, deadline - time.monotonic()))
@@ -92,32 +92,33 @@ def _rank_main(case, rank, folder):
         os.environ["FULLSHARD_DEBUG"] = "1"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=_store(case, rank, Path(folder)),
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
-    torch.manual_seed(0)
-    model = Blocks()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(BAD_STEP + 1):
-        begin = time.monotonic()
-        go_wrong, culprit = CASES[case]
-        if step == BAD_STEP and rank == culprit:
-            go_wrong(model)
-        try:
+    step, begin = -1, time.monotonic()
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=_store(case, rank, Path(folder)),
+            rank=rank,
+            world_size=RANKS,
+            timeout=timedelta(seconds=TIMEOUT_S),
+        )
+        torch.manual_seed(0)
+        model = Blocks()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(BAD_STEP + 1):
+            begin = time.monotonic()
+            go_wrong, culprit = CASES[case]
+            if step == BAD_STEP and rank == culprit:
+                go_wrong(model)
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        except Exception as error:
-            ending = (step, time.monotonic() - begin, type(error).__name__, str(error))
-            (Path(folder) / f"{case}-{rank}.json").write_text(json.dumps(ending))
-            raise SystemExit(1) from None
+    except Exception as error:
+        ending = (step, time.monotonic() - begin, type(error).__name__, str(error))
+        (Path(folder) / f"{case}-{rank}.json").write_text(json.dumps(ending))
+        raise SystemExit(1) from None
 
 
 def _store(case, rank, folder):

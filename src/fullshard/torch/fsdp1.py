@@ -2,7 +2,7 @@
 """FSDP1's door: a module that wraps another one, and the submodules that a policy picks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -217,19 +217,7 @@ class FullyShardedDataParallel(StateDictForms, _OptionClasses, nn.Module):
         finally:
             require_gradient_sync(self, True)
 
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> "AbstractContextManager[None]":
-        """Show full parameters between steps; see `fullshard.torch.summon`."""
-        return summon_full_params(
-            module, recurse, writeback, rank0_only, offload_to_cpu, with_grads
-        )
+    summon_full_params = staticmethod(summon_full_params)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """Call ``fn`` on every submodule with full parameters shown, and keep what it writes."""

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from support.models import GPT, loss_of, make_batches, seeded
-from support.stack import WIDTH, shard_stack
+from support.stack import LAYERS, WIDTH, shard_stack
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
@@ -26,7 +26,7 @@ from fullshard.torch import (
     tracing,
 )
 from fullshard.torch.hooks import managed_unit_of
-from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.local_world import LocalWorld, LocalWorldError
 from fullshard.torch.unit import UnitState
 
 FSDP = FullyShardedDataParallel
@@ -257,17 +257,18 @@ def test_lists_say_what_is_gathered_ahead():
 
 def test_reset_iter_state_gives_the_memory_back():
     def body(comm):
-        model = shard_stack(comm)
+        model = shard_stack(comm, reshard_after_forward=False)
+        units = [managed_unit_of(block).unit for block in model.blocks]
         model(torch.ones(1, WIDTH)).sum()
         with pytest.raises(UsageError, match="for the root module"):
             model.blocks[0].reset_iter_state()
-        assert managed_unit_of(model).unit.transient_bytes >= 0
+        before = [unit.transient_bytes == unit.layout.full_bytes for unit in units]
         model.reset_iter_state()
-        held = sum(managed_unit_of(block).unit.transient_bytes for block in model.blocks)
+        after = [unit.transient_bytes for unit in units]
         model(torch.ones(1, WIDTH)).sum().backward()
-        return held
+        return all(before), after
 
-    assert LocalWorld(2).run(body) == [0, 0]
+    assert LocalWorld(2).run(body) == [(True, [0] * LAYERS)] * 2
 
 
 # ---- methods run as forward ---------------------------------------------------------------------
@@ -340,6 +341,23 @@ def test_state_dicts_by_type():
         return len(first)
 
     assert LocalWorld(2).run(body) == [len(plain), 0]
+
+
+def test_a_full_state_dict_on_one_rank_is_told_by_name():
+    """It is collective: a rank that goes on meanwhile meets it in another collective."""
+
+    def body(comm):
+        model = wrap(comm)
+        FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+        if comm.rank == 0:
+            model.state_dict()
+        else:
+            step(model)
+
+    with pytest.raises(LocalWorldError) as told:
+        LocalWorld(2).run(body)
+    assert "full tensor of parameter" in str(told.value)
+    assert "gather of unit" in str(told.value)
 
 
 # ---- refusals -----------------------------------------------------------------------------------

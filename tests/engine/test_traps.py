@@ -35,7 +35,9 @@ TRAPS = {
         "test_modes.py::test_accumulation",
         "test_memory_of_modes.py::test_what_accumulation_holds_between_micro_batches",
     ],
-    "a state dict on one rank only": ["test_access.py::test_state_dicts_by_type"],
+    "a state dict on one rank only": [
+        "test_access.py::test_a_full_state_dict_on_one_rank_is_told_by_name",
+    ],
     "parameters from the meta device that nobody initialised": [
         "test_initialisation.py::test_what_nobody_initialised_is_found",
         "test_initialisation.py::test_the_wrapper_finds_what_its_function_forgets",

@@ -79,7 +79,8 @@ class ShardedParameter(torch.Tensor):
         mine = local.new_zeros(longest)
         mine[: local.numel()] = local
         gathered = local.new_empty(comm.size * longest)
-        comm.all_gather([(gathered, mine)]).wait()
+        label = f"full tensor of parameter {ownership.name!r}"
+        comm.all_gather([(gathered, mine)], label=label).wait()
         rows = gathered.view(comm.size, longest)
         pieces = [rows[rank, : span.numel] for rank, span in enumerate(spans)]
         return ownership.whole(torch.cat(pieces))

@@ -161,9 +161,9 @@ def late_collective(group, wanted):
     comm = ProcessGroupComm(group)
     comm.all_reduce([torch.ones(1)], label="all-reduce of unit 'a'").wait()
     if comm.rank > 0:
-        time.sleep(2.5)  # long enough to be asked
+        time.sleep(5)  # long enough to be asked
         return ""
-    witness = Witness("late", comm.members, timeout_s=1.0)
+    witness = Witness("late", comm.members, timeout_s=3.0)  # others tell once a second
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
         witness.leaves_pending("gather of unit 'b'", lambda: True)

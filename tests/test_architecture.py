@@ -42,9 +42,17 @@ LAYERS = {
     "torch": Layer({"core", "checkpoint", "wrap"}, {"torch", "numpy", "safetensors"}),
     "jax": Layer({"core", "checkpoint"}, {"jax", "numpy"}),
     "train": Layer(
-        {"core", "plan", "checkpoint", "wrap", "torch", "jax"}, {"torch", "jax", "numpy", "rich"}
+        {"core", "plan", "checkpoint", "wrap", "launchers", "distributed", "torch", "jax"},
+        {"torch", "jax", "numpy", "rich"},
     ),
-    "cli": Layer({"core", "plan", "checkpoint", "report", "train"}, without_frameworks=True),
+    "launchers": Layer({"core"}, without_frameworks=True),
+    "distributed": Layer({"core", "launchers"}, {"torch"}),
+    "drop_in": Layer({"core", "wrap", "torch"}, {"torch"}),
+    "run": Layer({"core", "launchers"}, {"torch"}),
+    "doctor": Layer({"core", "launchers", "distributed", "torch"}, {"torch", "rich"}),
+    "cli": Layer(
+        {"core", "plan", "checkpoint", "report", "train", "run", "doctor"}, without_frameworks=True
+    ),
     "__main__": Layer({"cli"}, without_frameworks=True),
     "__init__": Layer(without_frameworks=True),
 }
@@ -56,7 +64,7 @@ MANY_ARGUMENTS = {
     "torch/fsdp1.py: FullyShardedDataParallel.__init__",
     "torch/fsdp2.py: fully_shard",
 }
-COLLECTIVE_CALLERS = {"torch/comm.py"}
+COLLECTIVE_CALLERS = {"torch/process_group_comm.py"}
 
 FILE_LINES = 400
 FUNCTION_LINES = 60  # without its docstring
@@ -296,7 +304,9 @@ CHECKS = {
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_source(check):
     sources = read_sources(*CHECKS[check])
-    assert PACKAGE + "torch/comm.py" in {source.path for source in sources}, "read too little"
+    assert PACKAGE + "torch/process_group_comm.py" in {source.path for source in sources}, (
+        "read too little"
+    )
     offences = [offence for source in sources for offence in check(source)]
     assert not offences, "\n" + "\n".join(offences)
 
@@ -460,7 +470,7 @@ SAMPLES = """
     dist.get_rank()
     self.comm.all_reduce(x)
     barrier.wait()
-    == collectives_stay_in_comm torch/comm.py
+    == collectives_stay_in_comm torch/process_group_comm.py
     import torch.distributed as dist
     dist.all_reduce(x)
 """

@@ -4,7 +4,8 @@
 import argparse
 import importlib.metadata
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from fullshard.core.errors import ConfigurationError, FullshardError
 from fullshard.train.config import describe_options, resolve
@@ -29,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="fullshard",
         description="Train models that do not fit on one device: fully sharded data parallelism.",
-        epilog="commands:\n  train   train a real model in one command, to see sharding work\n\n"
+        epilog="commands:\n  train   train a real model in one command, to see sharding work\n"
+        "  run     start a script written for PyTorch's FSDP, unchanged, on fullshard\n"
+        "  doctor  look at this machine, its links and a script for what goes wrong in training\n\n"
         "'fullshard COMMAND --help' tells more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -79,13 +82,31 @@ def _train(argv: Sequence[str]) -> int:
     overrides = [text for text in given.settings if "=" in text]
     config = resolve(files[0] if files else None, overrides, given.model)
     # Here torch is loaded: after everything that can be refused without it.
-    try:
+    with _needing("torch,train"):
         from fullshard.train.launch import launch  # noqa: PLC0415
+    return launch(config, given.nproc)
+
+
+def _run(argv: Sequence[str]) -> int:
+    with _needing("torch"):
+        from fullshard.run import main as run  # noqa: PLC0415
+    return run(argv)
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    with _needing("torch,train"):
+        from fullshard.doctor import main as doctor  # noqa: PLC0415
+    return doctor(argv)
+
+
+@contextmanager
+def _needing(extras: str) -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"{error.name} is not installed: pip install 'fullshard[torch,train]'"
+            f"{error.name} is not installed: pip install 'fullshard[{extras}]'"
         ) from error
-    return launch(config, given.nproc)
 
 
 def _version() -> str:
@@ -95,4 +116,8 @@ def _version() -> str:
         return "(not installed)"
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": _train}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": _train,
+    "run": _run,
+    "doctor": _doctor,
+}

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from gpu.training import build, full_parameters, shard, train
 
 from fullshard.torch import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.torch.comm import ProcessGroupComm
+from fullshard.torch.process_group_comm import ProcessGroupComm
 
 OPTIONS = {
     "plain": {},

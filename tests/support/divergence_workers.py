@@ -18,7 +18,7 @@ from support.gloo_world import _loopback
 from torch import nn
 
 from fullshard.torch import fully_shard
-from fullshard.torch.comm import ProcessGroupComm
+from fullshard.torch.process_group_comm import ProcessGroupComm
 from fullshard.torch.sibling_groups import timeout_s_of
 from fullshard.torch.watchdog import Witness
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fullshard.core.errors import CommunicationError
 from fullshard.torch.agreement import by_rank, differing_texts
-from fullshard.torch.comm import Comm, ReduceOp, Work
+from fullshard.torch.comm import Comm, Parts, ReduceOp, Work
 
 __all__ = ["CheckedComm", "checked_in_debug_mode"]
 
@@ -72,6 +72,11 @@ class CheckedComm:
         """See `Comm.broadcast`."""
         self._check(f"broadcast from {source}", "", tensors)
         return self._comm.broadcast(tensors, source)
+
+    def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
+        """See `Comm.all_to_all`."""
+        self._check(f"all_to_all of {sent.flat.dtype}", label, ())
+        return self._comm.all_to_all(received, sent, label)
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:
         """See `Comm.reduce_scratch_bytes`."""

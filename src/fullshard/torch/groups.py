@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.strategy import Sharding
 from fullshard.torch.checked_comm import checked_in_debug_mode
-from fullshard.torch.comm import Comm, ProcessGroupComm, SoloComm
+from fullshard.torch.comm import Comm, SoloComm
 from fullshard.torch.plan import Ranks
+from fullshard.torch.process_group_comm import ProcessGroupComm
 
 __all__ = ["Where", "compute_device", "in_blocks", "ranks_of"]
 

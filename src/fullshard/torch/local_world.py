@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fullshard.core.errors import ConfigurationError, FullshardError
-from fullshard.torch.comm import Done, ReduceOp, Work, rank_order_sum
+from fullshard.torch.comm import Done, Parts, ReduceOp, Work, rank_order_sum
 
 __all__ = ["LocalComm", "LocalWorld", "LocalWorldError"]
 
@@ -222,6 +222,16 @@ class LocalComm:
         inputs = [_unseen_copy(tensor) for tensor in tensors]
         return self._issue(f"broadcast from {source}", "", inputs, list(tensors), combine)
 
+    def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
+        """See `Comm.all_to_all`."""
+
+        def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
+            parts = [torch.split(flat, numels.tolist()) for flat, numels in inputs]
+            return [[torch.cat([row[rank] for row in parts])] for rank in range(self.size)]
+
+        inputs = [sent.flat, torch.tensor(sent.numels)]
+        return self._issue("all_to_all", label, inputs, [received.flat], combine)
+
     def reduce_scratch_bytes(self, full: Tensor) -> int:
         """None: threads read each other's memory."""
         return 0
@@ -240,7 +250,9 @@ class LocalComm:
         outputs: list[Tensor],
         combine: Callable[[list[list[Tensor]]], list[list[Tensor]]],
     ) -> Work:
-        signature = (name, label, *((tuple(t.shape), t.dtype) for t in inputs))
+        # Only of an all-to-all sizes may differ from rank to rank.
+        described = inputs[1:] if name == "all_to_all" else inputs
+        signature = (name, label, *((tuple(t.shape), t.dtype) for t in described))
         key = ((self._number, *self.members), self._calls)
         self._calls += 1
         inputs = [tensor.detach() for tensor in inputs]

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard.core.errors import NotSupportedError
 from fullshard.torch.checked_comm import checked_in_debug_mode
-from fullshard.torch.comm import Comm, ProcessGroupComm
+from fullshard.torch.comm import Comm
+from fullshard.torch.process_group_comm import ProcessGroupComm
 
 __all__ = ["TensorParallel", "held_here", "tensor_parallel_of"]
 

@@ -321,21 +321,27 @@ def test_state_dicts_by_type():
 
     def body(comm):
         model = wrap(comm)
-        sharded = model.state_dict()
+        unchosen = model.state_dict()
         config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             full = model.state_dict()
-            assert FSDP.get_state_dict_type(model).state_dict_type.name == "FULL_STATE_DICT"
+        with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+            sharded = model.state_dict()
+            assert FSDP.get_state_dict_type(model).state_dict_type.name == "SHARDED_STATE_DICT"
             with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
                 first = model.state_dict()
             again = model.state_dict()
+        assert all(torch.equal(unchosen[name], plain[name]) for name in plain)
         with pytest.raises(ConfigurationError, match="expected a FullStateDictConfig, got Sharded"):
             FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())
         with pytest.raises(ConfigurationError, match="holds no FullyShardedDataParallel"):
             FSDP.get_state_dict_type(nn.Linear(1, 1))
         assert full.keys() == again.keys() == plain.keys() == sharded.keys()
         assert all(torch.equal(full[name], plain[name]) for name in plain)
-        assert all(type(value) is ShardedParameter for value in model.state_dict().values())
+        assert FSDP.get_state_dict_type(model).state_dict_type.name == "FULL_STATE_DICT"
+        # Ranks that are threads have no mesh to place a DTensor on.
+        assert all(type(value) is ShardedParameter for value in sharded.values())
+        assert all(type(v) is ShardedParameter for v in model.state_dict(keep_vars=True).values())
         model.load_state_dict({name: torch.ones_like(value) for name, value in full.items()})
         assert model.module.head.weight.full_tensor().unique().tolist() == [1.0]
         return len(first)

@@ -11,21 +11,12 @@ import torch.distributed.fsdp.sharded_grad_scaler  # noqa: F401 - there once imp
 
 import fullshard.torch as ours
 
-FOR_STATE_DICTS = "state dicts of optimizers come with the Scripts issue"
 LACKING = {
     "FlatParameter": "there is none: storage is flat, parameters keep their names and dtypes",
     "api": "a submodule of the drop-in, which comes with the Scripts issue",
     "fully_sharded_data_parallel": "as api",
     "sharded_grad_scaler": "as api; its class is here",
     "wrap": "is fullshard.wrap",
-    "FullyShardedDataParallel.full_optim_state_dict": FOR_STATE_DICTS,
-    "FullyShardedDataParallel.sharded_optim_state_dict": FOR_STATE_DICTS,
-    "FullyShardedDataParallel.shard_full_optim_state_dict": FOR_STATE_DICTS,
-    "FullyShardedDataParallel.flatten_sharded_optim_state_dict": FOR_STATE_DICTS,
-    "FullyShardedDataParallel.scatter_full_optim_state_dict": FOR_STATE_DICTS,
-    "FullyShardedDataParallel.rekey_optim_state_dict": FOR_STATE_DICTS,
-    "FullyShardedDataParallel.optim_state_dict": FOR_STATE_DICTS,
-    "FullyShardedDataParallel.optim_state_dict_to_load": FOR_STATE_DICTS,
 }
 MORE = {"CPUOffload": {"offload_optimizer"}}  # parameters that ours has beyond theirs
 

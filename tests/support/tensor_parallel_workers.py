@@ -161,17 +161,20 @@ def train(_group, plan, door, start="values", **options):
     return norms, params, shapes, sum(param.span.numel for param in model.parameters())
 
 
+def unsharded(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def values(_group, plan, door, path):
     """What loading, summoning, drawing and saving find and leave behind, name by name."""
     model, _ = build(plan, door)
     plain = {name: value + 1 for name, value in whole().state_dict().items()}
     model.load_state_dict(plain)
-    loaded = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    loaded = {name: unsharded(value) for name, value in model.state_dict().items()}
     save_full_weights(model, path)
     with summon_full_params(model):
         summoned = {
-            name: (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
-            for name, param in model.named_parameters()
+            name: unsharded(param).detach().clone() for name, param in model.named_parameters()
         }
         with torch.no_grad():
             for param in model.parameters():

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import UnshardedOperationError
 from fullshard.torch.ownership import Ownership
@@ -143,8 +144,10 @@ def _local(cls: Any, func: OpOverload, owner: Ownership, arg: Any) -> Any:
                 "Use .full_tensor() of the one that is read"
             )
         return arg.local
-    if not isinstance(arg, Tensor) or arg.dim() == 0:
+    if not isinstance(arg, Tensor):
         return arg
+    if arg.dim() == 0:
+        return arg.full_tensor() if isinstance(arg, DTensor) else arg
     if arg.shape == owner.shape:
         return owner.cut(arg)
     raise UnshardedOperationError(

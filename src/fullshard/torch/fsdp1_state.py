@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """FSDP1's state dicts: the form that was chosen, by wrapper."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.torch.hooks import managed_unit_of
+from fullshard.torch.module_state import Form, collecting, hand_out
 from fullshard.torch.modules import WRAPPED
-from fullshard.torch.parameter import ShardedParameter
+from fullshard.torch.optimizer_state import as_span
+from fullshard.torch.shard_modules import speaks_for_all
 from fullshard.torch.state_dict_types import (
     OptimStateDictConfig,
     StateDictConfig,
@@ -32,18 +34,36 @@ class StateDictForms(nn.Module):
     ) -> Any:
         """The wrapped module's state dict in the form that `set_state_dict_type` has chosen.
 
-        Without a choice entries are sharded: each rank has its spans. FULL_STATE_DICT gathers
-        parameter by parameter, collectively.
+        Collective. Without a choice every rank gets whole tensors, gathered one by one, as from
+        FSDP1; `torch.distributed.checkpoint` gets DTensors. With ``keep_vars`` entries are the
+        sharded parameters themselves.
         """
         if args:
             destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[:3]
         wrapped = self._modules[WRAPPED]
         assert wrapped is not None
-        state = wrapped.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        settings = self.__dict__.get(_STATE_DICT_SETTINGS)
-        if settings is None:
-            return state
-        return _as_chosen(state, settings, first=_speaks_for_all(self))
+        chosen: StateDictSettings | None = self.__dict__.get(_STATE_DICT_SETTINGS)
+        if chosen is None and _asked_by_dcp():
+            chosen = settings_of(StateDictType.SHARDED_STATE_DICT)
+        with collecting() as outermost:
+            state = wrapped.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if outermost and not keep_vars:
+            hand_out(state, prefix, _form(chosen or StateDictSettings(), self))
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load whole tensors, DTensors or, if LOCAL_STATE_DICT is chosen, this rank's spans."""
+        chosen: StateDictSettings | None = self.__dict__.get(_STATE_DICT_SETTINGS)
+        if chosen is not None and chosen.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            params = dict(self.named_parameters(remove_duplicate=False))
+            state_dict = {key: as_span(v, params.get(key)) for key, v in state_dict.items()}
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For `torch.distributed.checkpoint`: the level that names of entries do not have."""
+        return {"": WRAPPED}
 
     @staticmethod
     def set_state_dict_type(
@@ -52,13 +72,13 @@ class StateDictForms(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose the form of state dicts of the outermost wrappers in ``module``.
+        """Choose the form of state dicts of the wrappers in ``module``.
 
-        Returns the former choice. The optimizer's part is kept, and not used yet.
+        Returns the former choice.
         """
         chosen = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
         former = StateDictForms.get_state_dict_type(module)
-        for wrapper in wrappers_in(module, StateDictForms, root_only=True):
+        for wrapper in wrappers_in(module, StateDictForms, root_only=False):
             wrapper.__dict__[_STATE_DICT_SETTINGS] = chosen
         return former
 
@@ -79,18 +99,16 @@ class StateDictForms(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
         """`set_state_dict_type` for a while."""
-        former = StateDictForms.set_state_dict_type(
+        wrappers = wrappers_in(module, StateDictForms, root_only=False)
+        former = [wrapper.__dict__.get(_STATE_DICT_SETTINGS) for wrapper in wrappers]
+        StateDictForms.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
         try:
             yield
         finally:
-            StateDictForms.set_state_dict_type(
-                module,
-                former.state_dict_type,
-                former.state_dict_config,
-                former.optim_state_dict_config,
-            )
+            for wrapper, settings in zip(wrappers, former, strict=True):
+                wrapper.__dict__[_STATE_DICT_SETTINGS] = settings
 
 
 W = TypeVar("W", bound=nn.Module)
@@ -105,24 +123,18 @@ def wrappers_in(module: nn.Module, kind: type[W], *, root_only: bool) -> list[W]
     return [each for each in wrappers if each not in inner]
 
 
-def _speaks_for_all(wrapper: nn.Module) -> bool:
-    managed = managed_unit_of(wrapper)
-    return managed is None or managed.unit.ranks.first
-
-
-def _as_chosen(
-    state: dict[str, Any], settings: StateDictSettings, *, first: bool
-) -> dict[str, Any]:
-    """A state dict of sharded entries in the form of ``settings``. Collective for the full form."""
+def _form(settings: StateDictSettings, wrapper: nn.Module) -> Form:
     config = settings.state_dict_config
-    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-        return state
-    kept = first or not getattr(config, "rank0_only", False)
-    for name in list(state):
-        value = state[name]
-        full = value.full_tensor() if isinstance(value, ShardedParameter) else value
-        if not kept:
-            del state[name]
-        else:
-            state[name] = full.cpu() if config.offload_to_cpu and isinstance(full, Tensor) else full
-    return state
+    kept = not getattr(config, "rank0_only", False) or speaks_for_all(wrapper)
+    return Form(settings.state_dict_type, config.offload_to_cpu, kept)
+
+
+# [Note: Who asks for a state dict]
+# FSDP1's default is whole tensors. torch.distributed.checkpoint knows torch's own class and chooses
+# the sharded form for it by itself; our wrapper it takes for an ordinary module whose entries it
+# expects to be DTensors. Nothing in its call tells that apart from a user's, but where it comes from.
+
+
+def _asked_by_dcp() -> bool:
+    frame = sys._getframe(2)
+    return str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.checkpoint.")

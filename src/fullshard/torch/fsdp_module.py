@@ -17,6 +17,7 @@ from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.hooks import ManagedUnit, managed_unit_of
 from fullshard.torch.initialisation import filled_with_nan
+from fullshard.torch.module_state import AS_DTENSORS, collecting, hand_out
 from fullshard.torch.modules import clean_name
 from fullshard.torch.runtime import runtime_of
 from fullshard.torch.shard_modules import (
@@ -44,6 +45,24 @@ class UnshardHandle:
 
 class FSDPModule:
     """The base of every class that `fully_shard` makes."""
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """The module's state dict with DTensors, placed as ``Shard(0)``. Collective.
+
+        They have elements of their own: to load into them is not to load into the model. With
+        ``keep_vars`` entries are the sharded parameters themselves.
+        """
+        if args:
+            destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[:3]
+        with collecting() as outermost:
+            state = super().state_dict(  # type: ignore[misc]
+                destination=destination, prefix=prefix, keep_vars=keep_vars
+            )
+        if outermost and not keep_vars:
+            hand_out(state, prefix, AS_DTENSORS)
+        return state
 
     # ---- full parameters by hand ----------------------------------------------------------------
 

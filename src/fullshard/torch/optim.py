@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.torch.optimizer_state import adopt, translate
 from fullshard.torch.parameter import ShardedParameter
 
 __all__ = [
@@ -95,6 +96,9 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"{sharded.ownership.name!r} is sharded by element. Use an elementwise optimizer (SGD, "
             "Adam, AdamW, Adagrad, RMSprop, ...), or leave these parameters out of sharding"
         )
+    if sharded is not None:
+        translate(optimizer)
+        adopt(optimizer)
     setattr(optimizer, _CHECKED, seen)
 
 

@@ -5,12 +5,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.core.layout import Span
 from fullshard.torch.comm import Comm
+from fullshard.torch.recut import Cut, recut, rows_of_ranks
 from fullshard.torch.tensor_parallel import TensorParallel
 
 __all__ = ["Ownership"]
@@ -66,8 +68,21 @@ class Ownership:
         if isinstance(full, DTensor):
             if cut is not None and full.device_mesh == cut.mesh:
                 return self.cut_part(cut.part_of_dtensor(full))
+            if cut is None and self._has_rows(full):
+                rows = full.to_local().detach().reshape(-1)
+                held = rows_of_ranks(self.shape, self.comm.size)
+                label = f"span of parameter {self.name!r} from rows"
+                return recut(self.comm, [Cut(rows, held, self.spans)], label)[0]
             full = full.full_tensor()
         return self.cut_part(full if cut is None else cut.part_of(full))
+
+    def _has_rows(self, value: DTensor) -> bool:
+        """True if each rank of ``comm`` holds its rows of ``value``, as `rows_of_ranks` says."""
+        dims = [dim for dim, each in enumerate(value.placements) if not each.is_replicate()]
+        if self.comm.size == 1 or len(dims) != 1 or value.placements[dims[0]] != Shard(0):
+            return False
+        ranks = dist.get_process_group_ranks(value.device_mesh.get_group(dims[0]))
+        return tuple(ranks) == getattr(self.comm, "members", None)
 
     def cut_part(self, part: Tensor) -> Tensor:
         """This rank's span of what the ranks of ``comm`` have, flattened."""

@@ -34,6 +34,7 @@ __all__ = [
     "set_prefetch",
     "shard_modules",
     "shardable_parameters",
+    "speaks_for_all",
     "take_over_below",
 ]
 
@@ -128,6 +129,15 @@ def managed_units(module: nn.Module, *, recurse: bool = True) -> Iterator[Manage
         if managed is not None and managed not in seen:
             seen.add(managed)
             yield managed
+
+
+def speaks_for_all(module: nn.Module) -> bool:
+    """True on the one rank that writes what is the same on all: of every group and tensor axis."""
+    for managed in managed_units(module):
+        cuts = [each.ownership.tensor_parallel for each in managed.unit.sharded]
+        if not managed.unit.ranks.first or not all(cut.first for cut in cuts if cut is not None):
+            return False
+    return True
 
 
 def refuse_copy(module: nn.Module) -> NoReturn:

@@ -24,7 +24,7 @@ __all__ = [
 
 
 class StateDictType(Enum):
-    """FULL: whole tensors, gathered one by one. SHARDED, LOCAL: `ShardedParameter`s."""
+    """FULL: whole tensors. SHARDED: DTensors, by rows. LOCAL: this rank's spans, flat and plain."""
 
     FULL_STATE_DICT = auto()
     LOCAL_STATE_DICT = auto()
@@ -59,7 +59,7 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """``_use_dtensor`` is accepted."""
+    """``_use_dtensor`` is accepted: values are DTensors always."""
 
     _use_dtensor: bool = False
 
@@ -87,7 +87,7 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """``_use_dtensor`` is accepted."""
+    """``_use_dtensor`` is accepted: values are DTensors always."""
 
     _use_dtensor: bool = False
 
@@ -96,11 +96,9 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 class StateDictSettings:
     """What a wrapper's state dict and its optimizer's shall look like."""
 
-    state_dict_type: StateDictType = StateDictType.SHARDED_STATE_DICT
-    state_dict_config: StateDictConfig = field(default_factory=ShardedStateDictConfig)
-    optim_state_dict_config: OptimStateDictConfig = field(
-        default_factory=ShardedOptimStateDictConfig
-    )
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
+    state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
+    optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
 
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State dicts at the border: whole tensors, true DTensors, and PyTorch's own functions on them."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import state_dict_workers as workers
+from torch.distributed.tensor import Replicate, Shard
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.layout import Span
+from fullshard.torch import FullyShardedDataParallel as FSDP
+from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.recut import Cut, recut, rows_of_ranks
+
+DOORS = ("wrapper", "function")
+
+
+# ---- geometry -----------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 9), max_size=3), st.integers(1, 9))
+def test_rows_are_those_of_chunk(shape, size):
+    flat = torch.arange(max(1, torch.Size(shape).numel())).float()[: torch.Size(shape).numel()]
+    rows = rows_of_ranks(shape, size)
+    if not shape:
+        assert rows == [Span(0, 1)] * size
+        return
+    chunks = list(flat.view(shape).chunk(size))
+    chunks += [flat[:0]] * (size - len(chunks))
+    for span, chunk in zip(rows, chunks, strict=True):
+        assert flat[span.start : span.stop].tolist() == chunk.flatten().tolist()
+
+
+def spans(numel, cuts):
+    ends = [0, *sorted(min(cut, numel) for cut in cuts), numel]
+    return [Span(start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_intervals_are_exchanged(size):
+    generator = torch.Generator().manual_seed(size)
+
+    def some(high, count):
+        return torch.randint(high + 1, (count,), generator=generator).tolist()
+
+    pairs = [
+        (spans(numel, some(numel, size - 1)), spans(numel, some(numel, size - 1)))
+        for numel in (0, 1, 7, 50, 51)
+    ]
+    pairs.append(([Span(0, 1)] + [Span(1, 1)] * (size - 1), [Span(0, 1)] * size))
+
+    def body(comm):
+        cuts, wanted = [], []
+        for number, (held, wants) in enumerate(pairs):
+            flat = torch.arange(held[-1].stop).float() + 100 * number
+            mine, want = held[comm.rank], wants[comm.rank]
+            cuts.append(Cut(flat[mine.start : mine.stop], held, wants))
+            wanted.append(flat[want.start : want.stop].tolist())
+        return [each.tolist() for each in recut(comm, cuts)] == wanted
+
+    assert all(LocalWorld(size).run(body))
+
+
+# ---- modules ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_entries_are_dtensors(gloo_world, size, door):
+    gloo_world.run(size, workers.odd_entries, door)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_hybrid_sharding(gloo_world, door):
+    found = gloo_world.run(4, workers.placements, door)
+    assert found == [(Replicate(), Shard(0))] * 4
+
+
+def test_the_meta_device(gloo_world):
+    gloo_world.run(2, workers.on_the_meta_device)
+
+
+# ---- PyTorch's functions, and PyTorch's engines ---------------------------------------------------
+
+
+@pytest.mark.parametrize("name", workers.OPTIONS)
+@pytest.mark.parametrize(
+    ("door", "their_door"), [("function", "function"), ("wrapper", "function")]
+)
+def test_states_are_pytorchs(gloo_world, door, their_door, name):
+    # What the first rank has is sent to the whole world.
+    gloo_world.run(
+        4 if name == "from the first rank" else 3, workers.both_ways, door, their_door, name
+    )
+
+
+def test_states_are_those_of_the_older_engine(gloo_world):
+    gloo_world.run(2, workers.both_ways, "wrapper", "wrapper", "whole")
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_is_left_out_and_named_otherwise(gloo_world, door):
+    gloo_world.run(2, workers.other_options, door)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_files_are_read_by_another_number_of_ranks(gloo_world, tmp_path, door):
+    saved = gloo_world.run(4, workers.save_files, str(tmp_path))[0]
+    for size in (2, 3):
+        loaded = gloo_world.run(size, workers.load_files, str(tmp_path), door)
+        for each in loaded:
+            workers._compare(list(each), list(saved))
+
+
+# ---- FSDP1's functions ----------------------------------------------------------------------------
+
+
+def test_states_by_name(gloo_world):
+    two = gloo_world.run(2, workers.by_name)
+    assert "blocks.0.attention.qkv.weight" in two[0]["state"]
+
+
+def test_forms_of_states(gloo_world):
+    first, *others = gloo_world.run(3, workers.chosen_forms)
+    names = first["FULL", True][0]
+    assert first["FULL", False] == (names, 2)
+    for other in others:
+        assert other["FULL", False] == (0, 0)
+        assert other["SHARDED", True] == other["LOCAL", True] == (names, 2)
+
+
+def test_plain_models_and_optimizers(gloo_world):
+    gloo_world.run(2, workers.to_and_from_plain)
+
+
+def test_a_state_of_another_optimizer_is_refused():
+    def body(comm):
+        model = FSDP(torch.nn.Linear(3, 2), comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        state["param_groups"][0]["params"] = ["weight", "gone"]
+        state["state"]["gone"] = {}
+        with pytest.raises(ConfigurationError, match=r"no group of it are \['bias'\].*\['gone'\]"):
+            FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)
+        other = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=1.0)
+        with pytest.raises(ConfigurationError, match="not the model's"):
+            FSDP.full_optim_state_dict(model, other)
+        strange = {"state": {"weight": {"what": object()}}, "param_groups": []}
+        with pytest.raises(ConfigurationError, match="cannot be sent"):
+            FSDP.scatter_full_optim_state_dict(strange, model, optim=optimizer)
+
+    LocalWorld(2).run(body)

@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State dicts of sharded models and optimizers, ours and PyTorch's, on the ranks of a Gloo world."""
+
+import copy
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as theirs
+from support.models import GPT
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TheirPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import fullshard.torch as ours
+from fullshard.torch import ShardedParameter, StateDictType
+from fullshard.wrap import ModuleWrapPolicy
+
+
+class Odd(nn.Module):
+    """Rows that no number of ranks divides, a number, nothing, low precision, frozen, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 3)
+        self.conv = nn.Conv1d(5, 11, 2)
+        self.low = nn.Linear(3, 5, dtype=torch.bfloat16)
+        self.number = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(4, 0))
+        self.frozen = nn.Parameter(torch.randn(2, 3), requires_grad=False)
+        self.tied = nn.Linear(3, 7, bias=False)
+        self.tied.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor([3, 4]))
+
+
+def odd_entries(group, door):
+    """What the entries of the state dict are, by name, and if loading each kind gives it back."""
+    plain = Odd().state_dict()
+    model = _shard(Odd(), group, door)
+    state = get_model_state_dict(model)
+    assert list(state) == list(plain)
+    for name, value in state.items():
+        if name == "count":
+            assert torch.equal(value, plain[name])
+            continue
+        assert type(value) is DTensor
+        assert value.shape == plain[name].shape
+        assert value.dtype == plain[name].dtype
+        like = distribute_tensor(plain[name], value.device_mesh, value.placements)
+        assert torch.equal(value.to_local(), like.to_local()), name
+        assert torch.equal(value.full_tensor(), plain[name]), name
+    assert state["tied.weight"] is state["embed.weight"]
+    assert state["number"].placements == (Replicate(),)
+    mesh = state["conv.weight"].device_mesh
+    columns = distribute_tensor(plain["conv.weight"] + 3, mesh, [Shard(1)])
+    kinds = {
+        "rows": {k: v + 1 for k, v in state.items()},
+        "whole": {k: v + 2 for k, v in plain.items()},
+        "columns": {**plain, "conv.weight": columns},
+        "replicated": {**plain, "conv.weight": columns.redistribute(placements=[Replicate()])},
+    }
+    wanted = {"rows": 1, "whole": 2, "columns": 3, "replicated": 3}
+    for kind, values in kinds.items():
+        model.load_state_dict(values)
+        loaded = model.get_parameter("conv.weight")
+        assert type(loaded) is ShardedParameter
+        assert torch.equal(loaded.full_tensor(), plain["conv.weight"] + wanted[kind]), kind
+    # What was handed out is nobody else's memory, and did not follow.
+    assert torch.equal(state["conv.weight"].full_tensor(), plain["conv.weight"])
+
+
+def _shard(model, group, door, where=None, **options):
+    if door == "function":
+        return ours.fully_shard(model, mesh=group if where is None else where, **options)
+    if where is None:
+        return ours.FullyShardedDataParallel(model, group, **options)
+    return ours.FullyShardedDataParallel(model, device_mesh=where, **options)
+
+
+# ---- ours and theirs ----------------------------------------------------------------------------
+
+
+def _gpt():
+    torch.manual_seed(1)
+    return GPT(
+        tied=False
+    ).double()  # a key's bias has no gradient but rounding, which Adam blows up
+
+
+def train_ours(group, door):
+    model = _gpt()
+    if door == "function":
+        for block in model.blocks:
+            ours.fully_shard(block, mesh=group)
+        return _trained(group, ours.fully_shard(model, mesh=group))
+    policy = ModuleWrapPolicy({type(model.blocks[0])})
+    return _trained(group, ours.FullyShardedDataParallel(model, group, auto_wrap_policy=policy))
+
+
+def train_theirs(group, door):
+    model = _gpt()
+    if door == "function":
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for block in model.blocks:
+            theirs.fully_shard(block, mesh=mesh)
+        return _trained(group, theirs.fully_shard(model, mesh=mesh))
+    return _trained(
+        group,
+        theirs.FullyShardedDataParallel(
+            model,
+            group,
+            auto_wrap_policy=TheirPolicy({type(model.blocks[0])}),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        ),
+    )
+
+
+def _trained(group, model):
+    """The model and an optimizer with two groups, after two steps."""
+    heads = [p for n, p in model.named_parameters() if "head" in n]
+    others = [p for n, p in model.named_parameters() if "head" not in n]
+    groups = [{"params": others}, {"params": heads, "lr": 3e-3, "betas": (0.8, 0.9)}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    for number in range(2):
+        step(group, model, optimizer, number)
+    return model, optimizer
+
+
+def step(group, model, optimizer, number):
+    """Of the rank's own batch; returns the loss."""
+    torch.manual_seed(100 * number + group.rank())
+    tokens = torch.randint(17, (3, 6))
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def _whole(values):
+    """Any state dict with plain tensors in place of DTensors. Collective."""
+    if isinstance(values, dict):
+        return {key: _whole(value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [_whole(value) for value in values]
+    if isinstance(values, ShardedParameter):
+        raise AssertionError("a sharded value leaked out")
+    return values.full_tensor() if isinstance(values, DTensor) else values
+
+
+def _compare(mine, other, at=""):
+    assert type(mine) is type(other), at
+    if isinstance(mine, dict):
+        assert set(mine) == set(other), (at, set(mine) ^ set(other))
+        for key in mine:
+            _compare(mine[key], other[key], f"{at}.{key}")
+    elif isinstance(mine, list):
+        assert len(mine) == len(other), at
+        for number, pair in enumerate(zip(mine, other, strict=True)):
+            _compare(*pair, f"{at}.{number}")
+    elif isinstance(mine, torch.Tensor):
+        torch.testing.assert_close(mine, other, atol=1e-9, rtol=1e-9, msg=lambda text: at + text)
+    else:
+        assert mine == other, at
+
+
+OPTIONS = {
+    "sharded": {},
+    "on the host": {"cpu_offload": True},
+    "whole": {"full_state_dict": True},
+    "whole on the host": {"full_state_dict": True, "cpu_offload": True},
+    "from the first rank": {"full_state_dict": True, "broadcast_from_rank0": True},
+    "flat": {"flatten_optimizer_state_dict": True},
+    "whole and flat": {"flatten_optimizer_state_dict": True, "full_state_dict": True},
+}
+
+
+def both_ways(group, door, their_door, name):
+    """With these options ours and theirs are the same, and each goes on from the other's."""
+    options = StateDictOptions(**OPTIONS[name])
+    pairs = {"ours": train_ours(group, door), "theirs": train_theirs(group, their_door)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 warns of its own use of ShardedTensor and of DCP
+        states = {who: get_state_dict(*pair, options=options) for who, pair in pairs.items()}
+        # FSDP1 would give ShardedTensors in the sharded form: compared whole then.
+        if their_door == "function" or options.full_state_dict:
+            _compare(_whole(states["ours"]), _whole(states["theirs"]))
+        if options.full_state_dict and options.cpu_offload:
+            assert bool(states["ours"][0]) == (dist.get_rank() == 0)
+            return
+        if options.full_state_dict and options.flatten_optimizer_state_dict:
+            return  # PyTorch gives that, but cannot load it: KeyError in its own unflattening
+        exchangeable = their_door == "function" or options.full_state_dict
+        source = {"ours": "theirs", "theirs": "ours"} if exchangeable else {"ours": "ours"}
+        for who, other in source.items():
+            model_state, optimizer_state = copy.deepcopy(states[other])
+            model, optimizer = pairs[who]
+            step(group, model, optimizer, 7)  # something to be undone
+            if options.broadcast_from_rank0 and dist.get_rank() > 0:
+                model_state, optimizer_state = {}, {}
+            set_model_state_dict(model, model_state, options=options)
+            set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+    if exchangeable:
+        losses = [step(group, *pair, 8) for pair in pairs.values()]
+        assert abs(losses[0] - losses[1]) < 1e-5
+        again = [step(group, *pair, 9) for pair in pairs.values()]
+        assert abs(again[0] - again[1]) < 1e-5
+
+
+def other_options(group, door):
+    """What is left out and how submodules are named, as with PyTorch's."""
+    found = []
+    for train, which in ((train_ours, door), (train_theirs, "function")):
+        model, _ = train(group, which)
+        model.get_parameter("head.weight").requires_grad_(False)
+        part = {model.blocks[0]}
+        chosen = (
+            {"options": StateDictOptions(ignore_frozen_params=True)},
+            {"submodules": part},
+            {"submodules": part, "options": StateDictOptions(keep_submodule_prefixes=False)},
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # submodules is deprecated
+            found.append([sorted(get_model_state_dict(model, **each)) for each in chosen])
+            if door == "wrapper":  # submodules are found by their path, which has one level more
+                found[-1] = found[-1][:1]
+        partial = {"norm.weight": torch.full((12,), 5.0).double()}
+        loose = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(model, partial, options=loose)
+        weights = _whole(get_model_state_dict(model))
+        assert weights["norm.weight"].unique().tolist() == [5.0]
+    assert found[0] == found[1]
+
+
+# ---- FSDP1's own functions ----------------------------------------------------------------------
+
+
+def by_name(group):
+    """FSDP1's state dicts of optimizers: ours, theirs, each loaded by the other."""
+    found = {}
+    for who, package, train in (("ours", ours, train_ours), ("theirs", theirs, train_theirs)):
+        api = package.FullyShardedDataParallel
+        model, optimizer = train(group, "wrapper")
+        # With offload_to_cpu PyTorch's gives, on a CPU, the second moment in place of the first.
+        kind = package.StateDictType.FULL_STATE_DICT
+        config = package.FullOptimStateDictConfig(offload_to_cpu=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with api.state_dict_type(model, kind, None, config):
+                found[who] = model, optimizer, api.optim_state_dict(model, optimizer, group=group)
+    model, optimizer, mine = found["ours"]
+    other = found["theirs"][2]
+    for each in (mine, other):
+        each["param_groups"] = [{**g, "params": sorted(g["params"])} for g in each["param_groups"]]
+    _compare(mine["state"], other["state"])
+    api = ours.FullyShardedDataParallel
+    ways = {
+        "shard": lambda: api.shard_full_optim_state_dict(other, model, optim=optimizer),
+        "scatter": lambda: api.scatter_full_optim_state_dict(
+            other if group.rank() == 0 else None, model, optim=optimizer
+        ),
+        "to load": lambda: api.optim_state_dict_to_load(model, optimizer, other),
+        "flatten": lambda: api.flatten_sharded_optim_state_dict(
+            api.sharded_optim_state_dict(model, optimizer), model, optimizer
+        ),
+    }
+    for name, way in ways.items():
+        for state in optimizer.state.values():
+            state["exp_avg"].fill_(float("nan")) if name != "flatten" else None
+        optimizer.load_state_dict(way())
+        again = api.full_optim_state_dict(model, optimizer, rank0_only=False)
+        _compare(again["state"], mine["state"], name)
+        assert again["param_groups"][1]["betas"] == (0.8, 0.9), name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        their_model, their_optimizer, _ = found["theirs"]
+        back = theirs.FullyShardedDataParallel.shard_full_optim_state_dict(
+            api.full_optim_state_dict(model, optimizer, rank0_only=False),
+            their_model,
+            optim=their_optimizer,
+        )
+    their_optimizer.load_state_dict(back)
+    losses = [step(group, found[who][0], found[who][1], 8) for who in found]
+    assert abs(losses[0] - losses[1]) < 1e-5
+    return mine
+
+
+def chosen_forms(group):
+    """`optim_state_dict` and `state_dict` in each form that can be chosen, saved and loaded."""
+    api = ours.FullyShardedDataParallel
+    model, optimizer = train_ours(group, "wrapper")
+    expected = _whole(api.full_optim_state_dict(model, optimizer, rank0_only=False))
+    weights = {name: param.full_tensor() for name, param in model.named_parameters()}
+    counts = {}
+    for kind, config, optimizer_config in (
+        ("FULL", None, None),
+        (
+            "FULL",
+            ours.FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
+            ours.FullOptimStateDictConfig(rank0_only=True),
+        ),
+        ("SHARDED", None, None),
+        ("SHARDED", ours.ShardedStateDictConfig(offload_to_cpu=True), None),
+        ("LOCAL", None, None),
+    ):
+        with api.state_dict_type(
+            model, StateDictType[f"{kind}_STATE_DICT"], config, optimizer_config
+        ):
+            state, named = model.state_dict(), api.optim_state_dict(model, optimizer)
+            counts[kind, config is None] = len(state), len(named)
+            if kind != "LOCAL" and state:
+                _compare(_whole(named)["state"], expected["state"], kind)
+            for param in model.parameters():
+                param.data.fill_(float("nan"))
+            for each in optimizer.state.values():
+                each["exp_avg_sq"].fill_(float("nan"))
+            if not state:
+                state = weights  # as a script would send it from the first rank
+            model.load_state_dict(state)
+            everywhere = [named]
+            loaded = api.optim_state_dict_to_load(model, optimizer, *everywhere, group=group)
+            optimizer.load_state_dict(loaded)
+        again = _whole(api.full_optim_state_dict(model, optimizer, rank0_only=False))
+        _compare(again["state"], expected["state"], kind)
+        for name, param in model.named_parameters():
+            assert torch.equal(param.full_tensor(), weights[name]), (kind, name)
+    return counts
+
+
+def to_and_from_plain(group):
+    """The state of an ordinary optimizer of the plain model, by number, both ways."""
+    api, key = ours.FullyShardedDataParallel, ours.OptimStateKeyType
+    model, optimizer = train_ours(group, "wrapper")
+    whole = api.full_optim_state_dict(model, optimizer, rank0_only=False)
+    plain = _gpt()
+    plain.load_state_dict({n: p.full_tensor() for n, p in model.named_parameters()})
+    heads = [p for n, p in plain.named_parameters() if "head" in n]
+    others = [p for n, p in plain.named_parameters() if "head" not in n]
+    alone = torch.optim.AdamW([{"params": others}, {"params": heads}], lr=1e-2)
+    by_number = api.rekey_optim_state_dict(whole, key.PARAM_ID, plain, optim=alone)
+    alone.load_state_dict(copy.deepcopy(by_number))
+    named = api.rekey_optim_state_dict(alone.state_dict(), key.PARAM_NAME, plain, optim=alone)
+    _compare(named["state"], whole["state"])
+    assert alone.param_groups[1]["lr"] == 3e-3
+    # An ordinary state dict, loaded before the first step: cut when that is taken.
+    fresh_model, _ = train_ours(group, "wrapper")
+    heads = [p for n, p in fresh_model.named_parameters() if "head" in n]
+    others = [p for n, p in fresh_model.named_parameters() if "head" not in n]
+    fresh = torch.optim.AdamW([{"params": others}, {"params": heads}], lr=1e-2)
+    fresh.load_state_dict(copy.deepcopy(alone.state_dict()))
+    losses = [
+        [step(group, model, optimizer, n), step(group, fresh_model, fresh, n)] for n in (8, 9)
+    ]
+    assert all(abs(a - b) < 1e-6 for a, b in losses), losses
+    state = next(iter(fresh.state.values()))
+    assert type(state["exp_avg"]) is ShardedParameter
+
+
+# ---- meshes, files ------------------------------------------------------------------------------
+
+
+def placements(_group, door):
+    """Where entries lie for hybrid sharding, and that they are what they should be."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = {"sharding_strategy": ours.ShardingStrategy.HYBRID_SHARD}
+    plain = Odd().state_dict()
+    model = _shard(Odd(), None, door, mesh, **(hybrid if door == "wrapper" else {}))
+    state = get_model_state_dict(model)
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            assert torch.equal(value.full_tensor(), plain[name])
+    model.load_state_dict({name: value + 1 for name, value in state.items()})
+    weight = model.get_parameter("conv.weight").full_tensor()
+    assert torch.equal(weight, plain["conv.weight"] + 1)
+    return state["conv.weight"].placements
+
+
+def on_the_meta_device(group):
+    with torch.device("meta"):
+        model = _shard(Odd(), group, "function")
+    state = model.state_dict()
+    assert all(value.is_meta for value in state.values())
+    assert type(state["conv.weight"]) is DTensor
+    mesh = state["conv.weight"].device_mesh
+    plain = Odd().state_dict()
+    values = {
+        name: distribute_tensor(plain[name], mesh, value.placements)
+        if isinstance(value, DTensor)
+        else plain[name]
+        for name, value in state.items()
+    }
+    model.load_state_dict(values, assign=True)
+    for name, param in model.named_parameters():
+        assert type(param) is ShardedParameter
+        assert torch.equal(param.full_tensor(), plain[name])
+
+
+def save_files(group, folder):
+    """To `torch.distributed.checkpoint`'s files; the losses of the next steps."""
+    model, optimizer = train_ours(group, "function")
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=folder, process_group=group)
+    return _whole(weights), _whole(state)
+
+
+def load_files(group, folder, door):
+    model, optimizer = train_ours(group, door)
+    step(group, model, optimizer, 5)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optim": state}, checkpoint_id=folder, process_group=group)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    return tuple(_whole(each) for each in get_state_dict(model, optimizer))

@@ -74,6 +74,10 @@ def test_entries_are_dtensors(gloo_world, size, door):
     gloo_world.run(size, workers.odd_entries, door)
 
 
+def test_a_wrapper_inside_a_plain_module(gloo_world):
+    gloo_world.run(2, workers.inside_a_plain_module)
+
+
 @pytest.mark.parametrize("door", DOORS)
 def test_hybrid_sharding(gloo_world, door):
     found = gloo_world.run(4, workers.placements, door)

@@ -12,6 +12,7 @@ from support.tensor_parallel_workers import (
     batches,
     loss_of,
     refusals,
+    state_dicts,
     thawed,
     train,
     values,
@@ -117,3 +118,11 @@ def test_frozen_and_thawed(gloo_world):
     for params in gloo_world.run(4, thawed):
         for name, param in model.named_parameters():
             torch.testing.assert_close(params[name], param.detach(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("door", ["function", "wrapper"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_state_dicts_are_placed_on_both_axes(gloo_world, plan, door):
+    found = gloo_world.run(4, state_dicts, plan, door)
+    assert all(each == found[0] for each in found)
+    assert any("_StridedShard" in each for each in found[0].values())

@@ -80,6 +80,18 @@ def odd_entries(group, door):
     assert torch.equal(state["conv.weight"].full_tensor(), plain["conv.weight"])
 
 
+def inside_a_plain_module(group):
+    """Whole for a script, DTensors for PyTorch's functions, also through a module around it."""
+    plain = Odd().state_dict()
+    outer = nn.Sequential(_shard(Odd(), group, "wrapper"))
+    assert torch.equal(outer.state_dict()["0.conv.weight"], plain["conv.weight"])
+    state = get_model_state_dict(outer)
+    assert list(state) == [f"0.{name}" for name in plain]
+    assert type(state["0.conv.weight"]) is DTensor
+    set_model_state_dict(outer, {name: value + 1 for name, value in state.items()})
+    assert torch.equal(outer.state_dict()["0.conv.weight"], plain["conv.weight"] + 1)
+
+
 def _shard(model, group, door, where=None, **options):
     if door == "function":
         return ours.fully_shard(model, mesh=group if where is None else where, **options)

@@ -4,6 +4,7 @@
 import torch
 from support.models import seeded
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -219,3 +220,16 @@ def thawed(_group):
         optimizer.step()
         optimizer.zero_grad()
     return {name: param.full_tensor() for name, param in model.named_parameters()}
+
+
+def state_dicts(_group, plan, door):
+    """The placements of DTensors over both axes, and if they are and load what they should."""
+    model, _ = build(plan, door)
+    plain = whole().state_dict()
+    state = get_model_state_dict(model)
+    for name, value in state.items():
+        assert torch.equal(unsharded(value), plain[name]), name
+    model.load_state_dict({name: value + 1 for name, value in state.items()})
+    again = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert all(torch.equal(again[name], plain[name] + 1) for name in plain)
+    return {name: str(getattr(value, "placements", None)) for name, value in state.items()}

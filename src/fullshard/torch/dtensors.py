@@ -8,6 +8,7 @@ whole rows. Between the two ranks exchange what lies on another one; it is at mo
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -124,12 +125,20 @@ def _placed(ownership: Ownership) -> tuple[DeviceMesh, tuple[Placement, ...]]:
 
 
 def _joined(data: DeviceMesh, tensor: DeviceMesh, ownership: Ownership) -> DeviceMesh:
-    names = (*(data.mesh_dim_names or ()), *(tensor.mesh_dim_names or ()))
+    """One mesh with the dims of both; ``data`` may have been named by its group alone."""
     try:
+        root = tensor._get_root_mesh()
+        if data._get_root_mesh() != root:
+            ranks = dist.get_process_group_ranks(data.get_group())
+            data = next(
+                root[name]
+                for name in root.mesh_dim_names or ()
+                if dist.get_process_group_ranks(root.get_group(name)) == ranks
+            )
         joined: DeviceMesh = DeviceMesh._concatenate([data, tensor])
-    except (AttributeError, RuntimeError) as error:
+    except (AttributeError, RuntimeError, StopIteration) as error:
         raise NotSupportedError(
-            f"{ownership.name!r} is cut along a tensor axis of another mesh than the one it is "
-            f"sharded over (dims {names}); make both dims of one mesh, or take a full state dict"
+            f"{ownership.name!r} is cut along a tensor axis, {tensor}, and sharded over ranks that "
+            "are no dim of the same mesh; make both dims of one, or take a full state dict"
         ) from error
     return joined

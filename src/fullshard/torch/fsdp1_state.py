@@ -4,6 +4,7 @@
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 from torch import nn
@@ -137,4 +138,15 @@ def _form(settings: StateDictSettings, wrapper: nn.Module) -> Form:
 
 def _asked_by_dcp() -> bool:
     frame = sys._getframe(2)
-    return str(frame.f_globals.get("__name__", "")).startswith("torch.distributed.checkpoint.")
+    while frame.f_back is not None and _passes_on(_module_of(frame)):
+        frame = frame.f_back
+    return _module_of(frame).startswith("torch.distributed.checkpoint.")
+
+
+def _passes_on(module: str) -> bool:
+    """True for code by which modules ask those inside them."""
+    return module.startswith(("torch.nn.", "fullshard.torch."))
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report for people, with rich where it is installed, and for machines."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fullshard.doctor.findings import Finding, is_severe
+from fullshard.doctor.links import Links, bus_bytes_per_s
+
+try:
+    from rich.console import Console
+    from rich.table import Table
+except ModuleNotFoundError:
+    RICH = False
+else:
+    RICH = True
+
+__all__ = ["RICH", "Report", "print_report", "to_json"]
+
+_ORDER = ("severe", "warning", "note")
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that one run of the doctor has to say. ``facts`` are by host."""
+
+    facts: dict[str, dict[str, str]]
+    findings: list[Finding]
+    links: Links | None = None
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether anything severe was found."""
+        return any(is_severe(finding) for finding in self.findings)
+
+
+def to_json(report: Report) -> str:
+    """One object: ``facts``, ``findings``, ``links`` (with ``bus_bytes_per_s``), ``severe``."""
+    links = None
+    if report.links is not None:
+        links = dataclasses.asdict(report.links)
+        for each in links["times"]:
+            for what in ("gather", "reduce"):
+                time_s = each[f"{what}_s"]
+                rate = bus_bytes_per_s(each["full_bytes"], time_s, report.links.ranks)
+                each[f"{what}_bus_bytes_per_s"] = rate
+    findings = [dataclasses.asdict(finding) for finding in report.findings]
+    whole = {"severe": report.is_bad, "facts": report.facts, "findings": findings, "links": links}
+    return json.dumps(whole, indent=1)
+
+
+def print_report(report: Report, *, rich: bool = RICH) -> None:
+    """Print to stdout: what is there, how fast the links are, what was found."""
+    for host, known in report.facts.items():
+        print(f"{host}:")
+        width = max(map(len, known))
+        print("".join(f"  {name:<{width}}  {value}\n" for name, value in known.items()))
+    if report.links is not None:
+        links = report.links
+        title = f"links between {links.ranks} ranks over {links.backend}, float32"
+        _print_table(title, _LINK_COLUMNS, list(_link_rows(links)), rich)
+    for severity in _ORDER:
+        for finding in report.findings:
+            if finding.severity == severity:
+                where = f"{finding.where}: " if finding.where else ""
+                print(f"{severity}: {where}{finding.what}")
+                print(f"    {finding.means}\n    -> {finding.mend}\n")
+    counts = [
+        f"{sum(finding.severity == severity for finding in report.findings)} {severity}"
+        for severity in _ORDER
+    ]
+    print(f"found: {', '.join(counts)}")
+
+
+_LINK_COLUMNS = ("full buffer", "all-gather ms", "GB/s a rank", "reduce-scatter ms", "GB/s a rank")
+
+
+def _link_rows(links: Links) -> Iterator[list[str]]:
+    for each in links.times:
+        row = [f"{each.full_bytes / 2**20:.4g} MiB"]
+        for time_s in (each.gather_s, each.reduce_s):
+            rate = bus_bytes_per_s(each.full_bytes, time_s, links.ranks)
+            row += [f"{time_s * 1e3:.2f}", f"{rate / 1e9:.2f}"]
+        yield row
+
+
+def _print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], rich: bool
+) -> None:
+    if rich:
+        table = Table(title=title, title_justify="left")
+        for column in columns:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+    else:
+        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+        print(title)
+        for row in (columns, *rows):
+            print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
+    print()

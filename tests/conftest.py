@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import settings
 from support.gloo_world import GlooWorld
+from support.launched_world import LaunchedWorld
 
 settings.register_profile("fullshard", deadline=None, derandomize=True)
 settings.load_profile("fullshard")
@@ -13,6 +14,13 @@ settings.load_profile("fullshard")
 @pytest.fixture(scope="session")
 def gloo_world():
     world = GlooWorld()
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def launched_world():
+    world = LaunchedWorld()
     yield world
     world.close()
 

@@ -33,7 +33,8 @@ from fullshard.torch.local_world import LocalComm, LocalWorld
 from fullshard.torch.shard_modules import managed_units
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = [*sorted((DOCS / "modes").glob("*.md")), DOCS / "migration.md"]
+MORE_PAGES = [DOCS / f"{name}.md" for name in ("data", "joining", "migration", "monitoring")]
+PAGES = [*sorted((DOCS / "modes").glob("*.md")), *MORE_PAGES]
 ALL_PAGES = [*PAGES, DOCS / "index.md", DOCS / "names.md"]
 
 LAYERS, WIDTH, RANK = 4, 64, 16

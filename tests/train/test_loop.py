@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard.torch.memory_summary import Bytes
 from fullshard.train.config import OptimConfig, resolve
 from fullshard.train.loop import NonFiniteError, agree, evaluate, learning_rate, train_step
-from fullshard.train.metrics import Bytes, Reporter, Speed, new_run_folder
+from fullshard.train.metrics import Reporter, Speed, new_run_folder
 from fullshard.train.setup import Run
 from fullshard.train.world import World
 

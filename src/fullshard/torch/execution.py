@@ -10,7 +10,7 @@ from fullshard.torch.hooks import ManagedUnit
 from fullshard.torch.recorder import TraceRecorder
 from fullshard.torch.unit import Unit
 
-__all__ = ["Execution"]
+__all__ = ["Execution", "unit_policy"]
 
 _ACTIONS: dict[OpKind, Callable[[Unit], None]] = {
     OpKind.GATHER: Unit.gather,
@@ -67,7 +67,10 @@ class Execution:
             if managed.unit.trainable and managed.requires_gradient_sync
         )
         if reduced not in self._by_reduced:
-            policies = {m.number: _policy(m, reduced=m.number in reduced) for m in self.units}
+            policies = {
+                m.number: unit_policy(m, reduced=m.number in reduced, root=m.number == 0)
+                for m in self.units
+            }
             self._by_reduced[reduced] = Scheduler(policies, self.prefetch)
         return self._by_reduced[reduced]
 
@@ -170,11 +173,12 @@ def _gathered(unit: Unit) -> bool:
     return not unit.resident and bool(unit.params)
 
 
-def _policy(managed: ManagedUnit, *, reduced: bool) -> UnitPolicy:
+def unit_policy(managed: ManagedUnit, *, reduced: bool, root: bool) -> UnitPolicy:
+    """How the schedule treats a unit by its settings now; ``root`` is true for the root's."""
     reshard, ranks = managed.reshard_after_forward, managed.unit.ranks
     if reshard is None:
         # The root's parameters are needed again as soon as its forward is over.
-        reshard = managed.number > 0
+        reshard = not root
 
     def numbers(chosen: "list[ManagedUnit] | None") -> tuple[int, ...] | None:
         return None if chosen is None else tuple(other.number for other in chosen)

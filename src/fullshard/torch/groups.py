@@ -89,7 +89,7 @@ def _mesh_of_hosts() -> DeviceMesh:
     """Ranks of one host share slices, ranks with the same number on their hosts are replicas."""
     _init_default_group()
     world = dist.get_world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count()))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())) if world > 1 else 1
     if local < 1 or world % local:
         raise ConfigurationError(
             f"cannot tell which of the {world} ranks share a host (LOCAL_WORLD_SIZE is {local}); "

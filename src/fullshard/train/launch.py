@@ -3,14 +3,12 @@
 
 import logging
 import os
-import re
 import signal
 import sys
 import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,14 +18,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fullshard.core.errors import ConfigurationError, FullshardError
+from fullshard.launchers import launcher_environment
 from fullshard.train.config import Config, check_world
 from fullshard.train.data import load
 from fullshard.train.loop import train
 from fullshard.train.world import joined
 
-__all__ = ["default_nproc", "launch", "launcher_environment", "threads_per_rank"]
-
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+__all__ = ["default_nproc", "launch", "threads_per_rank"]
 
 
 def launch(config: Config, nproc: int | None = None) -> int:
@@ -61,48 +58,6 @@ def default_nproc() -> int:
 def threads_per_rank(nproc: int, cores: int) -> int:
     """Threads for each of ``nproc`` ranks on one machine: together no more than its cores."""
     return max(1, cores // nproc)
-
-
-def launcher_environment(
-    environ: Mapping[str, str], *, local_only: bool = False
-) -> dict[str, str] | None:
-    """What to add to the environment to join the ranks of torchrun or SLURM; None without either.
-
-    A SLURM task (``srun``) is known by SLURM_PROCID and more than one SLURM_NTASKS. With
-    ``local_only`` (an explicit --nproc) SLURM is passed over, so that ranks can be started inside
-    of an allocation; under torchrun that is a contradiction and raises `ConfigurationError`.
-    """
-    if "RANK" in environ or "WORLD_SIZE" in environ:
-        missing = [name for name in _TORCHRUN if name not in environ]
-        if missing:
-            raise ConfigurationError(
-                f"a launcher set some of {', '.join(_TORCHRUN)}, but not {', '.join(missing)}: "
-                "start with torchrun, or unset them to let fullshard start the ranks"
-            )
-        if local_only:
-            raise ConfigurationError(
-                "--nproc starts local ranks, but a launcher has started this one already "
-                f"(RANK={environ['RANK']}, WORLD_SIZE={environ['WORLD_SIZE']}): leave --nproc out"
-            )
-        return {}
-    if local_only or "SLURM_PROCID" not in environ or int(environ.get("SLURM_NTASKS", "1")) < 2:
-        return None
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-    return {
-        "RANK": environ["SLURM_PROCID"],
-        "WORLD_SIZE": environ.get("SLURM_STEP_NUM_TASKS", environ["SLURM_NTASKS"]),
-        "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or _first_host(nodes),
-        # Any port that all tasks work out alike and that two jobs on one node do not share.
-        "MASTER_PORT": environ.get("MASTER_PORT")
-        or str(20_000 + int(environ.get("SLURM_JOB_ID", "0")) % 20_000),
-    }
-
-
-def _first_host(nodes: str) -> str:
-    """The first host of SLURM's short form: ``gpu[03-05,09],cpu1`` gives ``gpu03``."""
-    match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\])?", nodes)
-    return match[1] + (match[2] or "") if match else "localhost"
 
 
 def _start_local(config: Config, nproc: int) -> int:

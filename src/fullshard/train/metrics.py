@@ -2,9 +2,6 @@
 """What a run tells: progress bar, lines, metrics.jsonl, and the table of bytes at the end."""
 
 import json
-import os
-import resource
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +14,11 @@ from rich.table import Table
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import device_named
+from fullshard.torch.memory import memory_of_rank
+from fullshard.torch.memory_summary import Bytes
 from fullshard.train.world import World
 
-__all__ = ["Bytes", "Reporter", "Speed", "bytes_table", "memory_used", "new_run_folder"]
+__all__ = ["Reporter", "Speed", "bytes_table", "memory_used", "new_run_folder"]
 
 _GIB = 2**30
 
@@ -46,14 +45,11 @@ def new_run_folder(folder: str, name: str) -> Path:
 
 def memory_used(device: torch.device) -> dict[str, int]:
     """The most bytes used so far and how many there are: of the GPU, or of the process's host."""
-    if device.type == "cuda":
-        used = torch.cuda.max_memory_allocated(device)
-        total = torch.cuda.get_device_properties(device).total_memory
+    memory = memory_of_rank(device)
+    if memory.device_peak_allocated_bytes is None or memory.device_total_bytes is None:
+        used, total = memory.host_peak_rss_bytes, memory.host_total_bytes
     else:
-        # ru_maxrss counts KiB, but bytes on macOS.
-        unit = 1 if sys.platform == "darwin" else 1024
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        used, total = memory.device_peak_allocated_bytes, memory.device_total_bytes
     return {"memory_bytes": used, "memory_total_bytes": total}
 
 
@@ -162,31 +158,6 @@ class Reporter:
         """Show and record one validation."""
         self.say(f"step {step}  validation loss {loss:.4f}  accuracy {accuracy:.1%}")
         self.record("validation", step, {"loss": loss, "accuracy": accuracy})
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """What one rank holds for the model: at rest, and at most beyond that within a step."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    transient: int
-
-    @classmethod
-    def unsharded(cls, model: torch.nn.Module) -> "Bytes":
-        """What one process needs for a plain ``model`` with AdamW, computed from its shapes.
-
-        AdamW keeps two moments like the parameter and a float32 step count for each.
-        """
-        params = list(model.parameters())
-        size = sum(param.numel() * param.element_size() for param in params)
-        return cls(size, size, 2 * size + 4 * len(params), 0)
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.parameters + self.gradients + self.optimizer + self.transient
 
 
 def bytes_table(rank: Bytes, unsharded: Bytes, ranks: int, strategy: str) -> Table:

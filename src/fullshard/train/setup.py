@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.core.presets import training_flops_per_token, transformer
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy
+from fullshard.torch.memory_summary import Bytes
 from fullshard.train.config import Config, OptimConfig
 from fullshard.train.data import Dataset, load
-from fullshard.train.metrics import Bytes
 from fullshard.train.models import GPT, Block, DigitNet
 from fullshard.train.world import World
 from fullshard.wrap import ModuleWrapPolicy

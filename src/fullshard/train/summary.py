@@ -7,8 +7,9 @@ import torch
 
 from fullshard.core.trace import Trace
 from fullshard.torch import resting_bytes, save_full_weights
+from fullshard.torch.memory_summary import Bytes
 from fullshard.train.config import to_toml
-from fullshard.train.metrics import Bytes, Reporter, bytes_table, new_run_folder
+from fullshard.train.metrics import Reporter, bytes_table, new_run_folder
 from fullshard.train.setup import Run
 
 __all__ = ["conclude", "introduce", "open_folder", "write_text"]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's view of all ranks: who it is, where it computes, and the few numbers they agree on."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fullshard.distributed import cleanup, get_device, join
 
 __all__ = ["World", "joined"]
 
@@ -39,14 +40,8 @@ def joined() -> Iterator[World]:
 
     Collective. With GPUs each local rank takes one and NCCL carries the collectives, else Gloo.
     """
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        # A launcher may show each process one GPU only.
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    on_gpu = device.type == "cuda"
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    device = get_device()
+    join("nccl" if device.type == "cuda" else "gloo")
     yield World(dist.get_rank(), dist.get_world_size(), device)
     # Not after an error: leaving would fail the other ranks before this one has said why.
-    dist.destroy_process_group()
+    cleanup()

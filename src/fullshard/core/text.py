@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures for people: bytes in words, rows in columns."""
+
+from collections.abc import Sequence
+
+__all__ = ["bytes_text", "in_columns"]
+
+
+def bytes_text(count: int) -> str:
+    """``count`` bytes in the largest unit of which there is one: 1536 is "1.50 KiB"."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def in_columns(rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> str:
+    """Rows of cells as lines of equal columns; those numbered in ``right`` end together.
+
+    The first row is the head: a line is drawn below it. Numbers get thousands separators.
+    """
+    texts = [[f"{cell:,}" if type(cell) is int else str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    texts.insert(1, ["-" * width for width in widths])
+    lines = []
+    for row in texts:
+        cells = [
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model is said to hold and send is what it holds and sends."""
+
+import math
+import threading
+
+import pytest
+import torch
+from support.stack import WIDTH, Stack, shard_stack, step
+from torch import nn
+
+import fullshard
+from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.core.trace import Trace, TraceRecord
+from fullshard.torch import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    resting_bytes,
+    set_prefetch,
+    summon_full_params,
+    tracing,
+)
+from fullshard.torch.inspection import communication, describe, memory_summary
+from fullshard.torch.local_world import LocalComm, LocalWorld
+from fullshard.torch.memory import memory_of_ranks
+from fullshard.torch.shard_modules import managed_units
+from fullshard.wrap import ModuleWrapPolicy
+
+BF16, FP32 = torch.bfloat16, torch.float32
+WORLD = 4
+
+
+class Model(nn.Module):
+    """An embedding and a tied head in the root's unit, two blocks, a frozen weight, a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, WIDTH)
+        self.blocks = Stack(2).blocks
+        self.blocks[1][0].weight.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(WIDTH, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        x = self.embed(x) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train(model, optimizer=None):
+    model(torch.arange(6).view(2, 3)).float().square().mean().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_wrapper(comm, **options):
+    policy = ModuleWrapPolicy({nn.Sequential})
+    return FullyShardedDataParallel(Model(), comm, auto_wrap_policy=policy, **options)
+
+
+def by_function(comm, **options):
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block, mesh=comm, **options)
+    return fully_shard(model, mesh=comm, **options)
+
+
+def in_pairs(comm):
+    """(ranks that share slices, ranks with equal slices), two by two."""
+    first = comm.rank // 2 * 2
+    within = comm.subgroup(range(first, first + 2))
+    return within, comm.subgroup(range(comm.rank % 2, comm.size, 2))
+
+
+def strategy(name, **options):
+    chosen = ShardingStrategy[name]
+    hybrid = chosen.sharding.sharded and chosen.sharding.replicated
+    return lambda comm: by_wrapper(
+        in_pairs(comm) if hybrid else comm, sharding_strategy=chosen, **options
+    )
+
+
+# ---- communication ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sent_by(monkeypatch):
+    """What each rank (a thread) has sent, by collective, as its communicators carried it out."""
+    sent = {}
+    issue = LocalComm._issue
+
+    def counting(self, name, label, inputs, outputs, combine):
+        given = sum(tensor.nbytes for tensor in inputs)
+        kind, others = name.split()[0], self.size - 1
+        size = {
+            "all_gather": given * others,
+            "reduce_scatter": given * others // self.size,
+            "all_reduce": 2 * given * others // self.size,
+        }[kind]
+        mine = sent.setdefault(threading.current_thread().name, {})
+        mine[kind] = mine.get(kind, 0) + size
+        return issue(self, name, label, inputs, outputs, combine)
+
+    monkeypatch.setattr(LocalComm, "_issue", counting)
+
+    def take():
+        mine = sent.pop(threading.current_thread().name, {})
+        return [mine.get(kind, 0) for kind in ("all_gather", "reduce_scatter", "all_reduce")]
+
+    return take
+
+
+def as_list(foreseen):
+    total = foreseen.total
+    gathers = total.gather_forward_bytes + total.gather_backward_bytes
+    return [gathers, total.reduce_bytes, total.all_reduce_bytes]
+
+
+SHARDED = {
+    "FULL_SHARD": strategy("FULL_SHARD"),
+    "SHARD_GRAD_OP": strategy("SHARD_GRAD_OP"),
+    "NO_SHARD": strategy("NO_SHARD"),
+    "HYBRID_SHARD": strategy("HYBRID_SHARD"),
+    "_HYBRID_SHARD_ZERO2": strategy("_HYBRID_SHARD_ZERO2"),
+    "bf16, reduced in fp32": strategy("FULL_SHARD", mixed_precision=MixedPrecision(BF16, FP32)),
+    "bf16, hybrid": strategy("HYBRID_SHARD", mixed_precision=MixedPrecision(BF16)),
+    "bf16, NO_SHARD": strategy("NO_SHARD", mixed_precision=MixedPrecision(BF16)),
+    "offloaded": strategy("FULL_SHARD", cpu_offload=CPUOffload(offload_params=True)),
+    "bf16 gradients kept": strategy(
+        "FULL_SHARD", mixed_precision=MixedPrecision(BF16, keep_low_precision_grads=True)
+    ),
+    "by function": by_function,
+    "root not kept": lambda comm: by_function(comm, reshard_after_forward=True),
+    "from two neighbours in backward": lambda comm: by_function(comm, reshard_after_forward=2),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_what_is_foreseen_is_sent(name, sent_by):
+    def body(comm):
+        model = SHARDED[name](comm)
+        unseen = communication(model)  # before the first forward has told who is the root
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer)
+        foreseen = communication(model)
+        sent_by()
+        with tracing(model) as trace:
+            train(model)
+        measured = sent_by()
+        optimizer.step()
+        counted = communication(model, trace).counted
+        traced = [counted.gather_bytes, counted.reduce_bytes, counted.all_reduce_bytes]
+        peak = memory_summary(model).rank.transient
+        return as_list(unseen), as_list(foreseen), measured, traced, peak, trace.peak_bytes
+
+    for unseen, foreseen, measured, traced, peak, traced_peak in LocalWorld(WORLD).run(body):
+        assert foreseen == measured == unseen
+        assert traced == measured
+        assert sum(measured) > 0
+        # The embedding's gradient, of the unit around all, comes last but is counted first.
+        assert peak >= traced_peak > 0
+
+
+@pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+def test_accumulation_without_sync_gathers_only(name, sent_by):
+    def body(comm):
+        model = SHARDED[name](comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, optimizer)
+        found = []
+        with model.no_sync():
+            for _ in range(2):
+                foreseen = as_list(communication(model))
+                sent_by()
+                train(model)
+                found.append((foreseen, sent_by()))
+        foreseen = as_list(communication(model))
+        train(model)
+        found.append((foreseen, sent_by()))
+        return found
+
+    for within, again, last in LocalWorld(WORLD).run(body):
+        assert within[0] == within[1] == again[1]
+        assert again[0] == again[1]
+        assert within[1][1:] == [0, 0]
+        assert last[0] == last[1]
+        assert sum(last[1][1:]) > 0
+
+
+def test_traffic_by_unit_and_phase_by_hand():
+    model = LocalWorld(2).run(lambda comm: communication(shard_stack(comm)))[0]
+    slice_bytes = 4 * math.ceil((2 * 1376 + 2 * 64) / 64) * 32  # slots begin on 32 elements
+    assert list(model.units) == ["(root)", *(f"blocks.{number}" for number in range(4))]
+    for name, sent in model.units.items():
+        expected = 0 if name == "(root)" else slice_bytes
+        phases = (sent.gather_forward_bytes, sent.gather_backward_bytes, sent.reduce_bytes)
+        assert phases == (expected, expected, expected)
+        assert sent.all_reduce_bytes == 0
+    assert model.total_bytes == 12 * slice_bytes
+    text = str(model)
+    assert f"{12 * slice_bytes:,}" in text
+    assert "blocks.3" in text
+
+
+def test_frozen_units_in_front_have_no_backward(sent_by):
+    def body(comm):
+        model = Stack(4)
+        for block in model.blocks[:2]:
+            block.requires_grad_(False)
+        for block in model.blocks:
+            fully_shard(block, mesh=comm)
+        fully_shard(model, mesh=comm)
+        step(model)
+        foreseen = communication(model)
+        sent_by()
+        step(model)
+        return foreseen, sent_by()
+
+    for foreseen, measured in LocalWorld(2).run(body):
+        assert as_list(foreseen) == measured
+        assert foreseen.units["blocks.1"].gather_backward_bytes == 0
+
+
+def test_who_communicates_by_hand_is_named():
+    def body(comm):
+        model = by_wrapper(comm)
+        model.register_comm_hook(None, lambda state, full, shard: shard.zero_())
+        found = communication(model)
+        return found.not_counted, found.total.reduce_bytes, str(found)
+
+    names, reduce_bytes, text = LocalWorld(2).run(body)[0]
+    assert names == ("(root)", "blocks.0", "blocks.1")
+    assert reduce_bytes == 0
+    assert "not counted, as functions of yours do it: (root), blocks.0" in text
+
+
+def test_a_trace_of_another_model_is_refused():
+    trace = Trace([TraceRecord("gather", "layers.7", 0.0, 4, 4)])
+    with pytest.raises(ConfigurationError, match=r"unit 'layers\.7'.*it is not sharded"):
+        communication(nn.Linear(2, 2), trace)
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+LOW = "bf16 gradients kept"  # torch's AdamW does not take gradients of another dtype
+RESTING = [(name, torch.optim.AdamW) for name in SHARDED if name != LOW]
+RESTING += [(name, torch.optim.SGD) for name in ("FULL_SHARD", LOW)]
+
+
+@pytest.mark.parametrize(("name", "optimizer_class"), RESTING)
+def test_the_summary_is_what_rests(name, optimizer_class):
+    def body(comm):
+        model = SHARDED[name](comm)
+        optimizer = optimizer_class(model.parameters(), lr=0.1)
+        said = memory_summary(model)
+        train(model)
+        optimizer.step()
+        return said, memory_summary(model, optimizer), resting_bytes(model, optimizer)
+
+    for said, summary, rest in LocalWorld(WORLD).run(body):
+        found = summary.rank
+        assert (found.parameters, found.gradients) == (rest.parameters_bytes, rest.gradients_bytes)
+        assert found.optimizer == rest.optimizer_bytes
+        assert summary.measured
+        assert (found.optimizer == said.rank.optimizer) == (optimizer_class is torch.optim.AdamW)
+        assert not said.measured
+        assert found.at_rest == rest.total_bytes
+        assert summary.unsharded == plain_bytes(optimizer_class)
+
+
+def plain_bytes(optimizer_class):
+    model = Model()
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    train(model)
+    optimizer.step()
+    found = memory_summary(model, optimizer)
+    assert found.rank == found.unsharded
+    rest = resting_bytes(model, optimizer)
+    held = (found.rank.parameters, found.rank.gradients, found.rank.optimizer)
+    assert held == (rest.parameters_bytes, rest.gradients_bytes, rest.optimizer_bytes)
+    return found.unsharded
+
+
+def test_a_plain_model_saves_nothing():
+    summary = memory_summary(nn.Linear(3, 3))
+    assert summary.savings == summary.peak_savings == 0
+    assert summary.times_larger == 1
+    assert communication(nn.Linear(3, 3)).total_bytes == 0
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_the_transient_peak_is_the_traces(name, prefetch):
+    def body(comm):
+        model = FullyShardedDataParallel(
+            Stack(),
+            comm,
+            sharding_strategy=ShardingStrategy[name],
+            auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+        )
+        set_prefetch(model, prefetch, prefetch)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            step(model, optimizer)
+            optimizer.zero_grad()
+        with tracing(model) as trace:
+            step(model)
+        return memory_summary(model).rank.transient, trace.peak_bytes
+
+    for foreseen, measured in LocalWorld(2).run(body):
+        assert foreseen == measured
+
+
+def test_savings_by_hand():
+    def body(comm):
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+        for layer in model:
+            fully_shard(layer, mesh=comm)
+        return memory_summary(fully_shard(model, mesh=comm))
+
+    summary = LocalWorld(4).run(body)[0]
+    total, counters = 8 * 64 * 64 * 4, 8 * 4
+    assert summary.unsharded.at_rest == 4 * total + counters
+    assert summary.rank.at_rest == total + counters
+    assert summary.rank.transient == 4 * total // 8
+    assert summary.times_larger == pytest.approx((4 * total + counters) / (total + counters))
+    assert summary.savings == pytest.approx(1 - 1 / summary.times_larger)
+    text = str(summary)
+    assert "Saves 75.0% at rest" in text
+    assert "4.00 times larger" in text
+    assert "optimizer state (AdamW's)" in text
+
+
+def test_the_copy_that_stays_when_optimizer_state_is_away_is_counted():
+    def body(comm):
+        model = strategy(
+            "FULL_SHARD",
+            cpu_offload=CPUOffload(offload_optimizer=True),
+            mixed_precision=MixedPrecision(BF16),
+        )(comm)
+        train(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        copies = sum(m.unit._working.bytes for m in managed_units(model) if m.unit.params)
+        resting = resting_bytes(model, optimizer)
+        return memory_summary(model, optimizer).rank.parameters, resting.parameters_bytes, copies
+
+    for said, resting, copies in LocalWorld(2).run(body):
+        assert said == resting + copies
+        assert 2 * copies == resting
+
+
+def test_models_on_the_meta_device_are_described_too():
+    def body(comm):
+        with torch.device("meta"):
+            model = Stack()
+        for block in model.blocks:
+            fully_shard(block, mesh=comm)
+        model = fully_shard(model, mesh=comm)
+        unreal = describe(model), memory_summary(model), communication(model)
+        return unreal, (memory_summary(shard_stack(comm)), communication(shard_stack(comm)))
+
+    (description, *unreal), real = LocalWorld(2).run(body)[0]
+    assert {unit.rests_on for unit in description.units if unit.shard_bytes} == {"meta"}
+    assert tuple(unreal) == real
+
+
+def test_memory_of_ranks_is_told_to_all():
+    found = LocalWorld(3).run(memory_of_ranks)
+    for each in found:
+        assert [memory.rank for memory in each] == [0, 1, 2]
+        for memory in each:
+            # Ranks are threads of one process: its memory, within what it grows meanwhile.
+            assert 50e6 < memory.host_rss_bytes <= memory.host_peak_rss_bytes
+            assert memory.host_peak_rss_bytes < memory.host_total_bytes
+        lines = str(each).splitlines()
+        assert [line.split()[0] for line in lines[2:]] == ["0", "1", "2", "min", "max", "sum"]
+        assert lines[-1].endswith("-")  # one host has no three times its memory
+    assert found[0] == found[1] == found[2]
+
+
+def test_memory_follows_what_is_allocated():
+    before = fullshard.memory_of_rank()
+    block = torch.ones(64 * 2**20, dtype=torch.uint8)
+    after = fullshard.memory_of_rank()
+    assert after.host_rss_bytes - before.host_rss_bytes == pytest.approx(block.nbytes, rel=0.1)
+    assert after.host_peak_rss_bytes >= after.host_rss_bytes
+    if not torch.cuda.is_available():
+        assert after.device_allocated_bytes is None
+        assert "no GPU" in str(after)
+
+
+# ---- describe -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard", [by_wrapper, by_function])
+def test_describe_lists_everything_once(shard):
+    def body(comm):
+        before = describe(model := shard(comm))
+        train(model)
+        after = describe(model)
+        assert before == after
+        return after, {name: p.local.numel() for name, p in model.named_parameters()}
+
+    plain = dict(Model().named_parameters())
+    found = LocalWorld(3).run(body)
+    for description, held in found:
+        rows = {row.names[0]: row for row in description.parameters}
+        assert list(rows) == list(plain)
+        for name, row in rows.items():
+            assert row.shape == tuple(plain[name].shape)
+            assert row.full_bytes == plain[name].nbytes
+            assert row.span.numel == held[name]
+            assert row.bytes == 4 * held[name]
+            assert row.unit == (name[:8] if name.startswith("blocks") else "(root)")
+            assert row.trainable == plain[name].requires_grad
+        assert rows["embed.weight"].names == ("embed.weight", "head.weight")
+        assert description.numel == sum(param.numel() for param in plain.values())
+        for unit in description.units:
+            rests = sum(row.bytes for row in rows.values() if row.unit == unit.name)
+            assert unit.shard_bytes == rests + unit.padding_bytes
+            assert (unit.slices, unit.replicas) == (3, 1)
+    for name, param in plain.items():
+        spans = [{row.names[0]: row.span for row in d.parameters}[name] for d, _ in found]
+        assert spans[0].start == 0
+        assert spans[-1].stop == param.numel() or spans[-1].numel == 0
+        assert sum(span.numel for span in spans) == param.numel()
+
+
+def test_describe_reads_well():
+    def body(comm):
+        model = by_wrapper(
+            in_pairs(comm),
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            mixed_precision=MixedPrecision(BF16),
+        )
+        return str(describe(model))
+
+    text = LocalWorld(WORLD).run(body)[0]
+    lines = [line.split() for line in text.splitlines()]
+    row = ["(root)", "embed.weight", "=", "head.weight", "10", "x", "37", "float32"]
+    assert [*row, "[0,", "192)", "768"] in lines
+    assert any("float32, frozen" in line for line in text.splitlines())
+    unit = next(line for line in lines if line[:3] == ["blocks.0", "2", "2"])
+    assert unit[-2:] == ["bfloat16", "cpu"]
+    assert text.endswith("of padding.")
+
+
+def test_what_is_not_sharded_is_told_too():
+    def body(comm):
+        model = Model()
+        FullyShardedDataParallel(model.blocks[0], comm)
+        return describe(model), memory_summary(model)
+
+    # The block is sharded in place by the other door; the wrapper is not part of the model here.
+    description, summary = LocalWorld(2).run(body)[0]
+    rows = {row.names[0]: row for row in description.parameters}
+    assert rows["embed.weight"].unit is None
+    assert rows["embed.weight"].bytes == rows["embed.weight"].full_bytes
+    assert "(not sharded)" in str(description)
+    assert 1 < summary.times_larger < 2
+
+    plain = describe(Model())
+    assert plain.units == ()
+    assert plain.bytes == plain.full_bytes
+
+
+def test_ignored_parameters_are_whole():
+    def body(comm):
+        model = Model()
+        wrapped = FullyShardedDataParallel(model, comm, ignored_modules=[model.blocks[0]])
+        return describe(wrapped)
+
+    rows = {row.names[0]: row for row in LocalWorld(2).run(body)[0].parameters}
+    assert rows["blocks.0.0.weight"].unit is None
+    assert rows["blocks.1.0.weight"].unit == "(root)"
+
+
+def test_describe_is_for_between_steps():
+    def body(comm):
+        model = by_wrapper(comm)
+        with summon_full_params(model):
+            describe(model)
+
+    with pytest.raises(UsageError, match="shows its full parameters"):
+        LocalWorld(2).run(body)

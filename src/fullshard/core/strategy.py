@@ -46,26 +46,38 @@ class Sharding:
 
 
 class ShardingStrategy(Enum):
-    """FSDP1's names for the ways to shard; ``.value`` is the `Sharding` each stands for."""
+    """FSDP1's names and numbers for the ways to shard; ``sharding`` is what each stands for.
 
-    FULL_SHARD = Sharding(sharded=True, reshard_after_forward=True, replicated=False)
-    SHARD_GRAD_OP = Sharding(sharded=True, reshard_after_forward=False, replicated=False)
-    NO_SHARD = Sharding(sharded=False, reshard_after_forward=False, replicated=True)
-    HYBRID_SHARD = Sharding(sharded=True, reshard_after_forward=True, replicated=True)
-    _HYBRID_SHARD_ZERO2 = Sharding(sharded=True, reshard_after_forward=False, replicated=True)
+    Scripts and their configuration files have the numbers: ``ShardingStrategy(1)``.
+    """
+
+    FULL_SHARD = 1
+    SHARD_GRAD_OP = 2
+    NO_SHARD = 3
+    HYBRID_SHARD = 4
+    _HYBRID_SHARD_ZERO2 = 5
     FULL_SHARD_DP = HYBRID_SHARD  # a name that is in use, though PyTorch never had it
+
+    @property
+    def sharding(self) -> Sharding:
+        """What is sharded, and for how long."""
+        return Sharding(
+            sharded=self is not ShardingStrategy.NO_SHARD,
+            reshard_after_forward=self.name in ("FULL_SHARD", "HYBRID_SHARD"),
+            replicated=self.name in ("NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"),
+        )
 
 
 class BackwardPrefetch(Enum):
-    """FSDP1's names for when backward gathers the next unit.
+    """FSDP1's names and numbers for when backward gathers the next unit.
 
     BACKWARD_PRE: before the current unit's backward (overlaps with all of it, one unit more in
     memory). BACKWARD_POST: here the same as none, since a unit's parameters are freed only when its
     backward is over and the next one's begins at once.
     """
 
-    BACKWARD_PRE = "before the backward of the current unit"
-    BACKWARD_POST = "after the backward of the current unit"
+    BACKWARD_PRE = 1
+    BACKWARD_POST = 2
 
 
 @dataclass(frozen=True)

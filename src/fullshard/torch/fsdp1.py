@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """FSDP1's door: a module that wraps another one, and the submodules that a policy picks."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
-from fullshard.torch.fsdp1_state import StateDictForms, wrappers_in
+from fullshard.torch.flat_params import CastableFlatParameter, mark_flattened
+from fullshard.torch.fsdp1_state import wrappers_in
 from fullshard.torch.fsdp1_units import (
     check_unit_options,
     in_full_precision,
@@ -30,8 +33,11 @@ from fullshard.torch.modules import (
     move_buffers,
 )
 from fullshard.torch.optim import clip_grad_norm_
+from fullshard.torch.optim_state_dicts import OptimizerStateDicts
 from fullshard.torch.options import CPUOffload, MixedPrecision
+from fullshard.torch.original_params import Successor, switch_optimizers
 from fullshard.torch.plan import Plan
+from fullshard.torch.relayout import LOW_PRECISION
 from fullshard.torch.runtime import runtime_of
 from fullshard.torch.shard_modules import (
     agree,
@@ -58,7 +64,9 @@ class _OptionClasses:
     MixedPrecision = MixedPrecision
 
 
-class FullyShardedDataParallel(StateDictForms, _OptionClasses, nn.Module):
+class FullyShardedDataParallel(
+    OptimizerStateDicts, CastableFlatParameter, _OptionClasses, nn.Module
+):
     """Wraps a module whose parameters are sharded as one unit; FSDP1's signature.
 
     With an ``auto_wrap_policy`` the submodules that it picks are wrapped too, each a unit of its
@@ -87,7 +95,8 @@ class FullyShardedDataParallel(StateDictForms, _OptionClasses, nn.Module):
             ranks may have the module on the meta device.
         forward_prefetch: one unit is always gathered ahead in forward; True gathers two.
         limit_all_gathers: accepted; the schedule always bounds what is gathered ahead.
-        use_orig_params: accepted; original names and shapes are always kept.
+        use_orig_params: let optimizers that were created before go on with the sharded
+            parameters. Original names and shapes are always kept.
         ignored_states: as ``ignored_modules``, but may hold parameters too.
         device_mesh: a 1-D mesh, or (replicate, shard) in 2-D, instead of ``process_group``.
 
@@ -142,20 +151,38 @@ class FullyShardedDataParallel(StateDictForms, _OptionClasses, nn.Module):
         agree(members_by_name(module, members), list(plans.values()))
         found.claim()  # from here on things change
         move_buffers(module, found.device)
-        for each, plan in plans.items():
-            wrapper = self if each is module else FullyShardedDataParallel.__new__(type(self))
-            params = members[each]
-            if plan.ranks.first or not sync_module_states:
-                params = initialise([each], params, plan.device, param_init_fn)
-            wrapper._wrap(each, params, plan)
-            if wrapper is not self:
-                _replace_module(module, each, wrapper)
+        self._wrap_all(module, plans, members, param_init_fn, not sync_module_states)
         if sync_module_states:
             broadcast_buffers([module], plans[module].ranks, found.device)
         if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
             cast_buffers(module, mixed_precision.buffer_dtype)
         backward = int(backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
         set_prefetch(self, 2 if forward_prefetch else 1, backward)
+        if not use_orig_params:
+            mark_flattened(each.shown for each in found.all_of_them)
+        else:
+            successors: list[Successor] = [
+                (ref(each.param), each.shown) for each in found.all_of_them
+            ]
+            del found, members  # whoever holds the originals now is somebody else
+            switch_optimizers(successors)
+
+    def _wrap_all(
+        self,
+        root: nn.Module,
+        plans: Mapping[nn.Module, Plan],
+        members: Mapping[nn.Module, Sequence[ParamSites]],
+        param_init_fn: Callable[[nn.Module], None] | None,
+        each_rank_initialises: bool,
+    ) -> None:
+        for module, plan in plans.items():
+            wrapper = self if module is root else FullyShardedDataParallel.__new__(type(self))
+            params = members[module]
+            if plan.ranks.first or each_rank_initialises:
+                params = initialise([module], params, plan.device, param_init_fn)
+            wrapper._wrap(module, params, plan)
+            if wrapper is not self:
+                _replace_module(root, module, wrapper)
 
     def _wrap(self, module: nn.Module, params: Sequence[ParamSites], plan: Plan) -> None:
         nn.Module.__init__(self)
@@ -200,9 +227,13 @@ class FullyShardedDataParallel(StateDictForms, _OptionClasses, nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``.
 
-        Returns the norm before clipping, the same on every rank. Collective.
+        Returns the norm before clipping, the same on every rank. As FSDP1 does, it is taken in
+        float32 also of gradients of lower precision. Collective.
         """
-        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        grads = [param.grad for param in self.parameters() if param.grad is not None]
+        if all(grad.dtype not in LOW_PRECISION for grad in grads):
+            return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        return _clip_in_float32(grads, max_norm, norm_type)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -273,6 +304,16 @@ def _bound_hook(
             hook(state, full)
 
     return reduce
+
+
+def _clip_in_float32(grads: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    norms = torch._foreach_norm(grads, norm_type, torch.float32)
+    norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(coefficient.to(grad.device, grad.dtype))
+    norm_in_dtype: Tensor = norm.to(reduce(torch.promote_types, [grad.dtype for grad in grads]))
+    return norm_in_dtype
 
 
 def _check_wrappable(module: object) -> None:

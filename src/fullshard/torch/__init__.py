@@ -27,7 +27,7 @@ from fullshard.torch.options import (
 )
 from fullshard.torch.parameter import ShardedParameter
 from fullshard.torch.shard_modules import set_prefetch
-from fullshard.torch.state import RestingBytes, resting_bytes, save_full_weights, tracing
+from fullshard.torch.state import RestingBytes, resting_bytes, tracing
 from fullshard.torch.state_dict_types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -43,6 +43,7 @@ from fullshard.torch.state_dict_types import (
 )
 from fullshard.torch.summon import summon_full_params
 from fullshard.torch.uneven_inputs import any_rank, pad_to_longest, stop_together
+from fullshard.torch.weights_file import load_full_weights, save_full_weights
 
 __all__ = [
     "BackwardPrefetch",
@@ -74,6 +75,7 @@ __all__ = [
     "any_rank",
     "clip_grad_norm_",
     "fully_shard",
+    "load_full_weights",
     "pad_to_longest",
     "register_fsdp_forward_method",
     "resting_bytes",

@@ -12,11 +12,17 @@ from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.torch.hooks import ManagedUnit
 from fullshard.torch.modules import notes_on
 from fullshard.torch.parameter import ShardedParameter
+from fullshard.torch.roll_call import call_roll
 from fullshard.torch.shard_modules import managed_units
 from fullshard.torch.shards import span_of
 from fullshard.torch.unit import Unit
 
 __all__ = ["summon_full_params"]
+
+_INSTEAD = (
+    "enter it on every rank, and do inside what one rank is to do: "
+    "with summon_full_params(model, rank0_only=True, writeback=False): if rank == 0: ..."
+)
 
 
 @dataclass
@@ -45,7 +51,7 @@ def summon_full_params(
 
     Raises:
         ConfigurationError: ``writeback`` with ``rank0_only``: other ranks have nothing to write.
-        UsageError: in the middle of a step, or within another such context.
+        UsageError: in the middle of a step, or within another such context; on some ranks only.
     """
     if writeback and rank0_only:
         raise ConfigurationError(
@@ -59,6 +65,7 @@ def summon_full_params(
                 f"unit {managed.unit.name!r} is in the middle of a step, or summoned already; "
                 "summon full parameters between steps"
             )
+    call_roll([managed.unit.ranks.gather for managed in chosen], "summon_full_params()", _INSTEAD)
     summoned: list[_Summoned] = []
     try:
         for managed in chosen:

@@ -15,17 +15,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fullshard.core.errors import CommunicationError
 
-__all__ = ["Progress", "Watchdog", "Witness"]
+__all__ = ["Place", "Progress", "Watchdog", "Witness"]
 
 PERIOD_S = 1.0
 SILENT_S = 3 * PERIOD_S  # a rank that has not written for so long has died or hangs as a whole
@@ -42,11 +42,22 @@ class Progress:
 
     issued: _Event | None = None
     waiting: _Event | None = None
+    calling: _Event | None = None
     finished: _Event | None = None
     failed: _Event | None = None
 
 
 _progress = Progress()
+
+
+class Place(NamedTuple):
+    """How far this rank has come in a family: roll calls completed, collectives issued since.
+
+    All ranks of the family come through the same places in the same order.
+    """
+
+    rolls: int = 0
+    issued: int = 0
 
 
 class Witness:
@@ -62,23 +73,26 @@ class Witness:
         self.timeout_s = timeout_s
         self._rank = dist.get_rank()
         self._pending: tuple[str, float, Callable[[], bool]] | None = None
-        self._watchdog = Watchdog.of_this_process() if len(self.members) > 1 else None
-        if self._watchdog is not None:
-            self._watchdog.look_after(self)
+        self.watchdog = Watchdog.of_this_process() if len(self.members) > 1 else None
+        if self.watchdog is not None:
+            self.watchdog.look_after(self)
 
     def issues(self, what: str) -> None:
         """Note that ``what`` is about to be issued. Raises if the group has failed."""
-        self._stop_if_failed(what)
+        self.stop_if_failed(what)
         _progress.issued = (what, time.time())
+        if self.watchdog is not None:
+            place = self.watchdog.places.get(self.family, Place())
+            self.watchdog.places[self.family] = Place(place.rolls, place.issued + 1)
 
     def leaves_pending(self, what: str, is_completed: Callable[[], bool]) -> None:
         """Note a collective for which the host will not wait, the last of those under way."""
-        if self._watchdog is not None:
+        if self.watchdog is not None:
             self._pending = (what, time.time(), is_completed)
 
     def waits(self, what: str, wait: Callable[[], None]) -> None:
         """Call ``wait``. Raises `CommunicationError` if it fails, or the group has."""
-        self._stop_if_failed(what)
+        self.stop_if_failed(what)
         begin = time.time()
         _progress.waiting = (what, begin)
         try:
@@ -101,16 +115,17 @@ class Witness:
         text = f"{what} failed on rank {self._rank} after {waited_s:.1f} s: {cause}"
         _progress.failed = (what, time.time())
         others = ""
-        if self._watchdog is not None:
-            self._watchdog.announce(self.family, text)
+        if self.watchdog is not None:
+            self.watchdog.announce(self.family, text)
             if waited_s < self.timeout_s:  # a peer broke the connection: see who is silent now
                 time.sleep(SETTLED_S)
-            others = self._watchdog.table(self.members)
+            others = self.watchdog.table(self.members)
             time.sleep(FAREWELL_S)
         return CommunicationError(f"{text}\nThe group's timeout is {self.timeout_s:g} s.{others}")
 
-    def _stop_if_failed(self, what: str) -> None:
-        watchdog = self._watchdog
+    def stop_if_failed(self, what: str) -> None:
+        """Raise `CommunicationError` before ``what`` if the group has failed."""
+        watchdog = self.watchdog
         if watchdog is not None and self.family in watchdog.announced:
             text, heard_at = watchdog.announced[self.family]
             time.sleep(max(0.0, heard_at + SETTLED_S - time.time()))
@@ -158,11 +173,14 @@ class Watchdog:
     def __init__(self, store: Any):
         self.rank = dist.get_rank()
         self.announced: dict[str, _Event] = {}  # the first failure in each family, when heard
+        self.places: dict[str, Place] = {}  # by family
+        self.rolls: dict[str, str] = {}  # what this rank calls now, by family
         self._last_table = ""  # as the store may be gone when it is wanted
         self._lifeline = _connect_to_server_of(store)
         self._store_is_gone = False
+        self._has_left = False
         self._witnesses: tuple[weakref.ref[Witness], ...] = ()  # replaced whole: two threads use it
-        self._store: Any = c10d.PrefixStore("fullshard", store)
+        self.store: Any = c10d.PrefixStore("fullshard", store)
         self._world = weakref.ref(dist.group.WORLD)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
@@ -178,6 +196,18 @@ class Watchdog:
         """False once the default process group has been destroyed."""
         return dist.is_initialized() and self._world() is dist.group.WORLD
 
+    @contextlib.contextmanager
+    def calling(self, what: str, families: Sequence[str]) -> Iterator[None]:
+        """Within, this rank waits in roll calls of ``families`` for ``what``."""
+        _progress.calling = (what, time.time())
+        self.rolls.update(dict.fromkeys(families, what))
+        try:
+            yield
+        finally:
+            _progress.calling = None
+            for family in families:
+                self.rolls.pop(family, None)
+
     def stop(self) -> None:
         """End the thread, which must not be inside the store when the interpreter goes."""
         self._ended.set()
@@ -186,20 +216,20 @@ class Watchdog:
     def announce(self, family: str, text: str) -> None:
         """Tell the others that this rank has failed, if nobody has done so before."""
         self.announced.setdefault(family, (text, 0.0))
-        if not self._store_lives():
+        if not self.store_lives():
             return
         with contextlib.suppress(RuntimeError):
-            self._publish()
-            if not self._store.check([_failure_of(family)]):
-                self._store.set(_failure_of(family), text)
+            self.publish()
+            if not self.store.check([_failure_of(family)]):
+                self.store.set(_failure_of(family), text)
 
     def table(self, members: Sequence[int]) -> str:
         """One line for each of the other ranks, or for those that are in the same place."""
         others = [rank for rank in members if rank != self.rank]
-        if not self._store_lives():
+        if not self.store_lives():
             return self._last_table or f"\n{_UNKNOWN}: the process that keeps the store has ended"
         try:
-            records = self._read(others)
+            records = self.read(others)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             return self._last_table or f"\n{_UNKNOWN}: {reason}"
@@ -208,11 +238,14 @@ class Watchdog:
 
     def _run(self) -> None:
         with contextlib.suppress(RuntimeError):  # a store that fails is as good as none
-            while self.is_of_present_world() and self._store_lives():
-                self._publish()
+            while self.is_of_present_world() and self.store_lives():
+                self.publish()
                 self._listen()
                 if self._ended.wait(PERIOD_S):
                     break
+            self._has_left = True
+            if self.store_lives():
+                self.publish()
         self._store_is_gone = True
         if self._lifeline is not None:
             self._lifeline.close()
@@ -224,7 +257,8 @@ class Watchdog:
     # torch's C++ stack. So we hold a connection of our own to the server, on which nothing is ever
     # said, and look whether it is still open.
 
-    def _store_lives(self) -> bool:
+    def store_lives(self) -> bool:
+        """False once the store is known to be gone."""
         if self._lifeline is not None and not self._store_is_gone:
             try:
                 self._store_is_gone = self._lifeline.recv(1) == b""
@@ -234,9 +268,12 @@ class Watchdog:
                 self._store_is_gone = True
         return not self._store_is_gone
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Write what this rank is doing, where the others can read it."""
         record = {"at": time.time(), **asdict(_progress)}
-        self._store.set(str(self.rank), json.dumps(record))
+        # Copied whole, as the main thread writes to them.
+        record |= {"places": dict(self.places), "rolls": dict(self.rolls), "left": self._has_left}
+        self.store.set(str(self.rank), json.dumps(record))
 
     def _listen(self) -> None:
         for each in self._witnesses:
@@ -244,8 +281,8 @@ class Watchdog:
             if witness is None:
                 continue
             key = _failure_of(witness.family)
-            if witness.family not in self.announced and self._store.check([key]):
-                text = self._store.get(key).decode()
+            if witness.family not in self.announced and self.store.check([key]):
+                text = self.store.get(key).decode()
                 self.announced.setdefault(witness.family, (text, time.time()))
                 self.table(witness.members)
             late = witness.overdue()
@@ -253,13 +290,13 @@ class Watchdog:
                 table = self.table(witness.members)
                 print(f"fullshard: rank {self.rank}: {late}, not done yet{table}", file=sys.stderr)
 
-    def _read(self, ranks: Sequence[int]) -> dict[int, dict[str, Any] | None]:
+    def read(self, ranks: Sequence[int]) -> dict[int, dict[str, Any] | None]:
         """What each rank has last written; None for one that has not."""
         keys = [str(rank) for rank in ranks]
-        if self._store.has_extended_api() and self._store.check(keys):
-            found: list[bytes | None] = list(self._store.multi_get(keys))
+        if self.store.has_extended_api() and self.store.check(keys):
+            found: list[bytes | None] = list(self.store.multi_get(keys))
         else:  # a get of what is not there would block
-            found = [self._store.get(key) if self._store.check([key]) else None for key in keys]
+            found = [self.store.get(key) if self.store.check([key]) else None for key in keys]
         return {
             rank: None if text is None else cast(dict[str, Any], json.loads(text))
             for rank, text in zip(ranks, found, strict=True)
@@ -315,10 +352,15 @@ def _state(record: dict[str, Any] | None, now: float) -> tuple[str, float]:
     }
     if "failed" in safe:
         return f"failed in {safe['failed'][0]} {{age}} ago", safe["failed"][1]
+    if record["left"]:
+        return "has left the process group", record["at"]
     if now - record["at"] > SILENT_S:
         doing = safe.get("waiting") or safe.get("issued")
         last = f", last seen in {doing[0]}" if doing else ""
         return f"no sign of life for {{age}}{last}", record["at"]
+    if "calling" in safe:
+        what, begin = safe["calling"]
+        return f"waiting for {{age}} until all ranks call {what}", begin
     if "waiting" in safe:
         return f"in {safe['waiting'][0]} for {{age}}", safe["waiting"][1]
     issued, finished = safe.get("issued"), safe.get("finished")

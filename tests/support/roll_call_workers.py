@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that call the roll alone, late, for different things, or as they should."""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from support.stack import shard_stack, step
+from torch.distributed import distributed_c10d as c10d
+
+from fullshard.core.errors import UsageError
+from fullshard.torch import save_full_weights, summon_full_params
+from fullshard.torch.process_group_comm import ProcessGroupComm
+from fullshard.torch.roll_call import call_roll
+
+INSTEAD = "call it on every rank"
+
+
+def attempt(comms, what="look()"):
+    """The error's text (None if all came), and how long it took."""
+    begin = time.monotonic()
+    try:
+        call_roll(comms, what, INSTEAD)
+    except UsageError as error:
+        return str(error), time.monotonic() - begin
+    return None, time.monotonic() - begin
+
+
+def enter_summon(model):
+    with summon_full_params(model):
+        pass
+
+
+MISHAPS = {
+    1: lambda model: model.state_dict(),
+    2: lambda model: save_full_weights(model, "never"),
+    3: enter_summon,
+}
+
+
+def training_with_mishaps(group, mishaps):
+    """Before some steps rank 0 alone does what all must do. The weights in the end."""
+    torch.manual_seed(0)
+    model = shard_stack(group)
+    optimizer = torch.optim.AdamW(model.parameters())
+    told = []
+    for number in range(5):
+        if number in MISHAPS and mishaps and group.rank() == 0:
+            begin = time.monotonic()
+            try:
+                MISHAPS[number](model)
+            except UsageError as error:
+                told.append((str(error), time.monotonic() - begin))
+        optimizer.zero_grad()
+        step(model, optimizer)
+    weights = {name: each.full_tensor() for name, each in model.state_dict().items()}
+    return told, weights
+
+
+def late(group):
+    """Ranks that are far apart, with a collective under way, call the same rolls."""
+    comm = ProcessGroupComm(group)
+    found = []
+    for turn in range(2):
+        full = torch.empty(comm.size)
+        work = comm.all_gather([(full, torch.tensor([float(comm.rank)]))], label="ahead")
+        time.sleep(0.7 * (comm.rank if turn else comm.size - 1 - comm.rank))
+        found.append(attempt([comm, comm.duplicate()])[0])
+        work.wait()
+    return found
+
+
+def for_different_things(group):
+    """Half of the ranks save, half look; then all look."""
+    comm = ProcessGroupComm(group)
+    first = attempt(comm, "look()" if comm.rank % 2 else "save()")
+    dist.barrier(group)
+    return first, attempt(comm)
+
+
+def nobody_comes(group):
+    """Rank 0 waits for others that are in a barrier of torch's own; then all come."""
+    few = dist.new_group(range(group.size()), timeout=timedelta(seconds=1.5))
+    comm = ProcessGroupComm(few)
+    first = attempt(comm) if comm.rank == 0 else None
+    dist.barrier(group)
+    return first, attempt(comm)
+
+
+def two_halves(group):
+    """Pairs of ranks call rolls of their own; then each rank those of two groups at once."""
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    row = ProcessGroupComm(rows[group.rank() // 2])
+    column = ProcessGroupComm(columns[group.rank() % 2])
+    if group.rank() < 2:
+        alone = attempt(row)[0]
+        dist.barrier(group)
+        # These call what all must call, while the others are in a collective of their columns.
+        crossed = attempt([row, column])[0]
+        column.all_reduce([torch.ones(1)], label="sum of a column").wait()
+    else:
+        dist.barrier(group)
+        column.all_reduce([torch.ones(1)], label="sum of a column").wait()
+        alone, crossed = attempt(row)[0], None
+    both = attempt([column, row] if group.rank() % 2 else [row, column])[0]
+    return alone, crossed, both
+
+
+def keys_after(group, calls):
+    """How many keys the default store has before and after so many roll calls."""
+    comm = ProcessGroupComm(group)
+    store = c10d._get_default_store()
+    attempt(comm)
+    dist.barrier(group)
+    time.sleep(0.1)
+    before = store.num_keys()
+    dist.barrier(group)
+    for number in range(calls):
+        attempt(comm, f"look({number})")
+    dist.barrier(group)
+    return before, store.num_keys()

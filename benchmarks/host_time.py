@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does sharding cost the host, and what does an optimizer's step, on layers so small that nothing else counts?
+"""What do sharding and an optimizer's step cost the host, on layers too small to count themselves?
 
     python benchmarks/host_time.py [--worlds 8 64 1024] [--units 64] [--rounds 7] [--out FILE.json]
 
-A fake process group stands for the other ranks: it exchanges nothing. One thread; microseconds of
-processor time, which other programs on the machine do not lengthen, per unit and step beyond those of
-the plain model. The engines take turns in one run (A B C A B C ...); a ratio is the median of its rounds'.
+A fake process group stands for the other ranks: it exchanges nothing. One thread. Microseconds of
+processor time, which other programs on the machine lengthen little, per unit and step, beyond those
+of the plain model. The engines take turns in one run (A B C A B C ...); a ratio is the median of
+those of its rounds.
 """
 
 import argparse
@@ -64,9 +65,7 @@ ENGINES = {
     ),
     PEER: lambda units: bottom_up(units, torch_fsdp.fully_shard),
     "fullshard, function": lambda units: bottom_up(units, fully_shard),
-    "fullshard, wrapper": lambda units: wrapped(
-        units, FullyShardedDataParallel, ModuleWrapPolicy
-    ),
+    "fullshard, wrapper": lambda units: wrapped(units, FullyShardedDataParallel, ModuleWrapPolicy),
 }
 
 

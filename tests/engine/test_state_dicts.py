@@ -88,7 +88,7 @@ def test_the_meta_device(gloo_world):
     gloo_world.run(2, workers.on_the_meta_device)
 
 
-# ---- PyTorch's functions, and PyTorch's engines ---------------------------------------------------
+# ---- PyTorch's functions, and PyTorch's engines -------------------------------------------------
 
 
 @pytest.mark.parametrize("name", workers.OPTIONS)
@@ -120,7 +120,7 @@ def test_files_are_read_by_another_number_of_ranks(gloo_world, tmp_path, door):
             workers._compare(list(each), list(saved))
 
 
-# ---- FSDP1's functions ----------------------------------------------------------------------------
+# ---- FSDP1's functions --------------------------------------------------------------------------
 
 
 def test_states_by_name(gloo_world):

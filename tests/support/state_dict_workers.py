@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State dicts of sharded models and optimizers, ours and PyTorch's, on the ranks of a Gloo world."""
+"""State dicts of sharded models and optimizers, ours and PyTorch's, on ranks of a Gloo world."""
 
 import copy
 import warnings

@@ -133,7 +133,8 @@ def _form(settings: StateDictSettings, wrapper: nn.Module) -> Form:
 # [Note: Who asks for a state dict]
 # FSDP1's default is whole tensors. torch.distributed.checkpoint knows torch's own class and chooses
 # the sharded form for it by itself; our wrapper it takes for an ordinary module whose entries it
-# expects to be DTensors. Nothing in its call tells that apart from a user's, but where it comes from.
+# expects to be DTensors. Nothing in its call tells that apart from a user's, but where it comes
+# from.
 
 
 def _asked_by_dcp() -> bool:

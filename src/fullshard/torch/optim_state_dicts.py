@@ -230,7 +230,8 @@ def _to_load(model: nn.Module, groups: _Groups, given: Mapping[str, Any]) -> dic
     unknown = sorted(set(given["state"]) - set(names))
     if missing or unknown:
         raise ConfigurationError(
-            f"the state dict is not one of this optimizer: in no group of it are {missing or 'none'}; "
+            "the state dict is not one of this optimizer: "
+            f"in no group of it are {missing or 'none'}; "
             f"it has state of unknown {unknown or 'none'}"
         )
     numbers = {name: number for number, name in enumerate(names)}

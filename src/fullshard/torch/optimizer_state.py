@@ -4,8 +4,8 @@
 [Note: State of optimizers at the border]
 Inside, state is cut as its parameter is. What ``optimizer.state_dict()`` gives is read by others
 (`torch.save`, `torch.distributed.checkpoint`), who know DTensors: so it has those, and taking it is
-collective. ``load_state_dict`` takes whole tensors, DTensors and our own. The hooks for that are put
-on an optimizer when it is first looked at, see [Note: Looking at optimizers]; what was loaded
+collective. ``load_state_dict`` takes whole tensors, DTensors and our own. The hooks for that are
+put on an optimizer when it is first looked at, see [Note: Looking at optimizers]; what was loaded
 before that is cut then.
 """
 

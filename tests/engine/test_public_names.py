@@ -13,9 +13,9 @@ import fullshard.torch as ours
 
 LACKING = {
     "FlatParameter": "there is none: storage is flat, parameters keep their names and dtypes",
-    "api": "a submodule of the drop-in, which comes with the Scripts issue",
+    "api": "a submodule, which the drop-in stands in for; its names are here",
     "fully_sharded_data_parallel": "as api",
-    "sharded_grad_scaler": "as api; its class is here",
+    "sharded_grad_scaler": "as api",
     "wrap": "is fullshard.wrap",
 }
 MORE = {"CPUOffload": {"offload_optimizer"}}  # parameters that ours has beyond theirs

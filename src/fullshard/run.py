@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``fullshard run``: torchrun for scripts written for ``torch.distributed.fsdp``, on fullshard."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import get_args_parser, run
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.launchers import launcher_environment
+
+__all__ = ["main"]
+
+_DROP_IN = "fullshard.drop_in"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a script on the ranks of a launcher, or on ranks that are started here by torchrun.
+
+    Returns the exit status: that of the rank that failed first, 128 plus the signal's number where
+    a signal ended it. Raises `ConfigurationError` before anything is started.
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.no_python or options.run_path:
+        raise ConfigurationError("a Python script is run: leave out --no-python and --run-path")
+    if not options.module and not os.path.isfile(options.training_script):
+        raise ConfigurationError(f"there is no file {options.training_script!r}")
+    script = [options.training_script, *options.training_script_args]
+    if options.module:
+        script.insert(0, "-m")
+    if options.no_launch and options.nproc_per_node is not None:
+        raise ConfigurationError("--no-launch starts no ranks: leave --nproc out")
+    found = launcher_environment(os.environ, local_only=options.nproc_per_node is not None)
+    if found is not None or options.no_launch:
+        os.environ.update(found or {})
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", _DROP_IN, *script])
+    if options.nproc_per_node is None:
+        options.nproc_per_node = str(_default_nproc())
+    _share_cores(options.nproc_per_node)
+    # Ranks that torchrun restarts would find the store of those before them, and wait for their
+    # addresses: https://github.com/pytorch/pytorch/issues/135712
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    options.module, options.training_script, options.training_script_args = True, _DROP_IN, script
+    return _start(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = get_args_parser()
+    parser.prog = "fullshard run"
+    parser.usage = "fullshard run [--nproc N] [torchrun options] [-m] script.py [args]"
+    parser.description = (
+        "Start a script written for torch.distributed.fsdp, unchanged, on fullshard. Takes the "
+        "options of torchrun; joins the ranks of torchrun or srun where one of them started this."
+    )
+    parser.add_argument(
+        "--nproc",
+        dest="nproc_per_node",
+        metavar="N",
+        default=argparse.SUPPRESS,
+        help="ranks to start on this machine (default: one per GPU; 2 without a GPU); short for "
+        "--nproc-per-node",
+    )
+    parser.add_argument(
+        "--no-launch",
+        action="store_true",
+        help="start the script once, for one that starts its ranks itself (mp.spawn)",
+    )
+    if "PET_NPROC_PER_NODE" not in os.environ:  # torchrun's own way to set it
+        parser.set_defaults(nproc_per_node=None)
+    return parser
+
+
+def _default_nproc() -> int:
+    """One rank for each GPU; two where there is none, so that there is something to shard over."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 2
+
+
+def _share_cores(nproc: str) -> None:
+    """Give each of ``nproc`` ranks its part of the cores, where torchrun would give it one core."""
+    if nproc.isdecimal() and int(nproc) > 0:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // int(nproc))))
+
+
+def _start(options: argparse.Namespace) -> int:
+    try:
+        run(options)  # type: ignore[no-untyped-call]
+    except ChildFailedError as failed:
+        rank, first = failed.get_first_failure()
+        code = int(first.exitcode)
+        how = f"exit status {code}" if code >= 0 else f"signal {-code}"
+        print(f"fullshard run: rank {rank} ended with {how}", file=sys.stderr)
+        return code if code >= 0 else 128 - code
+    except SignalException as stopped:
+        print("fullshard run: interrupted; all ranks have ended", file=sys.stderr)
+        return 128 + int(stopped.sigval)
+    return 0

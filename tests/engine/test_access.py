@@ -391,3 +391,35 @@ def test_another_dtype_after_sharding_is_refused(change):
         return torch.equal(model.head.weight.full_tensor(), before)
 
     assert LocalWorld(2).run(body) == [True, True]
+
+
+# ---- what scripts read --------------------------------------------------------------------------
+
+
+def test_wrappers_tell_what_was_chosen():
+    def body(comm):
+        offload = CPUOffload(offload_params=True)
+        model = wrap(comm, cpu_offload=offload)
+        inner = FSDP.fsdp_modules(model)[1]
+        for wrapper in (model, inner):
+            assert (wrapper.rank, wrapper.world_size) == (comm.rank, comm.size)
+            assert wrapper.sharding_strategy is FSDP.ShardingStrategy.FULL_SHARD
+            assert wrapper.backward_prefetch is FSDP.BackwardPrefetch.BACKWARD_PRE
+            assert wrapper.cpu_offload is offload
+            assert wrapper.mixed_precision == FSDP.MixedPrecision()
+            assert wrapper.compute_device == torch.device("cpu")
+        replicated = wrap(comm, sharding_strategy=FSDP.ShardingStrategy.NO_SHARD)
+        return replicated.rank, replicated.world_size
+
+    assert LocalWorld(2).run(body) == [(0, 2), (1, 2)]
+
+
+def test_a_parameter_has_a_local_part_and_no_placement():
+    def body(comm):
+        param = next(wrap(comm).parameters())
+        assert param.to_local() is param.local
+        assert not hasattr(param, "placements")
+        with pytest.raises(AttributeError, match=r"no placement\. Use \.span and \.local"):
+            _ = param.placements
+
+    LocalWorld(2).run(body)

@@ -23,7 +23,8 @@ def test_what_one_rank_calls_alone_is_told_and_training_goes_on(gloo_world):
     mishaps = gloo_world.run(3, workers.training_with_mishaps, True)
     without = gloo_world.run(3, workers.training_with_mishaps, False)
     told = mishaps[0][0]
-    whats = ("state_dict()", "save_full_weights()", "summon_full_params()")
+    whole = "full_tensor() of 'blocks.0.0.weight'"
+    whats = ("state_dict()", "save_full_weights()", "summon_full_params()", whole)
     for what, (text, waited_s) in zip(whats, told, strict=True):
         first, others, *_, last = text.splitlines()
         assert first == f"rank 0 calls {what}, which all of ranks [0, 1, 2] must call; but"

@@ -15,6 +15,7 @@ from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.torch.flat_params import CastableFlatParameter, mark_flattened
 from fullshard.torch.fsdp1_state import wrappers_in
 from fullshard.torch.fsdp1_units import (
+    attributes_of,
     check_unit_options,
     in_full_precision,
     members_by_name,
@@ -35,7 +36,7 @@ from fullshard.torch.modules import (
 from fullshard.torch.optim import clip_grad_norm_
 from fullshard.torch.optim_state_dicts import OptimizerStateDicts
 from fullshard.torch.options import CPUOffload, MixedPrecision
-from fullshard.torch.original_params import Successor, switch_optimizers
+from fullshard.torch.original_params import switch_optimizers
 from fullshard.torch.plan import Plan
 from fullshard.torch.relayout import LOW_PRECISION
 from fullshard.torch.runtime import runtime_of
@@ -139,8 +140,7 @@ class FullyShardedDataParallel(
         ignored, ignored_params = ignored_parts(
             {"ignored_modules": ignored_modules, "ignored_states": ignored_states}
         )
-        wanted = _modules_below(module, auto_wrap_policy, mixed_precision, ignored)
-        chosen: dict[nn.Module, Any] = {**wanted, module: {}}
+        chosen = _modules_below(module, auto_wrap_policy, mixed_precision, ignored) | {module: {}}
         check_unit_options(unit_options, chosen)
         found = shardable_parameters([module], where, ignored_params, device_id)
         plans = {
@@ -158,12 +158,14 @@ class FullyShardedDataParallel(
             cast_buffers(module, mixed_precision.buffer_dtype)
         backward = int(backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
         set_prefetch(self, 2 if forward_prefetch else 1, backward)
+        for wrapper in wrappers_in(self, FullyShardedDataParallel, root_only=False):
+            its_own = {**unit_options, **chosen[wrapper.module]}
+            told = attributes_of(its_own, plans[wrapper.module], backward_prefetch)
+            wrapper.__dict__.update(told)
         if not use_orig_params:
             mark_flattened(each.shown for each in found.all_of_them)
         else:
-            successors: list[Successor] = [
-                (ref(each.param), each.shown) for each in found.all_of_them
-            ]
+            successors = [(ref(each.param), each.shown) for each in found.all_of_them]
             del found, members  # whoever holds the originals now is somebody else
             switch_optimizers(successors)
 

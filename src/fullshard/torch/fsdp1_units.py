@@ -10,14 +10,15 @@ from torch import nn
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.grouping import group_parameters
-from fullshard.core.strategy import ShardingStrategy
+from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.torch.groups import ranks_of
 from fullshard.torch.initialisation import value_of_first_rank
 from fullshard.torch.modules import ParamSites, clean_name
-from fullshard.torch.options import MixedPrecision, offload_of, precision_of
+from fullshard.torch.options import CPUOffload, MixedPrecision, offload_of, precision_of
 from fullshard.torch.plan import Plan, own_value
 
 __all__ = [
+    "attributes_of",
     "check_unit_options",
     "in_full_precision",
     "members_by_name",
@@ -83,6 +84,24 @@ def plan_of(options: dict[str, Any], device: torch.device, sync_states: bool) ->
         offload_of("cpu_offload", options["cpu_offload"]),
         value_of_first_rank(ranks, device) if sync_states else own_value,
     )
+
+
+def attributes_of(
+    options: Mapping[str, Any], plan: Plan, backward_prefetch: BackwardPrefetch | None
+) -> dict[str, Any]:
+    """What scripts read from a wrapper of FSDP1: what was chosen for its unit, and its ranks."""
+    ranks = plan.ranks
+    comm = ranks.gather if ranks.gather.size > 1 else ranks.replicas
+    return {
+        "rank": comm.rank,
+        "world_size": comm.size,
+        "process_group": getattr(comm, "group", None),
+        "compute_device": plan.device,
+        "backward_prefetch": backward_prefetch,
+        "sharding_strategy": options["sharding_strategy"] or ShardingStrategy.FULL_SHARD,
+        "mixed_precision": options["mixed_precision"] or MixedPrecision(),
+        "cpu_offload": options["cpu_offload"] or CPUOffload(),
+    }
 
 
 def parameters_by_module(

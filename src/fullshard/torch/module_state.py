@@ -98,7 +98,7 @@ def _taken(value: Any, source: ShardedParameter | None, form: Form) -> Any:
     if not form.kept and form.kind is not StateDictType.FULL_STATE_DICT:
         return None
     if source is not None and form.kind is StateDictType.FULL_STATE_DICT:
-        value = source.full_tensor()
+        value = source.gathered()
     elif isinstance(value, DTensor) and form.kind is StateDictType.FULL_STATE_DICT:
         value = value.full_tensor()
     elif source is not None and form.kind is StateDictType.LOCAL_STATE_DICT:

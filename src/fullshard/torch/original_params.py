@@ -7,6 +7,7 @@ place. Training libraries that are handed model and optimizer together depend on
 
 import gc
 from collections.abc import Sequence
+from typing import Any
 from weakref import ref
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 __all__ = ["Successor", "switch_optimizers"]
 
-Successor = tuple["ref[Tensor]", Tensor]
+Successor = tuple["ref[Any]", Tensor]
 """A parameter that was replaced, and what has taken its place."""
 
 

@@ -17,6 +17,7 @@ from fullshard.core.errors import NotSupportedError, UnshardedOperationError
 from fullshard.core.layout import Span
 from fullshard.torch.ownership import Ownership
 from fullshard.torch.reductions import GlobalScalar
+from fullshard.torch.roll_call import call_roll
 from fullshard.torch.rules import RULES
 
 __all__ = ["GlobalScalar", "Ownership", "ShardedParameter"]
@@ -61,9 +62,30 @@ class ShardedParameter(torch.Tensor):
         """The mesh that the parameter is sharded over, None if it was given as a group."""
         return self.ownership.device_mesh
 
-    @torch.no_grad()
+    def to_local(self) -> Tensor:
+        """This rank's elements, flat: ``local``, under the name that a DTensor has for its own."""
+        return self.local
+
+    @property
+    def placements(self) -> NoReturn:
+        """Refuse: an interval of elements is no placement of `torch.distributed.tensor`."""
+        raise AttributeError(
+            f"{self.ownership}: that is no placement. Use .span and .local, or model.state_dict(), "
+            "which has DTensors"
+        )
+
     def full_tensor(self) -> Tensor:
-        """The whole parameter as a new plain tensor without gradient. Collective."""
+        """The whole parameter as a new plain tensor without gradient. Collective.
+
+        Raises `UsageError` on a rank that calls it alone.
+        """
+        what = f"full_tensor() of {self.ownership.name!r}"
+        call_roll(self.ownership.comms, what, "call it on every rank, and use it on one")
+        return self.gathered()
+
+    @torch.no_grad()
+    def gathered(self) -> Tensor:
+        """`full_tensor` for code that all ranks are known to run: nobody is asked first."""
         ownership = self.ownership
         comm, spans = ownership.comm, ownership.spans
         longest, numel = max(span.numel for span in spans), spans[-1].stop

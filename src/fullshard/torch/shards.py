@@ -156,7 +156,7 @@ def span_of(value: Tensor, ownership: Ownership) -> Tensor:
     if isinstance(value, ShardedParameter):
         if value.ownership.agrees_with(ownership):
             return value.local
-        value = value.full_tensor()
+        value = value.gathered()
     value = plain_data(value)
     if tuple(value.shape) != ownership.shape:
         raise ConfigurationError(

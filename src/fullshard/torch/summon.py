@@ -102,7 +102,7 @@ def _show(managed: ManagedUnit, seen: bool, offload: bool, with_grads: bool) -> 
 
 def _full_grads(unit: Unit) -> dict[int, Tensor]:
     return {
-        index: param.grad.full_tensor()
+        index: param.grad.gathered()
         for index, param in enumerate(unit.sharded)
         if isinstance(param.grad, ShardedParameter)
     }

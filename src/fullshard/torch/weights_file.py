@@ -167,7 +167,9 @@ def _pieces(entries: _Entries) -> Iterator[_Piece]:
             if destination is not None:  # else the ranks that have these elements write nothing
                 yield from _sent_pieces(name, tensor, destination, room)
             continue
-        if isinstance(tensor, ShardedParameter | DTensor):
+        if isinstance(tensor, ShardedParameter):
+            tensor = tensor.gathered()
+        elif isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if entries.first:
             yield from (_Piece(part) for part in torch.split(_bytes_of(tensor), PIECE_BYTES))

@@ -226,6 +226,13 @@ class StreamComm:
             list(tensors), list(tensors), lambda inputs: [inputs[source]] * self.size
         )
 
+    def all_to_all(self, received, sent, label=""):
+        def combine(inputs):
+            parts = [flat.split(numels.tolist()) for flat, numels in inputs]
+            return [[torch.cat([row[rank] for row in parts])] for rank in range(self.size)]
+
+        return self._issue([sent.flat, torch.tensor(sent.numels)], [received.flat], combine)
+
     def reduce_scratch_bytes(self, full):
         return 0
 

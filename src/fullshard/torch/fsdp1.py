@@ -143,9 +143,10 @@ class FullyShardedDataParallel(
         chosen = _modules_below(module, auto_wrap_policy, mixed_precision, ignored) | {module: {}}
         check_unit_options(unit_options, chosen)
         found = shardable_parameters([module], where, ignored_params, device_id)
+        options = {each: {**unit_options, **its_own} for each, its_own in chosen.items()}
         plans = {
-            each: plan_of({**unit_options, **its_own}, found.device, sync_module_states)
-            for each, its_own in chosen.items()
+            each: plan_of(its_own, found.device, sync_module_states)
+            for each, its_own in options.items()
         }
         members = parameters_by_module(module, chosen, found.all_of_them)
         agree(members_by_name(module, members), list(plans.values()))
@@ -158,16 +159,24 @@ class FullyShardedDataParallel(
             cast_buffers(module, mixed_precision.buffer_dtype)
         backward = int(backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
         set_prefetch(self, 2 if forward_prefetch else 1, backward)
-        for wrapper in wrappers_in(self, FullyShardedDataParallel, root_only=False):
-            its_own = {**unit_options, **chosen[wrapper.module]}
-            told = attributes_of(its_own, plans[wrapper.module], backward_prefetch)
-            wrapper.__dict__.update(told)
+        self._note_choices(options, plans, backward_prefetch)
         if not use_orig_params:
             mark_flattened(each.shown for each in found.all_of_them)
         else:
             successors = [(ref(each.param), each.shown) for each in found.all_of_them]
             del found, members  # whoever holds the originals now is somebody else
             switch_optimizers(successors)
+
+    def _note_choices(
+        self,
+        options: Mapping[nn.Module, Mapping[str, Any]],
+        plans: Mapping[nn.Module, Plan],
+        backward_prefetch: BackwardPrefetch | None,
+    ) -> None:
+        for wrapper in self.fsdp_modules(self):
+            if (module := wrapper.module) in plans:  # not wrapped by hand before
+                told = attributes_of(options[module], plans[module], backward_prefetch)
+                wrapper.__dict__.update(told)
 
     def _wrap_all(
         self,

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/performance.md says what the committed result files say."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "write_page.py"
+
+
+@pytest.fixture(scope="module")
+def write_page():
+    spec = importlib.util.spec_from_file_location("write_page", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def report(rows):
+    command = "python benchmarks/host_time.py"
+    return {"command": command, "torch": "2.13.0", "python": "3.11.7", "cores": 2, "rows": rows}
+
+
+def test_the_page_is_what_the_script_makes(write_page):
+    page = write_page.PAGE.read_text("utf-8")
+    results = write_page.results()
+    assert results
+    assert write_page.with_tables(page, results) == page, "run python benchmarks/write_page.py"
+
+
+def test_a_report_becomes_a_table(write_page):
+    rows = {
+        "ours": {"hosts": 2, "step_s": 1.23456, "sent_bytes": 255_600_000, "seconds": [1.0]},
+        "theirs": {"hosts": 2, "step_s": None, "sent_bytes": 5_000_000_000, "seconds": [2.0]},
+    }
+    lines = write_page.section(report(rows)).splitlines()
+    assert lines[0].startswith("## What does sharding cost the host")
+    table = [line for line in lines if line.startswith("|")]
+    assert table == [
+        "| engine | step s | sent MB |",
+        "| --- | --- | --- |",
+        "| ours | 1.23 | 256 |",
+        "| theirs |  | 5000 |",
+    ]
+    assert lines[-1].endswith("2 cores; hosts 2.")
+
+
+def test_only_the_measured_part_is_replaced(write_page):
+    page = f"by hand\n{write_page.BEGIN}old\n{write_page.END}after\n"
+    made = write_page.with_tables(page, {"b": report([{"n": 1}]), "a": report([{"n": 2}])})
+    assert made.startswith("by hand\n")
+    assert made.endswith("after\n")
+    assert "old" not in made
+    assert made.index("| 2 |") < made.index("| 1 |")
+    assert write_page.with_tables(made, {"a": report([{"n": 2}]), "b": report([{"n": 1}])}) == made
+    with pytest.raises(ValueError, match="must hold the lines"):
+        write_page.with_tables("no marks", {})

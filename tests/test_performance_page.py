@@ -17,9 +17,15 @@ def write_page():
     return module
 
 
-def report(rows):
-    command = "python benchmarks/host_time.py"
-    return {"command": command, "torch": "2.13.0", "python": "3.11.7", "cores": 2, "rows": rows}
+@pytest.fixture
+def report(write_page, tmp_path, monkeypatch):
+    """Makes a report of a script with a question, an example of use and a word on how."""
+    monkeypatch.setattr(write_page, "BENCHMARKS", tmp_path / "benchmarks")
+    write_page.BENCHMARKS.mkdir()
+    docstring = "How\nlong?\n\n    python benchmarks/ask.py\n\nBy asking.\n"
+    (write_page.BENCHMARKS / "ask.py").write_text(f'"""{docstring}"""\n')
+    about = {"command": "python benchmarks/ask.py", "torch": "2.13", "python": "3.11", "cores": 2}
+    return lambda rows: {**about, "rows": rows}
 
 
 def test_the_page_is_what_the_script_makes(write_page):
@@ -29,24 +35,33 @@ def test_the_page_is_what_the_script_makes(write_page):
     assert write_page.with_tables(page, results) == page, "run python benchmarks/write_page.py"
 
 
-def test_a_report_becomes_a_table(write_page):
+def test_a_report_becomes_a_table(write_page, report):
     rows = {
         "ours": {"hosts": 2, "step_s": 1.23456, "sent_bytes": 255_600_000, "seconds": [1.0]},
         "theirs": {"hosts": 2, "step_s": None, "sent_bytes": 5_000_000_000, "seconds": [2.0]},
     }
-    lines = write_page.section(report(rows)).splitlines()
-    assert lines[0].startswith("## What does sharding cost the host")
-    table = [line for line in lines if line.startswith("|")]
-    assert table == [
+    assert write_page.section(report(rows)).splitlines() == [
+        "## How long?",
+        "",
+        "By asking.",
+        "",
         "| engine | step s | sent MB |",
         "| --- | --- | --- |",
         "| ours | 1.23 | 256 |",
         "| theirs |  | 5000 |",
+        "",
+        "`python benchmarks/ask.py`; torch 2.13, Python 3.11, 2 cores; hosts 2.",
     ]
-    assert lines[-1].endswith("2 cores; hosts 2.")
 
 
-def test_only_the_measured_part_is_replaced(write_page):
+def test_rows_beside_settings(write_page):
+    rows = {"ranks": 4, "ways": [{"way": "a", "n": 1}, {"way": "b", "n": 2}]}
+    flat = write_page.flat_rows(rows)
+    assert flat == [{"ranks": 4, "way": "a", "n": 1}, {"ranks": 4, "way": "b", "n": 2}]
+    assert write_page.parted(flat) == (["ranks"], ["way", "n"])
+
+
+def test_only_the_measured_part_is_replaced(write_page, report):
     page = f"by hand\n{write_page.BEGIN}old\n{write_page.END}after\n"
     made = write_page.with_tables(page, {"b": report([{"n": 1}]), "a": report([{"n": 2}])})
     assert made.startswith("by hand\n")

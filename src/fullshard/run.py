@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -43,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
         os.execv(sys.executable, [sys.executable, "-m", _DROP_IN, *script])
     if options.nproc_per_node is None:
         options.nproc_per_node = str(_default_nproc())
+    if re.fullmatch(r"0+|-\d+", options.nproc_per_node):
+        raise ConfigurationError(f"--nproc must be at least 1, got {options.nproc_per_node}")
     _share_cores(options.nproc_per_node)
     # Ranks that torchrun restarts would find the store of those before them, and wait for their
     # addresses: https://github.com/pytorch/pytorch/issues/135712
@@ -98,6 +101,8 @@ def _start(options: argparse.Namespace) -> int:
         how = f"exit status {code}" if code >= 0 else f"signal {-code}"
         print(f"fullshard run: rank {rank} ended with {how}", file=sys.stderr)
         return code if code >= 0 else 128 - code
+    except ValueError as error:  # of torchrun's options; a script's errors end its own process
+        raise ConfigurationError(str(error)) from error
     except SignalException as stopped:
         print("fullshard run: interrupted; all ranks have ended", file=sys.stderr)
         return 128 + int(stopped.sigval)

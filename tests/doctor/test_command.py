@@ -32,7 +32,9 @@ def test_a_script_alone(tmp_path, capsys):
     assert main([str(script), "--no-links"]) == 1
     shown = capsys.readouterr().out
     assert f"severe: {script}:5: model.state_dict() runs on one rank only" in shown
-    script.write_text(BAD_SCRIPT.replace("if rank == 0:", "if True:"))
+    script.write_text(
+        BAD_SCRIPT.replace("if rank == 0:", "if True:").replace("torch.save", "print")
+    )
     assert main([str(script), "--no-links", "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert read["severe"] is False

@@ -57,6 +57,15 @@ ON_ONE_RANK = {
             with FSDP.summon_full_params(model):  # here
                 print(model.weight)
         """,
+    "a function for one GPU": """
+        class Trainer:
+            def save(self):
+                torch.save(model.state_dict(), "model.pt")
+
+            def train(self):
+                if self.gpu_id == 0 and epoch % 2 == 0:
+                    self.save()  # here
+        """,
     "a full tensor": """
         is_main = int(os.environ["RANK"]) == 0
         if is_main:
@@ -289,6 +298,56 @@ WRONG = {
         "severe",
         "the optimizer is made before model is sharded",
     ),
+    "optimizer of a list, then FSDP": (
+        HEAD,
+        """
+        model = Net()
+        trained = [each for each in model.parameters() if each.requires_grad]
+        optimizer = torch.optim.Adam(trained, lr=1e-3)  # here
+        model = FSDP(model)
+        """,
+        "severe",
+        "the optimizer is made before model is sharded",
+    ),
+    "optimizer of parts, then the whole": (
+        HEAD,
+        """
+        model = Net()
+        optimizer = torch.optim.Adam([{"params": model.head.parameters()}])  # here
+        fully_shard(model)
+        """,
+        "severe",
+        "the optimizer is made before model is sharded",
+    ),
+    "state in a dict": (
+        FSDP1,
+        """
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if dist.get_rank() == 0:
+            torch.save(saved, "all.pt")  # here
+        """,
+        "severe",
+        "saved is written on one rank",
+    ),
+    "parts to one file": (
+        FSDP2,
+        """
+        for epoch in range(3):
+            torch.save(model.state_dict(), f"{epoch}.pt")  # here
+        """,
+        "severe",
+        "model.state_dict() is written by every rank to one file",
+    ),
+    "no set_epoch in a while": (
+        FSDP1,
+        """
+        sampler = DistributedSampler(data)  # here
+        while epoch < 3:
+            train()
+        """,
+        "warning",
+        "no set_epoch",
+    ),
     "moved by an assignment": (
         HEAD,
         "net = Net().to(device)  # here\nnet = FSDP(net)\n",
@@ -392,6 +451,24 @@ def test_mistakes(case):
 
 
 RIGHT = {
+    "parts to files of their own": """
+        path = f"part{dist.get_rank()}.pt"
+        torch.save(optimizer.state_dict(), path)
+        """,
+    "a path from outside": """
+        def save(path):
+            torch.save(optimizer.state_dict(), path)
+        """,
+    "a plain model on one rank": """
+        def evaluate(net, batch):
+            return net(batch)
+
+        def main():
+            model = FSDP(Net())
+            plain = Net()
+            if dist.get_rank() == 0:
+                evaluate(plain, batch)
+        """,
     "optimizer after": """
         net = Net()
         for block in net.blocks:
@@ -476,6 +553,24 @@ RIGHT = {
 @pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT)
 def test_what_is_right_is_not_told(text):
     assert findings(FSDP1, text) == []
+
+
+def test_files_are_read_as_python_reads_them(tmp_path):
+    marked, latin = tmp_path / "marked.py", tmp_path / "latin.py"
+    marked.write_bytes(b"\xef\xbb\xbffrom torch.distributed.fsdp import wrap\n")
+    latin.write_bytes(
+        b"# coding: latin-1\nname = '\xe9'\nfrom torch.distributed.fsdp import wrap\n"
+    )
+    assert check_scripts([str(marked), str(latin)]) == []
+    latin.write_bytes(b"# coding: nonsense\n")
+    (found,) = check_scripts([str(latin)])
+    assert found.severity == "severe"
+
+
+def test_what_is_too_deep_to_follow_is_said():
+    (found,) = check_script("total = " + "+".join(["a"] * 5000))
+    assert found.severity == "warning"
+    assert "too deep" in found.what
 
 
 def test_our_names_are_fine_in_a_script_for_fullshard():

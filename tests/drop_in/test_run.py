@@ -133,9 +133,18 @@ def test_a_launchers_rank_is_joined(script, started, monkeypatch):
         (["no/such.py"], "there is no file 'no/such.py'"),
         (["--no-python", "ls"], "leave out --no-python"),
         (["--no-launch", "--nproc", "2", "-m", "x"], "leave --nproc out"),
+        (["--nproc", "0", "-m", "x"], "at least 1, got 0"),
+        (["--nproc", "-1", "-m", "x"], "at least 1, got -1"),
     ],
 )
 def test_what_cannot_be_is_refused(started, arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         fullshard.run.main(arguments)
     assert not started
+
+
+def test_what_torchrun_refuses_is_said_in_a_line(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigurationError, match="nproc_per_node value: many"):
+        fullshard.run.main(["--nproc", "many", "-m", "x"])

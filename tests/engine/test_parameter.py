@@ -286,8 +286,39 @@ def test_writing_counts_as_a_change_of_the_buffer():
     LocalWorld(2).run(body)
 
 
-REFUSED = {
+FOLDED = {
     "sum": lambda x: x.sum(),
+    "sum in another dtype": lambda x: x.sum(dtype=torch.float64),
+    "how many": lambda x: (x > 0).sum(),
+    "mean": lambda x: x.mean(),
+    "mean of magnitudes": lambda x: x.abs().mean(),
+    "largest": lambda x: x.max(),
+    "smallest": lambda x: x.min(),
+    "smallest of integers": lambda x: x.mul(9).to(torch.int64).min(),
+    "with NaN": lambda x: x.div(0).mul(0).max(),
+    "with infinity": lambda x: x.div(0).min(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FOLDED)
+def test_numbers_about_the_whole_are_global(name, dtype):
+    full = torch.randn(5, 12, generator=torch.Generator().manual_seed(3)).to(dtype)
+    wanted = FOLDED[name](full)
+
+    def body(comm):
+        return FOLDED[name](one(comm, full).detach())
+
+    for size in (1, 2, 7):
+        for found in LocalWorld(size).run(body):
+            found = found.full_tensor()
+            assert found.dtype == wanted.dtype
+            torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+REFUSED = {
+    "sum of rows": lambda x: x.sum(1),
+    "largest of rows": lambda x: x.max(1),
     "pad": lambda x: nn.functional.pad(x, (0, 1)),
     "column": lambda x: x[:, 0],
     "every other row": lambda x: x[::2],

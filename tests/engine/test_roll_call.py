@@ -31,7 +31,7 @@ def test_what_one_rank_calls_alone_is_told_and_training_goes_on(gloo_world):
         assert re.match(r"  ranks? \S+: in gather of unit 'blocks.0' for \d\.\d s$", others)
         assert "on every rank" in last
         assert waited_s < 3
-    assert "if rank == 0: torch.save(state, path)" in told[0][0]
+    assert "torch.distributed.checkpoint.save" in told[0][0]  # of what fully_shard hands out
     assert [each[0] for each in (*mishaps[1:], *without)] == [[]] * 5
     for (_, weights), (_, wanted) in zip(mishaps, without, strict=True):
         assert weights.keys() == wanted.keys()
@@ -152,3 +152,19 @@ def test_a_rank_whose_peer_has_ended_is_told(unused_port):
     assert [process.returncode for process in processes] == [0, 0]
     assert "rank 0 calls look()" in told
     assert "rank 1: has left the process group" in told
+
+
+def test_who_loads_alone_is_told_and_training_goes_on(gloo_world):
+    found = gloo_world.run(2, workers.loading_alone)
+    model, optimizer = found[0][0]
+    assert "load_state_dict() of DTensors, which all of ranks" in model
+    assert "optimizer.load_state_dict() of DTensors, which all of ranks" in optimizer
+    for name, value in found[0][1].items():
+        assert torch.equal(value, found[1][1][name])
+
+
+def test_who_sends_an_optimizers_state_alone_is_told(gloo_world):
+    told, nothing = gloo_world.run(2, workers.sending_alone)
+    assert "scatter_full_optim_state_dict(), which all of ranks" in told[0]
+    assert "optim_state_dict_to_load(), which all of ranks" in told[1]
+    assert nothing == []

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.layout import Span
 from fullshard.torch import FullyShardedDataParallel as FSDP
+from fullshard.torch import MixedPrecision
 from fullshard.torch.local_world import LocalWorld
 from fullshard.torch.recut import Cut, recut, rows_of_ranks
 
@@ -158,3 +159,39 @@ def test_a_state_of_another_optimizer_is_refused():
             FSDP.scatter_full_optim_state_dict(strange, model, optim=optimizer)
 
     LocalWorld(2).run(body)
+
+
+# ---- at odd times, of odd optimizers ------------------------------------------------------------
+
+
+def test_pytorchs_functions_get_rows_whatever_is_chosen(gloo_world):
+    gloo_world.run(2, workers.chosen_otherwise)
+
+
+def test_what_is_shown_by_hand_is_no_entry(gloo_world):
+    gloo_world.run(2, workers.after_unshard)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "NAdam", "ASGD"])
+def test_numbers_of_an_optimizer_are_not_cut(gloo_world, kind):
+    gloo_world.run(2, workers.numbers_of_optimizers, kind)
+
+
+def test_loaded_spans_do_not_follow_steps(gloo_world):
+    gloo_world.run(2, workers.loaded_spans_stay)
+
+
+def test_buffers_are_saved_in_the_dtype_they_had():
+    def body(comm):
+        low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+        inner = FSDP(torch.nn.BatchNorm1d(3), comm, mixed_precision=low)
+        model = FSDP(torch.nn.Sequential(inner), comm, mixed_precision=low)
+        assert inner.running_mean.dtype == torch.bfloat16
+        state = model.state_dict()
+        assert {each.dtype for each in state.values()} == {torch.float32, torch.int64}
+        state["0.running_mean"] += 2
+        model.load_state_dict(state)
+        assert inner.running_mean.tolist() == [2, 2, 2]
+        return inner.state_dict()["running_mean"].dtype, inner.running_mean.dtype
+
+    assert LocalWorld(2).run(body) == [(torch.float32, torch.bfloat16)] * 2

@@ -10,7 +10,13 @@ from support.stack import shard_stack, step
 from torch.distributed import distributed_c10d as c10d
 
 from fullshard.core.errors import UsageError
-from fullshard.torch import save_full_weights, summon_full_params
+from fullshard.torch import (
+    FullOptimStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+    save_full_weights,
+    summon_full_params,
+)
 from fullshard.torch.process_group_comm import ProcessGroupComm
 from fullshard.torch.roll_call import call_roll
 
@@ -122,3 +128,48 @@ def keys_after(group, calls):
         attempt(comm, f"look({number})")
     dist.barrier(group)
     return before, store.num_keys()
+
+
+def loading_alone(group):
+    """Rank 0 alone loads what is exchanged between ranks, while the others go on; what it is told.
+
+    And the weights in the end.
+    """
+    torch.manual_seed(0)
+    model = shard_stack(group)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    states = {model: model.state_dict(), optimizer: optimizer.state_dict()}
+    told = []
+    for target, state in states.items():
+        if group.rank() == 0:
+            try:
+                target.load_state_dict(state)
+            except UsageError as error:
+                told.append(str(error))
+        optimizer.zero_grad()
+        step(model, optimizer)
+    weights = {name: each.full_tensor() for name, each in model.state_dict().items()}
+    return told, weights
+
+
+def sending_alone(group):
+    """Rank 0 alone sends an optimizer's state, in two ways; what it is told."""
+    api = FullyShardedDataParallel
+    model = api(torch.nn.Linear(3, 2), group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = FullOptimStateDictConfig(rank0_only=True)
+    api.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config)
+    state = {"state": {}, "param_groups": []}
+    told = []
+    for way in (
+        lambda: api.scatter_full_optim_state_dict(state, model, optim=optimizer),
+        lambda: api.optim_state_dict_to_load(model, optimizer, state),
+    ):
+        if group.rank() == 0:
+            try:
+                way()
+            except UsageError as error:
+                told.append(str(error))
+    model(torch.ones(1, 3)).sum().backward()
+    return told

@@ -434,3 +434,90 @@ def load_files(group, folder, door):
     dcp.load({"model": weights, "optim": state}, checkpoint_id=folder, process_group=group)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     return tuple(_whole(each) for each in get_state_dict(model, optimizer))
+
+
+# ---- at odd times, of odd optimizers ------------------------------------------------------------
+
+
+def chosen_otherwise(group):
+    """What `get_model_state_dict` gives is rows, whatever the user has chosen for himself."""
+    model, _ = train_ours(group, "wrapper")
+    weights = {name: param.full_tensor() for name, param in model.named_parameters()}
+    api = ours.FullyShardedDataParallel
+    for kind, config in (
+        (StateDictType.FULL_STATE_DICT, ours.FullStateDictConfig(rank0_only=True)),
+        (StateDictType.LOCAL_STATE_DICT, None),
+    ):
+        api.set_state_dict_type(model, kind, config)
+        state = get_model_state_dict(model)
+        _compare({name: _whole(state[name]) for name in weights}, weights, str(kind))
+        set_model_state_dict(model, {name: value + 1 for name, value in state.items()})
+        for name, param in model.named_parameters():
+            assert torch.equal(param.full_tensor(), weights[name] + 1), (kind, name)
+        set_model_state_dict(model, state)
+
+
+def after_unshard(group):
+    """Full parameters shown by hand are neither handed out nor loaded into."""
+    plain = Odd().state_dict()
+    model = _shard(Odd(), group, "function")
+    model.unshard()
+    state = model.state_dict()
+    assert type(state["conv.weight"]) is DTensor
+    model.unshard()
+    model.load_state_dict({name: value + 1 for name, value in state.items()})
+    model.reshard()
+    assert torch.equal(model.get_parameter("conv.weight").full_tensor(), plain["conv.weight"] + 1)
+
+
+class Scaled(nn.Module):
+    """With a parameter without dims, beside which an optimizer's numbers look like its state."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 5)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return (self.linear(x) * self.scale).square().sum()
+
+
+def numbers_of_optimizers(group, kind):
+    """An ordinary optimizer's state, loaded into one over sharded parameters, goes on alike."""
+
+    def train(model, optimizer, steps):
+        losses = []
+        for number in range(steps):
+            loss = model(torch.full((2, 3), number + 1.0))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    make = getattr(torch.optim, kind)
+    plain = Scaled()
+    alone = make(plain.parameters(), lr=0.01)
+    train(plain, alone, 2)
+    model = _shard(Scaled(), group, "function")
+    model.load_state_dict(plain.state_dict())
+    optimizer = make(model.parameters(), lr=0.01)
+    train(model, optimizer, 1)  # it is looked at when it steps
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(alone.state_dict()))
+    for mine, other in zip(train(model, optimizer, 3), train(plain, alone, 3), strict=True):
+        assert abs(mine - other) <= 1e-5 * abs(other)
+    assert type(optimizer.state[model.get_parameter("scale")]["step"]) is torch.Tensor
+
+
+def loaded_spans_stay(group):
+    """What is loaded in the local form does not follow the optimizer's steps."""
+    api = ours.FullyShardedDataParallel
+    model, optimizer = train_ours(group, "wrapper")
+    with api.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        named = api.optim_state_dict(model, optimizer)
+        before = copy.deepcopy(named)
+        optimizer.load_state_dict(api.optim_state_dict_to_load(model, optimizer, named))
+    step(group, model, optimizer, 3)
+    _compare(named["state"], before["state"])

@@ -2,6 +2,7 @@
 """Mistakes around ``if rank == 0``: what all ranks must call, and what one rank writes alone."""
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -56,7 +57,9 @@ def collectives_on_some_ranks(script: Script) -> Iterator[Finding]:
         function = script.called_function(call)
         if what:
             places.append(_Place(call, what, call.lineno))
-        elif function in collective_functions:
+        elif function in collective_functions and not _is_about_another_model(
+            script, call, function, *collective_functions[function]
+        ):
             places.append(_Place(call, *collective_functions[function]))
     signs: dict[tuple[ast.AST, str], set[int]] = {}
     for place in places:
@@ -102,6 +105,21 @@ def _finding(script: Script, place: _Place, condition: Condition) -> Finding:
         mend,
         script.at(place.call),
     )
+
+
+def _is_about_another_model(
+    script: Script, call: ast.Call, function: Function | None, what: str, line: int
+) -> bool:
+    """Whether ``what`` is done to a parameter of ``function`` that is no sharded model here."""
+    if function is None or not function.lineno <= line <= (function.end_lineno or line):
+        return False
+    names = [each.arg for each in function.args.args]
+    if isinstance(call.func, ast.Attribute):  # on self
+        names = names[1:]
+    given = dict(zip(names, call.args, strict=False))
+    given |= {each.arg: each.value for each in call.keywords if each.arg is not None}
+    model = given.get(what.partition(".")[0])
+    return model is not None and not script.is_sharded(model)
 
 
 def _called(call: ast.Call) -> str:
@@ -175,12 +193,15 @@ def _sees_full_parameters(script: Script, call: ast.Call) -> bool:
 
 
 def parts_saved_as_whole(script: Script) -> Iterator[Finding]:
-    """This rank's part of the state, written by one rank as if it were all of it."""
+    """A rank's part of the state, written by one rank, or by all to one file, as if it were all."""
     if not script.knows_sharding:
         return
     conditions = rank_conditions(script)
     for call in script.calls:
         if call not in conditions:
+            part = _own_part(script, call)
+            if part is not None:
+                yield _part(script, call, *part, "by every rank to one file")
             continue
         if _is_optimizer_state(script, call) and not _is_argument_of_collective(script, call):
             yield _part(script, call, ast.unparse(call), "optimizer")
@@ -191,6 +212,29 @@ def parts_saved_as_whole(script: Script) -> Iterator[Finding]:
                 kind = _kind_of_state(script, node.id)
                 if kind:
                     yield _part(script, call, node.id, kind)
+
+
+def _own_part(script: Script, call: ast.Call) -> tuple[str, str] | None:
+    """The text and kind of a part that ``call`` writes to a file of one name everywhere."""
+    if script.name_of(call.func) != "torch.save" or len(call.args) < 2:
+        return None
+    path = [call.args[1]]
+    for node in ast.walk(call.args[1]):
+        if isinstance(node, ast.Name) and node.id not in script.aliases:
+            values = [value for target, value, _ in script.assignments if target == node.id]
+            if not values and not re.search("epoch|step", node.id):
+                return None  # from outside: it may differ
+            path += values
+    if any(re.search("rank|process|shard", ast.unparse(each)) for each in path):
+        return None
+    for node in ast.walk(call.args[0]):
+        if _is_optimizer_state(script, node):
+            return ast.unparse(node), "optimizer"
+        if isinstance(node, ast.Name) and _kind_of_state(script, node.id):
+            return node.id, _kind_of_state(script, node.id)
+        if _is_part_of_model(script, node):
+            return ast.unparse(node), "model"
+    return None
 
 
 def _is_argument_of_collective(script: Script, call: ast.Call) -> bool:
@@ -208,23 +252,34 @@ def _is_optimizer_state(script: Script, node: ast.AST) -> bool:
     )
 
 
+def _has_optimizer_state(script: Script, node: ast.expr) -> bool:
+    """An optimizer's state, or a literal dict in which one is."""
+    parts = node.values if isinstance(node, ast.Dict) else [node]
+    return any(_is_optimizer_state(script, part) for part in parts)
+
+
 def _kind_of_state(script: Script, name: str) -> str:
     """What part ``name`` holds if it always does: "optimizer", "model", else ""."""
     values = [value for target, value, _ in script.assignments if target == name]
-    if values and all(_is_optimizer_state(script, value) for value in values):
+    if values and all(_has_optimizer_state(script, value) for value in values):
         return "optimizer"
-    if values and all(
-        isinstance(value, ast.Call)
-        and isinstance(value.func, ast.Attribute)
-        and value.func.attr == "state_dict"
-        and script.is_sharded(value.func.value, "fully_shard")
-        for value in values
-    ):
+    if values and all(_is_part_of_model(script, value) for value in values):
         return "model"
     return ""
 
 
-def _part(script: Script, call: ast.Call, text: str, kind: str) -> Finding:
+def _is_part_of_model(script: Script, node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "state_dict"
+        and script.is_sharded(node.func.value, "fully_shard")
+    )
+
+
+def _part(
+    script: Script, call: ast.Call, text: str, kind: str, how: str = "on one rank"
+) -> Finding:
     if kind == "optimizer":
         what, function = "the optimizer's state", "get_optimizer_state_dict(model, optimizer, "
         fsdp1 = " (or FSDP.optim_state_dict(model, optimizer))"
@@ -232,7 +287,7 @@ def _part(script: Script, call: ast.Call, text: str, kind: str) -> Finding:
         what, function, fsdp1 = "the model's", "get_model_state_dict(model, ", ""
     return Finding(
         "severe",
-        f"{text} is written on one rank",
+        f"{text} is written {how}",
         f"It holds this rank's part of {what}; the others' are lost, and the file cannot be "
         "resumed from.",
         f"On every rank: state = {function}options=StateDictOptions(full_state_dict=True, "

@@ -16,7 +16,7 @@ __all__ = ["Condition", "rank_conditions"]
 
 _RANKS = {
     *("rank", "local_rank", "global_rank", "world_rank", "node_rank", "dist_rank", "ddp_rank"),
-    *("ddp_local_rank", "dp_rank", "my_rank", "process_index", "local_process_index"),
+    *("ddp_local_rank", "dp_rank", "my_rank", "process_index", "local_process_index", "gpu_id"),
 }
 _GET_RANK = {"get_rank", "get_global_rank", "get_local_rank", "get_node_local_rank"}
 _VARIABLES = {"RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK"}
@@ -124,7 +124,12 @@ class _Reader:
         if isinstance(statement, ast.Return | ast.Continue | ast.Break):
             return True
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            return self._script.name_of(statement.value.func) in ("sys.exit", "exit", "quit")
+            return self._script.name_of(statement.value.func) in (
+                "sys.exit",
+                "exit",
+                "quit",
+                "os._exit",
+            )
         return False
 
     def _sign(self, test: ast.expr) -> int:

@@ -24,9 +24,11 @@ _BY_RANK = re.compile(r"rank|world|shard|split_dataset_by_node|process_index")
 def optimizer_before_sharding(script: Script) -> Iterator[Finding]:
     """Optimizers that hold the parameters from before the model was sharded."""
     for call in script.calls:
-        models = _models_of_optimizer(call) if script.is_optimizer_call(call) else set()
+        models = _models_of_optimizer(script, call) if script.is_optimizer_call(call) else set()
+        owners = {owner for model in models for owner in _owners(model)}
         for wrap in script.wraps:
-            model = next(iter(models & wrap.models), None)
+            whole = {ast.unparse(argument) for argument in wrap.call.args[:1]}
+            model = min((models & wrap.models) | (owners & whole), default=None)
             if model is None or wrap.follows or not script.is_before(call, wrap.call):
                 continue
             if _is_made_anew(script, model, call, wrap):
@@ -42,15 +44,32 @@ def optimizer_before_sharding(script: Script) -> Iterator[Finding]:
             break
 
 
-def _models_of_optimizer(call: ast.Call) -> set[str]:
-    """The texts of the models whose ``.parameters()`` stand in the arguments."""
+def _models_of_optimizer(script: Script, call: ast.Call) -> set[str]:
+    """The texts of the models whose ``.parameters()`` the arguments are.
+
+    They stand in the arguments, or in what a variable among them was given before.
+    """
+    names = {ast.unparse(given) for given in [*call.args, *(each.value for each in call.keywords)]}
+    sources: list[ast.expr] = [call]
+    sources += [
+        value
+        for target, value, statement in script.assignments
+        if target in names and script.is_before(statement, call)
+    ]
     return {
         ast.unparse(node.func.value)
-        for node in ast.walk(call)
+        for source in sources
+        for node in ast.walk(source)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("parameters", "named_parameters")
     }
+
+
+def _owners(text: str) -> set[str]:
+    """``a.b.c`` is part of ``a.b`` and of ``a``."""
+    parts = text.split(".")
+    return {".".join(parts[:count]) for count in range(1, len(parts))}
 
 
 def _is_made_anew(script: Script, model: str, first: ast.expr, wrap: Wrap) -> bool:
@@ -137,9 +156,11 @@ def _is_on_host(script: Script, device: ast.expr) -> bool:
 def sampler_without_epoch(script: Script) -> Iterator[Finding]:
     """Shuffling DistributedSamplers in a script with epochs and without ``set_epoch``."""
     text_of_loops = [
-        ast.unparse(node.target) + ast.unparse(node.iter)
+        ast.unparse(node.test)
+        if isinstance(node, ast.While)
+        else ast.unparse(node.target) + ast.unparse(node.iter)
         for node in ast.walk(script.tree)
-        if isinstance(node, ast.For)
+        if isinstance(node, ast.For | ast.While)
     ]
     if not any("epoch" in text.lower() for text in text_of_loops):
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads training scripts, without running them, and lists the mistakes that it knows."""
 
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.doctor.collective_checks import collectives_on_some_ranks, parts_saved_as_whole
@@ -41,7 +41,11 @@ def check_scripts(paths: Sequence[str]) -> list[Finding]:
     findings = []
     for path in paths:
         try:
-            text = Path(path).read_text("utf-8")
+            with tokenize.open(path) as file:  # in the encoding that Python would read it in
+                text = file.read()
+        except SyntaxError as error:
+            findings.append(_unreadable(error, path))
+            continue
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"cannot read the script {path}: {error}") from error
         findings += check_script(text, path)
@@ -52,12 +56,13 @@ def check_script(text: str, path: str = "script.py") -> list[Finding]:
     """The findings of one script's ``text``; ``path`` is the name to show."""
     try:
         script = Script(text, path)
+        found = [finding for check in SCRIPT_CHECKS for finding in check(script)]
+    except RecursionError:
+        what = "expressions or branches too deep inside each other to be followed"
+        mend = "Check the script by eye, or move its largest literal or chain to a file of its own."
+        return [Finding("warning", what, "Nothing was looked for in this file.", mend, path)]
     except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None) or 1
-        what = f"this Python cannot read the script: {error}"
-        means = "It does not start."
-        return [Finding("severe", what, means, "Mend the line.", f"{path}:{line}")]
-    found = [finding for check in SCRIPT_CHECKS for finding in check(script)]
+        return [_unreadable(error, path)]
     found.sort(key=lambda finding: int(finding.where.rpartition(":")[2]))
     if not script.knows_sharding:
         found.append(
@@ -70,3 +75,9 @@ def check_script(text: str, path: str = "script.py") -> list[Finding]:
             )
         )
     return found
+
+
+def _unreadable(error: SyntaxError | ValueError, path: str) -> Finding:
+    what = f"this Python cannot read the script: {error}"
+    line = getattr(error, "lineno", None) or 1
+    return Finding("severe", what, "It does not start.", "Mend the line.", f"{path}:{line}")

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.torch.module_state import Form, collecting, hand_out
-from fullshard.torch.modules import WRAPPED
+from fullshard.torch.module_state import Form, ask_before_loading, collecting, hand_out
+from fullshard.torch.modules import WRAPPED, buffer_dtypes
 from fullshard.torch.optimizer_state import as_span
 from fullshard.torch.shard_modules import speaks_for_all
 from fullshard.torch.state_dict_types import (
@@ -36,30 +36,39 @@ class StateDictForms(nn.Module):
         """The wrapped module's state dict in the form that `set_state_dict_type` has chosen.
 
         Collective. Without a choice every rank gets whole tensors, gathered one by one, as from
-        FSDP1; `torch.distributed.checkpoint` gets DTensors. With ``keep_vars`` entries are the
-        sharded parameters themselves.
+        FSDP1, and `torch.distributed.checkpoint` DTensors; its ``get_state_dict`` and their like
+        get DTensors whatever is chosen. With ``keep_vars`` entries are the sharded parameters
+        themselves.
         """
         if args:
             destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[:3]
         wrapped = self._modules[WRAPPED]
         assert wrapped is not None
         chosen: StateDictSettings | None = self.__dict__.get(_STATE_DICT_SETTINGS)
-        if chosen is None and _asked_by_dcp():
+        asking = _asking_module()
+        if asking == _DCP_STATE_DICT or (chosen is None and asking.startswith(_DCP)):
             chosen = settings_of(StateDictType.SHARDED_STATE_DICT)
         with collecting() as outermost:
             state = wrapped.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if outermost and not keep_vars:
+            for name, dtype in buffer_dtypes(self).items():
+                if (key := f"{prefix}{name}") in state:  # others are not persistent
+                    state[key] = state[key].to(dtype)
             hand_out(state, prefix, _form(chosen or StateDictSettings(), self))
         return state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load whole tensors, DTensors or, if LOCAL_STATE_DICT is chosen, this rank's spans."""
+        """Load whole tensors, DTensors or, if LOCAL_STATE_DICT is chosen, this rank's spans.
+
+        Collective for DTensors.
+        """
         chosen: StateDictSettings | None = self.__dict__.get(_STATE_DICT_SETTINGS)
         if chosen is not None and chosen.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             params = dict(self.named_parameters(remove_duplicate=False))
             state_dict = {key: as_span(v, params.get(key)) for key, v in state_dict.items()}
+        ask_before_loading(state_dict.values(), self.parameters())
         return super().load_state_dict(state_dict, strict, assign)
 
     def _fqn_modifiers(self) -> dict[str, str]:
@@ -134,14 +143,18 @@ def _form(settings: StateDictSettings, wrapper: nn.Module) -> Form:
 # FSDP1's default is whole tensors. torch.distributed.checkpoint knows torch's own class and chooses
 # the sharded form for it by itself; our wrapper it takes for an ordinary module whose entries it
 # expects to be DTensors. Nothing in its call tells that apart from a user's, but where it comes
-# from.
+# from. Its `state_dict` module chooses for torch's class even over a user's choice; the others take
+# what a user has chosen.
+_DCP = "torch.distributed.checkpoint."
+_DCP_STATE_DICT = f"{_DCP}state_dict"
 
 
-def _asked_by_dcp() -> bool:
+def _asking_module() -> str:
+    """The name of the module whose code wants the state dict."""
     frame = sys._getframe(2)
     while frame.f_back is not None and _passes_on(_module_of(frame)):
         frame = frame.f_back
-    return _module_of(frame).startswith("torch.distributed.checkpoint.")
+    return _module_of(frame)
 
 
 def _passes_on(module: str) -> bool:

@@ -5,7 +5,7 @@ Unless a method says otherwise it is called between steps, with the same argumen
 concerns the module's own unit; with ``recurse`` also those below.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.hooks import ManagedUnit, managed_unit_of
 from fullshard.torch.initialisation import filled_with_nan
-from fullshard.torch.module_state import AS_DTENSORS, collecting, hand_out
+from fullshard.torch.module_state import AS_DTENSORS, ask_before_loading, collecting, hand_out
 from fullshard.torch.modules import clean_name
 from fullshard.torch.runtime import runtime_of
 from fullshard.torch.shard_modules import (
@@ -56,6 +56,7 @@ class FSDPModule:
         """
         if args:
             destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[:3]
+        _show_sharded(_module(self))
         with collecting() as outermost:
             state = super().state_dict(  # type: ignore[misc]
                 destination=destination, prefix=prefix, keep_vars=keep_vars
@@ -63,6 +64,14 @@ class FSDPModule:
         if outermost and not keep_vars:
             hand_out(state, prefix, AS_DTENSORS)
         return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load whole tensors or DTensors. Collective for DTensors."""
+        _show_sharded(_module(self))
+        ask_before_loading(state_dict.values(), _module(self).parameters())
+        return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
 
     # ---- full parameters by hand ----------------------------------------------------------------
 
@@ -307,6 +316,13 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 def _module(module: object) -> nn.Module:
     assert isinstance(module, nn.Module)
     return module
+
+
+def _show_sharded(module: nn.Module) -> None:
+    """Take back what `FSDPModule.unshard` shows; not in a step, nor what has been summoned."""
+    for managed in managed_units(module):
+        if not managed.summoned and (managed.runtime is None or managed.runtime.idle):
+            managed.unit.show_sharded()
 
 
 def _managed(module: object) -> ManagedUnit:

@@ -2,7 +2,7 @@
 """What ``state_dict()`` of a sharded model gives: whole tensors, DTensors, or spans."""
 
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from fullshard.torch.parameter import ShardedParameter
 from fullshard.torch.roll_call import call_roll
 from fullshard.torch.state_dict_types import StateDictType
 
-__all__ = ["AS_DTENSORS", "Form", "change_form", "collecting", "hand_out"]
+__all__ = ["AS_DTENSORS", "Form", "ask_before_loading", "change_form", "collecting", "hand_out"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,13 @@ class Form:
 
 
 AS_DTENSORS = Form(StateDictType.SHARDED_STATE_DICT)
-_INSTEAD = (
-    "call it on every rank, and write on one: state = model.state_dict(); "
-    "if rank == 0: torch.save(state, path)"
-)
+_INSTEAD = {
+    StateDictType.FULL_STATE_DICT: "call it on every rank, and write on one: "
+    "state = model.state_dict(); if rank == 0: torch.save(state, path)",
+    StateDictType.SHARDED_STATE_DICT: "call it on every rank; its entries are DTensors, of which "
+    "each rank has its rows, for torch.distributed.checkpoint.save. For one file: "
+    "fullshard.torch.save_full_weights(model, path), on every rank",
+}
 
 
 class _Depth(threading.local):
@@ -59,12 +62,22 @@ def collecting() -> Iterator[bool]:
 def hand_out(state: MutableMapping[str, Any], prefix: str, form: Form) -> None:
     """Change the entries of a module's state dict whose names begin with ``prefix``."""
     entries = {name: value for name, value in state.items() if name.startswith(prefix)}
-    change_form(entries, form, "state_dict()", _INSTEAD)
+    change_form(entries, form, "state_dict()", _INSTEAD.get(form.kind, ""))
     for name in [name for name in state if name.startswith(prefix)]:
         if name in entries:
             state[name] = entries[name]
         else:
             del state[name]
+
+
+def ask_before_loading(
+    values: Iterable[Any], params: Iterable[Any], what: str = "load_state_dict() of DTensors"
+) -> None:
+    """Call the roll if loading ``values`` into ``params`` is collective: if there are DTensors."""
+    if any(isinstance(value, DTensor) for value in values):
+        owners = [each.ownership for each in params if isinstance(each, ShardedParameter)]
+        comms = list(dict.fromkeys(comm for owner in owners for comm in owner.comms))
+        call_roll(comms, what, "call it on every rank, or load whole tensors")
 
 
 def change_form(values: MutableMapping[Any, Any], form: Form, what: str, instead: str) -> None:

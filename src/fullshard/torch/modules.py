@@ -32,6 +32,7 @@ __all__ = [
     "WRAPPED",
     "ParamSites",
     "TiedSites",
+    "buffer_dtypes",
     "cast_buffers",
     "clean_name",
     "device_of",
@@ -50,6 +51,7 @@ _OWNER = "_fullshard_unit"
 WRAPPED = "_fsdp_wrapped_module"
 """The attribute under which FSDP1 wrappers keep the wrapped module; users see it in ``print``."""
 
+_BUFFER_DTYPES = "_fullshard_buffer_dtypes"
 _WRAPPING = {WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"}
 
 
@@ -228,11 +230,21 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point buffers below ``module``."""
+    """Cast the floating-point buffers below ``module``. `buffer_dtypes` tells what they were."""
     for each in module.modules():
         for key, buffer in each._buffers.items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                each.__dict__.setdefault(_BUFFER_DTYPES, {}).setdefault(key, buffer.dtype)
                 each._buffers[key] = buffer.to(dtype)
+
+
+def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+    """Of the buffers that `cast_buffers` has cast below ``module``, what they were, by name."""
+    return {
+        clean_name(f"{path}.{key}" if path else key): dtype
+        for path, each in module.named_modules()
+        for key, dtype in each.__dict__.get(_BUFFER_DTYPES, {}).items()
+    }
 
 
 def tensors_in(structure: Any, keep: Callable[[Tensor], bool]) -> Iterator[Tensor]:

@@ -20,6 +20,7 @@ from fullshard.torch.module_state import Form
 from fullshard.torch.modules import clean_name
 from fullshard.torch.optimizer_state import cut_state, in_form, uncut_spans
 from fullshard.torch.parameter import ShardedParameter
+from fullshard.torch.roll_call import call_roll
 from fullshard.torch.shard_modules import managed_units, speaks_for_all
 from fullshard.torch.state_dict_types import OptimStateKeyType, StateDictType
 
@@ -29,6 +30,7 @@ _INSTEAD = (
     "call it on every rank (with rank0_only=True in the settings others get an empty dict), "
     "and write on one"
 )
+_INSTEAD_OF_LOADING = "call it on every rank; only the first one needs to have the state dict"
 _Groups = list[dict[str, Any]]
 
 
@@ -72,7 +74,9 @@ class OptimizerStateDicts(StateDictForms):
         """
         settings = StateDictForms.get_state_dict_type(model)
         if getattr(settings.optim_state_dict_config, "rank0_only", False):
-            optim_state_dict = _from_first_rank(model, optim_state_dict)
+            optim_state_dict = _from_first_rank(
+                model, optim_state_dict, "optim_state_dict_to_load()"
+            )
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             state = uncut_spans(optim_state_dict["state"], _params_by_name(model))
             optim_state_dict = {**optim_state_dict, "state": state}
@@ -136,7 +140,7 @@ class OptimizerStateDicts(StateDictForms):
 
         It is sent tensor by tensor, of which each rank keeps its span.
         """
-        state = _from_first_rank(model, full_optim_state_dict)
+        state = _from_first_rank(model, full_optim_state_dict, "scatter_full_optim_state_dict()")
         return _to_load(model, _groups_of(model, optim, optim_input), state)
 
     @staticmethod
@@ -212,12 +216,13 @@ def _saved(
 ) -> dict[str, Any]:
     names = dict(enumerate(_names(model, optim.param_groups)))
     named = _rekeyed(_packed(optim) if given is None else given, names)
-    state = in_form(named["state"], form, "a state dict of the optimizer", _INSTEAD)
+    state = in_form(named["state"], form, "FullyShardedDataParallel.optim_state_dict()", _INSTEAD)
     return {**named, "state": state} if form.kept else {}
 
 
-def _from_first_rank(model: nn.Module, state: dict[str, Any] | None) -> dict[str, Any]:
+def _from_first_rank(model: nn.Module, state: dict[str, Any] | None, what: str) -> dict[str, Any]:
     unit = next(managed_units(model)).unit
+    call_roll([unit.ranks.gather, unit.ranks.replicas], what, _INSTEAD_OF_LOADING)
     return broadcast_state(unit.ranks, state or {}, _params_by_name(model), unit.device)
 
 

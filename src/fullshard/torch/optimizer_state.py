@@ -16,16 +16,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.torch.module_state import AS_DTENSORS, Form, change_form
+from fullshard.torch.module_state import AS_DTENSORS, Form, ask_before_loading, change_form
 from fullshard.torch.parameter import ShardedParameter
 from fullshard.torch.sharded_tensors import without_sharded_tensor
 
 __all__ = ["adopt", "as_span", "cut_state", "in_form", "translate", "uncut_spans"]
 
 _TRANSLATED = "_fullshard_translates"
+_NUMBERS = {"step", "mu_product", "mu", "eta"}  # of Adam and its kin, NAdam, ASGD
 _INSTEAD = (
-    "call it on every rank, and write on one: state = optimizer.state_dict(); "
-    "if rank == 0: torch.save(state, path)"
+    "call it on every rank; its state is DTensors, of which each rank has its rows. For one file: "
+    "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, "
+    "cpu_offload=True)) of torch.distributed.checkpoint.state_dict on every rank, which rank 0 "
+    "writes, or FullyShardedDataParallel.optim_state_dict(model, optimizer)"
 )
 
 
@@ -52,6 +55,9 @@ def _hand_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
 
 def _cut_before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     state = dict(state_dict["state"])
+    values = [value for each in state.values() for value in each.values()]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    ask_before_loading(values, params, "optimizer.load_state_dict() of DTensors")
     for key, param in _params_by_key(optimizer, state_dict):
         if key in state and isinstance(param, ShardedParameter):
             state[key] = cut_state(state[key], param)
@@ -70,7 +76,7 @@ def cut_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, An
     """The state of one parameter, of which this rank keeps its span. Collective for DTensors.
 
     A tensor of the parameter's shape is state of its elements; another one is not cut. ``step``
-    is a number, also beside a parameter without dims.
+    and other names of numbers are not, also beside a parameter without dims.
     """
     return {name: _cut(name, value, param) for name, value in state.items()}
 
@@ -79,7 +85,7 @@ def _cut(name: str, value: Any, param: ShardedParameter) -> Any:
     if not isinstance(value, Tensor) or isinstance(value, ShardedParameter):
         return value
     value = without_sharded_tensor(value, param.device)
-    if value.shape != param.shape or (name == "step" and not isinstance(value, DTensor)):
+    if value.shape != param.shape or (name in _NUMBERS and not isinstance(value, DTensor)):
         return value
     local = param.ownership.cut(value.detach())
     # What is kept must not hold the memory of the whole, nor be the memory of what was loaded.
@@ -91,15 +97,20 @@ def uncut_spans(
 ) -> dict[str, dict[str, Any]]:
     """State by name in the local form, flat spans as plain tensors, made sharded again."""
     return {
-        name: {key: as_span(value, params.get(name)) for key, value in each.items()}
+        name: {
+            # Optimizers keep what they load: it must not be the memory of what was loaded.
+            key: as_span(value.clone() if isinstance(value, Tensor) else value, params.get(name))
+            for key, value in each.items()
+        }
         for name, each in state.items()
     }
 
 
 def as_span(value: Any, param: Any) -> Any:
     """A flat plain tensor of this rank's elements of ``param`` as one that is sharded alike."""
-    sharded = isinstance(param, ShardedParameter) and not isinstance(value, ShardedParameter)
-    if not sharded or not isinstance(value, Tensor) or value.shape != param.local.shape:
+    if not isinstance(param, ShardedParameter) or isinstance(value, ShardedParameter | DTensor):
+        return value  # a DTensor is of the global shape, which may be that of a span
+    if not isinstance(value, Tensor) or value.shape != param.local.shape:
         return value
     return ShardedParameter.value(value, param.ownership)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, truth values and found infs of whole parameters, of which each rank sees one span.
+"""Norms, sums, extremes, truth values of whole parameters, of which each rank sees one span.
 
 [Note: Norms across ranks]
 A p-norm is (sum of |x|^p)^(1/p). Each rank takes the norm of its span with torch's own kernel, and
@@ -18,9 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullshard.torch.comm import ReduceOp
 from fullshard.torch.ownership import Ownership
 
-__all__ = ["GlobalScalar", "global_norms", "global_truth", "unscale"]
+__all__ = [
+    "GlobalScalar",
+    "global_extreme",
+    "global_norms",
+    "global_sum",
+    "global_truth",
+    "unscale",
+]
 
 
 class GlobalScalar(torch.Tensor):
@@ -134,6 +142,45 @@ def global_truth(local: Tensor, ownership: Ownership, *, every: bool) -> Tensor:
     for comm in ownership.comms:
         comm.all_reduce([votes], "min" if every else "max").wait()
     return votes[0].bool().as_subclass(GlobalScalar)
+
+
+def global_sum(local: Tensor, ownership: Ownership, dtype: torch.dtype | None = None) -> Tensor:
+    """The sum over the whole parameter, 0-dim; of integers and truth values in int64. Collective.
+
+    Added up in fp64, and so, when rounded to ``dtype``, closer than one process's sum.
+    """
+    if local.is_complex():
+        total = torch.view_as_real(local).double().reshape(-1, 2).sum(0)
+    else:
+        total = local.sum(dtype=torch.float64 if local.is_floating_point() else torch.int64)
+    for comm in ownership.comms:
+        comm.all_reduce([total]).wait()
+    if local.is_complex():
+        total = torch.view_as_complex(total)
+    counted = local.dtype if total.dtype != torch.int64 else torch.int64
+    return total.to(dtype or counted).as_subclass(GlobalScalar)
+
+
+def global_extreme(local: Tensor, ownership: Ownership, *, largest: bool) -> Tensor:
+    """The largest or smallest element of the whole parameter, 0-dim; NaN if one is. Collective."""
+    op: ReduceOp = "max" if largest else "min"
+    floating = local.is_floating_point()
+    wide = torch.float64 if floating else torch.int64
+    info = torch.finfo(wide) if floating else torch.iinfo(wide)
+    nothing = -math.inf if floating else info.min
+    if not largest:
+        nothing = math.inf if floating else info.max
+    mine = torch.full((), nothing, dtype=wide, device=local.device)
+    if local.numel():
+        mine = (local.max() if largest else local.min()).to(wide)
+    is_nan = mine.isnan().to(wide)
+    mine = mine.nan_to_num(nothing, posinf=math.inf, neginf=-math.inf) if floating else mine
+    for comm in ownership.comms:
+        comm.all_reduce([mine], op).wait()
+        comm.all_reduce([is_nan], "max").wait()
+    if floating:
+        mine = torch.where(is_nan > 0, math.nan, mine)
+    return mine.to(local.dtype).as_subclass(GlobalScalar)
 
 
 def unscale(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each torch operation means on a sharded parameter: a rule, decided once.
 
-Elementwise operations run on the spans. Norms and truth values are global. Random fills draw the
-full tensor and keep the span, so that values and generator are those of one process, at the price
-of the full tensor's memory for a moment. A new shape of the same elements keeps the span; rows are
-cut out of it. All else would be shard-local maths in silence, and is refused.
+Elementwise operations run on the spans. Norms, sums, extremes and truth values are global. Random
+fills draw the full tensor and keep the span, so that values and generator are those of one process,
+at the price of the full tensor's memory for a moment. A new shape of the same elements keeps the
+span; rows are cut out of it. All else would be shard-local maths in silence, and is refused.
 """
 
 import math
@@ -29,7 +29,13 @@ from fullshard.torch.elementwise import (
     refused,
 )
 from fullshard.torch.ownership import Ownership
-from fullshard.torch.reductions import global_norms, global_truth, unscale
+from fullshard.torch.reductions import (
+    global_extreme,
+    global_norms,
+    global_sum,
+    global_truth,
+    unscale,
+)
 
 __all__ = ["RULES"]
 
@@ -121,6 +127,35 @@ def _truth(func: OpOverload) -> Rule:
 
     def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
         return global_truth(args[0].local, args[0].ownership, every=every)
+
+    return rule
+
+
+def _sum(func: OpOverload) -> Rule:
+    if func._overloadname != "default":
+        return refused(func)
+    mean = func.overloadpacket is _aten.mean
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
+        local, owner = args[0].local, args[0].ownership
+        if not mean:
+            return global_sum(local, owner, kwargs.get("dtype"))
+        dtype = func(local.new_zeros(1), **kwargs).dtype  # torch's error for a mean of integers
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        average: Tensor = (global_sum(local, owner, wide) / owner.numel).to(dtype)
+        return average
+
+    return rule
+
+
+def _extreme(func: OpOverload) -> Rule:
+    largest = func.overloadpacket is _aten.max
+    if func._overloadname != "default":
+        # Of two tensors it is elementwise.
+        return on_spans(func) if func._overloadname == "other" else refused(func)
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
+        return global_extreme(args[0].local, args[0].ownership, largest=largest)
 
     return rule
 
@@ -339,6 +374,8 @@ _BY_PACKET: dict[Any, Callable[[OpOverload], Rule]] = {
     **dict.fromkeys((_aten.index_put_, _aten.index_put), _index_put),
     **dict.fromkeys((_aten.linalg_vector_norm, _aten.norm), _norm),
     **dict.fromkeys((_aten.any, _aten.all), _truth),
+    **dict.fromkeys((_aten.sum, _aten.mean), _sum),
+    **dict.fromkeys((_aten.max, _aten.min), _extreme),
     _aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
     _aten.eye: _eye,
 }

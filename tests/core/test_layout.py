@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.layout import ALIGN_NUMEL, lay_out
+from fullshard.core.layout import ALIGN_NUMEL, Span, SpansOfRanks, lay_out
 from fullshard.core.spec import ParamSpec, item_bytes
 
 DTYPES = ["float32", "bfloat16", "float64", "uint8", "complex64"]
@@ -92,3 +92,21 @@ def test_a_layout_needs_a_rank_and_known_dtypes():
         lay_out([], 0)
     with pytest.raises(ConfigurationError, match=r"unknown dtype 'float7'; known: .*float32"):
         _ = ParamSpec("w", (2,), "float7").bytes
+
+
+def test_spans_are_worked_out_when_asked_for():
+    spans = SpansOfRanks(start=32, numel=100, slice_numel=64, shards=5)
+    assert [(span.start, span.stop) for span in spans] == [
+        (0, 32),
+        (32, 96),
+        (96, 100),
+        (100, 100),
+        (100, 100),
+    ]
+    assert spans[-1] == spans[4] == Span(100, 100)
+    assert spans[1:3] == [spans[1], spans[2]]
+    assert spans == SpansOfRanks(32, 100, 64, 5) != SpansOfRanks(0, 100, 64, 5)
+    with pytest.raises(IndexError, match="rank 5 of 5"):
+        spans[5]
+    many = SpansOfRanks(0, 10**9, 10**5, 10**7)
+    assert many[10**4 - 1] == Span(10**9 - 10**5, 10**9)

@@ -23,12 +23,22 @@ and resharding is interval arithmetic.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec, item_bytes
 from fullshard.core.strategy import AS_IT_RESTS, Precision
 
-__all__ = ["ALIGN_NUMEL", "Layout", "Segment", "Slot", "Span", "lay_out", "lay_out_segments"]
+__all__ = [
+    "ALIGN_NUMEL",
+    "Layout",
+    "Segment",
+    "Slot",
+    "Span",
+    "SpansOfRanks",
+    "lay_out",
+    "lay_out_segments",
+]
 
 ALIGN_NUMEL = 32
 
@@ -44,6 +54,36 @@ class Span:
     def numel(self) -> int:
         """Number of elements held."""
         return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class SpansOfRanks(Sequence[Span]):
+    """The spans of a parameter of ``numel`` elements that begins at ``start`` of its segment.
+
+    Worked out when asked for: one for each rank of thousands, kept for each parameter, is more than
+    a host has to spare.
+    """
+
+    start: int
+    numel: int
+    slice_numel: int
+    shards: int
+
+    def __len__(self) -> int:
+        return self.shards
+
+    @overload
+    def __getitem__(self, rank: int) -> Span: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Span]: ...
+    def __getitem__(self, rank: int | slice) -> Span | list[Span]:
+        if isinstance(rank, slice):
+            return [self[each] for each in range(*rank.indices(self.shards))]
+        if not -self.shards <= rank < self.shards:
+            raise IndexError(f"rank {rank} of {self.shards}")
+        first = rank % self.shards * self.slice_numel - self.start
+        start = min(max(first, 0), self.numel)
+        return Span(start, min(max(first + self.slice_numel, 0), self.numel))
 
 
 @dataclass(frozen=True)
@@ -98,15 +138,11 @@ class Segment:
 
     def span(self, slot: Slot, rank: int) -> Span:
         """The part of ``slot`` in slice ``rank``, counted from the parameter's first element."""
-        first = rank * self.slice_numel
-        numel = slot.stop - slot.start
-        start = min(max(first - slot.start, 0), numel)
-        stop = min(max(first + self.slice_numel - slot.start, 0), numel)
-        return Span(start, stop)
+        return self.spans(slot)[rank]
 
-    def spans(self, slot: Slot) -> tuple[Span, ...]:
+    def spans(self, slot: Slot) -> "SpansOfRanks":
         """The spans of all ranks; together they tile the parameter in rank order."""
-        return tuple(self.span(slot, rank) for rank in range(self.shards))
+        return SpansOfRanks(slot.start, slot.stop - slot.start, self.slice_numel, self.shards)
 
     def offset_in_slice(self, slot: Slot, rank: int) -> int:
         """Where the span of ``slot`` begins in slice ``rank``, in elements (0 if it is empty)."""

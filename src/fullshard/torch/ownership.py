@@ -4,6 +4,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import eq
 
 import torch.distributed as dist
 from torch import Tensor
@@ -29,7 +30,7 @@ class Ownership:
 
     name: str
     shape: tuple[int, ...]
-    spans: tuple[Span, ...]
+    spans: Sequence[Span]
     comm: Comm
     device_mesh: DeviceMesh | None = None
     tensor_parallel: TensorParallel | None = None
@@ -53,7 +54,7 @@ class Ownership:
     def agrees_with(self, other: "Ownership") -> bool:
         """True if element by element both are on the same rank: names do not matter."""
         return self is other or (
-            self.spans == other.spans
+            _are_equal(self.spans, other.spans)
             and self.comm is other.comm
             and self.shape == other.shape
             and self.tensor_parallel == other.tensor_parallel
@@ -107,3 +108,9 @@ class Ownership:
             f"parameter {self.name!r} of shape {tuple(self.shape)}, of which rank {self.comm.rank} "
             f"of {self.comm.size} holds the flat elements [{span.start}, {span.stop})"
         )
+
+
+def _are_equal(spans: Sequence[Span], others: Sequence[Span]) -> bool:
+    if type(spans) is type(others):
+        return spans == others
+    return len(spans) == len(others) and all(map(eq, spans, others))

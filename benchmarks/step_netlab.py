@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How close does a step come to what link and processor allow, on hosts with slow links?
+
+    sudo python benchmarks/step_netlab.py [--hosts 2] [--rate-mbit 2000] [--traffic float32]
+                                          [--rounds 7] [--out FILE.json]
+
+Hosts are network namespaces of this machine, one rank on each (see `netlab`). The engines take
+turns in one run (A B C D A B C D ...), in the configuration that `default_configuration` names.
+No step can be shorter than the limit: max(the same step without communication, all ranks computing
+at once; bytes that must cross / rate of the link). Ratios are medians over rounds of the ratios
+within a round, those to FSDP2 and DDP of throughput. Bytes sent are those that a host's interface
+counted, protocol included. Ends with status 2 where there can be no such hosts.
+"""
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import netlab
+import torch
+import torch.distributed as dist
+from default_configuration import ddp, fsdp1, fsdp2, fullshard, plain
+from report import write_report
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+from training_step import BLOCK, build, take_turns, throughput_ratio
+
+ALONE = "plain, alone"
+DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
+PORT = 29500
+
+
+def must_cross_bytes(engine, full_bytes, ranks):
+    """Bytes that each rank has to send in a step, for what the engine's strategy does.
+
+    Each gather and the reduce send (S-1)/S of the parameters, S being the ranks that share them;
+    an all-reduce over R replicas sends 2(R-1)/R of a rank's slice of the gradients.
+    """
+    if engine == ALONE:
+        return 0.0
+    gathers, sharing = 2, ranks
+    if "SHARD_GRAD_OP" in engine:
+        gathers = 1
+    if "HYBRID_SHARD" in engine:
+        sharing = ranks // 2
+    if engine == "DDP":
+        gathers, sharing = 0, 1
+    replicas = ranks // sharing
+    gathered_and_reduced = (gathers + 1) * (sharing - 1) / sharing
+    return full_bytes * (gathered_and_reduced + 2 * (replicas - 1) / replicas / sharing)
+
+
+def engines(ranks, dtype):
+    """What makes each engine's model; the hybrid ones where hosts can be parted in two pairs."""
+    options = {"FULL_SHARD": {}, "SHARD_GRAD_OP": {"reshard_after_forward": False}}
+    if ranks % 2 == 0 and ranks > 2:
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+        options["HYBRID_SHARD"] = {"mesh": mesh}
+    made = {
+        ALONE: lambda: plain(build(), dtype),
+        "DDP": lambda: ddp(build(), dtype),
+        "FSDP1": lambda: fsdp1(build(), BLOCK, dtype),
+    }
+    for name, shard in (("FSDP2", fsdp2), ("fullshard", fullshard)):
+        for strategy, chosen in options.items():
+            made[f"{name} {strategy}"] = partial(
+                lambda shard, chosen: shard(build(), BLOCK, dtype, **chosen), shard, chosen
+            )
+    return made
+
+
+def rank_main(rank, options, folder):
+    torch.set_num_threads(1)
+    store = f"tcp://{netlab.address(0)}:{PORT}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.hosts)
+    found = take_turns(
+        engines(options.hosts, DTYPES[options.traffic]),
+        ALONE,
+        options.rounds,
+        lambda: int(netlab.SENT_BYTES.read_text()),
+    )
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(options):
+    """What every rank found."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        netlab.Netlab(options.hosts, options.rate_mbit) as lab,
+    ):
+        for host in range(options.hosts):
+            as_rank = ["--as-rank", str(host), "--folder", folder]
+            lab.start(host, [sys.executable, __file__, *sys.argv[1:], *as_rank])
+        lab.wait()
+        each = [Path(folder, f"{host}.json").read_text() for host in range(options.hosts)]
+    return [json.loads(text) for text in each]
+
+
+def summarised(found, options):
+    """A row for each engine."""
+    bytes_each = 4 if options.traffic == "float32" else 2
+    full_bytes = bytes_each * sum(p.numel() for p in build().parameters())
+    seconds = {name: row["seconds"] for name, row in found[0].items()}
+    rows = {}
+    for name, times in seconds.items():
+        must = must_cross_bytes(name, full_bytes, options.hosts)
+        sent = statistics.mean(statistics.median(r[name]["sent_bytes"]) for r in found)
+        wire_s = must * 8 / (options.rate_mbit * 1e6)
+        limits = [max(alone, wire_s) for alone in seconds[ALONE]]
+        rows[name] = {
+            "traffic": options.traffic,
+            "hosts": options.hosts,
+            "rate_mbit": options.rate_mbit,
+            "step_s": statistics.median(times),
+            "limit_s": statistics.median(limits),
+            "of_limit": throughput_ratio(times, limits),
+            "of_fsdp2": throughput_ratio(times, seconds["FSDP2 FULL_SHARD"]),
+            "of_ddp": throughput_ratio(times, seconds["DDP"]),
+            "sent_bytes": round(sent),
+            "must_cross_bytes": round(must),
+            "sent_of_must": sent / must if must else None,
+            "loss": found[0][name]["losses"][-1],
+            "seconds": times,
+        }
+    return rows
+
+
+def printed(rows):
+    columns = ["ms a step", "limit", "of limit", "of FSDP2", "of DDP", "MB sent", "of must", "loss"]
+    table = Table("engine", *columns)
+    for name, row in rows.items():
+        sent_of_must = row["sent_of_must"]
+        table.add_row(
+            name,
+            f"{row['step_s'] * 1e3:.0f}",
+            f"{row['limit_s'] * 1e3:.0f}",
+            *(f"{row[key]:.2f}" for key in ("of_limit", "of_fsdp2", "of_ddp")),
+            f"{row['sent_bytes'] / 1e6:.1f}",
+            "" if sent_of_must is None else f"{sent_of_must:.3f}",
+            f"{row['loss']:.6f}",
+        )
+    first = next(iter(rows.values()))
+    table.title = f"{first['hosts']} hosts, {first['rate_mbit']} Mbit/s, {first['traffic']}"
+    Console(width=110).print(table)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate-mbit", type=int, default=2000)
+    parser.add_argument("--traffic", choices=DTYPES, default="float32")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--as-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.hosts < 2:
+        parser.error("--hosts must be at least 2")
+    if options.as_rank is not None:
+        rank_main(options.as_rank, options, options.folder)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that hosts are cleaned up
+    try:
+        found = measure(options)
+    except netlab.Unavailable as why:
+        print(f"step_netlab: {why}", file=sys.stderr)
+        sys.exit(2)
+    rows = summarised(found, options)
+    printed(rows)
+    write_report(options.out, rows)
+
+
+if __name__ == "__main__":
+    main()

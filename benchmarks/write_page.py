@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the measured part of docs/performance.md from the files in benchmarks/results.
+
+    python benchmarks/write_page.py
+
+A result file is a section: the question and how it was asked are the docstring of the script that
+its command names, columns are the numbers of its rows. What is the same in all rows, or is a list,
+stands in no column. The rest of the page is written by hand.
+"""
+
+import ast
+import json
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parent
+PAGE = BENCHMARKS.parent / "docs" / "performance.md"
+BEGIN = "<!-- From benchmarks/results by benchmarks/write_page.py: begin -->\n"
+END = "<!-- end -->\n"
+UNITS = {"bytes": ("MB", 1e6), "mib": ("MiB", 1), "s": ("s", 1), "seconds": ("s", 1)}
+
+
+def with_tables(page, results):
+    """The ``page`` with its measured part made anew from the reports in ``results``, by name."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page must hold the lines {BEGIN!r} and {END!r}")
+    sections = "\n".join(section(results[name]) for name in sorted(results))
+    return before + begin + "\n" + sections + "\n" + end + after
+
+
+def section(report):
+    """One report as Markdown."""
+    script = BENCHMARKS.parent / report["command"].split()[1]
+    question, *how = ast.get_docstring(ast.parse(script.read_text("utf-8"))).split("\n\n")
+    how = [text for text in how if not text.startswith("    ")]
+    rows = flat_rows(report["rows"])
+    same, columns = parted(rows)
+    said = ", ".join(f"{label(key)} {shown(key, rows[0][key])}" for key in same)
+    made = f"`{report['command']}`; torch {report['torch']}, Python {report['python']}"
+    lines = [f"## {' '.join(question.split())}", *how, table(rows, columns)]
+    lines.append(f"{made}, {report['cores']} cores{'; ' + said if said else ''}.")
+    return "\n\n".join(lines) + "\n"
+
+
+def flat_rows(rows):
+    """Rows as a list, however a script has put them: by engine, or in a list beside settings."""
+    if isinstance(rows, list):
+        return rows
+    if all(isinstance(row, dict) for row in rows.values()):
+        return [{"engine": name, **row} for name, row in rows.items()]
+    (listed,) = (key for key, value in rows.items() if isinstance(value, list))
+    settings = {key: value for key, value in rows.items() if key != listed}
+    return [{**settings, **row} for row in rows[listed]]
+
+
+def parted(rows):
+    """Keys whose values are the same in all of several rows, and the others; lists are in none."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    keys = [k for k in keys if not any(isinstance(row.get(k), (list, dict)) for row in rows)]
+    keys = [k for k in keys if any(row.get(k) is not None for row in rows)]
+    same = [k for k in keys if len(rows) > 1 and len({row.get(k) for row in rows}) == 1]
+    return same, [k for k in keys if k not in same]
+
+
+def table(rows, columns):
+    head = [label(key) for key in columns]
+    body = [[shown(key, row.get(key)) for key in columns] for row in rows]
+    lines = [head, ["---"] * len(columns), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def unit_of(key):
+    """The unit that a key's ending names, and what to divide by."""
+    return UNITS.get(key.rpartition("_")[2], ("", 1))
+
+
+def label(key):
+    unit, _ = unit_of(key)
+    words = key.rpartition("_")[0] if unit else key
+    return f"{words.replace('_', ' ')} {unit}".strip()
+
+
+def shown(key, value):
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    unit, divisor = unit_of(key)
+    if isinstance(value, int) and not unit:
+        return str(value)
+    value = value / divisor
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def results():
+    found = (BENCHMARKS / "results").glob("*.json")
+    return {path.stem: json.loads(path.read_text("utf-8")) for path in found}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text("utf-8"), results()), "utf-8")

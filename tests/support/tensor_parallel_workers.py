@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models cut along a tensor axis first, then sharded, on the ranks of a `GlooWorld`: 2 x 2."""
 
+import pytest
 import torch
 from support.models import seeded
 from torch import nn
@@ -192,8 +193,11 @@ def refusals(_group):
     """The errors of what would take one rank's part for the whole."""
     model, _ = build("column and row", "function")
     weight = model.layers[0].up.weight.detach()
+    full = weight.full_tensor()
+    assert weight.sum().item() == pytest.approx(full.double().sum().item())
+    assert weight.max().item() == full.max().item()
     errors = []
-    for attempt in (lambda: weight[0], lambda: weight.view(-1), lambda: weight.sum()):
+    for attempt in (lambda: weight[0], lambda: weight.view(-1), lambda: weight.sum(0)):
         try:
             attempt()
         except UnshardedOperationError as error:

@@ -48,7 +48,7 @@ LAYERS = {
     "launchers": Layer({"core"}, without_frameworks=True),
     "distributed": Layer({"core", "launchers"}, {"torch"}),
     "drop_in": Layer({"core", "wrap", "torch"}, {"torch"}),
-    "run": Layer({"core", "launchers"}, {"torch"}),
+    "run": Layer({"core", "launchers", "distributed"}, {"torch"}),
     "doctor": Layer({"core", "launchers", "distributed", "torch"}, {"torch", "rich"}),
     "cli": Layer(
         {"core", "plan", "checkpoint", "report", "train", "run", "doctor"}, without_frameworks=True

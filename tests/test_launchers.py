@@ -4,7 +4,13 @@
 import pytest
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.launchers import first_host, launcher_environment, local_rank_of, rank_of
+from fullshard.launchers import (
+    first_host,
+    launcher_environment,
+    local_rank_of,
+    rank_of,
+    threads_per_rank,
+)
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "41234"}
@@ -135,3 +141,7 @@ def test_the_innermost_launcher_counts():
 def test_rank_and_local_rank(environ, rank, local):
     assert rank_of(environ) == rank
     assert local_rank_of(environ) == local
+
+
+def test_threads_share_the_cores():
+    assert [threads_per_rank(nproc, 8) for nproc in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]

@@ -25,7 +25,14 @@ import torch.distributed as dist
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.launchers import launcher_environment, local_rank_of, rank_of
 
-__all__ = ["cleanup", "get_device", "initialize_distributed_training", "join", "log"]
+__all__ = [
+    "cleanup",
+    "default_nproc",
+    "get_device",
+    "initialize_distributed_training",
+    "join",
+    "log",
+]
 
 
 @dataclass
@@ -90,6 +97,11 @@ def join(backend: str | None = None, timeout_s: float | None = None) -> None:
     else:
         dist.init_process_group(chosen, timeout=timeout, device_id=device_id)
     _here.joined_with = (chosen, timeout_s)
+
+
+def default_nproc() -> int:
+    """Ranks to start on this host: one for each GPU; two where there is none, to shard over."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
 def get_device() -> torch.device:

@@ -1,16 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launcher (torchrun, Open MPI's mpirun, SLURM's srun) has said in the environment.
+"""What a launcher (torchrun, Open MPI's mpirun, SLURM's srun) has said, and this host's cores.
 
 Nothing here asks a device or a network; `fullshard.distributed` acts on what is found.
 """
 
+import contextlib
+import os
 import re
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 
 from fullshard.core.errors import ConfigurationError
 
-__all__ = ["first_host", "launcher_environment", "local_rank_of", "rank_of"]
+__all__ = [
+    "first_host",
+    "launcher_environment",
+    "local_rank_of",
+    "rank_of",
+    "threads_per_rank",
+    "usable_cores",
+]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FIRST_PORT, _PORTS = 20_000, 20_000
@@ -67,6 +77,22 @@ def first_host(nodes: str) -> str:
     """The first host of SLURM's short form: ``gpu[03-05,09],cpu1`` gives ``gpu03``."""
     match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\])?", nodes)
     return match[1] + (match[2] or "") if match else "localhost"
+
+
+def usable_cores() -> int:
+    """The cores that this process may use; a container's quota counts."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = allowed or 1
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
+        if quota != "max":
+            cores = min(cores, max(1, round(int(quota) / int(period))))
+    return cores
+
+
+def threads_per_rank(nproc: int, cores: int) -> int:
+    """Threads for each of ``nproc`` ranks on one machine: together no more than its cores."""
+    return max(1, cores // nproc)
 
 
 def _found(environ: Mapping[str, str]) -> Mapping[str, str]:

@@ -7,13 +7,13 @@ import re
 import sys
 from collections.abc import Sequence
 
-import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import get_args_parser, run
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.launchers import launcher_environment
+from fullshard.distributed import default_nproc
+from fullshard.launchers import launcher_environment, threads_per_rank, usable_cores
 
 __all__ = ["main"]
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", _DROP_IN, *script])
     if options.nproc_per_node is None:
-        options.nproc_per_node = str(_default_nproc())
+        options.nproc_per_node = str(default_nproc())
     if re.fullmatch(r"0+|-\d+", options.nproc_per_node):
         raise ConfigurationError(f"--nproc must be at least 1, got {options.nproc_per_node}")
     _share_cores(options.nproc_per_node)
@@ -80,16 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _default_nproc() -> int:
-    """One rank for each GPU; two where there is none, so that there is something to shard over."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 2
-
-
 def _share_cores(nproc: str) -> None:
     """Give each of ``nproc`` ranks its part of the cores, where torchrun would give it one core."""
     if nproc.isdecimal() and int(nproc) > 0:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (cores or 1) // int(nproc))))
+        threads = threads_per_rank(int(nproc), usable_cores())
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 def _start(options: argparse.Namespace) -> int:

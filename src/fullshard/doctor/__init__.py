@@ -9,9 +9,9 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-import torch
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
+from fullshard.distributed import default_nproc
 from fullshard.doctor.environment import check_environment
 from fullshard.doctor.findings import Finding
 from fullshard.doctor.links import SIZES_BYTES, check_links, exchange_reports, measure_links
@@ -20,7 +20,12 @@ from fullshard.doctor.machine_checks import check_machine
 from fullshard.doctor.output import Report, print_report, to_json
 from fullshard.doctor.ranks import joined, measure_locally
 from fullshard.doctor.scripts import check_scripts
-from fullshard.launchers import launcher_environment, local_rank_of, rank_of
+from fullshard.launchers import (
+    launcher_environment,
+    local_rank_of,
+    rank_of,
+    threads_per_rank,
+)
 
 __all__ = ["check_hosts", "main", "parse_size"]
 
@@ -111,8 +116,7 @@ def _launched(nproc: int | None) -> Mapping[str, str] | None:
 
 
 def _alone(nproc: int | None, with_links: bool, sizes_bytes: Sequence[int]) -> Report:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    ranks = nproc if nproc is not None else gpus or 2
+    ranks = nproc if nproc is not None else default_nproc()
     if ranks < 1:
         raise ConfigurationError(f"--nproc must be at least 1, got {ranks}")
     machine = read_machine(ranks, ranks, os.environ)
@@ -120,7 +124,7 @@ def _alone(nproc: int | None, with_links: bool, sizes_bytes: Sequence[int]) -> R
     if not with_links or ranks < 2:
         return report
     given = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdigit() else max(1, machine.cores // ranks)
+    threads = int(given) if given.isdigit() else threads_per_rank(ranks, machine.cores)
     try:
         links = measure_locally(ranks, sizes_bytes, threads)
     except CommunicationError as error:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """This machine as training will find it: read once, into data that the checks look at."""
 
-import contextlib
 import importlib.metadata
-import os
 import platform
 import re
 import shutil
@@ -16,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from fullshard.launchers import usable_cores
 
 try:
     import resource
@@ -103,7 +103,7 @@ def read_machine(local_ranks: int, world_size: int, environ: Mapping[str, str]) 
         world_size=world_size,
         python=(sys.version_info.major, sys.version_info.minor),
         environ=dict(environ),
-        cores=_cores(),
+        cores=usable_cores(),
         hostname=socket.gethostname(),
         hostname_addresses=_addresses(socket.gethostname()),
         master_addresses=_addresses(environ.get("MASTER_ADDR", socket.gethostname())),
@@ -161,17 +161,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cores() -> int:
-    """The cores that this process may use; a container's quota counts."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = allowed or 1
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text("ascii").split()
-        if quota != "max":
-            cores = min(cores, max(1, round(int(quota) / int(period))))
-    return cores
 
 
 def _addresses(host: str) -> tuple[str, ...]:

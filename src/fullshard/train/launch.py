@@ -18,13 +18,14 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fullshard.core.errors import ConfigurationError, FullshardError
-from fullshard.launchers import launcher_environment
+from fullshard.distributed import default_nproc
+from fullshard.launchers import launcher_environment, threads_per_rank, usable_cores
 from fullshard.train.config import Config, check_world
 from fullshard.train.data import load
 from fullshard.train.loop import train
 from fullshard.train.world import joined
 
-__all__ = ["default_nproc", "launch", "threads_per_rank"]
+__all__ = ["launch"]
 
 
 def launch(config: Config, nproc: int | None = None) -> int:
@@ -50,20 +51,10 @@ def launch(config: Config, nproc: int | None = None) -> int:
     return _start_local(config, nproc)
 
 
-def default_nproc() -> int:
-    """One rank for each GPU; two where there is none, so that there is something to shard over."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 2
-
-
-def threads_per_rank(nproc: int, cores: int) -> int:
-    """Threads for each of ``nproc`` ranks on one machine: together no more than its cores."""
-    return max(1, cores // nproc)
-
-
 def _start_local(config: Config, nproc: int) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     given = os.environ.get("OMP_NUM_THREADS")
-    threads = os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc, cores or 1)))
+    threads = os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc, cores)))
     place = "one GPU each" if torch.cuda.is_available() else f"{cores} cores, no GPU"
     source = " (from OMP_NUM_THREADS)" if given else ""
     print(f"starting {nproc} rank{'s'[: nproc > 1]}: {place}, {threads} CPU threads each{source}")

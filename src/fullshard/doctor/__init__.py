@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
-
 from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.distributed import default_nproc
 from fullshard.doctor.environment import check_environment

@@ -3,7 +3,7 @@
 
 - Units: each block of the model, and the root with what is left over.
 - Prefetch: one unit ahead of the one in use, in forward and in backward.
-- Optimizer: AdamW in its foreach form, after the whole of backward; gradients are None after it.
+- Optimizer: AdamW in its fused form, after the whole of backward; gradients are None after it.
 - Gradients are not clipped. One micro-batch a step.
 - Precision: float32 throughout, or with a ``dtype`` parameters and gradients travel in that and
   the model computes in it, while what rests and the optimizer stay in float32.
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fullshard.torch import MixedPrecisionPolicy, fully_shard, set_prefetch
 
 AHEAD_UNITS = 1
-ADAMW = {"lr": 1e-3, "foreach": True}
+ADAMW = {"lr": 1e-3, "fused": True}
 
 
 def adamw(params):

@@ -3,9 +3,9 @@
 
     python benchmarks/host_time.py [--worlds 8 64 1024] [--units 64] [--rounds 7] [--out FILE.json]
 
-A fake process group stands for the other ranks: it exchanges nothing. One thread. Microseconds of
-processor time, which other programs on the machine lengthen little, per unit and step, beyond those
-of the plain model. The engines take turns in one run (A B C A B C ...); a ratio is the median of
+A fake process group stands for the other ranks, and its collectives do nothing at all (see `wire`).
+One thread. Microseconds of processor time, which other programs on the machine lengthen little, per
+unit and step, beyond those of the plain model. The engines take turns in one run (A B C A B C ...); a ratio is the median of
 those of its rounds.
 """
 
@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from wire import Silence
 
 from fullshard.torch import FullyShardedDataParallel, fully_shard
 from fullshard.wrap import ModuleWrapPolicy
@@ -139,7 +140,8 @@ def main():
     rows = []
     for world in args.worlds:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-        rows += [{"world": world, **row} for row in measure(args.units, args.rounds)]
+        with Silence().patched():
+            rows += [{"world": world, **row} for row in measure(args.units, args.rounds)]
         dist.destroy_process_group()
     table = Table("ranks", "question", "engine", "us a unit", "of FSDP2's")
     for row in rows:

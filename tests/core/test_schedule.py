@@ -40,11 +40,11 @@ POLICIES = {0: UnitPolicy(gathered=False, reduced=False)} | {n: UnitPolicy() for
 # One column an event: root, 1, /1, 2, /2, 3, /3, /root; backward root, 3, /3, 2, /2, 1, /1; end.
 PINNED = {
     0: " | G1 g1 | F1 | G2 g2 | F2 | G3 g3 | F3 | "
-    "| | G3 g3 | F3 R3 | G2 g2 | r3 F2 R2 | G1 g1 | r2 F1 R1 | r1",
+    "| | G3 g3 | F3 R3 | G2 g2 | F2 R2 r3 | G1 g1 | F1 R1 r2 | r1",
     1: "G1 | g1 G2 | F1 | g2 G3 | F2 | g3 | F3 | "
-    "| G3 | g3 G2 | F3 R3 | g2 G1 | r3 F2 R2 | g1 | r2 F1 R1 | r1",
+    "| G3 | g3 G2 | F3 R3 | g2 G1 | F2 R2 r3 | g1 | F1 R1 r2 | r1",
     2: "G1 G2 | g1 G3 | F1 | g2 | F2 | g3 | F3 | "
-    "| G3 G2 | g3 G1 | F3 R3 | g2 | r3 F2 R2 | g1 | r2 F1 R1 | r1",
+    "| G3 G2 | g3 G1 | F3 R3 | g2 | F2 R2 r3 | g1 | F1 R1 r2 | r1",
 }
 PINNED = {depth: [each.strip() for each in text.split("|")] for depth, text in PINNED.items()}
 
@@ -71,7 +71,7 @@ def test_without_resharding_units_stay_until_their_backward_is_over():
     policies[0] = POLICIES[0]
     ops = compile_step(chain(2), policies, Prefetch(1, 1))
     assert [short(each) for each in ops] == (
-        ["G1", "g1 G2", "", "g2", "", "", "", "", "F2 R2", "", "r2 F1 R1", "r1"]
+        ["G1", "g1 G2", "", "g2", "", "", "", "", "F2 R2", "", "F1 R1 r2", "r1"]
     )
 
 
@@ -83,7 +83,7 @@ def steps_of(count=3, prefetch=Prefetch(1, 1), **policy):  # noqa: B008 - frozen
 def test_shrunk_units_keep_a_part_from_forward_to_backward():
     ops = steps_of(2, shrunk=True)
     assert ops[:6] == ["G1", "g1 G2", "S1", "g2", "S2", ""]
-    assert " ".join(ops[6:]).split() == ["G2", "g2", "G1", "F2", "R2", "g1", "r2", "F1", "R1", "r1"]
+    assert " ".join(ops[6:]).split() == ["G2", "g2", "G1", "F2", "R2", "g1", "F1", "R1", "r2", "r1"]
 
 
 def test_what_is_shrunk_is_freed_if_no_backward_comes():
@@ -95,7 +95,7 @@ def test_what_is_shrunk_is_freed_if_no_backward_comes():
 def test_sums_over_replicas_run_beside_the_next_reduce():
     ops = " ".join(steps_of(3, replicated=True)).split()
     sums = [op for op in ops if op[0] in "RAr"]
-    assert sums == ["R3", "A3", "R2", "r3", "A2", "R1", "A1", "r2", "r1"]
+    assert sums == ["R3", "R2", "A3", "R1", "r3", "A2", "A1", "r2", "r1"]
 
 
 def test_parameters_may_stay_after_backward():
@@ -123,10 +123,20 @@ def test_lists_of_units_to_gather_ahead():
     assert ops[9] == "g3 G2 G1"
 
 
+def test_small_units_are_gathered_ahead_and_reduced_until_there_are_bytes_enough():
+    sizes = {1: 1, 2: 1, 3: 1, 4: 4, 5: 1}
+    policies = {n: UnitPolicy(full_bytes=size) for n, size in sizes.items()} | {0: POLICIES[0]}
+    prefetch = Prefetch(1, 1, least_bytes=3)
+    ops = [short(each) for each in compile_step(chain(5), policies, prefetch)]
+    assert ops[:4] == ["G1 G2 G3", "g1 G4", "F1", "g2"]
+    ends = [each for each in ops if "R" in each]
+    assert ends == ["F5 R5", "F4 R4 r5", "F3 R3", "F2 R2", "F1 R1 r4"]
+
+
 def test_replicated_units_are_only_reduced():
     policies = {n: UnitPolicy(gathered=False) for n in (1, 2)} | {0: POLICIES[0]}
     ops = compile_step(chain(2), policies, Prefetch(1, 1))
-    assert [short(each) for each in ops if each] == ["R2", "r2 R1", "r1"]
+    assert [short(each) for each in ops if each] == ["R2", "R1 r2", "r1"]
 
 
 def test_another_order_falls_back_and_is_recorded_anew():
@@ -183,6 +193,7 @@ def steps(draw):
             gathered=draw(st.booleans()) or unit > 2,
             reduced=draw(st.booleans()),
             reshard_after_forward=draw(st.booleans()) and unit > 0,
+            full_bytes=draw(st.integers(0, 4)),
         )
         for unit in range(count)
     }
@@ -205,7 +216,9 @@ def steps(draw):
     return [*forward, *backward, END], policies
 
 
-prefetches = st.builds(Prefetch, st.integers(0, 3), st.integers(0, 3), st.integers(1, 2))
+prefetches = st.builds(
+    Prefetch, st.integers(0, 3), st.integers(0, 3), st.integers(1, 2), st.sampled_from((0, 5))
+)
 
 
 def check_ops(events, ops_by_event, policies, prefetch):
@@ -234,14 +247,17 @@ def check_ops(events, ops_by_event, policies, prefetch):
             elif kind is OpKind.REDUCE:
                 assert unit not in reducing
                 reducing.append(unit)
-                assert len(reducing) <= prefetch.reduces_in_flight
             else:
                 reducing.remove(unit)
+        in_flight = sum(policies[unit].full_bytes for unit in reducing[1:])
+        if in_flight >= prefetch.least_bytes:
+            assert len(reducing) <= prefetch.reduces_in_flight
         if begins and policies[event.unit].gathered:
             assert event.unit in full, "a unit in use must be full"
         kept = {u for u, policy in policies.items() if not policy.reshard_after_forward}
-        ahead = max(prefetch.forward, prefetch.backward)
-        assert len((gathering | full) - kept) <= len(set(open_units)) + ahead
+        extra = [policies[u].full_bytes for u in (gathering | full) - kept - set(open_units)]
+        if sum(extra) - max(extra, default=0) >= prefetch.least_bytes:
+            assert len(extra) <= max(prefetch.forward, prefetch.backward)
     assert sorted(gathers) == sorted(frees), "every gather has one free"
     assert not gathering
     assert not full

@@ -347,7 +347,7 @@ def test_the_copy_that_stays_when_optimizer_state_is_away_is_counted():
         )(comm)
         train(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        copies = sum(m.unit._working.bytes for m in managed_units(model) if m.unit.params)
+        copies = sum(m.unit.full.working.bytes for m in managed_units(model) if m.unit.params)
         resting = resting_bytes(model, optimizer)
         return memory_summary(model, optimizer).rank.parameters, resting.parameters_bytes, copies
 

@@ -11,6 +11,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from support.gloo_world import _loopback
 from torch import nn
 
 from fullshard.torch import fully_shard
+from fullshard.torch.comm import Done
 from fullshard.torch.process_group_comm import ProcessGroupComm
 from fullshard.torch.sibling_groups import timeout_s_of
 from fullshard.torch.watchdog import Witness
@@ -166,8 +168,8 @@ def late_collective(group, wanted):
     witness = Witness("late", comm.members, timeout_s=3.0)  # others tell once a second
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
-        witness.leaves_pending("gather of unit 'b'", lambda: True)
-        witness.leaves_pending("gather of unit 'c'", lambda: False)
+        witness.leaves_pending("gather of unit 'b'", [Done()])
+        witness.leaves_pending("gather of unit 'c'", [Done(), SimpleNamespace(is_completed=bool)])
         deadline = time.monotonic() + 10
         while wanted not in printed.getvalue() and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -44,6 +44,8 @@ class Event(NamedTuple):
 class OpKind(Enum):
     """What the engine can do to a unit."""
 
+    __hash__ = object.__hash__  # that of Enum is slow, and there is one look-up for each op
+
     GATHER = "gather"  # start to gather the full parameters
     AWAIT_GATHER = "await_gather"  # they are needed now
     SHRINK = "shrink"  # drop the full parameters but for a part, to gather from fewer ranks
@@ -64,12 +66,13 @@ class Op(NamedTuple):
 class UnitPolicy:
     """How one unit is treated.
 
-    ``gathered`` is false for a unit whose resting state is the full one (replicated, or empty);
-    ``reduced`` is false for a unit without trainable parameters. ``shrunk`` units keep a part of
-    their full parameters when they are dropped after forward; ``replicated`` ones have shards on
-    several ranks, whose gradients are summed after the reduce. ``unshard_in_backward`` is false if
-    backward needs no parameters. ``prefetch_forward`` and ``prefetch_backward`` name the units that
-    are gathered when this one's forward or backward begins, instead of those that come next.
+    ``full_bytes`` is its size when it is full. ``gathered`` is false for one whose resting state is
+    the full one (replicated, or empty); ``reduced`` is false for one without trainable parameters.
+    ``shrunk`` units keep a part of their full parameters when they are dropped after forward;
+    ``replicated`` ones have shards on several ranks, whose gradients are summed after the reduce.
+    ``unshard_in_backward`` is false if backward needs no parameters. ``prefetch_forward`` and
+    ``prefetch_backward`` name the units that are gathered when this one's forward or backward
+    begins, instead of those that come next.
     """
 
     gathered: bool = True
@@ -81,6 +84,7 @@ class UnitPolicy:
     unshard_in_backward: bool = True
     prefetch_forward: tuple[int, ...] | None = None
     prefetch_backward: tuple[int, ...] | None = None
+    full_bytes: int = 0
 
 
 class _State:
@@ -125,7 +129,7 @@ class _State:
             keep = not policy.reshard_after_forward or self.in_backward
             return [] if keep else self._free(unit, shrink=policy.shrunk)
         free = self._free(unit) if policy.reshard_after_backward else []
-        return [*self._make_room_to_reduce(unit), *free, *self._reduce(unit)]
+        return [*self._finish_earlier_reduce(unit), *free, *self._reduce(unit)]
 
     def _need(self, unit: int) -> Iterator[Op]:
         if not self.policies[unit].gathered or unit in self.full:
@@ -133,6 +137,7 @@ class _State:
         yield from self._gather(unit)
         self.gathering.discard(unit)
         self.full.add(unit)
+        # Waited for before others are gathered ahead, with which it would share the wire on Gloo.
         yield Op(OpKind.AWAIT_GATHER, unit)
 
     def _gather(self, unit: int) -> Iterator[Op]:
@@ -143,18 +148,20 @@ class _State:
 
     def _gather_ahead(self, unit: int, upcoming: Iterable[int]) -> Iterator[Op]:
         depth = self.prefetch.backward if self.in_backward else self.prefetch.forward
+        least_bytes = self.prefetch.least_bytes
         policy = self.policies[unit]
         chosen = policy.prefetch_backward if self.in_backward else policy.prefetch_forward
         if chosen is not None:
-            upcoming, depth = chosen, len(chosen)
-        seen = {unit}
-        for following in upcoming if depth else ():
+            upcoming, depth, least_bytes = chosen, len(chosen), 0
+        seen, ahead_bytes = {unit}, 0
+        for following in upcoming if depth or least_bytes else ():
             if following in seen or not self._gathers(following):
                 continue
             if following not in self.full:
                 yield from self._gather(following)
             seen.add(following)
-            if len(seen) > depth:
+            ahead_bytes += self.policies[following].full_bytes
+            if len(seen) > depth and ahead_bytes >= least_bytes:
                 return
 
     def _gathers(self, unit: int) -> bool:
@@ -171,11 +178,12 @@ class _State:
             self.shrunk.add(unit)
         return [Op(OpKind.SHRINK if shrink else OpKind.FREE, unit)]
 
-    def _make_room_to_reduce(self, unit: int) -> Iterator[Op]:
+    def _finish_earlier_reduce(self, unit: int) -> Iterator[Op]:
+        """Of the same unit, whose buffers the next one needs."""
         if self.policies[unit].reduced:
             while unit in self.all_reducing:
                 yield Op(OpKind.AWAIT_REDUCE, self.all_reducing.pop(0))
-            while len(self.reducing) >= self.prefetch.reduces_in_flight or unit in self.reducing:
+            while unit in self.reducing:
                 yield from self._after_reduce(self.reducing.pop(0), unit)
 
     def _after_reduce(self, reduced: int, next_to_reduce: int) -> Iterator[Op]:
@@ -191,6 +199,13 @@ class _State:
         if self.policies[unit].reduced:
             self.reducing.append(unit)
             yield Op(OpKind.REDUCE, unit)
+            # Only then wait for earlier ones: the wire has something to do meanwhile, and the full
+            # parameters that were just dropped make up for the gradients.
+            while len(self.reducing) > self.prefetch.reduces_in_flight:
+                held_bytes = sum(self.policies[each].full_bytes for each in self.reducing[1:])
+                if held_bytes < self.prefetch.least_bytes:
+                    return
+                yield from self._after_reduce(self.reducing.pop(0), unit)
 
     def _end_step(self) -> list[Op]:
         ops = [Op(OpKind.AWAIT_GATHER, unit) for unit in sorted(self.gathering)]

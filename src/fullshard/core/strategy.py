@@ -82,14 +82,20 @@ class BackwardPrefetch(Enum):
 
 @dataclass(frozen=True)
 class Prefetch:
-    """How many units are gathered ahead of use, and how many reduces may be under way at once."""
+    """How many units are gathered ahead of use, and how many reduces may be under way at once.
+
+    With ``least_bytes`` there may be more of each, as long as those but the last hold fewer bytes
+    together: a link is kept busy by bytes, not by a count of units that may be small.
+    """
 
     forward: int = 1
     backward: int = 1
     reduces_in_flight: int = 1
+    least_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("forward", 0), ("backward", 0), ("reduces_in_flight", 1)):
+        limits = {"forward": 0, "backward": 0, "reduces_in_flight": 1, "least_bytes": 0}
+        for name, least in limits.items():
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ConfigurationError(

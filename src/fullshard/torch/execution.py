@@ -3,6 +3,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 from fullshard.core.schedule import Event, Moment, OpKind, Scheduler, UnitPolicy
 from fullshard.core.strategy import Prefetch
@@ -22,6 +23,7 @@ _ACTIONS: dict[OpKind, Callable[[Unit], None]] = {
     OpKind.AWAIT_REDUCE: Unit.await_reduce,
 }
 
+_event = cache(Event)
 
 _MOST_EVENTS = 64
 """Events for each unit after which a step that never ends is cut, so that its record does not grow
@@ -53,7 +55,12 @@ class Execution:
     def set_prefetch(self, prefetch: Prefetch) -> None:
         """Make new schedules, by the policies that the units have now; between steps only."""
         self.prefetch = prefetch
-        policies = {m.number: UnitPolicy(_gathered(m.unit), reduced=False) for m in self.units}
+        policies = {
+            m.number: UnitPolicy(
+                _gathered(m.unit), reduced=False, full_bytes=m.unit.layout.full_bytes
+            )
+            for m in self.units
+        }
         self._evaluation = Scheduler(policies, prefetch)
         self._by_reduced: dict[frozenset[int], Scheduler] = {}
         self._active = self._training
@@ -120,43 +127,46 @@ class Execution:
 
     def do(self, moment: Moment, managed: ManagedUnit | None) -> None:
         """Do what follows ``moment`` of a unit."""
-        event = Event(moment, managed.number if managed else -1)
-        for kind, number in self._active.on(event):
+        for kind, number in self._active.on(_event(moment, managed.number if managed else -1)):
             owner = self._references[number]()
             if owner is None or not self._has_to(kind, owner.unit, moment):
                 continue
-            _ACTIONS[kind](owner.unit)
+            unit = owner.unit
+            _ACTIONS[kind](unit)
             if kind is OpKind.AWAIT_REDUCE:
-                self._let_go_before(owner.unit)
-            if kind is OpKind.REDUCE:
-                self._reducing.append(owner.unit)
+                self._let_go_before(unit)
+            elif kind is OpKind.REDUCE:
+                self._reducing.append(unit)
             if self.recorder:
-                self.recorder.note(kind.value, owner.unit, self.live_bytes)
+                self.recorder.note(kind.value, unit, self.live_bytes)
         if self._reducing:
             self._take_completed_reduces()
 
     def _has_to(self, kind: OpKind, unit: Unit, moment: Moment) -> bool:
         """False if what the schedule asks for was done already, by users or by itself."""
+        if kind is OpKind.AWAIT_GATHER or kind is OpKind.REDUCE:
+            return True
         if kind is OpKind.GATHER:
             if unit.is_full and unit.stale:
                 unit.free()
             return not unit.is_full
-        if kind in (OpKind.FREE, OpKind.SHRINK):
+        if kind is OpKind.FREE or kind is OpKind.SHRINK:
             return unit.is_full or unit.shrunk
-        if kind in (OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE):
-            put_off = moment is Moment.STEP_END and not self.is_last_backward
-            return unit.gradients.reducing and not put_off
-        return True
+        put_off = moment is Moment.STEP_END and not self.is_last_backward
+        return unit.gradients.reducing and not put_off
 
     def _take_completed_reduces(self) -> None:
         # A reduce that is there already gives its memory back now, not when the schedule asks.
+        still = []
         for unit in self._reducing:
             if unit.gradients.completed:
                 unit.await_reduce()
                 self._let_go_before(unit)
                 if self.recorder:
                     self.recorder.note(OpKind.AWAIT_REDUCE.value, unit, self.live_bytes)
-        self._reducing = [unit for unit in self._reducing if unit.gradients.reducing]
+            elif unit.gradients.reducing:
+                still.append(unit)
+        self._reducing = still
 
     def _let_go_before(self, unit: Unit) -> None:
         # By now these copies had the time of a whole unit's backward.
@@ -193,4 +203,5 @@ def unit_policy(managed: ManagedUnit, *, reduced: bool, root: bool) -> UnitPolic
         unshard_in_backward=managed.unshard_in_backward,
         prefetch_forward=numbers(managed.prefetch_forward),
         prefetch_backward=numbers(managed.prefetch_backward),
+        full_bytes=managed.unit.layout.full_bytes,
     )

@@ -30,7 +30,7 @@ from fullshard.torch.buffers import dtype_of
 from fullshard.torch.modules import holds_unknown, map_tensors, tensors_in
 from fullshard.torch.unit import Unit
 
-__all__ = ["Call", "ManagedUnit", "StepWatcher", "managed_unit_of"]
+__all__ = ["Call", "LiveCalls", "ManagedUnit", "StepWatcher", "managed_unit_of"]
 
 _ATTRIBUTE = "_fullshard_unit"
 _WATCHED = "_fullshard_watched"
@@ -133,6 +133,7 @@ class Call:
             parent.begin()  # the output may be the parent's too, whose hook then comes second
         self.begun = True
         self._to_come = self.watched
+        self.managed.last_begun = weakref.ref(self)
         self.managed.the_runtime.backward_begins(self)
 
     def _on_input_gradient(self, _grad: object) -> None:
@@ -140,6 +141,41 @@ class Call:
         if self.begun and self._to_come == 0:
             self.end()
             self.managed.the_runtime.inputs_are_done(self)
+
+
+class LiveCalls:
+    """The calls of a unit whose autograd graphs exist; keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[Call]] = {}
+
+    def add(self, call: Call) -> None:
+        """Take ``call`` up."""
+        self._references[id(call)] = weakref.ref(call)
+
+    def discard(self, call: Call) -> None:
+        """Forget ``call``."""
+        self._references.pop(id(call), None)
+
+    def __bool__(self) -> bool:
+        return bool(self.alive())
+
+    def __contains__(self, call: Call) -> bool:
+        return id(call) in self._references and self._references[id(call)]() is call
+
+    def alive(self) -> list[Call]:
+        """The calls, in the order in which they were taken up."""
+        if not self._references:
+            return []
+        # Not a WeakSet: its guards take longer than all else that happens in an event.
+        calls = [reference() for reference in self._references.values()]
+        if None in calls:
+            self._references = {id(call): weakref.ref(call) for call in calls if call is not None}
+        return [call for call in calls if call is not None]
+
+
+def _none() -> None:
+    return None
 
 
 def _weakly(
@@ -186,7 +222,8 @@ class ManagedUnit:
         self.began_at = 0  # when the earliest call began whose backward is open
         # When this step's forwards of the unit began and ended, in events.
         self.first_begin = self.last_begin = self.last_end = 0
-        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.calls = LiveCalls()
+        self.last_begun: Callable[[], Call | None] = _none  # the call that backward reached last
         self._modules_to_run = len(modules)
         self._modules_run = 0
         self._unseen = False  # the output is of a class that tensors cannot be found in
@@ -197,8 +234,8 @@ class ManagedUnit:
 
         def deliver(index: int, grad: Tensor) -> None:
             managed = self_reference()
-            if managed is not None:
-                managed.the_runtime.gradient_arrives(managed, index, grad)
+            if managed is not None and managed.runtime is not None:
+                managed.runtime.gradient_arrives(managed, index, grad)
 
         unit.on_gradient = deliver
         for module in modules:
@@ -209,6 +246,12 @@ class ManagedUnit:
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             # Also after an exception: checkpointing ends a recomputation early by raising one.
             module.register_forward_hook(after, always_call=True)
+
+    @property
+    def awaits_inputs(self) -> bool:
+        """True if it is sure, without a look at all calls, that gradients of inputs will come."""
+        call = self.last_begun()
+        return call is not None and call.begun and call.watched > 0
 
     @property
     def the_runtime(self) -> StepWatcher:
@@ -313,7 +356,7 @@ class ManagedUnit:
         self.open_in_forward = 0
         self.open_in_backward = self.begun_in_backward = False
         self.held_back = False
-        self.calls = weakref.WeakSet()
+        self.calls = LiveCalls()
         self._modules_run = self._inside_itself = 0
         self._call = None
         self.unit.drop_gradients()

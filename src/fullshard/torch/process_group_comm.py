@@ -4,6 +4,7 @@
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,18 +34,21 @@ class _Pending:
 
     def wait(self) -> None:
         if self._works:
-            self._witness.waits(self._what, self._wait_for_works)
+            self._witness.waits(self._what, self._works)
             self._works = ()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
 
-    def _wait_for_works(self) -> None:
-        for work in self._works:
-            work.wait()
-
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return all([work.is_completed() for work in self._works])  # noqa: C419 - at every event
+
+
+class _Route(NamedTuple):
+    """How tensors of one kind of device travel."""
+
+    carrier: str | None  # the device from which they are sent, None for their own
+    on_gloo: bool
 
 
 # torch 2.13 renamed the tensor collectives and warns of the old names; 2.11 knows only those.
@@ -74,29 +78,31 @@ class ProcessGroupComm:
         self.witness = Witness(self._family, self.members, timeout_s_of(group))
         self._exchanges = 0
         # By device, since a group may have Gloo for the host and NCCL for CUDA at the same time.
-        self._backends: dict[torch.device, str | None] = {}
+        self._routes: dict[torch.device, _Route] = {}
 
     def _backend(self, device: torch.device) -> str | None:
         """The name of the backend that carries this device's tensors, None if there is none."""
-        if device not in self._backends:
-            try:
-                self._backends[device] = self.group._get_backend(device).name()
-            except RuntimeError:
-                self._backends[device] = None
-        return self._backends[device]
+        try:
+            return str(self.group._get_backend(device).name())
+        except RuntimeError:
+            return None
 
-    def _on_gloo(self, tensor: Tensor) -> bool:
-        return self._backend(tensor.device) == dist.Backend.GLOO
-
-    def _carrier(self, device: torch.device) -> str | None:
-        """The kind of device from which tensors of ``device`` are sent, None for their own.
+    def _route_of(self, tensor: Tensor) -> _Route:
+        """How ``tensor`` travels.
 
         NCCL reaches no host memory, and Gloo only that: its isend passes the address to a socket.
         """
-        backend = self._backend(device)
-        if backend is None:
-            return "cuda" if device.type == "cpu" else "cpu"
-        return "cpu" if backend == dist.Backend.GLOO and device.type != "cpu" else None
+        device = tensor.device
+        route = self._routes.get(device)
+        if route is None:
+            backend, carrier = self._backend(device), None
+            if backend is None:
+                carrier = "cuda" if device.type == "cpu" else "cpu"
+            elif backend == dist.Backend.GLOO and device.type != "cpu":
+                carrier = "cpu"
+            sender = self._backend(torch.device(carrier)) if carrier else backend
+            route = self._routes[device] = _Route(carrier, sender == dist.Backend.GLOO)
+        return route
 
     def duplicate(self) -> "ProcessGroupComm":
         """A new process group over the same ranks, made by them alone.
@@ -120,7 +126,7 @@ class ProcessGroupComm:
         self,
         what: str,
         tensors: Sequence[Tensor],
-        start: Callable[[Sequence[Tensor]], Sequence[dist.Work | None]],
+        start: Callable[[Sequence[Tensor]], Sequence[dist.Work]],
         finish: Callable[[], None] | None = None,
         inputs_between: bool = True,
     ) -> Work:
@@ -129,9 +135,9 @@ class ProcessGroupComm:
         These are outputs, with an input behind each of them if there are ``inputs_between``.
         """
         reachable, done = tensors, finish
-        carrier = self._carrier(tensors[0].device)
-        if carrier is not None:
-            reachable = [tensor.to(carrier, copy=True) for tensor in tensors]
+        route = self._route_of(tensors[0])
+        if route.carrier is not None:
+            reachable = [tensor.to(route.carrier, copy=True) for tensor in tensors]
 
             def done() -> None:
                 if finish is not None:
@@ -142,23 +148,23 @@ class ProcessGroupComm:
 
         self.witness.issues(what)
         try:
-            works = [work for work in start(reachable) if work is not None]
+            works = start(reachable)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise self.witness.failure(what, error) from error
-        if not self._on_gloo(reachable[0]):
-            self.witness.leaves_pending(what, lambda: all(work.is_completed() for work in works))
+        if not route.on_gloo:
+            self.witness.leaves_pending(what, works)
         return _Pending(self.witness, what, works, done)
 
     def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
-        what = label or "all_gather"
+        what, on_gloo = label or "all_gather", self._route_of(pairs[0][0]).on_gloo
 
-        def start(tensors: Sequence[Tensor]) -> list[dist.Work | None]:
-            works: list[dist.Work | None] = []
+        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+            works: list[dist.Work] = []
             for full, shard in zip(tensors[::2], tensors[1::2], strict=True):
-                if self._on_gloo(full):
+                if on_gloo:
                     works += self._all_gather_by_exchange(what, full, shard)
                 else:
                     works.append(_all_gather_tensor(full, shard, group=self.group, async_op=True))
@@ -168,10 +174,10 @@ class ProcessGroupComm:
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`."""
-        if self._on_gloo(pairs[0][0]):
+        if self._route_of(pairs[0][0]).on_gloo:
             return self._reduce_scatter_by_exchange(label or "reduce_scatter", pairs)
 
-        def start(tensors: Sequence[Tensor]) -> list[dist.Work | None]:
+        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
             return [
                 _reduce_scatter_tensor(shard, full, group=self.group, async_op=True)
                 for shard, full in zip(tensors[::2], tensors[1::2], strict=True)
@@ -186,21 +192,20 @@ class ProcessGroupComm:
     # its place; a reduce receives the other ranks' parts of this rank's slice and adds them in rank
     # order, in fp32 for low precision. Both send (N-1)/N of the buffer, the least possible.
 
-    def _all_gather_by_exchange(
-        self, what: str, full: Tensor, shard: Tensor
-    ) -> list[dist.Work | None]:
+    def _all_gather_by_exchange(self, what: str, full: Tensor, shard: Tensor) -> list[dist.Work]:
         slices = full.chunk(self.size)
+        works = self._exchange(what, [shard] * self.size, slices)
         if slices[self.rank].data_ptr() != shard.data_ptr():
-            slices[self.rank].copy_(shard)
-        return self._exchange(what, [shard] * self.size, slices)
+            slices[self.rank].copy_(shard)  # while the others' are on their way
+        return works
 
     def _reduce_scatter_by_exchange(
         self, what: str, pairs: Sequence[tuple[Tensor, Tensor]]
     ) -> Work:
         sums: list[tuple[list[Tensor], Tensor]] = []
 
-        def start(tensors: Sequence[Tensor]) -> list[dist.Work | None]:
-            works: list[dist.Work | None] = []
+        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+            works: list[dist.Work] = []
             for shard, full in zip(tensors[::2], tensors[1::2], strict=True):
                 slices = full.chunk(self.size)
                 parts = [
@@ -220,7 +225,7 @@ class ProcessGroupComm:
 
     def _exchange(
         self, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
-    ) -> list[dist.Work | None]:
+    ) -> list[dist.Work]:
         """Send ``outgoing[r]`` to each other rank r, receive ``incoming[r]`` from it."""
         # Several exchanges may be under way between two ranks: the lower bits tell them apart. The
         # upper bits keep ranks that are in different units from taking each other's slices.
@@ -234,12 +239,12 @@ class ProcessGroupComm:
                 works.append(dist.irecv(part, group=self.group, group_src=source, tag=tag))
             if other.numel():
                 works.append(dist.isend(other, group=self.group, group_dst=target, tag=tag))
-        return works
+        return [work for work in works if work is not None]
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
         """See `Comm.all_reduce`."""
 
-        def start(tensors: Sequence[Tensor]) -> list[dist.Work | None]:
+        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
             return [
                 dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self.group, async_op=True)
                 for tensor in tensors
@@ -250,7 +255,7 @@ class ProcessGroupComm:
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """See `Comm.broadcast`."""
 
-        def start(tensors: Sequence[Tensor]) -> list[dist.Work | None]:
+        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
             return [
                 dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
                 for tensor in tensors
@@ -262,10 +267,10 @@ class ProcessGroupComm:
         """See `Comm.all_to_all`."""
         what = label or "all_to_all"
 
-        def start(tensors: Sequence[Tensor]) -> list[dist.Work | None]:
+        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
             into, of = tensors
             numels = received.numels, sent.numels
-            if not self._on_gloo(into):
+            if not self._route_of(into).on_gloo:
                 work = dist.all_to_all_single(into, of, *numels, group=self.group, async_op=True)
                 return [work]
             incoming, outgoing = torch.split(into, received.numels), torch.split(of, sent.numels)
@@ -276,5 +281,5 @@ class ProcessGroupComm:
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:
         """The other ranks' parts of this rank's slice if reduces are exchanges, else none."""
-        on_host = full.device.type == "cpu" and self._on_gloo(full)
+        on_host = full.device.type == "cpu" and self._route_of(full).on_gloo
         return full.nbytes * (self.size - 1) // self.size if on_host else 0

@@ -10,7 +10,6 @@ that unit's backward ends.
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -44,9 +43,9 @@ class Runtime:
         self._in_backward = False
         # Run forward and not reduced yet, by their latest forward (a dict for its order).
         self._due: dict[ManagedUnit, None] = {}
-        self._late: list[
-            ManagedUnit
-        ] = []  # run backward without being due: an earlier one ended them
+        # Run backward without being due: an earlier one ended them.
+        self._late: list[ManagedUnit] = []
+        self._open: list[ManagedUnit] = []  # whose backward has begun and is not over
         self.wait_before_gather: Any = None  # an event of a stream that writes to the shards
         self.unresolved: list[str] = []  # tied parameters of which a unit owns but one use
         for number, managed in enumerate(units):
@@ -200,6 +199,7 @@ class Runtime:
         self._in_backward = False
         self._due.clear()
         self._late.clear()
+        self._open.clear()
         self._reached.clear()
         self._recomputed = 0
 
@@ -207,7 +207,8 @@ class Runtime:
 
     def backward_begins(self, call: Call) -> None:
         """A gradient has reached a unit's output: gather it again."""
-        self._enter_backward()
+        if not self._in_backward:
+            self._enter_backward()
         managed = call.managed
         managed.calls.add(call)
         self._reached.add(call.made_in)
@@ -222,13 +223,13 @@ class Runtime:
             self._begin(managed)
 
     def _enter_backward(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            self.execution.go_on(training=True)
-            Variable._execution_engine.queue_callback(self._backward_ends)
+        self._in_backward = True
+        self.execution.go_on(training=True)
+        Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _begin(self, managed: ManagedUnit) -> None:
         managed.open_in_backward = managed.begun_in_backward = True
+        self._open.append(managed)
         if managed not in self._due and managed not in self._late:
             self._late.append(managed)
         self.execution.do(Moment.BACKWARD_BEGIN, managed)
@@ -238,24 +239,34 @@ class Runtime:
 
     def _pass_over(self, after: int) -> None:
         """Do for unused units what other ranks may do. See [Note: One order on all ranks]."""
-        later = takewhile(lambda m: m.last_begin > after, reversed(self._due))
-        unused = [m for m in later if not m.begun_in_backward]
+        unused = [m for m in self._due_after(after) if not m.begun_in_backward]
         for managed in sorted(unused, key=lambda m: -m.last_end):
             if managed in self._due and not managed.begun_in_backward:
                 self._begin(managed)
                 self._end(managed, unused=True)
 
+    def _due_after(self, begin: int) -> list[ManagedUnit]:
+        """The units that are due and whose latest forward began after ``begin``, latest first."""
+        found: list[ManagedUnit] = []
+        for managed in reversed(self._due):
+            if managed.last_begin <= begin:
+                break
+            found.append(managed)
+        return found
+
     def gradient_arrives(self, managed: ManagedUnit, index: int, grad: Tensor) -> None:
         """A parameter has its gradient."""
-        self._enter_backward()
-        unit = managed.unit
-        held = unit.transient_bytes if self.execution.recorder else 0
+        if not self._in_backward:
+            self._enter_backward()
+        unit, recorder = managed.unit, self.execution.recorder
+        held = unit.transient_bytes if recorder else 0
         unit.deliver(index, grad)
-        if self.execution.recorder and unit.transient_bytes != held:
-            self.execution.recorder.note("fill", unit, self.execution.live_bytes)
+        if recorder and unit.transient_bytes != held:
+            recorder.note("fill", unit, self.execution.live_bytes)
         if managed not in self._due and managed not in self._late:
             self._late.append(managed)
-        self._end_what_is_over(managed)
+        if not managed.awaits_inputs:
+            self._end_what_is_over(managed)
 
     def inputs_are_done(self, call: Call) -> None:
         """The gradients of a call's inputs are there."""
@@ -267,28 +278,37 @@ class Runtime:
         if not self._is_over(managed):
             return
         self._end(managed)
-        for other in [*reversed(self._due), *sorted(self._late, key=lambda m: -m.began_at)]:
-            if other.open_in_backward and self._is_over(other):
+        for other in sorted(self._open, key=self._turn) if self._open else ():
+            if self._is_over(other):
                 self._end_what_is_over(other)
                 return
 
+    def _turn(self, managed: ManagedUnit) -> tuple[bool, int]:
+        """Sorts open units: those that are due come first, the latest forward before others."""
+        if managed in self._due:
+            return False, -managed.last_begin
+        return True, -managed.began_at
+
     def _is_over(self, managed: ManagedUnit) -> bool:
         """See [Note: When a unit's backward is over] in `fullshard.torch.hooks`."""
-        arrivals, calls = managed.unit.gradients.arrivals, self._calls_of(managed)
         if managed.ends_with_backward or not managed.open_in_backward:
             return False
-        if any(call.watched for call in calls):
-            return False
+        arrivals, calls = managed.unit.gradients.arrivals, self._calls_of(managed)
+        for call in calls:
+            if call.watched:
+                return False
         if not (arrivals.all_here if calls else arrivals.expected_here):
             return False
         if managed in self._due:
-            later = takewhile(lambda m: m.last_begin > managed.first_begin, reversed(self._due))
-            return all(m is managed or not (m.open_in_backward or self._calls_of(m)) for m in later)
+            for later in self._due_after(managed.first_begin):
+                if later is not managed and (later.open_in_backward or self._calls_of(later)):
+                    return False
+            return True
         return not any(self._began_later(m, managed) for m in self.execution.units)
 
     def _calls_of(self, managed: ManagedUnit) -> list[Call]:
         """Those calls that belong to forwards of the root whose backward this is."""
-        return [call for call in managed.calls if call.made_in in self._reached]
+        return [call for call in managed.calls.alive() if call.made_in in self._reached]
 
     def _began_later(self, other: ManagedUnit, managed: ManagedUnit) -> bool:
         """True if ``other`` is not over, and what is left of it began after ``managed``."""
@@ -301,10 +321,12 @@ class Runtime:
         if managed in self._due and not unused:
             self._pass_over(after=managed.first_begin)
         self._due.pop(managed, None)
-        for call in [call for call in managed.calls if call.begun]:
+        for call in [call for call in managed.calls.alive() if call.begun]:
             call.end()
             managed.calls.discard(call)
-        managed.open_in_backward = False
+        if managed.open_in_backward:
+            managed.open_in_backward = False
+            self._open.remove(managed)
         if managed in self._late:
             self._late.remove(managed)
         managed.unit.gradients.arrivals.end_backward()

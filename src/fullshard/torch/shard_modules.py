@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from fullshard.core.errors import UsageError
+from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.agreement import verify_agreement
 from fullshard.torch.groups import Where, compute_device
@@ -79,7 +79,8 @@ def agree(units: Mapping[str, Sequence[ParamSites]], plans: Sequence[Plan]) -> N
 
     ``units`` are the parameters of each by its name, ``plans`` what goes with them. Where
     parameters are (a device, the meta device) may differ. Raises `ConfigurationError` on all ranks
-    if they do not agree, with the lines in which they differ.
+    if they do not agree, with the lines in which they differ, `NotSupportedError` for compression
+    of what decides itself how it is gathered.
     """
     lines: dict[str, str] = {}
     for (name, params), plan in zip(units.items(), plans, strict=True):
@@ -87,7 +88,8 @@ def agree(units: Mapping[str, Sequence[ParamSites]], plans: Sequence[Plan]) -> N
         block = ranks.block.size if ranks.block else None
         lines[f"unit {name!r}"] = (
             f"{ranks.gather.size} slices, {ranks.replicas.size} replicas, blocks of {block}, "
-            f"reshard_after_forward={plan.reshard_after_forward}, {plan.precision}, {plan.offload}"
+            f"reshard_after_forward={plan.reshard_after_forward}, {plan.precision}, "
+            f"{plan.offload}, {ranks.compression}"
         )
         for each in params:
             spec = each.spec
@@ -97,6 +99,18 @@ def agree(units: Mapping[str, Sequence[ParamSites]], plans: Sequence[Plan]) -> N
     comms = dict.fromkeys(c for plan in plans for c in (plan.ranks.gather, plan.ranks.replicas))
     for comm in comms:
         verify_agreement(comm, lines, plans[0].device)
+    for params, plan in zip(units.values(), plans, strict=True):
+        _check_compressible(params, plan)
+
+
+def _check_compressible(params: Sequence[ParamSites], plan: Plan) -> None:
+    compression = plan.ranks.compression
+    own = [each.spec.name for each in params if each.spec.apart]
+    if own and compression is not None and compression.gather is not None:
+        raise NotSupportedError(
+            f"parameters with fsdp_pre_all_gather choose themselves what is gathered: {own}; give "
+            "their unit a compression of reduces only (gather=None)"
+        )
 
 
 def shard_modules(
@@ -163,14 +177,18 @@ def require_gradient_sync(module: nn.Module, required: bool, *, recurse: bool = 
         managed.requires_gradient_sync = required
 
 
-def set_prefetch(module: nn.Module, forward: int = 1, backward: int = 1) -> None:
+def set_prefetch(
+    module: nn.Module, forward: int = 1, backward: int = 1, *, least_bytes: int = 0
+) -> None:
     """Set how many units are gathered ahead of use below the root ``module``, between steps.
 
     ``forward`` and ``backward`` count units beyond the one in use: 0 gathers each when it is
-    needed. Every unit more costs the memory of one full unit. All ranks must choose the same.
+    needed. Every unit more costs the memory of one full unit. With ``least_bytes`` further units
+    are gathered ahead, and further reduces left under way, until those beside the last hold so many
+    bytes: it keeps a link busy where units are small. All ranks must choose the same.
     """
     runtime = runtime_of(module)
     if not runtime.idle:
         raise UsageError("prefetch can only be changed between steps, not in the middle of one")
     reduces = runtime.prefetch.reduces_in_flight
-    runtime.set_prefetch(Prefetch(forward, backward, reduces))
+    runtime.set_prefetch(Prefetch(forward, backward, reduces, least_bytes))

@@ -2,34 +2,35 @@
 """One unit: parameters that are gathered, freed and reduced by one call.
 
 A unit knows its buffers and the state they are in, not when anything should happen: that is decided
-by `fullshard.core.schedule` and carried out by `fullshard.torch.runtime`. What rests is in
-`fullshard.torch.shards`, the way of gradients in `fullshard.torch.gradients`.
+by `fullshard.core.schedule` and carried out by `fullshard.torch.execution`. What rests is in
+`fullshard.torch.shards`, what is gathered in `fullshard.torch.full_parameters`, the way of
+gradients in `fullshard.torch.gradients`.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.core.errors import UsageError
 from fullshard.core.layout import lay_out
 from fullshard.torch.buffers import FlatBuffer, dtype_of
-from fullshard.torch.comm import Work
-from fullshard.torch.extensions import Extension
+from fullshard.torch.full_parameters import CustomGather, FullParameters, view_of
 from fullshard.torch.gradients import Gradients, ReduceSettings
-from fullshard.torch.modules import ParamSites, notes_on, set_owner
+from fullshard.torch.modules import ParamSites, set_owner
 from fullshard.torch.plan import Plan, own_value
-from fullshard.torch.shards import Place, Shards
-from fullshard.torch.streams import CopyStream
+from fullshard.torch.shards import Shards
 
 __all__ = ["Unit", "UnitState"]
 
 
 class UnitState(Enum):
     """What a unit has in memory beside its shard."""
+
+    __hash__ = object.__hash__  # that of Enum is slow
 
     RESTING = "nothing"
     FULL = "full parameters"
@@ -51,9 +52,6 @@ _MOVES = {
 }
 """The only legal moves. A unit whose shard serves as its full parameters is always full."""
 
-_NOT_YET = nn.Parameter(torch.empty(0), requires_grad=False)
-"""Stands for a full parameter that is made when it has been gathered for the first time."""
-
 _FULL_STATES = (UnitState.FULL, UnitState.FULL_WITH_GRADS)
 _STATES_WITHOUT_GRADS = (UnitState.RESTING, UnitState.FULL)
 
@@ -72,10 +70,8 @@ class Unit:
         self.device = plan.device
         self.on_gradient: Callable[[int, Tensor], None] = self.deliver
         self.settings = ReduceSettings()
-        # What users may set instead of the communicator's gather: (full, shard) -> work.
-        self.custom_gather: Callable[[Tensor, Tensor], Any] | None = None
+        self.custom_gather: CustomGather | None = None
         self.unchecked = False  # was on a meta device, and nobody has looked for values since
-        self._fetch = CopyStream(plan.device, "to the device")
         layout = lay_out((each.spec for each in params), self.ranks.gather.size, plan.precision)
         on_meta = plan.values is own_value and any(each.param.is_meta for each in params)
         device = torch.device("meta") if on_meta else plan.resting_device
@@ -89,75 +85,24 @@ class Unit:
         """Rest in ``shards``; make what they are gathered into, and what gradients need."""
         self.shards = shards
         self.layout = shards.layout
-        self.params, self.sharded = self.shards.params, self.shards.sharded
-        segments = self.layout.segments
-        cast = any(segment.full_dtype != segment.dtype for segment in segments)
-        # With one slice the shard is the full unit: it serves as both and is never released.
-        one_slice = self.ranks.gather.size == 1
-        self._extensions = self._find_extensions()
-        converted = cast or bool(self._extensions)
-        self.resident = one_slice and not converted and not self.plan.offload.to_host
+        self.params, self.sharded = shards.params, shards.sharded
+        self.gradients = Gradients(self.name, shards, self.plan, self.settings)
+        # Weak, so that a model which is deleted gives its memory back without the garbage collector
+        hook_for = partial(_gradient_hook, weakref.ref(self))
+        arrivals = self.gradients.arrivals
+        self.full = FullParameters(self.name, shards, self.plan, arrivals, hook_for)
         self.state = UnitState.FULL if self.resident else UnitState.RESTING
-        self._gathering: Work | None = None
-        self._gathered_version = -1
-        self._part: FlatBuffer | None = None  # kept from forward to backward, of several slices
-        self._working: FlatBuffer | None = None  # the shard on the device, if it rests elsewhere
-        self._working_version = -1
-        self.gradients = Gradients(self.name, self.shards, self.plan, self.settings)
-        self.full: list[nn.Parameter] = []
-        if self.shards.device.type != "meta":
-            sizes = [
-                (0 if number in self._extensions else s.full_numel, dtype_of(s.full_dtype))
-                for number, s in enumerate(segments)
-            ]
-            self._full = self.shards.buffer if self.resident else FlatBuffer(sizes, self.device)
-            self.full = [
-                _NOT_YET if place.number in self._extensions else self._make_full(index)
-                for index, place in enumerate(self.shards.places)
-            ]
-            if not self.resident:
-                self._full.release()
+        self._sites = [(*site, i) for i, each in enumerate(self.params) for site in each.sites]
+        cuts = enumerate(each.tensor_parallel for each in self.params)
+        self._cuts = {index: cut for index, cut in cuts if cut is not None}
         self.show_sharded()
-
-    def _find_extensions(self) -> dict[int, Extension]:
-        """By number of segment, what decides about its gathers."""
-        if any(s.slots[0].spec.apart for s in self.layout.segments) and self.ranks.block:
-            raise NotSupportedError(
-                f"unit {self.name!r} has parameters with fsdp_pre_all_gather, which go with "
-                "reshard_after_forward=True or False, not with a number"
-            )
-        return {
-            place.number: Extension(
-                each.param,
-                place.slot,
-                self.ranks.gather.size,
-                self.ranks.device_mesh,
-                dtype_of(place.segment.full_dtype),
-            )
-            for each, place in zip(self.params, self.shards.places, strict=True)
-            if each.spec.apart
-        }
-
-    def _make_full(self, index: int) -> nn.Parameter:
-        # .data: a parameter that is a plain view shares its version counter with the buffer, and
-        # writing gathered values into the buffer would then trip autograd's in-place check.
-        return self._as_parameter(index, _view(self._full, self.shards.places[index]).data)
-
-    def _as_parameter(self, index: int, data: Tensor) -> nn.Parameter:
-        sharded, cut = self.sharded[index], self.params[index].tensor_parallel
-        data = data if cut is None else cut.dtensor(data)
-        full = nn.Parameter(data, requires_grad=sharded.requires_grad)
-        full.__dict__.update(notes_on(self.params[index].param))
-        if sharded.requires_grad:
-            hook = _gradient_hook(weakref.ref(self), index)
-            full.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            self.gradients.arrivals.watch(index, full)
-        return full
 
     def rename(self, name: str) -> None:
         """Take the name by which the whole model knows the unit's module; parameters follow."""
         self.shards.rename(name)
-        self.name = self.gradients.name = name or "(root)"
+        self.name = name or "(root)"
+        self.full.rename(self.name)
+        self.gradients.rename(self.name)
 
     @property
     def trainable(self) -> bool:
@@ -168,13 +113,15 @@ class Unit:
 
     def show_full(self) -> None:
         """Let the modules use the full parameters."""
-        for each, full in zip(self.params, self.full, strict=True):
-            each.put(full)
+        full = self.full.params
+        for parameters, key, index in self._sites:
+            parameters[key] = full[index]
 
     def show_sharded(self) -> None:
         """Let the modules show the sharded parameters."""
-        for each, sharded in zip(self.params, self.sharded, strict=True):
-            each.put(sharded)
+        sharded = self.sharded
+        for parameters, key, index in self._sites:
+            parameters[key] = sharded[index]
 
     # ---- gather and free ------------------------------------------------------------------------
 
@@ -193,117 +140,52 @@ class Unit:
         return self.state in _FULL_STATES
 
     @property
+    def resident(self) -> bool:
+        """True if the shard serves as the full unit, which then is always full."""
+        return self.full.resident
+
+    @property
     def shrunk(self) -> bool:
         """True if `shrink` has left a part."""
-        return self._part is not None
+        return self.full.shrunk
 
     @property
     def transient_bytes(self) -> int:
         """Bytes held now beyond the shards: full parameters, full gradients, reduce scratch."""
-        total = self.gradients.transient_bytes
-        if not self.resident and self.full and self._full.allocated:
-            total += self._full.bytes
-        total += sum(extension.bytes for extension in self._extensions.values())
-        return total + (self._part.bytes if self._part is not None else 0)
+        return self.full.bytes + self.gradients.transient_bytes
 
     @property
     def stale(self) -> bool:
         """True if the full parameters were gathered before the shard was last changed."""
-        if self.resident or not (self.is_full or self._part is not None):
-            return False
-        return self._gathered_version != self.shards.version
+        return (self.is_full or self.shrunk) and self.full.outdated
 
     def gather(self) -> None:
         """Start to gather the full parameters (collective)."""
-        if not self.full and self.params:
+        if not self.full.params and self.params:
             raise UsageError(
                 f"unit {self.name!r} is on the meta device still: give its module real memory and "
                 "values first (to_empty and an initialisation, or load_state_dict(assign=True))"
             )
         self._move("gather")
-        self._full.allocate()
-        self._gathered_version = self.shards.version
-        label = f"gather of unit {self.name!r}"
-        if self._part is not None:
-            assert self.ranks.block is not None
-            pairs = list(zip(self._full.flats, self._part.flats, strict=True))
-            self._gathering = self.ranks.block.all_gather(pairs, label=label)
-            return
-        if not self.plan.offload.to_host:
-            self._gathering = self._gather_from(self.shards.flats, label)
-            return
-        if not self.plan.offload.params and self._working is None:
-            sizes = [(s.slice_numel, dtype_of(s.full_dtype)) for s in self.layout.segments]
-            self._working = FlatBuffer(sizes, self.device)  # on the compute stream, like all
-        with self._fetch.behind_compute():
-            source = self.shards.flats if self.plan.offload.params else self._refreshed_working()
-            self._gathering = self._gather_from(source, label)
-
-    def _gather_from(self, shards: Sequence[Tensor], label: str) -> Work:
-        rank, pairs = self.ranks.gather.rank, []
-        for number, (full, shard) in enumerate(zip(self._full.flats, shards, strict=True)):
-            if number in self._extensions:
-                pairs += self._extensions[number].send(shard.to(self.device))
-                continue
-            if shard.dtype != full.dtype or shard.device != full.device:
-                numel = shard.numel()
-                mine = full[rank * numel : (rank + 1) * numel]
-                # First across, then into the other dtype: torch casts on the host, unpinned.
-                shard = mine.copy_(shard.to(full.device, non_blocking=True))
-            pairs.append((full, shard))
-        if self.custom_gather is None:
-            return self.ranks.gather.all_gather(pairs, label=label)
-        return _Works([self.custom_gather(full, shard) for full, shard in pairs])
-
-    def _refreshed_working(self) -> list[Tensor]:
-        """The shard on the device in the dtype of computation, as of the optimizer's last step."""
-        assert self._working is not None
-        if self._working_version != self.shards.version:
-            self._working_version = self.shards.version
-            for to, shard in zip(self._working.flats, self.shards.flats, strict=True):
-                to.copy_(shard.to(self.device, non_blocking=True))
-        return self._working.flats
+        self.full.gather(self.custom_gather)
 
     def await_gather(self) -> None:
         """Wait until the full parameters are there."""
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._fetch.join()
-            self._gathering = self._part = None
-            if self._extensions:
-                self._receive()
-
-    def _receive(self) -> None:
-        for index, place in enumerate(self.shards.places):
-            extension = self._extensions.get(place.number)
-            if extension is not None and extension.receive():
-                assert extension.full is not None
-                self.full[index] = self._as_parameter(index, extension.full)
-                extension.full = self.full[index]
+        self.full.wait()
 
     def shrink(self) -> None:
         """Drop the full parameters but for this rank's part among those of its block."""
         self._move("free")
-        self.await_gather()
-        block = self.ranks.block
-        assert block is not None
-        numels = [flat.numel() // block.size for flat in self._full.flats]
-        dtypes = [flat.dtype for flat in self._full.flats]
-        self._part = FlatBuffer(zip(numels, dtypes, strict=True), self.device)
-        for part, full, numel in zip(self._part.flats, self._full.flats, numels, strict=True):
-            part.copy_(full[block.rank * numel : (block.rank + 1) * numel])
-        self._full.release()
+        self.full.shrink()
 
     def free(self) -> None:
         """Drop the full parameters, or the part that `shrink` has left."""
-        self.await_gather()
-        if self._part is not None:
-            self._part = None
+        self.full.wait()
+        if self.full.shrunk:
+            self.full.drop_part()
             return
         self._move("free")
-        self._full.release()
-        for extension in self._extensions.values():
-            extension.release()
+        self.full.drop()
 
     # ---- gradients ------------------------------------------------------------------------------
 
@@ -311,9 +193,8 @@ class Unit:
         """Take a parameter's gradient, or a further part of it."""
         if self.state in _STATES_WITHOUT_GRADS:
             self._fill()
-        cut = self.params[index].tensor_parallel
-        if cut is not None:
-            grad = cut.part_of_dtensor(grad)
+        if index in self._cuts:
+            grad = self._cuts[index].part_of_dtensor(grad)
         self.gradients.deliver(index, grad)
 
     def _fill(self) -> None:
@@ -343,7 +224,7 @@ class Unit:
 
     def synchronize(self) -> None:
         """Hold up the host until it may read gradients and write shards that rest there."""
-        self._fetch.synchronize()
+        self.full.synchronize()
         self.gradients.synchronize()
 
     # ---- between steps --------------------------------------------------------------------------
@@ -365,32 +246,12 @@ class Unit:
 
     def full_views(self, full: FlatBuffer) -> list[Tensor]:
         """The parameters in what `gather_values` gave, in the order of ``params``."""
-        views = [_view(full, place) for place in self.shards.places]
+        views = [view_of(full, place) for place in self.shards.places]
         cuts = [each.tensor_parallel for each in self.params]
         return [v if c is None else c.dtensor(v) for v, c in zip(views, cuts, strict=True)]
 
 
-class _Works:
-    """The works of a custom collective as one."""
-
-    def __init__(self, works: Sequence[Any]):
-        self._works = [work for work in works if work is not None]
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
-def _view(buffer: FlatBuffer, place: Place) -> Tensor:
-    flat = buffer.flats[place.number]
-    return flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)
-
-
 def _gradient_hook(unit: "weakref.ref[Unit]", index: int) -> Callable[[Tensor], None]:
-    # Weak, so that a model which is deleted gives its memory back without the garbage collector.
     def take(param: Tensor) -> None:
         grad, param.grad = param.grad, None
         owner = unit()

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
@@ -72,7 +72,7 @@ class Witness:
         self.members = tuple(members)
         self.timeout_s = timeout_s
         self._rank = dist.get_rank()
-        self._pending: tuple[str, float, Callable[[], bool]] | None = None
+        self._pending: tuple[str, float, Sequence[dist.Work]] | None = None
         self.watchdog = Watchdog.of_this_process() if len(self.members) > 1 else None
         if self.watchdog is not None:
             self.watchdog.look_after(self)
@@ -85,18 +85,19 @@ class Witness:
             place = self.watchdog.places.get(self.family, Place())
             self.watchdog.places[self.family] = Place(place.rolls, place.issued + 1)
 
-    def leaves_pending(self, what: str, is_completed: Callable[[], bool]) -> None:
+    def leaves_pending(self, what: str, works: Sequence[dist.Work]) -> None:
         """Note a collective for which the host will not wait, the last of those under way."""
         if self.watchdog is not None:
-            self._pending = (what, time.time(), is_completed)
+            self._pending = (what, time.time(), works)
 
-    def waits(self, what: str, wait: Callable[[], None]) -> None:
-        """Call ``wait``. Raises `CommunicationError` if it fails, or the group has."""
+    def waits(self, what: str, works: Sequence[dist.Work]) -> None:
+        """Wait for ``works``. Raises `CommunicationError` if one fails, or the group has."""
         self.stop_if_failed(what)
         begin = time.time()
         _progress.waiting = (what, begin)
         try:
-            wait()
+            for work in works:
+                work.wait()
         except RuntimeError as error:
             raise self.failure(what, error, begin) from error
         finally:
@@ -138,12 +139,14 @@ class Witness:
         """What the device has not completed as the timeout draws near, once."""
         if self._pending is None:
             return None
-        what, begin, is_completed = self._pending
+        what, begin, works = self._pending
         # Just before the timeout, at which NCCL ends the process.
         if time.time() - begin < max(self.timeout_s - 2 * PERIOD_S, self.timeout_s / 2):
             return None
         self._pending = None
-        return None if is_completed() else f"{what} was issued {time.time() - begin:.1f} s ago"
+        if all(work.is_completed() for work in works):
+            return None
+        return f"{what} was issued {time.time() - begin:.1f} s ago"
 
 
 class Watchdog:

@@ -36,19 +36,29 @@ class ReduceSettings:
         self.hook: Callable[[Tensor, Tensor], None] | None = None  # (full, shard) -> fills shard
         self.all_reduce_hook: Callable[[Tensor], None] | None = None  # changes a reduced slice
         self.reduce_scatter: Callable[[Tensor, Tensor], Any] | None = None  # (shard, full) -> work
+        self.on_delivered: list[Callable[[], None]] = []  # called when ``.grad`` has the result
 
 
 class Gradients:
     """Full gradients of a unit in one flat buffer, and their reduce."""
 
     def __init__(self, name: str, shards: Shards, plan: Plan, settings: ReduceSettings):
-        self.name = name
+        self.rename(name)
         self.settings = settings
         self.arrivals = Arrivals()
         self._shards = shards
         self._plan = plan
+        segments = shards.trainable
+        travel = [dtype_of(s.grad_dtype) for s in segments]
+        keep = plan.precision.keep_low_grads
+        rest = travel if keep else [dtype_of(s.dtype) for s in segments]
+        self._full_sizes = [(s.full_numel, d) for s, d in zip(segments, travel, strict=True)]
+        self._slice_sizes = [(s.slice_numel, d) for s, d in zip(segments, travel, strict=True)]
+        self._rest_sizes = [(s.slice_numel, d) for s, d in zip(segments, rest, strict=True)]
+        self._pieces = _pieces(shards)
         self._full: FlatBuffer | None = None
         self._views: dict[int, Tensor] = {}
+        self._padding: list[Tensor] = []  # what lies between the views, and behind them
         self._delivered: set[int] = set()  # parameters that the buffer holds
         self._reduced: FlatBuffer | None = None
         self._work: Work | None = None
@@ -56,6 +66,11 @@ class Gradients:
         self._kept: FlatBuffer | None = None  # sums over slices that replicas have not seen yet
         self._to_host = CopyStream(plan.device, "to the host")
         self._leaving: list[FlatBuffer] = []  # being copied to the host
+
+    def rename(self, name: str) -> None:
+        """Take the name of the unit."""
+        self.name = name
+        self._label = f"reduce of unit {name!r}"
 
     @property
     def transient_bytes(self) -> int:
@@ -78,13 +93,18 @@ class Gradients:
         if self._full is not None:
             self._full.allocate()
             return
-        sizes = [(s.full_numel, dtype_of(s.grad_dtype)) for s in self._shards.trainable]
-        self._full = FlatBuffer(sizes, self._plan.device)
+        self._full = FlatBuffer(self._full_sizes, self._plan.device)
         for index, place in enumerate(self._shards.places):
             if place.grad_number >= 0:
                 flat = self._full.flats[place.grad_number]
                 view = flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)
                 self._views[index] = view
+        self._padding = []
+        for segment, flat in zip(self._shards.trainable, self._full.flats, strict=True):
+            ends = [0, *(slot.stop for slot in segment.slots)]
+            starts = [*(slot.start for slot in segment.slots), flat.numel()]
+            between = zip(ends, starts, strict=True)
+            self._padding += [flat[end:start] for end, start in between if end < start]
 
     def deliver(self, index: int, grad: Tensor) -> None:
         """Put a parameter's gradient, or a further part of it, into the buffer."""
@@ -110,17 +130,13 @@ class Gradients:
         if self._full is not None:
             self._full.release()
 
-    def _zero_what_did_not_come(self, full: FlatBuffer) -> None:
-        for segment, flat in zip(self._shards.trainable, full.flats, strict=True):
-            end = 0
-            for slot in segment.slots:
-                if slot.start > end:
-                    flat[end : slot.start].zero_()
-                end = slot.stop
-            flat[end:].zero_()
-        for index, view in self._views.items():
-            if index not in self._delivered:
-                view.zero_()
+    def _zero_what_did_not_come(self) -> None:
+        if self._padding:
+            torch._foreach_zero_(self._padding)
+        if len(self._delivered) < len(self._views):
+            for index, view in self._views.items():
+                if index not in self._delivered:
+                    view.zero_()
 
     # ---- the reduce -----------------------------------------------------------------------------
 
@@ -142,7 +158,7 @@ class Gradients:
         """Start to sum full gradients over the slices; what did not come is zero (collective)."""
         full = self._full
         assert full is not None
-        self._zero_what_did_not_come(full)
+        self._zero_what_did_not_come()
         self._delivered.clear()
         before, _ = self._divisors()
         if before != 1:
@@ -150,15 +166,14 @@ class Gradients:
                 flat.div_(before)
         if self._plan.ranks.gather.size == 1:
             # With one slice the full gradient is the shard: its memory goes with it.
-            self._reduced, self._full, self._views = full, None, {}
+            self._reduced, self._full, self._views, self._padding = full, None, {}, []
             self._work = Done()
             if self.settings.hook is not None:
                 for flat in full.flats:
                     self.settings.hook(flat, flat)
             self.all_reduce()
             return
-        sizes = [(s.slice_numel, dtype_of(s.grad_dtype)) for s in self._shards.trainable]
-        self._reduced = FlatBuffer(sizes, self._plan.device)
+        self._reduced = FlatBuffer(self._slice_sizes, self._plan.device)
         pairs = list(zip(self._reduced.flats, full.flats, strict=True))
         self._work = self._reduce_scatter(pairs)
 
@@ -174,8 +189,7 @@ class Gradients:
                 if work is not None:
                     work.wait()
             return Done()
-        label = f"reduce of unit {self.name!r}"
-        return self._plan.ranks.reduce.reduce_scatter(pairs, label=label)
+        return self._plan.ranks.reduce.reduce_scatter(pairs, label=self._label)
 
     def all_reduce(self) -> None:
         """Await the sum over slices, drop full gradients, start to sum over replicas."""
@@ -215,17 +229,19 @@ class Gradients:
             for flat in reduced.flats:
                 self.settings.all_reduce_hook(flat)
         resting = self._to_rest(reduced)
-        for place, param in zip(self._shards.places, self._shards.sharded, strict=True):
-            if place.grad_number >= 0 and param.requires_grad:
-                _accumulate(param, resting.flats[place.grad_number][place.in_slice])
+        for flat, (numels, indices) in zip(resting.flats, self._pieces, strict=True):
+            for index, local in zip(indices, flat.split_with_sizes(numels), strict=True):
+                if index >= 0:
+                    _accumulate(self._shards.sharded[index], local)
+        for tell in self.settings.on_delivered:
+            tell()
 
     def _divisors(self) -> tuple[float, float]:
         """By what gradients are divided before and after their sums. See [Note: Two sums]."""
         if self.settings.hook is not None:
             return 1, 1  # a communication hook divides as it likes
         factor = self.settings.divide_factor or self._plan.ranks.size
-        dtypes = {segment.grad_dtype for segment in self._shards.trainable}
-        if "float16" not in dtypes:
+        if all(segment.grad_dtype != "float16" for segment in self._shards.trainable):
             return 1, factor
         before = 2.0 ** round(math.log2(factor) / 2)
         return before, factor / before
@@ -234,14 +250,10 @@ class Gradients:
         """Reduced gradients, averaged, in the dtype and on the device in which they rest."""
         plan = self._plan
         _, after = self._divisors()
-        segments = self._shards.trainable
-        keep = plan.precision.keep_low_grads
-        dtypes = [dtype_of(s.grad_dtype if keep else s.dtype) for s in segments]
         moves = plan.resting_device != plan.device
         resting = reduced
-        if any(f.dtype != d for f, d in zip(reduced.flats, dtypes, strict=True)):
-            sizes = [(f.numel(), d) for f, d in zip(reduced.flats, dtypes, strict=True)]
-            resting = FlatBuffer(sizes, plan.device)
+        if self._rest_sizes != self._slice_sizes:
+            resting = FlatBuffer(self._rest_sizes, plan.device)
             for to, flat in zip(resting.flats, reduced.flats, strict=True):
                 to.copy_(flat)
         if after != 1:
@@ -273,21 +285,44 @@ class Gradients:
         self._leaving.clear()
 
 
+def _pieces(shards: Shards) -> list[tuple[list[int], list[int]]]:
+    """How this rank's slice of each trainable segment falls apart: into spans and padding.
+
+    For each piece its elements, and the index of the parameter whose span it is, -1 for padding.
+    """
+    pieces: list[tuple[list[int], list[int]]] = []
+    for number, segment in enumerate(shards.trainable):
+        numels, indices, end = [], [], 0
+        for index, place in enumerate(shards.places):
+            if place.grad_number == number:
+                start = place.in_slice.start if place.span.numel else end
+                numels += [start - end, place.span.numel]
+                indices += [-1, index]
+                end = start + place.span.numel
+        pieces.append(([*numels, segment.slice_numel - end], [*indices, -1]))
+    return pieces
+
+
 def _has_hooks(param: ShardedParameter) -> bool:
     return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 def _accumulate(param: ShardedParameter, local: Tensor) -> None:
     """Add a reduced gradient to ``param.grad`` as autograd would, users' hooks included."""
+    if not param.requires_grad:
+        return
     grad: Tensor = ShardedParameter.value(local, param.ownership)
-    for hook in (param._backward_hooks or {}).values():
-        changed = hook(grad)
-        grad = grad if changed is None else changed
+    if param._backward_hooks:
+        for hook in param._backward_hooks.values():
+            changed = hook(grad)
+            grad = grad if changed is None else changed
     if param.grad is None:
         if grad.dtype != param.dtype:
             param.grad_dtype = None
         param.grad = grad
     else:
         param.grad.add_(grad)
-    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-        hook(param)
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        for hook in hooks.values():
+            hook(param)

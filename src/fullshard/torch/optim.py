@@ -18,12 +18,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.torch.merged_step import MergedStep
 from fullshard.torch.optimizer_state import adopt, translate
 from fullshard.torch.parameter import ShardedParameter
 
 __all__ = [
     "NEEDS_WHOLE_TENSORS",
     "clip_grad_norm_",
+    "look_at",
     "mark_replaced",
     "name_of_replacement",
     "optimizer_state_bytes",
@@ -63,7 +65,7 @@ def mark_replaced(original: Tensor, name: str) -> None:
     with _lock:
         _last_replacement = next(_replacements)
         if not _watching:
-            register_optimizer_step_pre_hook(_look_at)
+            register_optimizer_step_pre_hook(look_at)
             _watching = True
 
 
@@ -72,8 +74,11 @@ def name_of_replacement(param: Tensor | None) -> str | None:
     return getattr(param, _MARK, None)
 
 
-def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise, before anything has changed, if ``optimizer`` cannot work on what it holds."""
+def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
+    """Raise, before anything has changed, if ``optimizer`` cannot work on what it holds.
+
+    Else make it ready for sharded parameters. See [Note: Looking at optimizers].
+    """
     groups = optimizer.param_groups
     seen = (_last_replacement, sum(len(group["params"]) for group in groups))
     if getattr(optimizer, _CHECKED, None) == seen:
@@ -99,6 +104,7 @@ def _look_at(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if sharded is not None:
         translate(optimizer)
         adopt(optimizer)
+        MergedStep.of(optimizer)
     setattr(optimizer, _CHECKED, seen)
 
 

@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps on runs of neighbouring spans: bit by bit those on each parameter, whatever users do."""
+
+import copy
+import gc
+import random
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fullshard.core.layout import lay_out
+from fullshard.core.spec import ParamSpec
+from fullshard.torch import fully_shard
+from fullshard.torch.local_world import LocalComm, LocalWorld
+from fullshard.torch.merged_step import ELEMENTWISE, MergedStep
+from fullshard.torch.optim import mark_replaced
+from fullshard.torch.ownership import Ownership
+from fullshard.torch.parameter import ShardedParameter
+
+SHAPES = [(4, 32), (32,), (), (64,), (33,), (8, 8), (1,), (7, 32), (32,)]
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
+    "sgd-momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "adam-amsgrad": partial(torch.optim.Adam, lr=0.1, weight_decay=0.1, amsgrad=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.1, maximize=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.1),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.1),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
+    "adamax": partial(torch.optim.Adamax, lr=0.1),
+    "nadam": partial(torch.optim.NAdam, lr=0.1),
+    "radam": partial(torch.optim.RAdam, lr=0.1),
+    "asgd": partial(torch.optim.ASGD, lr=0.1, t0=1, lambd=0.01),
+    "rprop": partial(torch.optim.Rprop, lr=0.01),
+}
+FUSED = {"sgd", "sgd-momentum", "adam-amsgrad", "adamw", "adagrad"}
+FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+CASES = [(name, form) for name in OPTIMIZERS for form in FORMS if form != "fused" or name in FUSED]
+
+UNLIKE = {
+    # torch's own kernel leaves a part of the first momentum undefined.
+    ("sgd-momentum", "fused", torch.bfloat16),
+    # A 0-dim parameter is computed in the dtype of a 0-dim number, spans are not 0-dim.
+    ("asgd", "foreach", torch.bfloat16),
+}
+
+
+@pytest.fixture(autouse=True)
+def _optimizers_are_looked_at():
+    mark_replaced(nn.Parameter(torch.ones(1)), "any")
+
+
+def values(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]
+
+
+class Flat:
+    """Parameters of SHAPES as they lie in a unit's shard, and gradients as a reduce gives them."""
+
+    def __init__(self, comm: LocalComm, fulls: list[Tensor]):
+        specs = [ParamSpec(f"p{i}", full.shape, "float32", True) for i, full in enumerate(fulls)]
+        (self.segment,) = lay_out(specs, comm.size).segments
+        self.comm = comm
+        self.shard = torch.zeros(self.segment.slice_numel, dtype=fulls[0].dtype)
+        self.params = [
+            ShardedParameter.parameter(local, owner) for local, owner in self.cut(self.shard, fulls)
+        ]
+
+    def cut(self, flat: Tensor, fulls: list[Tensor]) -> list[tuple[Tensor, Ownership]]:
+        pieces = []
+        for slot, full in zip(self.segment.slots, fulls, strict=True):
+            spec, spans = slot.spec, self.segment.spans(slot)
+            owner = Ownership(spec.name, spec.shape, spans, self.comm)
+            start = self.segment.offset_in_slice(slot, self.comm.rank)
+            local = flat[start : start + owner.span.numel]
+            local.copy_(owner.cut(full))
+            pieces.append((local, owner))
+        return pieces
+
+    def set_grads(self, fulls: list[Tensor]) -> None:
+        flat = torch.zeros_like(self.shard)
+        for param, (local, _) in zip(self.params, self.cut(flat, fulls), strict=True):
+            param.grad = ShardedParameter.value(local, param.ownership)
+
+
+def collected(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters that a step of Adam works on."""
+    lists: list[list[Tensor]] = [[] for _ in range(6)]
+    optimizer._init_group(optimizer.param_groups[0], *lists)
+    return lists[0]
+
+
+def state_of(optimizer, params):
+    return [
+        {
+            key: (value.full_tensor() if isinstance(value, ShardedParameter) else value).clone()
+            for key, value in optimizer.state[param].items()
+            if value is not None
+        }
+        for param in params
+    ]
+
+
+def assert_same(sharded, optimizer, plain, plain_optimizer):
+    for i, (param, other) in enumerate(zip(sharded, plain, strict=True)):
+        assert torch.equal(param.full_tensor(), other.detach()), i
+    states = state_of(optimizer, sharded), state_of(plain_optimizer, plain)
+    for i, (mine, other) in enumerate(zip(*states, strict=True)):
+        assert mine.keys() == other.keys()
+        for key in mine:
+            assert torch.equal(mine[key], other[key]), (i, key)
+    assert set(optimizer.state) <= set(sharded)
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+def test_steps_are_those_of_one_process_bit_by_bit(name, form):
+    make = partial(OPTIMIZERS[name], **FORMS[form])
+
+    def body(comm):
+        for dtype in (torch.float32, torch.bfloat16):
+            if (name, form, dtype) in UNLIKE:
+                continue
+            plain = [nn.Parameter(value) for value in values(0, dtype)]
+            flat = Flat(comm, values(0, dtype))
+            reference, optimizer = make(plain), make(flat.params)
+            for step in range(1, 4):
+                for param, grad in zip(plain, values(step, dtype), strict=True):
+                    param.grad = grad
+                flat.set_grads(values(step, dtype))
+                before = flat.shard._version
+                reference.step()
+                optimizer.step()
+                assert flat.shard._version > before
+            assert_same(flat.params, optimizer, plain, reference)
+            (plan,) = MergedStep.of(optimizer)._plans.values()
+            assert len(plan.runs) < len(SHAPES)
+
+    LocalWorld(2).run(body)
+
+
+def test_what_lies_together_is_stepped_together():
+    def body(comm):
+        flat = Flat(comm, values(0))
+        optimizer = torch.optim.AdamW(flat.params)
+        flat.set_grads(values(1))
+        optimizer.step()
+        numels = [tensor.numel() for tensor in collected(optimizer)]
+        # Runs end behind 0-dim, 33 and 1: 32-element slots go on behind a gap.
+        assert numels == [4 * 32 + 32 + 1, 64 + 33, 8 * 8 + 1, 7 * 32 + 32]
+        assert all(type(tensor) is Tensor for tensor in collected(optimizer))
+        flat.params[3].grad = ShardedParameter.value(
+            flat.params[3].grad.local.clone(), flat.params[3].ownership
+        )
+        numels = [tensor.numel() for tensor in collected(optimizer)]
+        assert numels == [4 * 32 + 32 + 1, 64, 33, 8 * 8 + 1, 7 * 32 + 32]
+        flat.params[3].grad = values(1)[3]  # a plain tensor of the global shape
+        kinds = [type(tensor) for tensor in collected(optimizer)]
+        assert kinds == [Tensor, ShardedParameter, Tensor, Tensor, Tensor]
+        optimizer.param_groups[0]["differentiable"] = True
+        assert list(map(id, collected(optimizer))) == list(map(id, flat.params))
+
+    LocalWorld(1).run(body)
+
+
+def test_memory_of_others_is_not_taken_for_a_run():
+    def body(comm):
+        flat = Flat(comm, values(0))
+        optimizer = torch.optim.AdamW(flat.params)
+        flat.set_grads(values(1))
+        optimizer.step()
+        assert len(collected(optimizer)) == 4
+        memory = np.zeros(flat.shard.numel(), np.float32)
+        start = 0
+        for param in flat.params:  # neighbours, but each a storage of its own
+            numel = -(-param.numel() // 32) * 32
+            local = torch.from_numpy(memory[start : start + numel])[: param.numel()]
+            param.grad = ShardedParameter.value(local, param.ownership)
+            start += numel
+        assert [type(tensor) for tensor in collected(optimizer)] == [Tensor] * len(SHAPES)
+        apart = torch.zeros(2 * 128)[::2]  # as many elements as the first, not side by side
+        flat.params[0].grad = ShardedParameter.value(apart, flat.params[0].ownership)
+        assert type(collected(optimizer)[0]) is ShardedParameter
+
+    LocalWorld(1).run(body)
+
+
+# ---- whatever users do --------------------------------------------------------------------------
+
+
+def random_step(rng: random.Random, sides, step: int) -> None:
+    """Do the same, drawn by ``rng``, to the sharded and the plain side, and step."""
+    (flat, optimizer), (plain, reference) = sides
+    grads = values(step)
+    flat.set_grads(grads)
+    for param, grad in zip(plain, grads, strict=True):
+        param.grad = grad.clone()
+    for param, other in zip(flat.params, plain, strict=True):
+        what = rng.random()
+        if what < 0.1:
+            param.grad = other.grad = None
+        elif what < 0.2:
+            param.grad = ShardedParameter.value(param.grad.local * 2, param.ownership)
+            other.grad *= 2
+        elif what < 0.25:
+            param.grad.add_(param.grad)
+            other.grad.add_(other.grad)
+        elif what < 0.3 and "step" in optimizer.state[param] and "step" in reference.state[other]:
+            optimizer.state[param]["step"].fill_(7.0)
+            reference.state[other]["step"].fill_(7.0)
+    if rng.random() < 0.2:
+        lr = rng.choice([0.1, 0.01])
+        optimizer.param_groups[0]["lr"] = reference.param_groups[0]["lr"] = lr
+    if rng.random() < 0.2:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if rng.random() < 0.1:
+        state = optimizer.state[flat.params[0]]
+        for key, value in state.items():
+            state[key] = copy.deepcopy(value)
+    optimizer.step()
+    reference.step()
+    optimizer.zero_grad(set_to_none=rng.random() < 0.5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", range(2))
+def test_any_sequence_of_what_users_do(seed, form):
+    def body(comm):
+        rng = random.Random(seed)
+        flat = Flat(comm, values(0))
+        plain = [nn.Parameter(value) for value in values(0)]
+        make = partial(torch.optim.AdamW, lr=0.1, **FORMS[form])
+        optimizer, reference = make(flat.params[:6]), make(plain[:6])
+        for step in range(1, 13):
+            if step == 4:
+                optimizer.add_param_group({"params": flat.params[6:], "weight_decay": 0.5})
+                reference.add_param_group({"params": plain[6:], "weight_decay": 0.5})
+            random_step(rng, ((flat, optimizer), (plain, reference)), step)
+        for param, other in zip(flat.params, plain, strict=True):
+            assert torch.equal(param.full_tensor(), other.detach())
+        assert_same(flat.params, optimizer, plain, reference)
+
+    LocalWorld(2).run(body)
+
+
+def test_steps_that_never_repeat_are_left_as_they_are():
+    def body(comm):
+        flat = Flat(comm, values(0))
+        optimizer = torch.optim.SGD(flat.params, lr=0.1)
+        planned = []
+        for step in range(20):
+            flat.set_grads(values(1))
+            flat.params[1 + step % 2].grad = None
+            optimizer.step()
+            planned.append(bool(MergedStep.of(optimizer)._plans))
+        assert [step for step, there in enumerate(planned) if there] == [*range(8), 15]
+        for _ in range(9):
+            optimizer.step()
+        assert MergedStep.of(optimizer)._plans
+        assert not MergedStep.of(optimizer)._misses
+
+    LocalWorld(1).run(body)
+
+
+def test_a_step_that_fails_leaves_runs_together(monkeypatch):
+    def body(comm):
+        flat = Flat(comm, values(0))
+        optimizer = torch.optim.AdamW(flat.params, foreach=True)
+        flat.set_grads(values(1))
+        optimizer.step()
+
+        def fail(*_args, **_kwargs):
+            raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "_foreach_lerp_", fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                optimizer.step()
+        optimizer.step()
+        steps = {float(optimizer.state[param]["step"]) for param in flat.params}
+        assert steps == {3.0}, "torch had counted the step that failed"
+        assert len(collected(optimizer)) == 4
+
+    LocalWorld(1).run(body)
+
+
+def test_a_skipped_step_is_counted_for_none():
+    def body(comm):
+        flat = Flat(comm, values(0))
+        optimizer = torch.optim.AdamW(flat.params, fused=True)
+        for bad in (False, True, False):
+            grads = values(1)
+            if bad:
+                grads[0][0, 0] = float("inf")
+            flat.set_grads([grad * 8 for grad in grads])
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            scaler.update()
+        assert {float(optimizer.state[param]["step"]) for param in flat.params} == {2.0}
+        return [param.full_tensor() for param in flat.params]
+
+    plain = [nn.Parameter(value) for value in values(0)]
+    reference = torch.optim.AdamW(plain, fused=True)
+    for _ in range(2):
+        for param, grad in zip(plain, values(1), strict=True):
+            param.grad = grad
+        reference.step()
+    for result in LocalWorld(2).run(body):
+        assert all(map(torch.equal, result, [param.detach() for param in plain]))
+
+
+def test_hooks_of_users_see_each_parameter_as_ever():
+    def body(comm):
+        flat = Flat(comm, values(0))
+        optimizer = torch.optim.SGD(flat.params, lr=0.1, momentum=0.9)
+        seen = []
+
+        def look(optimizer, args, kwargs):
+            assert set(optimizer.state) <= set(flat.params)
+            assert optimizer.param_groups[0]["params"] == flat.params
+            seen.append(len(optimizer.state))
+
+        optimizer.register_step_pre_hook(look)
+        optimizer.register_step_post_hook(look)
+        for step in (1, 2, 3):
+            flat.set_grads(values(step))
+            optimizer.step()
+        assert seen == [0, 9, 9, 9, 9, 9]
+
+    # Lists of parameters compare by identity first, so that == above compares no values.
+    LocalWorld(1).run(body)
+
+
+def test_a_closure_gives_the_gradients():
+    def body(comm):
+        flat = Flat(comm, values(0))
+        optimizer = torch.optim.SGD(flat.params, lr=1.0)
+        assert optimizer.step(lambda: flat.set_grads(values(0)) or 3.0) == 3.0
+        assert not any(param.local.any() for param in flat.params)
+
+    LocalWorld(2).run(body)
+
+
+# ---- memory, and who is meant -------------------------------------------------------------------
+
+
+def test_state_that_was_replaced_is_not_kept_alive():
+    def body(comm):
+        flat = Flat(comm, values(0))
+        optimizer = torch.optim.AdamW(flat.params)
+        flat.set_grads(values(1))
+        optimizer.step()
+        storage = weakref.ref(optimizer.state[flat.params[0]]["exp_avg"].local.untyped_storage())
+        grads = [weakref.ref(param.grad.local) for param in flat.params]
+        optimizer.zero_grad()
+        assert not any(grad() is not None for grad in grads)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert not MergedStep.of(optimizer)._plans
+        assert storage() is None
+
+    gc.disable()
+    try:
+        LocalWorld(1).run(body)
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_goes_without_the_garbage_collector():
+    def body(comm):
+        flat = Flat(comm, values(0))
+        optimizer = torch.optim.AdamW(flat.params)
+        flat.set_grads(values(1))
+        optimizer.step()
+        gone = weakref.ref(optimizer)
+        state = weakref.ref(optimizer.state[flat.params[0]]["exp_avg"])
+        del optimizer
+        assert gone() is None
+        assert state() is None
+
+    gc.disable()
+    try:
+        LocalWorld(1).run(body)
+    finally:
+        gc.enable()
+
+
+def test_classes_that_nobody_knows_step_as_they_are():
+    class Mine(torch.optim.AdamW):
+        pass
+
+    def body(comm):
+        flat = Flat(comm, values(0))
+        optimizer = Mine(flat.params)
+        flat.set_grads(values(1))
+        optimizer.step()
+        assert MergedStep.of(optimizer) is None
+        assert all(type(tensor) is ShardedParameter for tensor in collected(optimizer))
+
+    LocalWorld(1).run(body)
+
+
+def test_the_classes_are_those_that_collect_lists():
+    for kind in ELEMENTWISE:
+        assert callable(kind._init_group)
+
+
+def test_a_sharded_model_trains_as_with_a_class_that_nobody_knows():
+    class Apart(torch.optim.AdamW):
+        pass
+
+    def train(comm, kind, form):
+        generator = torch.Generator().manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(2))
+        )
+        for param in model.parameters():
+            nn.init.uniform_(param, -0.2, 0.2, generator=generator)
+        for layer in model:
+            fully_shard(layer, mesh=comm)
+        fully_shard(model, mesh=comm)
+        optimizer = kind(model.parameters(), **form)
+        for _ in range(3):
+            model(torch.randn(4, 32, generator=generator)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if kind is not Apart:
+            assert len(MergedStep.of(optimizer)._plans) == 1
+        return [param.full_tensor() for param in model.parameters()]
+
+    def body(comm):
+        for form in FORMS.values():
+            got, expected = train(comm, torch.optim.AdamW, form), train(comm, Apart, form)
+            assert all(map(torch.equal, got, expected))
+
+    LocalWorld(2).run(body)

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps in backward: bit by bit the ordinary ones, with few gradients alive, or refused."""
+
+import gc
+import weakref
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import GPT, seeded
+from torch import nn
+
+from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.torch import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    ShardedParameter,
+    clip_grad_norm_,
+    fully_shard,
+    overlap_optimizer,
+    resting_bytes,
+)
+from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.shard_modules import managed_units
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return seeded(lambda: GPT(width=32, blocks=3, tied=True))
+
+
+def function(comm, model, **options):
+    for block in model.blocks:
+        fully_shard(block, mesh=comm, **options)
+    return fully_shard(model, mesh=comm, **options)
+
+
+def wrapper(comm, model, **options):
+    blocks = type(model.blocks[0])
+    return FullyShardedDataParallel(
+        model,
+        comm,
+        auto_wrap_policy=lambda module, recurse, **_: recurse or type(module) is blocks,
+        **options,
+    )
+
+
+def copy_of(plain):
+    model = GPT(width=32, blocks=3, tied=True)
+    model.load_state_dict(plain.state_dict())
+    return model
+
+
+def hybrid(comm):
+    return comm.subgroup([comm.rank // 2 * 2, comm.rank // 2 * 2 + 1]), comm.subgroup(
+        [comm.rank % 2, comm.rank % 2 + 2]
+    )
+
+
+def backward(model, number=0, rank=0):
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    tokens = torch.randint(17, (2, 9), generator=generator)
+    F.cross_entropy(model(tokens[:, :-1]).flatten(0, -2), tokens[:, 1:].flatten()).backward()
+
+
+def in_groups(model):
+    params = list(model.parameters())
+    return [
+        {"params": [param for param in params if param.dim() > 1]},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def train(model, optimizer, rank, micro_batches):
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in range(STEPS):
+        for number in range(micro_batches):
+            last = number == micro_batches - 1
+            if isinstance(model, FullyShardedDataParallel):
+                with nullcontext() if last else model.no_sync():
+                    backward(model, step * micro_batches + number, rank)
+            else:
+                model.set_requires_gradient_sync(last)
+                backward(model, step * micro_batches + number, rank)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return [param.full_tensor() for param in model.parameters()]
+
+
+CASES = {
+    "function": (2, function, {}),
+    "wrapper": (3, wrapper, {}),
+    "one rank": (1, function, {}),
+    "resharded late": (2, function, {"reshard_after_forward": False}),
+    "offloaded": (2, function, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "hybrid": (4, lambda comm, model: function(hybrid(comm), model), {}),
+}
+OPTIMIZERS = {
+    "adamw": partial(torch.optim.AdamW, lr=0.1, amsgrad=True),
+    "adamw-fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
+    "sgd-foreach": partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("function", "adamw-fused"),
+        ("function", "adamw"),
+        *((case, "sgd-foreach") for case in CASES),
+    ],
+)
+def test_the_values_are_those_of_ordinary_steps(plain, case, name):
+    (world, shard, options), make = CASES[case], OPTIMIZERS[name]
+
+    def body(comm):
+        results = []
+        for overlapped in (False, True):
+            model = shard(comm, copy_of(plain), **options)
+            optimizer = make(in_groups(model))
+            if overlapped:
+                overlap_optimizer(model, optimizer)
+            micro_batches = 2 if make.func is torch.optim.SGD else 1
+            results.append(train(model, optimizer, comm.rank, micro_batches))
+            state = [optimizer.state[param] for param in model.parameters()]
+            results[-1] += [
+                value.full_tensor() if isinstance(value, ShardedParameter) else value
+                for each in state
+                for value in each.values()
+            ]
+        assert len(results[0]) == len(results[1])
+        assert all(map(torch.equal, *results))
+
+    LocalWorld(world).run(body)
+
+
+def test_few_gradients_are_alive_together(plain):
+    def body(comm):
+        model = function(comm, copy_of(plain))
+        optimizer = torch.optim.AdamW(model.parameters())
+        alive, most = [], [0]
+
+        def count():
+            grads = (param.grad for param in model.parameters())
+            alive.extend(weakref.ref(g.local) for g in grads if type(g) is ShardedParameter)
+            held = {id(local): local.nbytes for each in alive if (local := each()) is not None}
+            most[0] = max(most[0], sum(held.values()))
+
+        def most_alive():
+            most[0] = 0
+            backward(model)
+            return most[0]
+
+        units = list(managed_units(model))
+        for managed in units:
+            managed.unit.settings.on_delivered.append(count)
+        sizes = [sum(param.local.nbytes for param in m.unit.sharded) for m in units]
+        assert most_alive() == sum(sizes)
+        optimizer.step()
+        optimizer.zero_grad()
+        overlap_optimizer(model, optimizer)
+        assert 0 < most_alive() <= max(sizes)
+        assert resting_bytes(model, optimizer).gradients_bytes == 0
+        optimizer.step()
+        assert all(param.grad is None for param in model.parameters())
+
+    LocalWorld(2).run(body)
+
+
+# ---- what is left for step(), and what is refused -----------------------------------------------
+
+
+def overlapped(comm, plain, **options):
+    model = function(comm, copy_of(plain))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    overlap_optimizer(model, optimizer)
+    return model, optimizer
+
+
+def test_what_no_unit_has_is_stepped_as_ever(plain):
+    def body(comm):
+        model = copy_of(plain)
+        for block in model.blocks:
+            fully_shard(block, mesh=comm)
+        fully_shard(model, mesh=comm, ignored_params={model.norm.weight})
+        assert not isinstance(model.norm.weight, ShardedParameter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        overlap_optimizer(model, optimizer)
+        before = model.norm.weight.detach().clone()
+        sharded = model.head.weight.full_tensor()
+        backward(model)
+        assert torch.equal(model.norm.weight, before)
+        assert not torch.equal(model.head.weight.full_tensor(), sharded)
+        optimizer.step()
+        assert not torch.equal(model.norm.weight, before)
+
+    LocalWorld(2).run(body)
+
+
+def test_a_group_added_later_is_stepped_in_backward_too(plain):
+    def body(comm):
+        model = function(comm, copy_of(plain))
+        first, *others = model.parameters()
+        optimizer = torch.optim.SGD([first], lr=0.1)
+        overlap_optimizer(model, optimizer)
+        backward(model)
+        assert type(others[0].grad) is ShardedParameter
+        optimizer.add_param_group({"params": others})
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(model)
+        with pytest.raises(UsageError, match="has been used in backward"):
+            others[0].grad.norm()
+
+    LocalWorld(2).run(body)
+
+
+def test_without_its_optimizer_a_model_has_gradients(plain):
+    def body(comm):
+        model, optimizer = overlapped(comm, plain)
+        state = weakref.ref(optimizer)
+        del optimizer
+        assert state() is None
+        backward(model)
+        assert all(type(param.grad) is ShardedParameter for param in model.parameters())
+
+    gc.disable()
+    try:
+        LocalWorld(2).run(body)
+    finally:
+        gc.enable()
+
+
+def clip(model, optimizer):
+    clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clip_by_torch(model, optimizer):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+
+
+def clip_values(model, optimizer):
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+
+
+def scale(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
+def go_back_again(model, optimizer):
+    backward(model)
+
+
+@pytest.mark.parametrize(
+    ("use", "fused"),
+    [
+        (clip, False),
+        (clip_by_torch, False),
+        (clip_values, False),
+        (scale, False),
+        (scale, True),
+        (go_back_again, True),
+    ],
+)
+def test_what_needs_the_gradients_is_refused(plain, use, fused):
+    def body(comm):
+        model, optimizer = overlapped(comm, plain, fused=fused)
+        backward(model)
+        assert "used in backward" in repr(model.norm.weight.grad)
+        with pytest.raises(UsageError, match=r"gradient of '.*' has been used.*Accumulate within"):
+            use(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(model)  # and all is well again
+        optimizer.step()
+
+    LocalWorld(2).run(body)
+
+
+def test_a_closure_is_refused(plain):
+    def body(comm):
+        _, optimizer = overlapped(comm, plain)
+        for call in (optimizer.step, lambda closure: optimizer.step(closure=closure)):
+            with pytest.raises(UsageError, match=r"step\(closure\) of AdamW"):
+                call(lambda: 0.0)
+
+    LocalWorld(1).run(body)
+
+
+def test_reduces_that_outlive_backward_are_refused(plain):
+    def body(comm):
+        model, _ = overlapped(comm, plain)
+        model.set_is_last_backward(False)
+        params = list(model.parameters())
+        before = [param.full_tensor() for param in params]
+        with pytest.raises(UsageError, match="set_is_last_backward"):
+            backward(model)
+        assert all(map(torch.equal, [param.full_tensor() for param in params], before))
+
+    LocalWorld(2).run(body)
+
+
+def test_optimizers_that_cannot_go_unit_by_unit_are_refused(plain):
+    class Mine(torch.optim.AdamW):
+        pass
+
+    def body(comm):
+        model = function(comm, copy_of(plain))
+        params = list(model.parameters())
+        with pytest.raises(NotSupportedError, match="Mine is none of them"):
+            overlap_optimizer(model, Mine(params))
+        with pytest.raises(NotSupportedError, match="differentiable"):
+            overlap_optimizer(model, torch.optim.AdamW(params, differentiable=True))
+        with pytest.raises(UsageError, match="no parameter of the units"):
+            overlap_optimizer(model, torch.optim.AdamW([nn.Parameter(torch.ones(1))]))
+        with pytest.raises(UsageError, match="no sharded unit"):
+            overlap_optimizer(nn.Linear(2, 2), torch.optim.AdamW(params))
+        assert not any(managed.unit.settings.on_delivered for managed in managed_units(model))
+
+    LocalWorld(1).run(body)

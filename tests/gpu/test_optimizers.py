@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps on runs of spans, and steps in backward, with state whose numbers are on the device."""
+
+import pytest
+import torch
+from gpu.training import build, full_parameters, shard
+from support.models import loss_of, make_batches
+
+from fullshard.torch import CPUOffloadPolicy, overlap_optimizer
+from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.merged_step import MergedStep
+
+
+class Apart(torch.optim.AdamW):
+    """Not one of torch's own classes: steps on each parameter."""
+
+
+FORMS = {
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "amsgrad, fused": {"fused": True, "amsgrad": True},
+    "capturable": {"foreach": True, "capturable": True},
+}
+
+
+def train(comm, device, kind, form, options, overlapped):
+    model = shard(build(device), comm, **options)
+    optimizer = kind(model.parameters(), lr=0.01, **form)
+    if overlapped:
+        overlap_optimizer(model, optimizer)
+    for inputs, targets in make_batches("gpt", 4, 2):
+        loss_of(model(inputs.to(device)), targets.to(device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    merged = MergedStep.of(optimizer)
+    assert (merged is None) == (kind is Apart)
+    assert merged is None or merged._plans
+    return full_parameters(model)
+
+
+@pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True")
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_values_are_those_of_steps_on_each_parameter(form, offloaded, device):
+    if form == "capturable" and (offloaded or device.type == "cpu"):
+        pytest.skip("torch captures steps on a GPU only")
+    options = {"offload_policy": CPUOffloadPolicy()} if offloaded else {}
+
+    def body(comm):
+        expected = train(comm, device, Apart, FORMS[form], options, overlapped=False)
+        for overlapped in (False, True):
+            found = train(comm, device, torch.optim.AdamW, FORMS[form], options, overlapped)
+            for name, value in expected.items():
+                assert torch.equal(found[name], value), (name, overlapped)
+
+    LocalWorld(2).run(body)

@@ -15,6 +15,7 @@ from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.strategy import Sharding
 from fullshard.torch.checked_comm import checked_in_debug_mode
 from fullshard.torch.comm import Comm, SoloComm
+from fullshard.torch.hierarchical_comm import hierarchical_between_hosts
 from fullshard.torch.plan import Ranks
 from fullshard.torch.process_group_comm import ProcessGroupComm
 
@@ -161,7 +162,7 @@ def _communicators_of(where: Any) -> tuple[Comm, Comm, DeviceMesh | None]:
     if key not in _communicators:
         gather, mesh = key, where
         if isinstance(key, dist.ProcessGroup):
-            gather = checked_in_debug_mode(ProcessGroupComm(key))
+            gather = checked_in_debug_mode(hierarchical_between_hosts(ProcessGroupComm(key)))
             if not isinstance(mesh, DeviceMesh):
                 mesh = DeviceMesh.from_group(key, compute_device(where, torch.device("cpu")).type)
         reduce = gather.duplicate() if gather.size > 1 else gather

@@ -305,7 +305,7 @@ class _LateWork:
                     "or freed before the collective was waited for"
                 )
         for output, result in zip(self._outputs, results, strict=True):
-            output.copy_(result)
+            output.copy_(result.view_as(output))
         self._exchange = None
         self._inputs = self._at_issue = self._outputs = []
 

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges in two stages: the direct form's values, less over the link, nobody waits in vain."""
+
+import gc
+import random
+import threading
+import time
+
+import pytest
+import torch
+from support.hierarchical_workers import (
+    NUMEL,
+    calls_counted,
+    chosen_forms,
+    gathered_and_reduced,
+    part_of,
+    trained,
+    trained_over,
+    without_further_groups,
+)
+from support.workers import collectives
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.torch.checked_comm import CheckedComm
+from fullshard.torch.comm import Comm, rank_order_sum
+from fullshard.torch.hierarchical_comm import HierarchicalComm, ranks_per_host
+from fullshard.torch.local_world import LocalComm, LocalWorld, LocalWorldError
+
+
+def sum_by_hosts(parts, per_host):
+    """What the note on the order of sums promises."""
+
+    def summed(tensors):
+        total = torch.empty_like(tensors[0])
+        rank_order_sum(tensors, total)
+        return total
+
+    return summed([summed(parts[i : i + per_host]) for i in range(0, len(parts), per_host)])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "count"),
+    [
+        ("aabb", 2),
+        ("aaabbbccc", 3),
+        ("aaaa", 4),
+        ("abcd", 1),
+        ("abab", 1),  # not consecutive
+        ("aabbb", 1),  # not equally many
+        ("aab", 1),
+        ("aabbaa", 1),
+    ],
+)
+def test_how_many_ranks_a_host_has(hosts, count):
+    assert ranks_per_host(hosts) == count
+
+
+@pytest.mark.parametrize(("size", "per_host"), [(4, 2), (6, 2), (6, 3)])
+@pytest.mark.parametrize("eager", [False, True])
+def test_every_collective_has_the_values_of_the_direct_form(size, per_host, eager):
+    def body(comm):
+        hierarchical = HierarchicalComm(comm, per_host)
+        assert isinstance(hierarchical, Comm)
+        checked = CheckedComm(HierarchicalComm(comm.duplicate(), per_host))
+        return collectives(hierarchical), collectives(checked)
+
+    for direct, found in zip(
+        LocalWorld(size).run(collectives), LocalWorld(size, eager=eager).run(body), strict=True
+    ):
+        assert found == (direct, direct)
+
+
+def test_a_gather_takes_several_dtypes_slices_in_place_and_empty_ones():
+    def body(comm):
+        hierarchical = HierarchicalComm(comm, 2)
+        apart = torch.empty(4 * 5, dtype=torch.int64), torch.arange(5) + 10 * comm.rank
+        within = torch.zeros(4 * 3)
+        mine = within.chunk(4)[comm.rank].fill_(comm.rank + 1)
+        nothing = torch.empty(0), torch.empty(0)
+        hierarchical.all_gather([apart, (within, mine), nothing]).wait()
+        return apart[0], within
+
+    for ints, floats in LocalWorld(4).run(body):
+        assert ints.tolist() == [10 * rank + i for rank in range(4) for i in range(5)]
+        assert floats.tolist() == [1.0] * 3 + [2.0] * 3 + [3.0] * 3 + [4.0] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("per_host", [2, 3])
+def test_sums_are_made_within_hosts_first(dtype, per_host):
+    def body(comm):
+        shard = torch.empty(NUMEL // 5, dtype=dtype)
+        mine = part_of(comm.rank, dtype)[: 6 * shard.numel()]
+        mine = torch.cat([mine, mine])[: 6 * shard.numel()]
+        HierarchicalComm(comm, per_host).reduce_scatter([(shard, mine)]).wait()
+        return shard, mine
+
+    shards, parts = zip(*LocalWorld(6).run(body), strict=True)
+    assert torch.equal(torch.cat(shards), sum_by_hosts(parts, per_host))
+    in_rank_order = torch.empty_like(parts[0])
+    rank_order_sum(parts, in_rank_order)
+    assert not torch.equal(torch.cat(shards), in_rank_order)
+    torch.testing.assert_close(torch.cat(shards), in_rank_order, atol=0.05, rtol=1e-2)
+
+
+def test_a_rank_that_is_away_holds_up_nobody():
+    """Others finish both stages while rank 0's program neither waits nor polls."""
+    others = threading.Barrier(4)
+
+    def body(comm):
+        hierarchical = HierarchicalComm(comm, 2)
+        full, shard = torch.empty(8), torch.empty(2)
+        works = [
+            hierarchical.all_gather([(full, torch.full((2,), float(comm.rank)))]),
+            hierarchical.reduce_scatter([(shard, torch.ones(8))]),
+        ]
+        if comm.rank == 0:
+            others.wait(20)
+        for work in works:
+            work.wait()
+        if comm.rank != 0:
+            others.wait(20)
+        return full.tolist(), shard.tolist()
+
+    assert LocalWorld(4).run(body) == [([0, 0, 1, 1, 2, 2, 3, 3], [4, 4])] * 4
+
+
+def test_calls_may_be_waited_for_in_any_order_on_each_rank():
+    def body(comm):
+        gathers, order = HierarchicalComm(comm, 2), random.Random(comm.rank)
+        reduces = gathers.duplicate()
+        issued = []
+        for number in range(24):
+            mine = torch.full((2,), float(number + comm.rank))
+            if number % 3:
+                full = torch.empty(8)
+                issued.append((gathers.all_gather([(full, mine)]), full, number))
+            else:
+                shard, which = torch.empty(2), (gathers, reduces)[number // 3 % 2]
+                whole = mine.repeat(4)
+                issued.append((which.reduce_scatter([(shard, whole)]), shard, number))
+            if order.random() < 0.3:
+                time.sleep(0.002)
+        order.shuffle(issued)
+        for work, out, number in issued:
+            work.wait()
+            if number % 3:
+                assert out.tolist() == [number + r for r in range(4) for _ in range(2)]
+            else:
+                assert out.tolist() == [4 * number + 6] * 2
+            work.wait()  # again: nothing
+            assert work.is_completed()
+
+    LocalWorld(4, timeout_s=15).run(body)
+
+
+def test_what_fails_between_stages_is_raised_where_it_is_waited_for():
+    def body(comm):
+        if comm.rank == 3:
+            raise ValueError("rank 3 has gone")
+        work = HierarchicalComm(comm, 2).all_gather([(torch.empty(4), torch.ones(1))])
+        with pytest.raises(LocalWorldError, match="waits for a rank that has failed"):
+            work.wait()
+        assert work.is_completed()
+        with pytest.raises(LocalWorldError, match="waits for a rank that has failed"):
+            work.wait()
+        raised.append(comm.rank)
+
+    raised = []
+    with pytest.raises(ValueError, match="rank 3 has gone"):
+        LocalWorld(4).run(body)
+    assert sorted(raised) == [0, 1, 2]
+
+
+def test_the_thread_ends_with_its_communicator():
+    def threads():
+        return sum(thread.name == "fullshard stages" for thread in threading.enumerate())
+
+    def body(comm):
+        hierarchical = HierarchicalComm(comm, 2)
+        hierarchical.all_gather([(torch.empty(4), torch.ones(1))]).wait()
+        return threads()
+
+    gc.collect()
+    assert min(LocalWorld(4).run(body)) > 0
+    deadline = time.monotonic() + 10
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads() == 0
+
+
+def test_blocks_of_whole_hosts_have_two_stages_others_do_not():
+    def body(comm):
+        hierarchical = HierarchicalComm(comm, 2)
+        blocks = [hierarchical.block(size) for size in (1, 2, 4, 8)]
+        return [type(block) for block in blocks], [block.size for block in blocks]
+
+    two = HierarchicalComm
+    expected = ([LocalComm, LocalComm, two, two], [1, 2, 4, 8])
+    assert LocalWorld(8).run(body) == [expected] * 8
+
+
+def test_hosts_must_have_equally_many_ranks():
+    def body(comm):
+        with pytest.raises(ConfigurationError, match="ranks_per_host=3 must divide the 4 ranks"):
+            HierarchicalComm(comm, 3)
+
+    LocalWorld(4).run(body)
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(4, {}), (4, {"reshard_after_forward": False}), (8, {"reshard_after_forward": 4})],
+    ids=str,
+)
+def test_training_is_as_in_the_direct_form(size, options):
+    def body(comm):
+        hierarchical = trained_over(HierarchicalComm(comm, 2), comm.rank, **options)
+        return hierarchical, trained_over(comm, comm.rank, **options)
+
+    for (name, found), (_, expected) in LocalWorld(size).run(body):
+        assert name == "HierarchicalComm"
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+
+
+def test_processes_choose_it_for_several_ranks_on_several_hosts(gloo_world):
+    direct, two_stages = "ProcessGroupComm", "HierarchicalComm"
+    expected = {None: direct, 1: direct, 2: two_stages, 4: direct}
+    assert gloo_world.run(4, chosen_forms) == [expected] * 4
+    assert gloo_world.run(2, chosen_forms) == [dict.fromkeys(expected, direct)] * 2
+
+
+def test_a_wrong_number_of_ranks_is_refused(gloo_world):
+    with pytest.raises(RuntimeError, match=r"FULLSHARD_RANKS_PER_HOST must be a number .* got 'x'"):
+        gloo_world.run(4, trained, "x")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_processes_send_each_slice_over_the_link_once(gloo_world, dtype):
+    parts = [part_of(rank, dtype) for rank in range(4)]
+    found = gloo_world.run(4, gathered_and_reduced, dtype)
+    for full, _, _, _, scratch in found:
+        assert torch.equal(full, torch.cat(parts))
+        assert scratch == 1
+    assert torch.equal(torch.cat([shard for _, shard, *_ in found]), sum_by_hosts(parts, 2))
+    for kind, full_bytes in ((2, 4 * parts[0].nbytes), (3, parts[0].nbytes)):
+        over_link = [0, 0]
+        for rank, result in enumerate(found):
+            sent = result[kind]
+            assert sum(sent.values()) == full_bytes * 3 // 4  # as in the direct form
+            over_link[rank // 2] += sum(b for to, b in sent.items() if to // 2 != rank // 2)
+        assert over_link == [full_bytes // 2] * 2  # the direct form: all of it
+
+
+def test_without_further_groups_it_is_direct(gloo_world):
+    assert gloo_world.run(4, without_further_groups) == LocalWorld(4).run(collectives)
+
+
+def test_a_call_counts_once_however_far_its_stages_are(gloo_world):
+    assert gloo_world.run(4, calls_counted) == [[2, 4, 6, 6]] * 4
+
+
+def test_processes_train_as_in_the_direct_form(gloo_world):
+    two_stages, direct = gloo_world.run(4, trained, 2), gloo_world.run(4, trained, 1)
+    for (name, found), (direct_name, expected) in zip(two_stages, direct, strict=True):
+        assert (name, direct_name) == ("HierarchicalComm", "ProcessGroupComm")
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)

@@ -15,7 +15,7 @@ which is parameters, gradients and optimizer state. Transient: the peak of that 
 It includes what any engine is handed by autograd: a parameter's gradient before it is put where it
 belongs, for these blocks a third of a unit at most.
 On a GPU (``--device cuda``) the same from the caching allocator's statistics, and what it has
-reserved over what was allocated, at their peaks.
+reserved over what was allocated, at their peaks over a further step with its optimizer's.
 """
 
 import argparse
@@ -39,6 +39,7 @@ from fullshard.torch.process_group_comm import ProcessGroupComm
 
 WARM_UP_STEPS = 2
 FORWARD, BACKWARD, OVER = "the step's forward", "the step's backward", "the step is over"
+WHOLE = "a further step and its optimizer's"
 
 
 class Paced:
@@ -99,7 +100,7 @@ def build(options):
 
 
 def run(shard, options, mark):
-    """Some steps, and a last one between marks that ends with its backward."""
+    """Some steps, and one between marks that ends with its backward; then mark a whole one."""
     model = shard(build(options), BLOCK)
     optimizer = adamw(model.parameters())
     inputs = torch.ones(1, 1, options.width, device=options.device)
@@ -114,6 +115,10 @@ def run(shard, options, mark):
     loss.backward()
     del loss
     mark(OVER)
+    optimizer.step()
+    optimizer.zero_grad()
+    model(inputs).sum().backward()
+    mark(WHOLE)
 
 
 def on_cpu(shard, options):
@@ -147,8 +152,9 @@ def on_gpu(shard, options):
     def mark(name):
         torch.cuda.synchronize()
         peaks[name] = torch.cuda.max_memory_allocated() - base
-        peaks["rest"] = torch.cuda.memory_allocated() - base
         if name == OVER:
+            peaks["rest"] = torch.cuda.memory_allocated() - base
+        if name == WHOLE:
             peaks["reserved"] = torch.cuda.max_memory_reserved()
             peaks["allocated"] = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -166,6 +172,8 @@ def on_gpu(shard, options):
 def measure(options):
     """A row for each engine; transient bytes in bytes of a unit's full parameters."""
     gpu = options.device == "cuda"
+    if gpu:  # libraries take their workspaces once, and no engine shall be charged with them
+        build(options)(torch.ones(1, 1, options.width, device="cuda")).sum().backward()
     unit_bytes = 4 * sum(p.numel() for p in build(options)[0].parameters())
     shards_bytes = 4 * options.units * unit_bytes // options.world
     rows = {}

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu.rank_training import OPTIONS, every_collective, train_over
-from gpu.stream_world import LateCopies, poison_buffers
+from gpu.stream_world import LateCopies, poison_buffers, sleep_on
 from gpu.training import assert_same, build, full_parameters, plain, shard, train
 from support.models import loss_of, make_batches
 
@@ -81,6 +81,24 @@ def test_one_rank_gathers(way, one_rank, device, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
     if way == "offload":
         assert_same(full_parameters(again), plain(1, device))
+
+
+def test_a_gather_sees_what_the_stream_has_yet_to_write(one_rank, device):
+    """An optimizer's late writes, casts behind them, and the collective behind those."""
+    tokens = make_batches("gpt", 1, 2)[0][0].to(device)
+
+    def output(wait_for_writes):
+        model = shard(build(device, torch.float32), one_rank, **WAYS["bf16"])
+        with torch.no_grad():
+            model(tokens)
+            sleep_on(device)
+            for param in model.parameters():
+                param.mul_(0.5)
+            if wait_for_writes and device.type == "cuda":
+                torch.cuda.synchronize()
+            return model(tokens)
+
+    torch.testing.assert_close(output(False), output(True), rtol=0, atol=0)
 
 
 def test_a_model_on_the_host_moves_to_where_nccl_is(one_rank, device):

@@ -11,11 +11,12 @@ it.
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
 
-__all__ = ["FlatBuffer", "dtype_name", "dtype_of"]
+__all__ = ["FlatBuffer", "MemorySource", "dtype_name", "dtype_of"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -28,6 +29,53 @@ def dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+class MemorySource:
+    """Where flat buffers on one device get memory from, if not from torch's general pool.
+
+    [Note: A pool of their own]
+    Units are large, all of the same few sizes, and come and go in every step. Among activations of
+    all sizes a free block of a unit is soon cut for something small, and the next unit needs new
+    memory from the device. In a `torch.cuda.MemPool` of their own nobody else cuts them. Buffers
+    that live from step to step stay out of it and cut nothing either, unless ``everything`` is
+    asked for, because all that travels has to lie in the pool.
+
+    A thread's allocations go to a pool while `torch.cuda.use_mem_pool` is entered: also those of
+    ``resize_``, which asks the allocator that made the storage, on the current stream.
+    """
+
+    _of: "dict[torch.device, MemorySource]" = {}  # noqa: RUF012 - the devices' own, not a default
+
+    is_set = False  # for any device
+
+    def __init__(self, pool: Any, *, everything: bool):
+        self.pool = pool
+        self.everything = everything
+
+    @classmethod
+    def of(cls, device: torch.device) -> "MemorySource | None":
+        """The one of ``device``, if it has one."""
+        return cls._of.get(_with_index(device)) if cls._of else None
+
+    def serve(self, device: torch.device) -> None:
+        """Serve flat buffers on ``device`` from now on; those that have memory keep it."""
+        self._of[_with_index(device)] = self
+        MemorySource.is_set = True
+
+    @classmethod
+    def taking(cls, device: torch.device, *, anew: bool) -> AbstractContextManager[None]:
+        """Within, this thread's allocations are those of a buffer, ``anew`` or made before."""
+        source = cls.of(device)
+        if source is None or (anew and not source.everything):
+            return nullcontext()
+        return torch.cuda.use_mem_pool(source.pool, device)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 class FlatBuffer:
@@ -46,14 +94,14 @@ class FlatBuffer:
     ):
         sizes = list(sizes)
         self.bytes = sum(numel * dtype.itemsize for numel, dtype in sizes)
-        memory = torch.empty(self.bytes, dtype=torch.uint8, device=device, pin_memory=pin)
+        numel, dtype = sizes[0] if len(sizes) == 1 else (self.bytes, torch.uint8)
+        with MemorySource.taking(device, anew=True):
+            memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self._storage = memory.untyped_storage()
-        self.flats: list[Tensor] = []
-        start = 0
-        for numel, dtype in sizes:
-            stop = start + numel * dtype.itemsize
-            self.flats.append(memory[start:stop].view(dtype))
-            start = stop
+        self.flats = [memory]
+        if len(sizes) != 1:
+            raw = memory.split_with_sizes([numel * dtype.itemsize for numel, dtype in sizes])
+            self.flats = [part.view(dtype) for part, (_, dtype) in zip(raw, sizes, strict=True)]
 
     @property
     def allocated(self) -> bool:
@@ -63,9 +111,24 @@ class FlatBuffer:
     def allocate(self) -> None:
         """Get the memory; its content is undefined."""
         if self._storage.nbytes() != self.bytes:
-            self._storage.resize_(self.bytes)
+            if not MemorySource.is_set:
+                self._storage.resize_(self.bytes)
+                return
+            with MemorySource.taking(self._storage.device, anew=False):
+                self._storage.resize_(self.bytes)
 
     def release(self) -> None:
         """Give the memory back; views stay, and must not be touched until it is allocated again."""
         if self._storage.nbytes() != 0:
             self._storage.resize_(0)
+
+    @torch.no_grad()
+    def take_memory_anew(self) -> None:
+        """Move the content to memory from where buffers get it now; views move with it."""
+        if not self.allocated:
+            return
+        kept = [flat.clone() for flat in self.flats]
+        self.release()
+        self.allocate()
+        for flat, value in zip(self.flats, kept, strict=True):
+            flat.copy_(value)

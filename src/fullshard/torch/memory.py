@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much memory this process, or every rank's, uses at the moment."""
 
-import os
-import resource
-import sys
 from dataclasses import astuple, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fullshard.core.host_memory import host_total_bytes, resident_bytes
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.core.text import bytes_text, in_columns
 from fullshard.torch.groups import Where, ranks_of
@@ -82,8 +79,8 @@ def memory_of_rank(device: torch.device | None = None) -> MemoryOfRank:
     Not collective. The rank is that in the default process group, 0 without one.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    rss, peak = _resident_bytes()
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    rss, peak = resident_bytes()
+    total = host_total_bytes()
     if device is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     if device is None or device.type != "cuda":
@@ -124,18 +121,6 @@ def _from_figures(rank: int, figures: list[int]) -> MemoryOfRank:
     values = zip(names, figures, strict=True)
     known: dict[str, Any] = {name: value if value >= 0 else None for name, value in values}
     return MemoryOfRank(rank, **known)
-
-
-def _resident_bytes() -> tuple[int | None, int]:
-    """Physical memory of this process, now (where that can be known) and at its peak."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-        if "VmRSS" in lines and "VmHWM" in lines:  # both in kB, which are KiB
-            return int(lines["VmRSS"].split()[0]) * 1024, int(lines["VmHWM"].split()[0]) * 1024
-    # Counts KiB, but bytes on macOS; on Linux it would be that of the parent process, if larger.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _text(count: int | None) -> str:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.layout import Span
+from fullshard.core.safetensors_format import FileWriter, Place, header_of, places_in
 from fullshard.torch.comm import Comm, Parts, Work
 from fullshard.torch.elementwise import count_change
 from fullshard.torch.modules import clean_name
@@ -19,7 +20,7 @@ from fullshard.torch.parameter import ShardedParameter
 from fullshard.torch.plan import Ranks
 from fullshard.torch.roll_call import call_roll
 from fullshard.torch.runtime import runtime_of
-from fullshard.torch.safetensors_file import DTYPE_NAMES, FileWriter, header_of, places_in
+from fullshard.torch.safetensors_file import DTYPE_NAMES, entries_of
 from fullshard.torch.tensor_parallel import tensor_parallel_of
 
 __all__ = ["load_full_weights", "save_full_weights"]
@@ -46,7 +47,7 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     entries = _Entries(model)
     entries.call_roll("save_full_weights()")
     target = Path(path)
-    writer = FileWriter(target, header_of(entries.values)) if entries.first else None
+    writer = FileWriter(target, header_of(entries_of(entries.values))) if entries.first else None
     # One piece travels while the one before it is written.
     before: _Piece | None = None
     for piece in _pieces(entries):
@@ -80,9 +81,9 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
     entries.call_roll("load_full_weights()")
     source = Path(path)
     failure: Exception | None = None
-    places: dict[str, int] = {}
+    places: dict[str, Place] = {}
     try:
-        places = places_in(source, entries.values)
+        places = places_in(source, entries_of(entries.values))
     except (OSError, ConfigurationError) as error:
         failure = error
     entries.raise_together(f"cannot load the weights in {source}", failure)
@@ -90,7 +91,7 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
         buffer = _buffer(PIECE_BYTES, torch.device("cpu"))
         with source.open("rb", buffering=0) as file:
             for name, tensor in entries.values.items():
-                _read_into(name, tensor, file, places[name], buffer)
+                _read_into(name, tensor, file, places[name].start, buffer)
     except (OSError, ConfigurationError) as error:
         failure = error
     entries.raise_together(f"could not read all weights in {source}", failure)
@@ -152,7 +153,7 @@ class _Piece:
         if self.work is not None:
             self.work.wait()
         if writer is not None:
-            writer.append(self.data)
+            writer.append(self.data.cpu().numpy().data)
 
 
 def _pieces(entries: _Entries) -> Iterator[_Piece]:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import os
 import socket
 
 import pytest
@@ -6,6 +7,13 @@ import torch
 from hypothesis import settings
 from support.gloo_world import GlooWorld
 from support.launched_world import LaunchedWorld
+
+# Read when JAX first looks for devices: eight of them are simulated on the CPU. The programs are
+# small, so most of their time is LLVM's, which this level cuts short.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+)
 
 settings.register_profile("fullshard", deadline=None, derandomize=True)
 settings.load_profile("fullshard")

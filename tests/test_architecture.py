@@ -40,10 +40,10 @@ LAYERS = {
     "checkpoint": Layer({"core"}, {"numpy", "safetensors"}, without_frameworks=True),
     "wrap": Layer({"core"}, {"torch"}),
     "torch": Layer({"core", "checkpoint", "wrap"}, {"torch", "numpy", "safetensors"}),
-    "jax": Layer({"core", "checkpoint"}, {"jax", "numpy"}),
+    "jax": Layer({"core", "checkpoint", "launchers"}, {"jax", "flax", "optax", "orbax", "numpy"}),
     "train": Layer(
         {"core", "plan", "checkpoint", "wrap", "launchers", "distributed", "torch", "jax"},
-        {"torch", "jax", "numpy", "rich"},
+        {"torch", "jax", "flax", "optax", "numpy", "rich"},
     ),
     "launchers": Layer({"core"}, without_frameworks=True),
     "distributed": Layer({"core", "launchers"}, {"torch"}),

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The devices as a mesh of three named axes, and several processes joined into one.
+
+| axis | what is cut along it |
+| --- | --- |
+| ``data`` | the batch; parameters are the same on each of its groups |
+| ``fsdp`` | the batch and the parameters |
+| ``tensor`` | parameters along a second dimension, where a rule says so |
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.launchers import launcher_environment
+
+__all__ = [
+    "AXES",
+    "BATCH_AXES",
+    "create_mesh",
+    "describe_mesh",
+    "devices_of_process",
+    "initialize",
+]
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+
+_LAST_PORT = 65_535
+
+_log = logging.getLogger(__name__)
+
+
+def create_mesh(
+    fsdp: int | None = None,
+    tensor: int = 1,
+    data: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh of ``data`` x ``fsdp`` x ``tensor`` devices, with those axis names, all of type Auto.
+
+    ``fsdp`` is what the others leave if it is None. Fewer devices than there are may be asked for:
+    the first ones are taken, and the log says so. ``jax.make_mesh`` would give Explicit axes, which
+    break ordinary Flax modules.
+
+    Raises:
+        ConfigurationError: if an axis is smaller than 1, the product is larger than the number of
+            devices, or, with ``fsdp`` None, the others do not divide that number.
+    """
+    there = list(jax.devices() if devices is None else devices)
+    sizes = {"data": data, "tensor": tensor} | ({} if fsdp is None else {"fsdp": fsdp})
+    for axis, size in sizes.items():
+        if size < 1:
+            raise ConfigurationError(f"mesh axis {axis!r} needs at least 1 device, got {size}")
+    if fsdp is None:
+        fsdp, rest = divmod(len(there), data * tensor)
+        if rest or fsdp == 0:
+            raise ConfigurationError(
+                f"data={data} x tensor={tensor} does not divide {_devices_text(there)}: "
+                "give fsdp= to use a part of them"
+            )
+    wanted = data * fsdp * tensor
+    if wanted > len(there):
+        raise ConfigurationError(
+            f"a mesh of data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices, there "
+            f"are {_devices_text(there)}; on a CPU, XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={wanted} before JAX is loaded makes more"
+        )
+    if wanted < len(there) and jax.process_count() > 1 and devices is None:
+        raise ConfigurationError(
+            f"a mesh of {wanted} devices would leave some of the {_devices_text(there)} of "
+            f"{jax.process_count()} processes out: use all, or name them with devices="
+        )
+    grid = np.array(there[:wanted]).reshape(data, fsdp, tensor)
+    mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    left = len(there) - wanted
+    _log.info("%s%s", describe_mesh(mesh), f"; {left} devices stay idle" if left else "")
+    return mesh
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """One line: devices, their kind, processes, and the size of each axis."""
+    devices = list(mesh.devices.flat)
+    sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    processes = len({device.process_index for device in devices})
+    return f"mesh {sizes} over {_devices_text(devices)} of {processes} process(es)"
+
+
+def initialize(
+    coordinator: str | None = None, processes: int | None = None, process: int | None = None
+) -> bool:
+    """Join several processes, each with its own devices; to be called before any other use of JAX.
+
+    Every process must call it. What is not given is read from a launcher's environment (torchrun,
+    Open MPI, SLURM), and where there is none nothing is joined and False is returned; on a cluster
+    that JAX knows by itself call ``jax.distributed.initialize()``. On CPUs collectives run over
+    Gloo.
+
+    Raises:
+        ConfigurationError: if only some of the three are given, or the launcher's variables
+            contradict each other.
+    """
+    given = [each is not None for each in (coordinator, processes, process)]
+    if any(given) and not all(given):
+        raise ConfigurationError(
+            "initialize() needs coordinator='host:port', processes= and process= together, "
+            f"got {coordinator!r}, {processes!r}, {process!r}"
+        )
+    if any(given):
+        jax.distributed.initialize(coordinator, processes, process)
+        return True
+    found = launcher_environment(os.environ)
+    if found is None:
+        return False
+    said = {**os.environ, **found}
+    port = int(said["MASTER_PORT"])
+    if "TORCHELASTIC_RUN_ID" in said:  # torchrun itself listens there
+        port += 1 if port < _LAST_PORT else -1
+    jax.distributed.initialize(
+        f"{said['MASTER_ADDR']}:{port}",
+        int(said["WORLD_SIZE"]),
+        int(said["RANK"]),
+        devices_of_process(said),
+    )
+    return True
+
+
+def devices_of_process(environ: Mapping[str, str]) -> list[int] | None:
+    """Which of its host's accelerators this process takes; None: all that it can see.
+
+    Where a launcher has started several processes on a host, each takes the one of its number,
+    unless it has been shown a part of them only.
+    """
+    local, beside = environ.get("LOCAL_RANK"), int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    shown = environ.get("CUDA_VISIBLE_DEVICES")
+    if local is None or beside == 1 or (shown is not None and len(shown.split(",")) < beside):
+        return None
+    return [int(local)]
+
+
+def _devices_text(devices: Sequence[jax.Device]) -> str:
+    kinds = sorted({device.device_kind for device in devices})
+    return f"{len(devices)} device(s) ({', '.join(kinds) or 'none'})"

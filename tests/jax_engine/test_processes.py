@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes, each with its own devices, train as one does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def start(devices, **environ):
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    return subprocess.Popen(
+        [sys.executable, "-m", "support.jax_process"],
+        cwd=TESTS,
+        env={**os.environ, "XLA_FLAGS": flags, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(process):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return json.loads(out.rpartition("result ")[2])
+
+
+def test_two_processes_are_one(unused_port):
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(unused_port)}
+    pair = [start(1, RANK=str(rank), **launched) for rank in range(2)]
+    try:
+        found = [result(process) for process in pair]
+    finally:
+        for process in pair:
+            process.kill()
+            process.wait()
+    alone = result(start(2))
+    assert found[0] == found[1]
+    assert found[0][:3] == [True, 2, 2]
+    assert alone[:3] == [False, 2, 1]
+    assert found[0][3:] == pytest.approx(alone[3:], rel=1e-6)

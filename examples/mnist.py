@@ -53,8 +53,9 @@ class Net(nn.Module):
 def loaders(batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Digits to train on and held-back ones; each rank reads its own part of both."""
     digits = load_digits(HELD_BACK)  # in an order that is shuffled and always the same
-    train = TensorDataset(digits.images[:-HELD_BACK], digits.labels[:-HELD_BACK])
-    test = TensorDataset(digits.images[-HELD_BACK:], digits.labels[-HELD_BACK:])
+    images, labels = torch.from_numpy(digits.images), torch.from_numpy(digits.labels)
+    train = TensorDataset(images[:-HELD_BACK], labels[:-HELD_BACK])
+    test = TensorDataset(images[-HELD_BACK:], labels[-HELD_BACK:])
     # A sampler gives all ranks equally many batches, which forward needs: it is collective.
     return (
         DataLoader(train, batch_size, sampler=DistributedSampler(train)),

@@ -8,7 +8,8 @@ import sys
 import tomllib
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from fullshard.core.presets import TRANSFORMERS
 from fullshard.train.models import GPT
@@ -35,7 +36,7 @@ def test_help_says_what_there_is():
     assert "train a real model in one command" in done.stdout
     done = fullshard("train", "--help")
     assert done.returncode == 0
-    for word in ("--nproc", "--model", "CONFIG.toml", "optim.lr=0.003", "torchrun"):
+    for word in ("--nproc", "--model", "--engine", "CONFIG.toml", "optim.lr=0.003", "torchrun"):
         assert word in done.stdout
 
 
@@ -69,7 +70,10 @@ def test_two_ranks_train_and_leave_everything_behind(tmp_path):
         (texts / f"{number}.txt").write_text(f"to be or not to be, {number} times. " * 40)
     settings = tmp_path / "settings.toml"
     settings.write_text('[data]\npaths = ["texts"]\n[log]\nname = "small"\nsample_bytes = 8\n')
+    plain = GPT(TRANSFORMERS["nano"])
+    save_file(plain.state_dict(), tmp_path / "start.safetensors")
     steps = ["train.steps=3", "train.eval_every=2", "log.trace=true", "model.context=64"]
+    steps += ["train.initial_weights=start.safetensors", "optim.lr=0"]
     done = fullshard("train", "settings.toml", "--nproc", "2", *steps, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "one unsharded process" in done.stdout
@@ -82,8 +86,10 @@ def test_two_ranks_train_and_leave_everything_behind(tmp_path):
     kinds = [json.loads(line)["kind"] for line in lines]
     assert kinds == ["train", "validation", "train", "validation"]
     assert (folder / "trace.jsonl").stat().st_size > 0
-    plain = GPT(TRANSFORMERS["nano"])
-    plain.load_state_dict(load_file(folder / "model.safetensors"))
+    found = load_file(folder / "model.safetensors")
+    assert found.keys() == plain.state_dict().keys()
+    # At a rate of 0 nothing moves away from where the file says to begin.
+    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
     assert not list(tmp_path.glob("**/*.partial"))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``fullshard``: parses, then delegates. Loads torch only when it starts to work."""
+"""The command ``fullshard``: parses, then delegates. Loads torch or jax when it starts to work."""
 
 import argparse
 import importlib.metadata
@@ -17,6 +17,7 @@ examples:
   fullshard train                                  a byte-level language model, some minutes
   fullshard train --model mnist                    a small convolution net that reads digits
   fullshard train data.paths=my_texts train.steps=300
+  fullshard train --engine jax --nproc 4           the same on JAX, on 4 simulated devices
   fullshard train --nproc 4 shard.strategy=SHARD_GRAD_OP log.trace=true
   fullshard train settings.toml optim.lr=0.002     settings from a file, one of them changed
   torchrun --nproc-per-node 8 -m fullshard train   join ranks that torchrun (or srun) starts
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="fullshard train",
-        usage="fullshard train [CONFIG.toml] [--model NAME] [--nproc N] [section.key=value ...]",
+        usage="fullshard train [CONFIG.toml] [--model NAME] [--engine NAME] [--nproc N] "
+        "[section.key=value ...]",
         description="Train a model with parameters, gradients and optimizer state sharded over "
         "ranks. Ends with a table of bytes per rank, the weights as one safetensors file and, for "
         "gpt, a sample of text, all kept in a new folder below runs/.",
@@ -75,13 +77,23 @@ def _train(argv: Sequence[str]) -> int:
         help="ranks to start on this machine (default: one per GPU; 2 without a GPU); not for "
         "torchrun, which starts them itself",
     )
+    parser.add_argument(
+        "--engine",
+        choices=["torch", "jax"],
+        help="what computes (default torch), short for train.engine=; jax is one process for all "
+        "devices, so that without accelerators --nproc N means N simulated ones",
+    )
     given = parser.parse_intermixed_args(argv)
     files = [text for text in given.settings if "=" not in text]
     if len(files) > 1:
         raise ConfigurationError(f"one settings file at most, got {', '.join(files)}")
     overrides = [text for text in given.settings if "=" in text]
-    config = resolve(files[0] if files else None, overrides, given.model)
-    # Here torch is loaded: after everything that can be refused without it.
+    config = resolve(files[0] if files else None, overrides, given.model, given.engine)
+    # Here torch or jax is loaded: after everything that can be refused without it.
+    if config.train.engine == "jax":
+        with _needing("jax,train"):
+            from fullshard.train.jax.launch import launch as launch_jax  # noqa: PLC0415
+        return launch_jax(config, given.nproc)
     with _needing("torch,train"):
         from fullshard.train.launch import launch  # noqa: PLC0415
     return launch(config, given.nproc)

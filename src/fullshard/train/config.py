@@ -70,12 +70,16 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, how much at a time."""
+    """How long, how much at a time, on what."""
 
+    engine: Literal["torch", "jax"] = _option("torch", "what computes; short: --engine")
     steps: int = _option(1000, "optimizer steps", least=1)
     batch: int = _option(8, "samples of a step, over all ranks together", least=1)
     dtype: Literal["float32", "bfloat16"] = _option("float32", "dtype of the parameters")
     seed: int = _option(0, "of weights, sample order and dropout", least=0)
+    initial_weights: str = _option(
+        "", "safetensors file to begin with, such as a run's; empty: drawn from seed"
+    )
     eval_every: int = _option(
         250, "steps between validations (there is always one at the end)", least=1
     )
@@ -147,17 +151,23 @@ _MODEL_DEFAULTS: dict[str, Settings] = {
 
 
 def resolve(
-    file: str | Path | None = None, overrides: Iterable[str] = (), model: str | None = None
+    file: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    model: str | None = None,
+    engine: str | None = None,
 ) -> Config:
     """Settings of one run: defaults of the model, then ``file`` (TOML), then ``overrides``.
 
-    ``model`` is what ``--model`` gave, the same as ``model.name=``. Raises `ConfigurationError` for
-    a file that cannot be read, an unknown key or a value that does not fit.
+    ``model`` is what ``--model`` gave, the same as ``model.name=``, and ``engine`` what
+    ``--engine`` did, the same as ``train.engine=``. Raises `ConfigurationError` for a file that
+    cannot be read, an unknown key or a value that does not fit.
     """
     given = _read_toml(Path(file)) if file is not None else {}
     _merge(given, parse_overrides(overrides))
     if model is not None:
         _merge(given, {"model": {"name": model}})
+    if engine is not None:
+        _merge(given, {"train": {"engine": engine}})
     name = given.get("model", {}).get("name", "gpt")
     settings: Settings = {}
     _merge(settings, _MODEL_DEFAULTS.get(name, {}) if isinstance(name, str) else {})
@@ -280,6 +290,8 @@ def _check(config: Config) -> None:
     for key, value in (("optim.beta1", config.optim.beta1), ("optim.beta2", config.optim.beta2)):
         if not value < 1:
             raise ConfigurationError(f"{key} must be below 1, got {value}")
+    if config.train.engine == "jax" and config.log.trace:
+        raise ConfigurationError("log.trace is kept by the torch engine only: leave it out")
     if Path(config.run_name).name != config.run_name:
         raise ConfigurationError(
             f"log.name is one folder's name, got {config.run_name!r}; set log.folder for the place"

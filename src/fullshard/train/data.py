@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real data without a download, in an order that does not depend on how many ranks there are.
 
+NumPy arrays, for either engine.
+
 The order. Training sample number ``n`` (counted over the whole run) is sample ``n % count`` of
 epoch ``n // count``; a keyed permutation of the epoch says which position that is. Step ``s`` of a
 global batch ``b`` takes numbers ``s*b ... s*b + b - 1``; rank ``r`` of ``w`` takes the ``r``-th of
@@ -16,15 +18,16 @@ import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.train.config import Config
 
 __all__ = [
+    "Batch",
     "Corpus",
     "Dataset",
     "DigitData",
@@ -38,6 +41,8 @@ __all__ = [
     "sample_order",
     "split_by_file",
 ]
+
+Batch = tuple[NDArray[Any], NDArray[Any]]  # inputs and targets
 
 _SEPARATOR = b"\x00"  # between files; source and text hold no zero byte
 
@@ -85,10 +90,10 @@ def rank_slice(step: int, batch: int, rank: int, world: int) -> range:
 class Dataset(Protocol):
     """Samples for training by number, and a fixed list of held-back ones."""
 
-    def train_batch(self, seed: int, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def train_batch(self, seed: int, numbers: Sequence[int]) -> Batch:
         """Inputs and targets of the training samples with these numbers."""
 
-    def validation_batch(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def validation_batch(self, positions: Sequence[int]) -> Batch:
         """Inputs and targets of held-back samples, by position below `validation_count`."""
 
     @property
@@ -116,12 +121,12 @@ class TextData:
     evenly.
     """
 
-    train: Tensor
-    validation: Tensor
+    train: NDArray[np.uint8]
+    validation: NDArray[np.uint8]
     context: int
     validation_windows: int
 
-    def train_batch(self, seed: int, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def train_batch(self, seed: int, numbers: Sequence[int]) -> Batch:
         """Inputs and targets, int64, each (samples, context)."""
         count = (len(self.train) - 1) // self.context - 1  # one less: room for the shift
         starts = []
@@ -131,7 +136,7 @@ class TextData:
             starts.append(sample_order(seed, epoch, index, count) * self.context + shift)
         return self._windows(self.train, starts)
 
-    def validation_batch(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def validation_batch(self, positions: Sequence[int]) -> Batch:
         """Inputs and targets, int64, each (samples, context)."""
         windows = (len(self.validation) - 1) // self.context
         spread = [position * windows // self.validation_count for position in positions]
@@ -159,8 +164,9 @@ class TextData:
             f"{len(self.validation) / 1e6:.2f} MB in other files held back"
         )
 
-    def _windows(self, text: Tensor, starts: Iterable[int]) -> tuple[Tensor, Tensor]:
-        rows = torch.stack([text[start : start + self.context + 1] for start in starts]).long()
+    def _windows(self, text: NDArray[np.uint8], starts: Iterable[int]) -> Batch:
+        rows = np.stack([text[start : start + self.context + 1] for start in starts])
+        rows = rows.astype(np.int64)
         return rows[:, :-1], rows[:, 1:]
 
 
@@ -170,17 +176,17 @@ class DigitData:
     trained on.
     """
 
-    images: Tensor
-    labels: Tensor
+    images: NDArray[np.float32]
+    labels: NDArray[np.int64]
     held_back: int
 
-    def train_batch(self, seed: int, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def train_batch(self, seed: int, numbers: Sequence[int]) -> Batch:
         """Images and labels of the training samples with these numbers."""
         count = len(self.images) - self.held_back
         places = [sample_order(seed, *divmod(number, count), count) for number in numbers]
         return self.images[places], self.labels[places]
 
-    def validation_batch(self, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def validation_batch(self, positions: Sequence[int]) -> Batch:
         """Images and labels of held-back digits."""
         first = len(self.images) - self.held_back
         places = [first + position for position in positions]
@@ -224,14 +230,14 @@ class Corpus:
             ("training", self.train, 2 * context + 1),
             ("held-back", self.validation, context + 1),
         ):
-            text = bytearray(_SEPARATOR.join(files[file] for file in sorted(files)))
+            text = _SEPARATOR.join(files[file] for file in sorted(files))
             if len(text) < least:
                 raise ConfigurationError(
                     f"the {name} files of the corpus hold {len(text)} bytes, but a context of "
                     f"{context} needs at least {least}: give more or longer files in data.paths, "
                     "set data.validation_paths, or lower model.context"
                 )
-            parts.append(torch.frombuffer(text, dtype=torch.uint8))
+            parts.append(np.frombuffer(text, np.uint8))
         return TextData(parts[0], parts[1], context, validation_windows)
 
 
@@ -337,7 +343,8 @@ def load_digits(held_back: int = 500) -> DigitData:
         )
     # The file is sorted by class.
     rows = [rows[permuted(place, len(rows), "digits")] for place in range(len(rows))]
-    table = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), 785)
-    images = table[:, :-1].float().view(-1, 1, 28, 28) / 255
+    table = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), 785)
+    images = table[:, :-1].astype(np.float32).reshape(-1, 1, 28, 28) / np.float32(255)
     # Mean and deviation of MNIST's pixels, as every tutorial normalises them.
-    return DigitData((images - 0.1307) / 0.3081, table[:, -1].long(), held_back)
+    images = (images - np.float32(0.1307)) / np.float32(0.3081)
+    return DigitData(images, table[:, -1].astype(np.int64), held_back)

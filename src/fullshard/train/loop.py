@@ -9,21 +9,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from fullshard.core.errors import FullshardError
 from fullshard.core.trace import Trace
 from fullshard.torch import tracing
-from fullshard.train.config import Config, OptimConfig
-from fullshard.train.data import rank_slice
-from fullshard.train.metrics import Reporter, Speed, memory_used
+from fullshard.train.closing import conclude
+from fullshard.train.config import Config
+from fullshard.train.data import Batch, rank_slice
+from fullshard.train.learning_rate import learning_rate
+from fullshard.train.metrics import Reporter, Speed
+from fullshard.train.nonfinite import turn_away
 from fullshard.train.setup import Run, prepare
-from fullshard.train.summary import conclude, introduce, open_folder
+from fullshard.train.summary import introduce, open_folder
 from fullshard.train.world import World
 
-__all__ = ["NonFiniteError", "agree", "evaluate", "fit", "learning_rate", "train", "train_step"]
-
-
-class NonFiniteError(FullshardError, ArithmeticError):
-    """A loss or gradient is infinite or NaN; the optimizer has not used it."""
+__all__ = ["agree", "evaluate", "fit", "train", "train_step"]
 
 
 def train(config: Config, world: World) -> None:
@@ -33,8 +31,8 @@ def train(config: Config, world: World) -> None:
     settings say stop.
     """
     run = prepare(config, world)
-    with Reporter(world, open_folder(run), config.train.steps) as reporter:
-        introduce(run, reporter)
+    with Reporter(world, open_folder(config, world), config.train.steps) as reporter:
+        introduce(config, run.facts, reporter)
         trace = fit(run, reporter)
         reporter.validation(config.train.steps, *evaluate(run))
     conclude(run, trace, reporter)
@@ -43,7 +41,7 @@ def train(config: Config, world: World) -> None:
 def fit(run: Run, reporter: Reporter) -> Trace:
     """All training steps; returns the engine's trace of the second one."""
     config, log = run.config.train, run.config.log
-    speed = Speed.on(run.world, run.flops_per_token, run.dtype)
+    speed = Speed(run.flops_per_token, run.world.size, run.world.peak_flops(run.dtype))
     trace = Trace()
     for step in range(config.steps):
         speed.start()
@@ -54,7 +52,7 @@ def fit(run: Run, reporter: Reporter) -> Trace:
         reporter.advance()
         done = step + 1
         if done % log.every == 0 or done in (1, config.steps):
-            measured = {**values, **memory_used(run.world.device), **speed.take()}
+            measured = {**values, **run.world.memory_used(), **speed.take()}
             reporter.step(done, measured, run.data.token)
         if done % config.eval_every == 0 and done < config.steps:
             reporter.validation(done, *evaluate(run))
@@ -65,9 +63,9 @@ def train_step(run: Run, step: int, reporter: Reporter) -> dict[str, float]:
     """One step on this rank's slice of the global batch; returns what to report. Collective."""
     config, world = run.config, run.world
     numbers = rank_slice(step, config.train.batch, world.rank, world.size)
-    inputs, targets = run.data.train_batch(config.train.seed, numbers)
+    batch = run.data.train_batch(config.train.seed, numbers)
     run.optimizer.zero_grad()
-    logits, targets = _forward(run, inputs, targets)
+    logits, targets = _forward(run, batch)
     loss = F.cross_entropy(logits, targets)
     loss.backward()  # type: ignore[no-untyped-call]
     # Without a limit nothing is scaled, but the norm is still worth knowing.
@@ -75,7 +73,8 @@ def train_step(run: Run, step: int, reporter: Reporter) -> dict[str, float]:
     mean_loss, nonfinite_ranks = agree(world, loss.detach(), norm)
     rate = learning_rate(config.optim, config.train.steps, step)
     if nonfinite_ranks:
-        _refuse(config.train.on_nonfinite, step, nonfinite_ranks, reporter)
+        where = f"rank {', '.join(map(str, nonfinite_ranks))}"
+        turn_away(config.train.on_nonfinite, step, where, reporter)
     else:
         for group in run.optimizer.param_groups:
             group["lr"] = rate
@@ -98,25 +97,6 @@ def agree(world: World, loss: Tensor, norm: Tensor) -> tuple[float, list[int]]:
     return total / world.size, bad_loss or bad_norm
 
 
-def _refuse(choice: str, step: int, ranks: list[int], reporter: Reporter) -> None:
-    what = f"step {step + 1}: loss or gradient is not finite on rank {', '.join(map(str, ranks))}"
-    if choice == "stop":
-        raise NonFiniteError(
-            f"{what}; stopped before the optimizer used it. A lower optim.lr or a longer "
-            "optim.warmup_steps may help; train.on_nonfinite=skip leaves such steps out"
-        )
-    reporter.say(f"{what}; skipped on all ranks")
-
-
-def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
-    """The rate of ``step`` (from 0): linear warm-up to ``lr``, then a cosine to its final share."""
-    if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
-    progress = (step - optim.warmup_steps) / max(1, steps - 1 - optim.warmup_steps)
-    wave = (1 + math.cos(math.pi * min(1.0, progress))) / 2
-    return optim.lr * (optim.final_lr_share + (1 - optim.final_lr_share) * wave)
-
-
 @torch.no_grad()
 def evaluate(run: Run) -> tuple[float, float]:
     """Mean loss per target and accuracy over the held-back samples. Collective.
@@ -129,7 +109,7 @@ def evaluate(run: Run) -> tuple[float, float]:
     run.model.eval()
     for first in range(0, count, run.local_batch * world.size):
         mine = range(first + world.rank * run.local_batch, count)[: run.local_batch]
-        logits, targets = _forward(run, *run.data.validation_batch(mine or [0]))
+        logits, targets = _forward(run, run.data.validation_batch(mine or [0]))
         if mine:
             sums[0] += F.cross_entropy(logits, targets, reduction="sum")
             sums[1] += (logits.argmax(-1) == targets).sum()
@@ -139,10 +119,10 @@ def evaluate(run: Run) -> tuple[float, float]:
     return loss / targets_seen, right / targets_seen
 
 
-def _forward(run: Run, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits, float32 (targets, classes), and the targets that belong to them, flat."""
-    inputs = inputs.to(run.world.device)
+    inputs, targets = (torch.as_tensor(part, device=run.world.device) for part in batch)
     if inputs.is_floating_point():
         inputs = inputs.to(run.dtype)
     logits = run.model(inputs)
-    return logits.flatten(0, -2).float(), targets.to(run.world.device).flatten()
+    return logits.flatten(0, -2).float(), targets.flatten()

@@ -1,26 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells: progress bar, lines, metrics.jsonl, and the table of bytes at the end."""
+"""What a run tells, on either engine: progress bar, lines, metrics.jsonl, the table at the end."""
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.presets import device_named
-from fullshard.torch.memory import memory_of_rank
-from fullshard.torch.memory_summary import Bytes
-from fullshard.train.world import World
 
-__all__ = ["Reporter", "Speed", "bytes_table", "memory_used", "new_run_folder"]
+__all__ = ["Reporter", "Speaker", "Speed", "bytes_table", "new_run_folder"]
 
 _GIB = 2**30
+
+
+class Speaker(Protocol):
+    """Whoever knows if it is to speak for all."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints and writes."""
 
 
 def new_run_folder(folder: str, name: str) -> Path:
@@ -43,16 +47,6 @@ def new_run_folder(folder: str, name: str) -> Path:
             return path
 
 
-def memory_used(device: torch.device) -> dict[str, int]:
-    """The most bytes used so far and how many there are: of the GPU, or of the process's host."""
-    memory = memory_of_rank(device)
-    if memory.device_peak_allocated_bytes is None or memory.device_total_bytes is None:
-        used, total = memory.host_peak_rss_bytes, memory.host_total_bytes
-    else:
-        used, total = memory.device_peak_allocated_bytes, memory.device_total_bytes
-    return {"memory_bytes": used, "memory_total_bytes": total}
-
-
 @dataclass
 class Speed:
     """Turns counted tokens into rates. ``flops_per_token`` and ``peak_flops`` (of one device) are
@@ -65,14 +59,6 @@ class Speed:
     tokens: int = 0
     seconds: float = 0.0
     _since: float | None = None
-
-    @classmethod
-    def on(cls, world: World, flops_per_token: float, dtype: torch.dtype) -> "Speed":
-        """For this world; the peak is known for bf16 on some GPUs."""
-        device = None
-        if world.device.type == "cuda" and dtype is torch.bfloat16:
-            device = device_named(torch.cuda.get_device_name(world.device))
-        return cls(flops_per_token, world.size, device.bf16_flops if device else None)
 
     def start(self) -> None:
         """Begin a step's time."""
@@ -97,7 +83,7 @@ class Speed:
 class Reporter:
     """Rank 0's voice: bar, lines and ``metrics.jsonl``. On other ranks every call does nothing."""
 
-    def __init__(self, world: World, folder: Path | None, steps: int) -> None:
+    def __init__(self, world: Speaker, folder: Path | None, steps: int) -> None:
         self.folder = folder
         self.console = Console(quiet=not world.is_first, soft_wrap=True, highlight=False)
         self._progress = Progress(
@@ -160,21 +146,20 @@ class Reporter:
         self.record("validation", step, {"loss": loss, "accuracy": accuracy})
 
 
-def bytes_table(rank: Bytes, unsharded: Bytes, ranks: int, strategy: str) -> Table:
-    """The table that a run ends with."""
-    table = Table(title=f"Bytes for the model, {strategy} over {ranks} ranks")
+def bytes_table(
+    title: str, rows: Sequence[tuple[str, int, int | None]], each: str = "rank"
+) -> Table:
+    """The table that a run ends with: bytes of ``each``, and of one process without shards.
+
+    What nobody knows of the latter is None.
+    """
+    table = Table(title=title)
     table.add_column("")
-    table.add_column("each rank", justify="right")
+    table.add_column(f"each {each}", justify="right")
     table.add_column("one unsharded process", justify="right")
     table.add_column("share", justify="right")
-    for name, mine, whole in (
-        ("parameters", rank.parameters, unsharded.parameters),
-        ("gradients", rank.gradients, unsharded.gradients),
-        ("optimizer state", rank.optimizer, unsharded.optimizer),
-        ("full units in a step, at most", rank.transient, unsharded.transient),
-        ("peak, without activations", rank.total, unsharded.total),
-    ):
+    for name, mine, whole in rows:
         share = f"{mine / whole:.1%}" if whole else ""
         style = "bold" if name.startswith("peak") else None
-        table.add_row(name, f"{mine:,}", f"{whole:,}", share, style=style)
+        table.add_row(name, f"{mine:,}", "" if whole is None else f"{whole:,}", share, style=style)
     return table

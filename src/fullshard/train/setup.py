@@ -8,11 +8,12 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.core.presets import training_flops_per_token, transformer
-from fullshard.torch import FullyShardedDataParallel, ShardingStrategy
+from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, load_full_weights
 from fullshard.torch.memory_summary import Bytes
 from fullshard.train.config import Config, OptimConfig
 from fullshard.train.data import Dataset, load
 from fullshard.train.models import GPT, Block, DigitNet
+from fullshard.train.summary import Facts
 from fullshard.train.world import World
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -44,6 +45,13 @@ class Run:
     unsharded: Bytes
 
     @property
+    def facts(self) -> Facts:
+        """What there is to say of it before it begins."""
+        numel = sum(param.numel() for param in self.model.parameters())
+        where = f"{self.world.size} ranks on {self.world.device.type}"
+        return Facts(self.data, numel, self.flops_per_token, where)
+
+    @property
     def local_batch(self) -> int:
         """Samples of a step on one rank."""
         return self.config.train.batch // self.world.size
@@ -70,6 +78,8 @@ def prepare(config: Config, world: World) -> Run:
         auto_wrap_policy=ModuleWrapPolicy(plain.unit_classes),
         sharding_strategy=ShardingStrategy[config.shard.strategy],
     )
+    if config.train.initial_weights:
+        load_full_weights(model, config.train.initial_weights)
     torch.manual_seed(config.train.seed + 1 + world.rank)  # dropout differs between ranks
     optimizer = _adamw(model, config.optim)
     return Run(config, world, data, model, optimizer, plain.flops_per_token, unsharded)

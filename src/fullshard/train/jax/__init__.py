@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fullshard train --engine jax`: the same models, data and reports on the engine `fullshard.jax`.
+
+Nothing in here loads torch.
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a run on the JAX engine ends: its weights, the table of bytes, a sample of text."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fullshard.core.spec import item_bytes
+from fullshard.jax.step import TrainState
+from fullshard.jax.weights import save_weights
+from fullshard.train.jax.setup import Run
+from fullshard.train.metrics import Reporter, bytes_table
+from fullshard.train.summary import PROMPT, say_files, say_sample
+
+__all__ = ["bytes_of", "conclude", "write_text"]
+
+
+def conclude(run: Run, state: TrainState, reporter: Reporter) -> None:
+    """Save the weights, print the table of bytes, a sample of text, and where things are.
+
+    With several processes all of them must call. The weights have the names of the torch model, so
+    either engine reads the file.
+    """
+    config, console = run.config, reporter.console
+    # Only process 0 writes; the others need no folder, but a path to talk about.
+    folder = reporter.folder or Path(config.log.folder)
+    save_weights(folder / "model.safetensors", run.step, state, run.plain.names())
+    console.print()
+    title = f"Bytes for the model, {config.shard.strategy} over {run.devices}"
+    console.print(bytes_table(title, bytes_of(run), "device"))
+    if config.model.name == "gpt" and config.log.sample_bytes:
+        say_sample(write_text(run, state, PROMPT, config.log.sample_bytes), reporter)
+    say_files(reporter)
+
+
+def bytes_of(run: Run) -> list[tuple[str, int, int | None]]:
+    """What each device holds, by what for, and one process without shards would (None: unknown).
+
+    Parameters, gradients and optimizer state by their layout, padding included. The rest is the
+    compiler's account of the whole step, gradients, full parameters and activations among it.
+    """
+    places, state = run.step.placements, run.step.abstract_state()
+    trained = [each for each in places if each.trainable]
+    optimizer = sum(_device_bytes(leaf) for leaf in jax.tree.leaves(state.optimizer))
+    unsharded_optimizer = sum(
+        int(np.prod(spec.shape)) * item_bytes(spec.dtype)
+        for spec in run.step.specs
+        if spec.kind == "optimizer"
+    )
+    parameters = sum(each.rest_bytes for each in places)
+    compiled = _compiled(run).memory_analysis()
+    state_and_batch = compiled.argument_size_in_bytes
+    written_apart = compiled.output_size_in_bytes - compiled.alias_size_in_bytes
+    temporary = compiled.temp_size_in_bytes
+    return [
+        ("parameters", parameters, _true_bytes(places)),
+        ("gradients", sum(each.rest_bytes for each in trained), _true_bytes(trained)),
+        ("optimizer state", optimizer, unsharded_optimizer),
+        ("temporary in a step, at most", temporary, None),
+        ("peak of a step", state_and_batch + written_apart + temporary, None),
+    ]
+
+
+def _true_bytes(places: Any) -> int:
+    return sum(each.numel * item_bytes(each.dtype) for each in places)
+
+
+def _device_bytes(leaf: Any) -> int:
+    return int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+
+
+def _compiled(run: Run) -> Any:
+    batch = run.batch(run.data.train_batch(0, range(run.config.train.batch)))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    return run.step.compiled(shapes)
+
+
+def write_text(
+    run: Run, state: TrainState, prompt: bytes, count: int, temperature: float = 0.7
+) -> bytes:
+    """``prompt`` and ``count`` bytes that the model draws after it.
+
+    Every device computes the same, since each takes part in gathering parameters. With several
+    processes all of them must call; they draw from the same seed.
+    """
+    draw = run.evaluator(_draw)
+    random = np.random.default_rng(run.config.train.seed)
+    text, size, context = list(prompt), run.devices.size, run.config.context
+    for _ in range(count):
+        seen = np.zeros((size, context), np.int32)
+        known = text[-context:]
+        seen[:, : len(known)] = known
+        last = np.full(size, len(known) - 1, np.int32)
+        # The largest of logits plus Gumbel noise is a draw from their softmax.
+        noise = np.broadcast_to(random.gumbel(size=256) * temperature, (size, 256))
+        drawn = draw(state, (seen, last, noise.astype(np.float32)))
+        text.append(round(float(drawn)))
+    return bytes(text)
+
+
+def _draw(model: Any, batch: tuple[Array, Array, Array]) -> Array:
+    seen, last, noise = batch
+    logits = model(seen)[0, last[0], :256].astype(jnp.float32)
+    return (logits + noise[0]).argmax().astype(jnp.float32)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one command to devices: one process for all of them, or one of several that were started."""
+
+import os
+from contextlib import suppress
+
+import jax
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.jax.mesh import initialize
+from fullshard.launchers import launcher_environment
+from fullshard.train.config import Config
+from fullshard.train.jax.loop import train
+
+__all__ = ["launch"]
+
+_SIMULATED = 2  # devices without an accelerator, unless somebody says
+
+
+def launch(config: Config, nproc: int | None = None) -> int:
+    """Train as ``config`` says; returns the exit status.
+
+    Under a launcher (torchrun, Open MPI, SLURM) its processes are joined, each with its devices;
+    else this process takes ``nproc`` devices, by default all accelerators or, without any, two
+    simulated devices. To be called before JAX has looked for devices.
+
+    Raises:
+        ConfigurationError: for more devices than there are, a batch they cannot share, or data that
+            are not there.
+    """
+    if nproc is not None and nproc < 1:
+        raise ConfigurationError(f"--nproc must be at least 1, got {nproc}")
+    if launcher_environment(os.environ, local_only=nproc is not None) is not None:
+        initialize()
+        devices = jax.devices()
+    else:
+        devices = _local_devices(nproc)
+    train(config, devices)
+    return 0
+
+
+def _local_devices(nproc: int | None) -> list[jax.Device]:
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with suppress(RuntimeError):  # JAX has its devices already: take those
+            jax.config.update("jax_num_cpu_devices", nproc or _SIMULATED)
+    devices = jax.devices()
+    if nproc is not None and nproc > len(devices):
+        raise ConfigurationError(
+            f"--nproc {nproc} devices are asked for, but JAX has {len(devices)} "
+            f"({devices[0].platform})"
+        )
+    return devices[:nproc]

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From settings to what a run works with: data, a mesh, and a compiled step with its state."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+
+from fullshard.core.host_memory import host_total_bytes, resident_bytes
+from fullshard.core.presets import device_named, training_flops_per_token, transformer
+from fullshard.jax.mesh import create_mesh
+from fullshard.jax.step import TrainState, TrainStep, make_train_step
+from fullshard.jax.torch_names import TorchName, torch_names
+from fullshard.jax.weights import load_weights
+from fullshard.train.config import Config, check_world
+from fullshard.train.data import Batch, Dataset, load
+from fullshard.train.jax.evaluation import evaluator
+from fullshard.train.jax.models import GPT, DigitNet, digit_flops
+from fullshard.train.jax.optimizer import adamw
+from fullshard.train.summary import Facts
+
+__all__ = ["Devices", "PlainModel", "Run", "build_model", "cross_entropy", "loss_of", "prepare"]
+
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclass(frozen=True)
+class PlainModel:
+    """How to make the model, what a token costs (forward and backward), and its names in torch.
+
+    The names are those of the model of `fullshard.train.models`, whose files this one reads.
+    """
+
+    make: Callable[[], nnx.Module]
+    flops_per_token: float
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    def names(self) -> dict[str, TorchName]:
+        """What each array is called in the torch model; nothing is computed."""
+        return torch_names(nnx.eval_shape(self.make), self.tied)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of a run, as one mesh over all processes."""
+
+    mesh: Mesh
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return int(self.mesh.devices.size)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints and writes."""
+        return jax.process_index() == 0
+
+    def __str__(self) -> str:
+        device, processes = self.mesh.devices.flat[0], jax.process_count()
+        kind = "CPU devices" if device.platform == "cpu" else device.device_kind
+        if processes > 1:
+            return f"{self.size} {kind} of {processes} processes"
+        return (
+            f"{self.size} simulated {kind}" if device.platform == "cpu" else f"{self.size} {kind}"
+        )
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """FLOP/s that one device reaches at most; known for bf16 on some GPUs."""
+        known = device_named(self.mesh.devices.flat[0].device_kind)
+        return known.bf16_flops if known and dtype == "bfloat16" else None
+
+    def memory_used(self) -> dict[str, int]:
+        """The most bytes used so far and how many there are: of a device, or of this host."""
+        told = jax.local_devices()[0].memory_stats() or {}
+        if "peak_bytes_in_use" in told and "bytes_limit" in told:
+            used, total = told["peak_bytes_in_use"], told["bytes_limit"]
+        else:
+            used, total = resident_bytes()[1], host_total_bytes()
+        return {"memory_bytes": used, "memory_total_bytes": total}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run works with. The state it begins with is apart: every step uses one up."""
+
+    config: Config
+    devices: Devices
+    data: Dataset
+    step: TrainStep
+    plain: PlainModel
+    _evaluators: dict[Any, Any] = field(default_factory=dict)
+
+    def evaluator(self, function: Callable[[Any, Any], Any]) -> Callable[[TrainState, Any], Any]:
+        """``function(model, batch)`` as a call of state and batch; compiled once."""
+        if function not in self._evaluators:
+            self._evaluators[function] = evaluator(self.plain.make, function, self.devices.mesh)
+        return self._evaluators[function]
+
+    def batch(self, arrays: Batch) -> Batch:
+        """Inputs and targets of the whole step as the model wants them."""
+        inputs, targets = arrays
+        if np.issubdtype(inputs.dtype, np.floating):
+            inputs = inputs.astype(_DTYPES[self.config.train.dtype])
+        else:
+            inputs = inputs.astype(np.int32)
+        return inputs, targets.astype(np.int32)
+
+    @property
+    def facts(self) -> Facts:
+        """What there is to say of it before it begins."""
+        numel = sum(each.numel for each in self.step.placements)
+        return Facts(self.data, numel, self.plain.flops_per_token, str(self.devices))
+
+
+def prepare(config: Config, devices: list[jax.Device]) -> tuple[Run, TrainState]:
+    """Load the data, and make model and optimizer sharded over ``devices``.
+
+    With several processes all of them must call. Raises `ConfigurationError` for data or weights
+    that cannot be read, or a batch that does not divide.
+    """
+    check_world(config, len(devices))
+    data = load(config)
+    replicas = len(devices) if config.shard.strategy == "NO_SHARD" else 1
+    mesh = create_mesh(fsdp=len(devices) // replicas, data=replicas, devices=devices)
+    plain = build_model(config)
+    step = make_train_step(
+        plain.make, adamw(config.optim, config.train.steps), loss_of, mesh, remat=_remat(config)
+    )
+    state = step.init()
+    if config.train.initial_weights:
+        state = load_weights(config.train.initial_weights, step, state, plain.names())
+    return Run(config, Devices(mesh), data, step, plain), state
+
+
+def build_model(config: Config) -> PlainModel:
+    """The plain model with parameters of the dtype asked for; nothing is computed yet."""
+    dtype, seed = _DTYPES[config.train.dtype], config.train.seed
+    if config.model.name == "mnist":
+        return PlainModel(
+            lambda: DigitNet(dtype, rngs=nnx.Rngs(seed, dropout=seed + 1)), digit_flops()
+        )
+    shape = transformer(config.model.preset)
+    return PlainModel(
+        lambda: GPT(shape, dtype, rngs=nnx.Rngs(seed)),
+        training_flops_per_token(shape, config.context),
+        {"output.weight": "embedding.weight"} if shape.tied else {},
+    )
+
+
+def _remat(config: Config) -> Literal["block", "none"]:
+    """SHARD_GRAD_OP keeps full parameters from forward to backward, like all else."""
+    return "none" if config.shard.strategy == "SHARD_GRAD_OP" else "block"
+
+
+def cross_entropy(logits: Array, targets: Array) -> Array:
+    """The loss of each target, float32, from ``logits`` (..., classes)."""
+    chances = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.take_along_axis(chances, targets[..., None], axis=-1)[..., 0]
+
+
+def loss_of(model: Any, batch: tuple[Array, Array]) -> Array:
+    """Mean loss per target."""
+    inputs, targets = batch
+    return cross_entropy(model(inputs), targets).mean()

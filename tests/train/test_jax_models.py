@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models of the JAX engine against those of the torch engine, weight by weight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from torch.nn import functional as F
+
+from fullshard.core.presets import Transformer
+from fullshard.jax.torch_names import torch_names
+from fullshard.train.config import OptimConfig, resolve
+from fullshard.train.jax import models as in_jax
+from fullshard.train.jax.optimizer import adamw
+from fullshard.train.jax.setup import build_model, loss_of
+from fullshard.train.learning_rate import learning_rate
+from fullshard.train.models import GPT, DigitNet
+from fullshard.train.setup import build_model as build_torch_model
+
+SHAPE = Transformer(2, 32, 4, 2, 48, 64, context=16)
+TIED = Transformer(1, 32, 4, 4, 48, 64, context=16, tied=True)
+TIED_NAMES = {"output.weight": "embedding.weight"}
+
+
+def with_weights_of(plain, make, tied=None):
+    """The model that ``make`` makes, with the values that ``plain`` has in torch, and its names."""
+    graph, state = nnx.split(nnx.eval_shape(make))
+    names, held = torch_names(nnx.merge(graph, state), tied), plain.state_dict()
+    assert {n for each in names.values() for n in (each.name, *each.tied)} == set(held)
+    values = []
+    for path, variable in nnx.to_flat_state(state):
+        if isinstance(variable, nnx.RngKey):
+            value = jax.random.key(0)
+        elif isinstance(variable, nnx.RngCount):
+            value = jnp.zeros((), jnp.uint32)
+        else:
+            there = names[".".join(map(str, path))]
+            value = jnp.asarray(held[there.name].numpy().transpose(np.argsort(there.axes)))
+        assert value.shape == variable.shape
+        values.append((path, variable.replace(value)))
+    return nnx.merge(graph, nnx.from_flat_state(values)), names
+
+
+def tokens(seed, *shape):
+    return np.random.default_rng(seed).integers(0, 64, shape)
+
+
+def relative(found, expected):
+    return np.abs(found - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("shape", "tied"), [(SHAPE, {}), (TIED, TIED_NAMES)])
+def test_the_gpt_has_torchs_logits_and_gradients(shape, tied):
+    plain = GPT(shape)
+    model, names = with_weights_of(plain, lambda: in_jax.GPT(shape, rngs=nnx.Rngs(0)), tied)
+    inputs, targets = tokens(1, 3, 16), tokens(2, 3, 16)
+    expected_logits = plain(torch.from_numpy(inputs))
+    F.cross_entropy(expected_logits.flatten(0, 1), torch.from_numpy(targets).flatten()).backward()
+    expected = {name: param.grad.numpy() for name, param in plain.named_parameters()}
+
+    @nnx.jit
+    def both(model, batch):
+        return model(batch[0]), nnx.grad(loss_of)(model, batch)
+
+    logits, gradients = both(model, (inputs, targets))
+    assert relative(np.asarray(logits), expected_logits.detach().numpy()) < 1e-5
+    found = {".".join(map(str, path)): np.asarray(x) for path, x in nnx.to_flat_state(gradients)}
+    assert found.keys() == names.keys()
+    for path, gradient in found.items():
+        there = names[path]
+        assert relative(gradient.transpose(there.axes), expected[there.name]) < 1e-5
+
+
+def test_the_digit_net_has_torchs_output_without_dropout():
+    plain = DigitNet().eval()
+
+    def make():
+        return nnx.view(in_jax.DigitNet(rngs=nnx.Rngs(0)), deterministic=True)
+
+    model, names = with_weights_of(plain, make)
+    images = np.random.default_rng(0).normal(size=(3, 1, 28, 28)).astype(np.float32)
+    found = np.asarray(nnx.jit(lambda model, images: model(images))(model, images))
+    assert relative(found, plain(torch.from_numpy(images)).detach().numpy()) < 1e-5
+    assert names["conv2.kernel"].axes == (3, 2, 0, 1)
+
+
+@pytest.mark.parametrize("name", ["gpt", "mnist"])
+def test_values_begin_as_widely_spread_as_torchs(name):
+    config = resolve(model=name)
+    torch.manual_seed(0)
+    held = build_torch_model(config).module.state_dict()
+    plain = build_model(config)
+    names = plain.names()
+    state = jax.jit(lambda: nnx.state(plain.make(), nnx.Param))()
+    assert len(nnx.to_flat_state(state)) == len(names) == len(held)
+    for path, value in nnx.to_flat_state(state):
+        expected = held[names[".".join(map(str, path))].name].numpy()
+        if expected.size >= 250:
+            assert np.asarray(value).std() == pytest.approx(expected.std(), rel=0.1)
+
+
+def test_flops_are_those_of_the_torch_engine():
+    for config in (resolve(), resolve(model="mnist")):
+        assert build_model(config).flops_per_token == build_torch_model(config).flops_per_token
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+def test_adamw_moves_as_torchs_does(clip_norm):
+    optim = OptimConfig(lr=0.1, warmup_steps=2, clip_norm=clip_norm, weight_decay=0.3)
+    random, steps = np.random.default_rng(0), 6
+    start = {"kernel": random.normal(size=(4, 3)), "scale": random.normal(size=3)}
+    params = {name: jnp.asarray(value, jnp.float32) for name, value in start.items()}
+    plain = {name: torch.tensor(value, dtype=torch.float32) for name, value in start.items()}
+    groups = [
+        {"params": [plain["kernel"]], "weight_decay": optim.weight_decay},
+        {"params": [plain["scale"]], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, betas=(optim.beta1, optim.beta2))
+    optimizer = adamw(optim, steps)
+    state = optimizer.init(params)
+    for step in range(steps):
+        grads = {name: random.normal(size=value.shape) for name, value in start.items()}
+        for name, value in grads.items():
+            plain[name].grad = torch.tensor(value, dtype=torch.float32)
+        norm = torch.nn.utils.clip_grad_norm_(plain.values(), clip_norm or torch.inf)
+        for group in reference.param_groups:
+            group["lr"] = learning_rate(optim, steps, step)
+        reference.step()
+        grads = {name: jnp.asarray(value, jnp.float32) for name, value in grads.items()}
+        updates, state = optimizer.update(grads, state, params, value=1.0)
+        params = jax.tree.map(jnp.add, params, updates)
+        assert float(state.grad_norm) == pytest.approx(norm.item(), rel=1e-6)
+        for name, value in params.items():
+            assert relative(np.asarray(value), plain[name].numpy()) < 1e-6
+
+
+@pytest.mark.parametrize(("gradient", "loss"), [(jnp.nan, 1.0), (jnp.inf, 1.0), (1.0, jnp.nan)])
+def test_what_is_not_finite_changes_nothing_but_the_count(gradient, loss):
+    optimizer = adamw(OptimConfig(), 3)
+    params = {"kernel": jnp.ones((2, 2))}
+    start = optimizer.init(params)
+    _, before = optimizer.update({"kernel": jnp.ones((2, 2))}, start, params, value=1.0)
+    bad = {"kernel": jnp.array([[1.0, gradient], [1.0, 1.0]])}
+    updates, after = optimizer.update(bad, before, params, value=loss)
+    assert not np.asarray(updates["kernel"]).any()
+    assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), after.inner, before.inner))
+    assert int(after.step) == int(before.step) + 1

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from fullshard.torch import gradients, unit
+from fullshard.torch import full_parameters, gradients
 from fullshard.torch.buffers import FlatBuffer
 from fullshard.torch.comm import rank_order_sum
 from fullshard.torch.streams import CopyStream
@@ -295,7 +295,7 @@ def poison_buffers(monkeypatch):
             for flat in self.flats:
                 poison(flat)
 
-    monkeypatch.setattr(unit, "FlatBuffer", PoisonedBuffer)
+    monkeypatch.setattr(full_parameters, "FlatBuffer", PoisonedBuffer)
     monkeypatch.setattr(gradients, "FlatBuffer", PoisonedBuffer)
 
 

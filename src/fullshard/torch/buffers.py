@@ -10,6 +10,8 @@ the storage is empty: torch does not check that. The states of `fullshard.torch.
 it.
 """
 
+import ctypes
+import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -78,6 +80,22 @@ def _with_index(device: torch.device) -> torch.device:
     return device
 
 
+# [Note: Huge pages]
+# The C library gives blocks of 32 MiB and more back to the system when they are released, and each
+# gather then touches new memory: a page fault for every 4 KiB. Writing 100 MB took 57 ms so, where
+# it takes 11 in memory that was kept. Linux gives pages of 2 MiB to who asks for them: 17 ms.
+_PAGE_BYTES, _LARGE_BYTES, _MADV_HUGEPAGE = 2**12, 2**25, 14
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def _ask_for_huge_pages(address: int, size: int) -> None:
+    """Advice only: where it is not followed, nothing is different."""
+    if _libc is not None:
+        begin = -(-address // _PAGE_BYTES) * _PAGE_BYTES
+        whole = (address + size - begin) // _PAGE_BYTES * _PAGE_BYTES
+        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(whole), _MADV_HUGEPAGE)
+
+
 class FlatBuffer:
     """Several flat tensors in one storage.
 
@@ -98,6 +116,7 @@ class FlatBuffer:
         with MemorySource.taking(device, anew=True):
             memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self._storage = memory.untyped_storage()
+        self._advise()
         self.flats = [memory]
         if len(sizes) != 1:
             raw = memory.split_with_sizes([numel * dtype.itemsize for numel, dtype in sizes])
@@ -111,11 +130,16 @@ class FlatBuffer:
     def allocate(self) -> None:
         """Get the memory; its content is undefined."""
         if self._storage.nbytes() != self.bytes:
-            if not MemorySource.is_set:
+            if MemorySource.is_set:
+                with MemorySource.taking(self._storage.device, anew=False):
+                    self._storage.resize_(self.bytes)
+            else:
                 self._storage.resize_(self.bytes)
-                return
-            with MemorySource.taking(self._storage.device, anew=False):
-                self._storage.resize_(self.bytes)
+            self._advise()
+
+    def _advise(self) -> None:
+        if self.bytes >= _LARGE_BYTES and self._storage.device.type == "cpu":
+            _ask_for_huge_pages(self._storage.data_ptr(), self.bytes)
 
     def release(self) -> None:
         """Give the memory back; views stay, and must not be touched until it is allocated again."""

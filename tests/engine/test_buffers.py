@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flat buffers: views that outlive their memory, in one storage, of any size."""
+
+import torch
+
+from fullshard.torch.buffers import FlatBuffer
+
+CPU = torch.device("cpu")
+
+
+def test_views_stay_valid_while_memory_comes_and_goes():
+    buffer = FlatBuffer([(8, torch.float32), (4, torch.bfloat16), (0, torch.float64)], CPU)
+    first, second, empty = buffer.flats
+    assert (first.numel(), second.numel(), empty.numel()) == (8, 4, 0)
+    assert buffer.bytes == 40
+    buffer.release()
+    assert not buffer.allocated
+    buffer.allocate()
+    first.fill_(1)
+    second.fill_(2)
+    assert first.tolist() == [1] * 8
+    assert second.tolist() == [2] * 4
+
+
+def test_a_single_flat_is_no_view_and_behaves_alike():
+    buffer = FlatBuffer([(8, torch.float64)], CPU)
+    before = buffer.flats[0]._version
+    buffer.release()
+    buffer.allocate()
+    assert buffer.flats[0]._version == before  # memory is not a change of the values
+    assert buffer.flats[0].fill_(3).sum() == 24
+
+
+def test_large_buffers_for_which_huge_pages_are_asked():
+    numel = 2**23 + 5  # 32 MiB and a part of a page
+    buffer = FlatBuffer([(numel, torch.float32)], CPU)
+    for value in (1.0, 2.0):
+        buffer.release()
+        buffer.allocate()
+        flat = buffer.flats[0].fill_(value)
+        assert flat[:: 2**20].tolist() == [value] * 9
+        assert flat[-1] == value

@@ -60,7 +60,7 @@ def test_where_things_rest(door, device):
                 assert param.local.is_pinned() == param.grad.local.is_pinned() == pinned
             assert all(v.device.type == "cpu" for v in optimizer.state[param].values())
         unit = managed_unit_of(model.blocks[0]).unit
-        assert all(full.device.type == device.type for full in unit.full)
+        assert all(full.device.type == device.type for full in unit.full.params)
         assert unit.transient_bytes == 0
 
     StreamWorld(2, device).run(body)

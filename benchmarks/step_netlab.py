@@ -2,18 +2,21 @@
 """How close does a step come to what link and processor allow, on hosts with slow links?
 
     sudo python benchmarks/step_netlab.py [--hosts 2] [--rate-mbit 2000] [--traffic float32]
-                                          [--rounds 7] [--out FILE.json]
+                                          [--ranks-per-host 1] [--rounds 7] [--out FILE.json]
 
-Hosts are network namespaces of this machine, one rank on each (see `netlab`). The engines take
-turns in one run (A B C D A B C D ...), in the configuration that `default_configuration` names.
+Hosts are network namespaces of this machine, with one rank each unless told otherwise (see
+`netlab`); with several a host, the rows named "direct" do without exchanges in two stages. The
+engines take turns in one run (A B C D A B C D ...), in the configuration that
+`default_configuration` names.
 No step can be shorter than the limit: max(the same step without communication, all ranks computing
 at once; bytes that must cross / rate of the link). Ratios are medians over rounds of the ratios
 within a round, those to FSDP2 and DDP of throughput. Bytes sent are those that a host's interface
-counted, protocol included. Ends with status 2 where there can be no such hosts.
+counted, of all its ranks, protocol included. Ends with status 2 where there can be no such hosts.
 """
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import sys
@@ -31,13 +34,29 @@ from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from training_step import BLOCK, build, take_turns, throughput_ratio
 
+from fullshard.torch import CommunicationCompression
+from fullshard.torch.hierarchical_comm import PRETEND
+
 ALONE = "plain, alone"
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
+BYTE = (1 + 4 / 256) / 4  # of an int8 number, with its part of a block's scale, in fp32 numbers
+COMPRESSED = {  # what gathers and reduces send of fp32 numbers
+    "bf16": (CommunicationCompression("bf16", "bf16"), 1 / 2, 1 / 2),
+    "int8, reduces in bf16": (CommunicationCompression("int8", "bf16"), BYTE, 1 / 2),
+    "int8": (CommunicationCompression("int8", "int8"), BYTE, BYTE),
+    "int8 with feedback": (
+        CommunicationCompression("int8", "int8", error_feedback=True),
+        BYTE,
+        BYTE,
+    ),
+}
 PORT = 29500
 
 
 def must_cross_bytes(engine, full_bytes, ranks):
     """Bytes that each rank has to send in a step, for what the engine's strategy does.
+
+    Of hosts with several ranks, what a host has to send: as if it were one rank.
 
     Each gather and the reduce send (S-1)/S of the parameters, S being the ranks that share them;
     an all-reduce over R replicas sends 2(R-1)/R of a rank's slice of the gradients.
@@ -52,7 +71,8 @@ def must_cross_bytes(engine, full_bytes, ranks):
     if engine == "DDP":
         gathers, sharing = 0, 1
     replicas = ranks // sharing
-    gathered_and_reduced = (gathers + 1) * (sharing - 1) / sharing
+    _, of_gather, of_reduce = COMPRESSED.get(engine.partition(", ")[2], (None, 1, 1))
+    gathered_and_reduced = (gathers * of_gather + of_reduce) * (sharing - 1) / sharing
     return full_bytes * (gathered_and_reduced + 2 * (replicas - 1) / replicas / sharing)
 
 
@@ -72,15 +92,46 @@ def engines(ranks, dtype):
             made[f"{name} {strategy}"] = partial(
                 lambda shard, chosen: shard(build(), BLOCK, dtype, **chosen), shard, chosen
             )
+    for name, (compression, _, _) in COMPRESSED.items() if dtype is None else ():
+        made[f"fullshard FULL_SHARD, {name}"] = partial(
+            lambda chosen: fullshard(build(), BLOCK, compression=chosen), compression
+        )
+    return made
+
+
+def engines_in_two_forms(ranks_per_host, dtype):
+    """The same of several ranks a host, where fullshard is there with and without two stages."""
+    os.environ[PRETEND] = str(ranks_per_host)  # since all hosts here have one name
+    made = {
+        name: make
+        for name, make in engines(dist.get_world_size(), dtype).items()
+        if "HYBRID_SHARD" not in name and not name.startswith("fullshard FULL_SHARD, ")
+    }
+    everybody = dist.new_group()
+
+    def direct(**chosen):
+        os.environ[PRETEND] = "1"
+        model = fullshard(build(), BLOCK, dtype, mesh=everybody, **chosen)
+        os.environ[PRETEND] = str(ranks_per_host)
+        return model
+
+    made["fullshard FULL_SHARD, direct"] = direct
+    made["fullshard SHARD_GRAD_OP, direct"] = partial(direct, reshard_after_forward=False)
     return made
 
 
 def rank_main(rank, options, folder):
     torch.set_num_threads(1)
     store = f"tcp://{netlab.address(0)}:{PORT}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.hosts)
+    world = options.hosts * options.ranks_per_host
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    dtype = DTYPES[options.traffic]
+    if options.ranks_per_host == 1:
+        made = engines(world, dtype)
+    else:
+        made = engines_in_two_forms(options.ranks_per_host, dtype)
     found = take_turns(
-        engines(options.hosts, DTYPES[options.traffic]),
+        made,
         ALONE,
         options.rounds,
         lambda: int(netlab.SENT_BYTES.read_text()),
@@ -96,11 +147,13 @@ def measure(options):
         tempfile.TemporaryDirectory() as folder,
         netlab.Netlab(options.hosts, options.rate_mbit) as lab,
     ):
-        for host in range(options.hosts):
-            as_rank = ["--as-rank", str(host), "--folder", folder]
+        ranks = range(options.hosts * options.ranks_per_host)
+        for rank in ranks:
+            as_rank = ["--as-rank", str(rank), "--folder", folder]
+            host = rank // options.ranks_per_host
             lab.start(host, [sys.executable, __file__, *sys.argv[1:], *as_rank])
         lab.wait()
-        each = [Path(folder, f"{host}.json").read_text() for host in range(options.hosts)]
+        each = [Path(folder, f"{rank}.json").read_text() for rank in ranks]
     return [json.loads(text) for text in each]
 
 
@@ -118,6 +171,7 @@ def summarised(found, options):
         rows[name] = {
             "traffic": options.traffic,
             "hosts": options.hosts,
+            "ranks_per_host": options.ranks_per_host,
             "rate_mbit": options.rate_mbit,
             "step_s": statistics.median(times),
             "limit_s": statistics.median(limits),
@@ -148,13 +202,15 @@ def printed(rows):
             f"{row['loss']:.6f}",
         )
     first = next(iter(rows.values()))
-    table.title = f"{first['hosts']} hosts, {first['rate_mbit']} Mbit/s, {first['traffic']}"
+    hosts = f"{first['hosts']} hosts with {first['ranks_per_host']} ranks each"
+    table.title = f"{hosts}, {first['rate_mbit']} Mbit/s, {first['traffic']}"
     Console(width=110).print(table)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rate-mbit", type=int, default=2000)
     parser.add_argument("--traffic", choices=DTYPES, default="float32")
     parser.add_argument("--rounds", type=int, default=7)

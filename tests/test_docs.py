@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fullshard.torch
 import fullshard.wrap
 from fullshard.torch import (
+    CommunicationCompression,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -187,6 +188,7 @@ def sent_by_rank_0(monkeypatch):
             size, given = self.size, sum(tensor.nbytes for tensor in inputs)
             factors = {"all_gather": size, "reduce_scatter": 1, "all_reduce": 2}
             sent[0] += factors.get(name.split()[0], 0) * given * (size - 1) // size
+            sent[0] += inputs[0].nbytes if name == "all_to_all" else 0  # none of it to itself
         return issue(self, name, label, inputs, outputs, combine)
 
     monkeypatch.setattr(LocalComm, "_issue", counting)
@@ -292,6 +294,11 @@ def keep_full_and_hold_back(model):
     model.set_requires_gradient_sync(False)
 
 
+def compression(*choices, **more):
+    chosen = CommunicationCompression(*choices, **more)
+    return step_of(lambda comm, model: by_function(comm, model, compression=chosen))
+
+
 MEASURED = {
     "modes/sharding.md": {
         name: step_of(strategy(name)) for name in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -313,6 +320,15 @@ MEASURED = {
                 mixed_precision=MixedPrecision(BF16),
             )
         ),
+    },
+    "modes/compression.md": {
+        "none": step_of(by_function),
+        'gather="bf16"': compression("bf16"),
+        'gather="bf16", reduce="bf16"': compression("bf16", "bf16"),
+        'gather="int8" or "fp8"': compression("fp8"),
+        'gather="int8", reduce="bf16"': compression("int8", "bf16"),
+        'gather="int8", reduce="int8"': compression("int8", "int8"),
+        "the same, error_feedback=True": compression("int8", "int8", error_feedback=True),
     },
     "modes/accumulation.md": {
         "backward again": accumulation(nothing),

@@ -25,8 +25,12 @@ def benchmark_module(monkeypatch):
         ("FSDP1", 2, 1.5),
         ("fullshard FULL_SHARD", 4, 2.25),
         ("FSDP2 SHARD_GRAD_OP", 4, 1.5),
+        ("fullshard FULL_SHARD, bf16", 2, 0.75),
+        ("fullshard FULL_SHARD, int8", 4, 2.25 * 65 / 256),
+        ("fullshard FULL_SHARD, int8, reduces in bf16", 4, (2 * 65 / 256 + 1 / 2) * 3 / 4),
         # Within pairs 3/2 of the parameters, and an all-reduce of half the gradients across.
         ("fullshard HYBRID_SHARD", 4, 2),
+        ("fullshard FULL_SHARD, direct", 2, 1.5),  # two hosts, whatever ranks they have
     ],
 )
 def test_bytes_that_must_cross(benchmark_module, engine, ranks, full_buffers):

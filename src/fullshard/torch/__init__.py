@@ -16,8 +16,10 @@ from fullshard.torch.fsdp_module import (
     share_comm_ctx,
 )
 from fullshard.torch.grad_scaler import ShardedGradScaler
+from fullshard.torch.memory_pool import use_memory_pool
 from fullshard.torch.optim import clip_grad_norm_
 from fullshard.torch.options import (
+    CommunicationCompression,
     CPUOffload,
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -25,6 +27,7 @@ from fullshard.torch.options import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
+from fullshard.torch.overlap_optimizer import overlap_optimizer
 from fullshard.torch.parameter import ShardedParameter
 from fullshard.torch.shard_modules import set_prefetch
 from fullshard.torch.state import RestingBytes, resting_bytes, tracing
@@ -49,6 +52,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CommunicationCompression",
     "DataParallelMeshDims",
     "FSDPModule",
     "FullOptimStateDictConfig",
@@ -76,6 +80,7 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "load_full_weights",
+    "overlap_optimizer",
     "pad_to_longest",
     "register_fsdp_forward_method",
     "resting_bytes",
@@ -85,4 +90,5 @@ __all__ = [
     "stop_together",
     "summon_full_params",
     "tracing",
+    "use_memory_pool",
 ]

@@ -62,8 +62,8 @@ class Comm(Protocol):
     def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """For each (full, shard): write the shards of all ranks into ``full`` in rank order.
 
-        ``full`` is contiguous, with ``size`` times the elements of ``shard``, which may be this
-        rank's slice of ``full`` itself.
+        ``full`` has ``size`` times the elements of ``shard``, which may be this rank's slice of
+        ``full`` itself. It is contiguous, or on the host a matrix with a contiguous row a rank.
         """
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
@@ -94,8 +94,12 @@ def rank_order_sum(slices: Sequence[Tensor], out: Tensor) -> None:
     total = out
     if out.dtype in (torch.bfloat16, torch.float16):
         total = torch.empty_like(out, dtype=torch.float32)
-    total.copy_(slices[0])
-    for piece in slices[1:]:
+    first, *others = slices
+    if others and first.dtype == total.dtype:
+        torch.add(first, others.pop(0), out=total)  # one pass over memory, not two
+    else:
+        total.copy_(first)
+    for piece in others:
         total += piece
     if total is not out:
         out.copy_(total)

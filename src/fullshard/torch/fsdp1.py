@@ -35,7 +35,7 @@ from fullshard.torch.modules import (
 )
 from fullshard.torch.optim import clip_grad_norm_
 from fullshard.torch.optim_state_dicts import OptimizerStateDicts
-from fullshard.torch.options import CPUOffload, MixedPrecision
+from fullshard.torch.options import CommunicationCompression, CPUOffload, MixedPrecision
 from fullshard.torch.original_params import switch_optimizers
 from fullshard.torch.plan import Plan
 from fullshard.torch.relayout import LOW_PRECISION
@@ -100,6 +100,7 @@ class FullyShardedDataParallel(
             parameters. Original names and shapes are always kept.
         ignored_states: as ``ignored_modules``, but may hold parameters too.
         device_mesh: a 1-D mesh, or (replicate, shard) in 2-D, instead of ``process_group``.
+        compression: see `CommunicationCompression`; not part of FSDP1.
 
     Raises:
         ConfigurationError: parameters on several devices, a policy whose result is unknown, a group
@@ -126,6 +127,8 @@ class FullyShardedDataParallel(
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: Any = None,
+        *,
+        compression: CommunicationCompression | None = None,
     ):
         super().__init__()
         _check_wrappable(module)
@@ -135,11 +138,11 @@ class FullyShardedDataParallel(
             "sharding_strategy": sharding_strategy,
             "cpu_offload": cpu_offload,
             "mixed_precision": mixed_precision,
+            "compression": compression,
         }
         _check_prefetch(backward_prefetch)
-        ignored, ignored_params = ignored_parts(
-            {"ignored_modules": ignored_modules, "ignored_states": ignored_states}
-        )
+        by_name = {"ignored_modules": ignored_modules, "ignored_states": ignored_states}
+        ignored, ignored_params = ignored_parts(by_name)
         chosen = _modules_below(module, auto_wrap_policy, mixed_precision, ignored) | {module: {}}
         check_unit_options(unit_options, chosen)
         found = shardable_parameters([module], where, ignored_params, device_id)

@@ -11,10 +11,17 @@ from torch import nn
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.grouping import group_parameters
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
+from fullshard.torch.compressed_comm import compressed
 from fullshard.torch.groups import ranks_of
 from fullshard.torch.initialisation import value_of_first_rank
 from fullshard.torch.modules import ParamSites, clean_name
-from fullshard.torch.options import CPUOffload, MixedPrecision, offload_of, precision_of
+from fullshard.torch.options import (
+    CPUOffload,
+    MixedPrecision,
+    check_compression,
+    offload_of,
+    precision_of,
+)
 from fullshard.torch.plan import Plan, own_value
 
 __all__ = [
@@ -48,6 +55,7 @@ def check_unit_options(
             )
         offload_of("cpu_offload", options["cpu_offload"])
         precision_of("mixed_precision", options["mixed_precision"])
+        check_compression(options["compression"])
 
 
 def in_full_precision(
@@ -75,7 +83,7 @@ class _FullPrecision(MixedPrecision):
 def plan_of(options: dict[str, Any], device: torch.device, sync_states: bool) -> Plan:
     """The plan that a unit's options make."""
     sharding = (options["sharding_strategy"] or ShardingStrategy.FULL_SHARD).sharding
-    ranks = ranks_of(options["process_group"], sharding)
+    ranks = compressed(ranks_of(options["process_group"], sharding), options["compression"])
     return Plan(
         ranks,
         device,

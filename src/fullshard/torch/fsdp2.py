@@ -10,14 +10,17 @@ from torch.distributed.tensor import Shard
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.core.strategy import Sharding
+from fullshard.torch.compressed_comm import compressed
 from fullshard.torch.fsdp_module import FSDPModule
 from fullshard.torch.groups import Where, in_blocks, ranks_of
 from fullshard.torch.hooks import managed_unit_of
 from fullshard.torch.modules import ParamSites, ignored_parts, move_buffers
 from fullshard.torch.options import (
+    CommunicationCompression,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    check_compression,
     offload_of,
     precision_of,
 )
@@ -40,6 +43,7 @@ def fully_shard(
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    compression: CommunicationCompression | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` that are not sharded yet, in place, as one unit.
 
@@ -60,6 +64,7 @@ def fully_shard(
         offload_policy: see `CPUOffloadPolicy`.
         ignored_params: parameters that stay as they are on every rank, their gradients unreduced.
         dp_mesh_dims: which dims of a larger ``mesh`` to shard and to replicate over.
+        compression: see `CommunicationCompression`; not part of FSDP2.
 
     Parameters on the meta device stay there until ``to_empty`` or
     ``load_state_dict(assign=True)``; what is not initialised by the first forward is found then.
@@ -74,6 +79,7 @@ def fully_shard(
     """
     precision = precision_of("mp_policy", mp_policy)
     offload = offload_of("offload_policy", offload_policy)
+    check_compression(compression)
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
     _, ignored = ignored_parts({"ignored_params": ignored_params})
@@ -85,6 +91,7 @@ def fully_shard(
     ranks = ranks_of(where, Sharding(True, True, replicated=hybrid))
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         ranks, reshard_after_forward = _in_blocks(ranks, reshard_after_forward)
+    ranks = compressed(ranks, compression)
     plan = Plan(ranks, found.device, reshard_after_forward, precision, offload)
     agree({type(modules[0]).__name__: found.all_of_them}, [plan])
     params = found.claim()

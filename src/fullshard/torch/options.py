@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -15,10 +15,12 @@ from fullshard.torch.buffers import dtype_name
 __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CommunicationCompression",
     "DataParallelMeshDims",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "check_compression",
     "offload_of",
     "precision_of",
 ]
@@ -123,6 +125,61 @@ class DataParallelMeshDims:
         return _names(self.replicate)
 
 
+@dataclass(frozen=True)
+class CommunicationCompression:
+    """Fewer bytes for the gathers and reduces of a unit; None leaves them as they are.
+
+    Rounds numbers: what each choice costs a model is told in docs/modes/compression.md. Parameters,
+    gradients and optimizer state rest as without it, and state dicts are exact.
+
+    Attributes:
+        gather: "bf16", or "int8" or "fp8" (e4m3) with a scale for each block of numbers. Forward
+            and backward compute with weights that are rounded so, in the dtype of computation.
+        reduce: "bf16" or "int8". Each rank's gradients are rounded once and added up in float32.
+        block_numel: numbers that share a scale of 4 bytes, for int8 and fp8; a multiple of 32, at
+            most 65,536. Fewer are closer and take more bytes.
+        error_feedback: add what rounding has left out of gradients to those of the next reduce.
+            Keeps 2 bytes for each parameter that other ranks hold; not saved in state dicts.
+
+    bf16 takes what travels in float32; int8 and fp8 also take bfloat16 and float16.
+
+    Raises:
+        ConfigurationError: another name, a size that cannot be, or a choice without effect.
+    """
+
+    gather: Literal["bf16", "int8", "fp8"] | None = None
+    reduce: Literal["bf16", "int8"] | None = None
+    block_numel: int = 256
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("gather", ("bf16", "int8", "fp8")), ("reduce", ("bf16", "int8"))):
+            given = getattr(self, name)
+            if given is not None and given not in known:
+                raise ConfigurationError(
+                    f"compression: {name} must be one of {', '.join(known)} or None, got {given!r}"
+                )
+        if self.gather is None and self.reduce is None:
+            raise ConfigurationError(
+                "CommunicationCompression compresses nothing: name gather, reduce or both, or pass "
+                "compression=None"
+            )
+        size = self.block_numel
+        if (
+            not isinstance(size, int)
+            or isinstance(size, bool)
+            or size % 32
+            or not 0 < size <= 2**16
+        ):
+            raise ConfigurationError(
+                f"compression: block_numel must be a multiple of 32 up to 65,536, got {size!r}"
+            )
+        if self.error_feedback and self.reduce is None:
+            raise ConfigurationError(
+                "compression: error_feedback is about reduces; name reduce, too, or leave it out"
+            )
+
+
 def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if given is None:
         return ()
@@ -178,6 +235,15 @@ def precision_of(name: str, options: Any) -> Precision:
         cast_root_inputs=cast_root,
         keep_low_grads=keep,
     )
+
+
+def check_compression(given: Any) -> None:
+    """Raise `ConfigurationError` for what is no `CommunicationCompression` and not None."""
+    if given is not None and not isinstance(given, CommunicationCompression):
+        raise ConfigurationError(
+            f"compression must be a CommunicationCompression or None, got {given!r} "
+            "(take the class from fullshard.torch)"
+        )
 
 
 def offload_of(name: str, options: Any) -> Offload:

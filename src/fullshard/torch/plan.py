@@ -12,6 +12,7 @@ from fullshard.core.strategy import Offload, Precision
 from fullshard.torch.comm import Comm
 from fullshard.torch.extensions import plain_data
 from fullshard.torch.modules import ParamSites
+from fullshard.torch.options import CommunicationCompression
 
 __all__ = ["Plan", "Ranks", "Values", "own_value"]
 
@@ -31,7 +32,8 @@ class Ranks:
     ``gather`` and ``reduce`` are communicators over the same ranks, so that gathers and reduces
     need not queue behind each other. ``replicas`` joins the ranks with equal slices. ``block``, if
     there is one, joins ranks among the first that together keep the whole unit between forward and
-    backward. Gradients are averaged over slices and replicas.
+    backward. ``compressing``, if there is one, gathers in steps; ``gather`` is exact for all else.
+    Gradients are averaged over slices and replicas.
     """
 
     gather: Comm
@@ -39,6 +41,13 @@ class Ranks:
     replicas: Comm
     device_mesh: Any = None
     block: Comm | None = None
+    compressing: Comm | None = None
+    compression: CommunicationCompression | None = None
+
+    @property
+    def gather_of_steps(self) -> Comm:
+        """What gathers full parameters for forward and backward."""
+        return self.compressing or self.gather
 
     @property
     def size(self) -> int:

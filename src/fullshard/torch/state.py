@@ -11,10 +11,12 @@ from torch import nn
 
 from fullshard.core.errors import UsageError
 from fullshard.core.trace import Trace
+from fullshard.torch.compressed_comm import CompressedComm
 from fullshard.torch.optim import optimizer_state_bytes
 from fullshard.torch.parameter import ShardedParameter
 from fullshard.torch.recorder import TraceRecorder
 from fullshard.torch.runtime import runtime_of
+from fullshard.torch.shard_modules import managed_units
 
 __all__ = ["RestingBytes", "resting_bytes", "tracing"]
 
@@ -36,12 +38,17 @@ class RestingBytes:
 def resting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> RestingBytes:
     """Bytes that this rank holds now for parameters, gradients and optimizer state.
 
-    Counted from the storages there are, not from the layout. Works for plain models too.
+    Counted from the storages there are, not from the layout; what error feedback of compressed
+    reduces keeps counts as gradients. Works for plain models too.
     """
     params = list(model.parameters())
     grads = [param.grad for param in params if param.grad is not None]
+    reduces = [managed.unit.ranks.reduce for managed in managed_units(model)]
+    residuals = sum(each.residual_bytes for each in reduces if isinstance(each, CompressedComm))
     return RestingBytes(
-        _storage_bytes(params), _storage_bytes(grads), optimizer_state_bytes(optimizer)
+        _storage_bytes(params),
+        _storage_bytes(grads) + residuals,
+        optimizer_state_bytes(optimizer),
     )
 
 

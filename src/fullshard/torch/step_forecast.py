@@ -10,6 +10,7 @@ from torch import nn
 from fullshard.core.forecast import Sent, UnitCost, forecast, step_events
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.buffers import dtype_of
+from fullshard.torch.compressed_comm import CompressedComm
 from fullshard.torch.execution import unit_policy
 from fullshard.torch.hooks import ManagedUnit, managed_unit_of
 from fullshard.torch.modules import clean_name
@@ -114,18 +115,29 @@ def cost_of(unit: Unit) -> UnitCost:
     grad_slice = layout.grad_full_bytes // slices
     all_reduces = replicas > 1 and settings.all_reduce and not own
     fulls = [
-        torch.empty((), dtype=dtype_of(each.grad_dtype), device=unit.device).expand(each.full_numel)
+        _of_size(each.grad_dtype, each.full_numel, unit)
         for each in layout.segments
         if each.trainable
     ]
+    steps, reduce = ranks.gather_of_steps, ranks.reduce
+    gathered, reduced = layout.full_bytes // slices, grad_slice
+    if isinstance(steps, CompressedComm) and isinstance(reduce, CompressedComm):
+        shards = [_of_size(each.full_dtype, each.full_numel, unit) for each in layout.segments]
+        gathered = sum(map(steps.gather_part_bytes, shards))
+        reduced = sum(map(reduce.reduce_part_bytes, fulls))
     return UnitCost(
         full_bytes=0 if unit.resident else layout.full_bytes,
         grad_full_bytes=layout.grad_full_bytes,
         part_bytes=part,
         scratch_bytes=sum(map(ranks.reduce.reduce_scratch_bytes, fulls)),
-        gather_bytes=layout.full_bytes // slices * (slices - 1),
+        gather_bytes=gathered * (slices - 1),
         part_gather_bytes=part * (block - 1),
-        reduce_bytes=0 if own else grad_slice * (slices - 1),
+        reduce_bytes=0 if own else reduced * (slices - 1),
         all_reduce_bytes=2 * grad_slice * (replicas - 1) // replicas if all_reduces else 0,
         solo=slices == 1,
     )
+
+
+def _of_size(dtype: str, numel: int, unit: Unit) -> torch.Tensor:
+    """A tensor of that many elements, which take no memory."""
+    return torch.empty((), dtype=dtype_of(dtype), device=unit.device).expand(numel)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A unit's gathers and reduces with fewer bytes on the wire: a `Comm` around another one.
+
+As in ZeRO++ (arXiv:2306.10209), weights are quantised for a gather while the shards stay what they
+are, and gradients are quantised once, exchanged, and added up in float32, so that rounding does not
+grow with the number of ranks as it would in a ring.
+
+[Note: Equal weights]
+All ranks must compute with the same weights, bit by bit. So a rank decodes its own slice from its
+own message, as the others do, instead of copying the exact one.
+
+[Note: Error feedback]
+What a message lacks of the gradients is added to the next gradients before these are quantised
+(1-bit Adam, arXiv:2102.02888; arXiv:1901.09847): what is sent over many steps then adds up to what
+was meant, and rounding is no bias. A rank keeps that for the slices of all other ranks, in
+bfloat16. Its own slice it adds exactly.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.torch.comm import Comm, Parts, ReduceOp, Work
+from fullshard.torch.options import CommunicationCompression
+from fullshard.torch.plan import Ranks
+from fullshard.torch.quantise import BlockCodec, CastCodec, Codec, add_up, decode, encode
+
+__all__ = ["CompressedComm", "compressed"]
+
+
+def compressed(ranks: Ranks, compression: CommunicationCompression | None) -> Ranks:
+    """The same ranks, for one unit whose steps gather and reduce as ``compression`` says.
+
+    The sum over replicas, gathers within a block (see `Ranks`), and all that is no step's gather or
+    reduce (state dicts, norms, votes) stay exact. Raises `ConfigurationError` where ranks only sum
+    over replicas. A single rank sends nothing, so there is nothing to compress.
+    """
+    if compression is None:
+        return ranks
+    if ranks.gather.size == 1:
+        if ranks.replicas.size == 1:
+            return ranks
+        raise ConfigurationError(
+            f"compression is of gathers and reduces, and here {ranks.replicas.size} ranks hold all "
+            "parameters each and only sum gradients by an all-reduce, which is not compressed; "
+            "choose a strategy that shards over several ranks, or leave compression out"
+        )
+    return replace(
+        ranks,
+        compression=compression,
+        compressing=CompressedComm(ranks.gather, compression),
+        reduce=CompressedComm(ranks.reduce, compression),
+    )
+
+
+def _codec_of(kind: str | None, block_numel: int) -> Codec | None:
+    """What a name of `CommunicationCompression` stands for."""
+    if kind is None:
+        return None
+    if kind == "bf16":
+        return CastCodec()
+    return BlockCodec(block_numel, torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+
+
+class CompressedComm:
+    """A `Comm` whose gathers and reduces send compressed floating-point numbers.
+
+    Made for one unit: it keeps what error feedback needs of the unit's reduces. Tensors of dtypes
+    that the chosen codec does not make smaller travel as they are, and so do all other calls.
+    """
+
+    def __init__(self, comm: Comm, compression: CommunicationCompression):
+        self.rank = comm.rank
+        self.size = comm.size
+        self.compression = compression
+        self._comm = comm
+        self._gather = _codec_of(compression.gather, compression.block_numel)
+        self._reduce = _codec_of(compression.reduce, compression.block_numel)
+        self._residuals: list[Tensor] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """What the communicator has beside the protocol, such as ``group`` and ``members``."""
+        if name == "_comm":  # asked for before there is one: by copying, say
+            raise AttributeError(name)
+        return getattr(self._comm, name)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes that error feedback keeps between reduces."""
+        return sum(each.nbytes for each in self._residuals)
+
+    # ---- what is compressed ---------------------------------------------------------------------
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+        """See `Comm.all_gather` and [Note: Equal weights]. All pairs travel in one call."""
+        codec = self._gather
+        sent: list[tuple[Tensor, Tensor]] = []
+        coded: list[tuple[Tensor, Tensor]] = []
+        for full, shard in pairs:
+            if codec is None or not codec.takes(shard.dtype):
+                sent.append((full, shard))
+                continue
+            numel = shard.numel()
+            messages = _bytes(self.size, codec.message_bytes(numel), full.device)
+            encode(codec, shard.view(1, numel), messages[self.rank : self.rank + 1])
+            sent.append((messages.view(-1), messages[self.rank]))
+            coded.append((messages, full.view(self.size, numel)))
+        work = self._comm.all_gather(sent, label)
+        if codec is None or not coded:
+            return work
+
+        def finish() -> None:
+            for messages, full in coded:
+                decode(codec, messages, full)
+
+        return _Finished([work], finish)
+
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+        """See `Comm.reduce_scatter`. Other ranks' parts come as messages; sums are in float32."""
+        codec = self._reduce
+        chosen = [pair for pair in pairs if codec is not None and codec.takes(pair[1].dtype)]
+        if codec is None or not chosen:
+            return self._comm.reduce_scatter(pairs, label)
+        works = []
+        if len(chosen) < len(pairs):
+            others = [pair for pair in pairs if not codec.takes(pair[1].dtype)]
+            works.append(self._comm.reduce_scatter(others, label))
+        sizes = [codec.message_bytes(shard.numel()) for shard, _ in chosen]
+        # One row for each other rank, in which the messages of all pairs lie side by side.
+        sent = _bytes(self.size - 1, sum(sizes), chosen[0][0].device)
+        received = torch.empty_like(sent)
+        self._encode_parts(codec, chosen, torch.split(sent, sizes, dim=1))
+        numels = [0 if rank == self.rank else sum(sizes) for rank in range(self.size)]
+        parts = Parts(received.view(-1), numels), Parts(sent.view(-1), numels)
+        works.append(self._comm.all_to_all(*parts, label))
+
+        def finish() -> None:
+            messages = torch.split(received, sizes, dim=1)
+            for (shard, full), each in zip(chosen, messages, strict=True):
+                add_up(codec, each, full.chunk(self.size)[self.rank], self.rank, shard)
+
+        return _Finished(works, finish, sent)
+
+    def _encode_parts(
+        self, codec: Codec, pairs: Sequence[tuple[Tensor, Tensor]], messages: Sequence[Tensor]
+    ) -> None:
+        """Write the other ranks' parts of each pair into its ``messages``, a row for each rank."""
+        residuals = self._residuals_for(pairs)
+        before, after = slice(None, self.rank), slice(self.rank, None)
+        behind = slice(self.rank + 1, None)
+        for number, (_, full) in enumerate(pairs):
+            parts = full.view(self.size, -1)
+            for ranks, rows in ((before, before), (behind, after)):
+                residual = residuals[number][rows] if residuals else None
+                encode(codec, parts[ranks], messages[number][rows], residual)
+
+    def _residuals_for(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """What error feedback adds to each pair's parts for the other ranks; empty without it."""
+        if not self.compression.error_feedback:
+            return []
+        numels = [shard.numel() for shard, _ in pairs]
+        if [each.shape[1] for each in self._residuals] != numels:
+            # The first reduce, or the unit was laid out anew and these belong to nothing any more.
+            self._residuals = [
+                torch.zeros(self.size - 1, numel, dtype=torch.bfloat16, device=full.device)
+                for numel, (_, full) in zip(numels, pairs, strict=True)
+            ]
+        return self._residuals
+
+    def reduce_scratch_bytes(self, full: Tensor) -> int:
+        """Messages to and from the other ranks; what the plain reduce needs if that is done."""
+        if self._reduce is None or not self._reduce.takes(full.dtype):
+            return self._comm.reduce_scratch_bytes(full)
+        return 2 * self.reduce_part_bytes(full) * (self.size - 1)
+
+    # ---- what it costs on the wire --------------------------------------------------------------
+
+    def gather_part_bytes(self, full: Tensor) -> int:
+        """Bytes in which a rank's slice of ``full`` travels to each other rank in a gather."""
+        return _part_bytes(self._gather, full, self.size)
+
+    def reduce_part_bytes(self, full: Tensor) -> int:
+        """Bytes that a rank sends to each other rank in a reduce of ``full``."""
+        return _part_bytes(self._reduce, full, self.size)
+
+    # ---- what is not compressed -----------------------------------------------------------------
+
+    def duplicate(self) -> "CompressedComm":
+        """See `Comm.duplicate`."""
+        return CompressedComm(self._comm.duplicate(), self.compression)
+
+    def block(self, size: int) -> Comm:
+        """See `Comm.block`. Nothing is compressed within it."""
+        return self._comm.block(size)
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
+        """See `Comm.all_reduce`."""
+        return self._comm.all_reduce(tensors, op, label)
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """See `Comm.broadcast`."""
+        return self._comm.broadcast(tensors, source)
+
+    def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
+        """See `Comm.all_to_all`."""
+        return self._comm.all_to_all(received, sent, label)
+
+
+def _part_bytes(codec: Codec | None, full: Tensor, size: int) -> int:
+    numel = full.numel() // size
+    if codec is None or not codec.takes(full.dtype):
+        return numel * full.element_size()
+    return codec.message_bytes(numel)
+
+
+def _bytes(rows: int, columns: int, device: torch.device) -> Tensor:
+    return torch.empty(rows, columns, dtype=torch.uint8, device=device)
+
+
+class _Finished:
+    """Works, and what is done with their results when they are waited for.
+
+    Holds the tensors that are under way until then.
+    """
+
+    def __init__(self, works: Sequence[Work], finish: Callable[[], None], *under_way: Any):
+        self._works = works
+        self._finish: Callable[[], None] | None = finish
+        self._under_way = under_way
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        if self._finish is not None:
+            finish, self._finish, self._works, self._under_way = self._finish, None, (), ()
+            finish()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)

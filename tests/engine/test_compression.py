@@ -1,0 +1,539 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed gathers and reduces: equal weights on all ranks, exact shards, sums that add up."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from support.compression_workers import WIDTH, inputs_of, shard_stack, stack, train, train_choices
+from torch import nn
+
+from fullshard.core.errors import ConfigurationError, NotSupportedError
+from fullshard.torch import (
+    CommunicationCompression,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardedGradScaler,
+    ShardingStrategy,
+    fully_shard,
+    resting_bytes,
+    summon_full_params,
+)
+from fullshard.torch.checked_comm import CheckedComm
+from fullshard.torch.comm import Comm, rank_order_sum
+from fullshard.torch.compressed_comm import CompressedComm
+from fullshard.torch.local_world import LocalComm, LocalWorld
+from fullshard.torch.quantise import BlockCodec, CastCodec, decode, encode
+from fullshard.torch.shard_modules import managed_units
+from fullshard.torch.traffic import communication
+from fullshard.wrap import CustomPolicy
+
+GATHERS = ("bf16", "int8", "fp8")
+CHOICES = [
+    {"gather": "bf16", "reduce": "bf16"},
+    {"gather": "int8", "reduce": "int8"},
+    {"gather": "fp8", "reduce": "int8", "error_feedback": True, "block_numel": 64},
+    {"gather": "int8"},
+    {"reduce": "bf16", "error_feedback": True},
+]
+INT8 = CommunicationCompression("int8", "int8", block_numel=32)
+
+
+def random(numel, rank, dtype=torch.float32):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def rounded(numbers, kind, block=32):
+    """What comes out where ``numbers`` went in, as a message of their own."""
+    codecs = {"bf16": CastCodec(), "int8": BlockCodec(block), "fp8": BlockCodec(block, FP8)}
+    codec, rows = codecs[kind], numbers.float().view(1, -1)
+    message = torch.empty(1, codec.message_bytes(numbers.numel()), dtype=torch.uint8)
+    encode(codec, rows, message)
+    out = torch.empty_like(rows)
+    decode(codec, message, out)
+    return out.view(-1).to(numbers.dtype)
+
+
+FP8 = torch.float8_e4m3fn
+
+
+# ---- the communicator ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", GATHERS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_ranks_gather_the_same_bits(kind, world):
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.float64)
+
+    def body(comm):
+        compressed = CompressedComm(comm, CommunicationCompression(kind, block_numel=32))
+        assert isinstance(compressed, Comm)
+        shards = [(100 * random(70 + n, comm.rank)).to(d) for n, d in enumerate(dtypes)]
+        before = [shard.clone() for shard in shards]
+        pairs = [(s.new_zeros(world * s.numel()), s) for s in shards]
+        work = compressed.all_gather(pairs, "a gather")
+        assert not work.is_completed()
+        work.wait()
+        work.wait()  # as often as one likes
+        assert work.is_completed()
+        assert all(torch.equal(a, b) for a, b in zip(shards, before, strict=True))
+        return [full for full, _ in pairs], before
+
+    results = LocalWorld(world).run(body)
+    for number, dtype in enumerate(dtypes):
+        fulls = [result[0][number] for result in results]
+        assert all(torch.equal(fulls[0], full) for full in fulls)
+        shards = [result[1][number] for result in results]
+        travels_small = dtype is torch.float32 or (dtype is torch.bfloat16 and kind != "bf16")
+        expected = [rounded(s, kind) if travels_small else s for s in shards]
+        assert torch.equal(fulls[0], torch.cat(expected))
+        assert travels_small != torch.equal(fulls[0], torch.cat(shards))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_shard_may_lie_in_what_is_gathered(kind):
+    def body(comm):
+        full = torch.full((3 * 64,), torch.nan, dtype=torch.bfloat16)
+        mine = full.view(3, 64)[comm.rank].copy_(random(64, comm.rank))
+        compressed = CompressedComm(comm, CommunicationCompression(kind, block_numel=32))
+        compressed.all_gather([(full, mine)]).wait()
+        return full
+
+    shards = [random(64, rank, torch.bfloat16) for rank in range(3)]
+    expected = torch.cat([rounded(shard, kind) for shard in shards])
+    assert all(torch.equal(full, expected) for full in LocalWorld(3).run(body))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_reduces_add_in_rank_order_and_own_parts_exactly(kind):
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
+
+    def body(comm):
+        fulls = [random(3 * (40 + n), comm.rank, d) for n, d in enumerate(dtypes)]
+        pairs = [(full.new_zeros(full.numel() // 3), full) for full in fulls]
+        compressed = CompressedComm(comm, CommunicationCompression(None, kind, block_numel=32))
+        compressed.reduce_scatter(pairs, "a reduce").wait()
+        return [shard for shard, _ in pairs], [full.view(3, -1) for full in fulls]
+
+    results = LocalWorld(3).run(body)
+    for number, dtype in enumerate(dtypes):
+        travels_small = dtype is torch.float32 or (dtype is torch.bfloat16 and kind == "int8")
+        for place in range(3):
+            parts = [result[1][number][place] for result in results]
+            if travels_small:
+                parts = [p if r == place else rounded(p.float(), kind) for r, p in enumerate(parts)]
+            wide = torch.float64 if dtype is torch.float64 else torch.float32
+            expected = torch.empty(parts[0].shape, dtype=wide)
+            rank_order_sum([part.to(wide) for part in parts], expected)
+            assert torch.equal(results[place][0][number], expected.to(dtype))
+
+
+def test_works_complete_when_they_are_complete():
+    def body(comm):
+        compressed = CompressedComm(comm, INT8)
+        full = torch.ones(comm.size * 32)
+        work = compressed.reduce_scatter([(torch.empty(32), full)])
+        return compressed.all_gather([(full.clone(), torch.ones(32))]).is_completed(), (
+            work.is_completed()
+        )
+
+    assert LocalWorld(2, eager=True).run(body) == [(True, True)] * 2
+
+
+def test_what_is_left_to_the_communicator():
+    def body(comm):
+        compressed = CompressedComm(comm, INT8)
+        total, sent = torch.tensor([0.1]), torch.tensor([float(comm.rank)])
+        compressed.all_reduce([total]).wait()
+        compressed.broadcast([sent], source=1).wait()
+        assert compressed.members == comm.members
+        assert isinstance(compressed.duplicate(), CompressedComm)
+        pairs = [(torch.empty(2), torch.tensor([1.234]))]
+        compressed.block(2).all_gather(pairs).wait()
+        return total.item(), sent.item(), pairs[0][0].tolist()
+
+    once = torch.tensor(0.1)
+    expected = (once + once).item(), 1.0, [torch.tensor(1.234).item()] * 2
+    assert LocalWorld(2).run(body) == [expected] * 2
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_scratch_is_the_messages(kind):
+    def body(comm):
+        compressed = CompressedComm(comm, CommunicationCompression(None, kind, block_numel=32))
+        full = torch.empty(4 * 64)
+        low = torch.empty(4 * 64, dtype=torch.float64)
+        assert compressed.reduce_scratch_bytes(low) == comm.reduce_scratch_bytes(low)
+        return compressed.reduce_scratch_bytes(full)
+
+    message = 2 * 64 if kind == "bf16" else 64 + 2 * 4
+    assert LocalWorld(4).run(body) == [2 * 3 * message] * 4
+
+
+# ---- error feedback -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_with_feedback_sums_over_steps_add_up(kind):
+    """A gradient that stays the same is rounded alike each time, unless the rest is carried on."""
+    steps, numel = 50, 96
+
+    def body(comm, feedback):
+        choice = CommunicationCompression(None, kind, 32, error_feedback=feedback)
+        compressed, total = CompressedComm(comm, choice), torch.zeros(numel, dtype=torch.float64)
+        full = torch.cat([random(numel, comm.rank)] * comm.size)
+        for _ in range(steps):
+            shard = torch.empty(numel)
+            compressed.reduce_scatter([(shard, full)]).wait()
+            total += shard
+        return total
+
+    exact = steps * sum(random(numel, rank).double() for rank in range(3))
+    lost = [(t - exact).abs() for t in LocalWorld(3).run(partial(body, feedback=False))]
+    kept = [(t - exact).abs() for t in LocalWorld(3).run(partial(body, feedback=True))]
+    # Two ranks' parts are rounded; what is left of each after the last step is one rounding.
+    largest = max(random(numel, rank).abs().max() for rank in range(3))
+    one_rounding = largest * (2.0**-8 if kind == "bf16" else 1 / 254)
+    for each in kept:
+        assert each.max() < 2 * 1.5 * one_rounding
+    assert min(each.max() for each in lost) > 10 * one_rounding
+
+
+def test_residuals_of_another_layout_are_dropped():
+    def body(comm):
+        choice = CommunicationCompression(None, "int8", 32, error_feedback=True)
+        compressed = CompressedComm(comm, choice)
+
+        def reduced(numel):
+            shard, full = torch.empty(numel), random(2 * numel, comm.rank)
+            compressed.reduce_scatter([(shard, full)]).wait()
+            return shard
+
+        first = reduced(64)
+        assert compressed.residual_bytes == 2 * 64
+        assert not torch.equal(reduced(64), first)
+        reduced(96)
+        assert compressed.residual_bytes == 2 * 96
+        assert torch.equal(reduced(64), first)
+
+    LocalWorld(2).run(body)
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_training_comes_close(choice):
+    def run(compression):
+        return LocalWorld(3).run(lambda comm: train(comm, compression))
+
+    compressed = run(CommunicationCompression(**choice))
+    for (losses, params), (exact_losses, exact) in zip(compressed, run(None), strict=True):
+        assert losses != exact_losses
+        assert losses == pytest.approx(exact_losses, rel=0.05)
+        for name, param in params.items():
+            # AdamW moves each number by its rate a step, whichever way.
+            assert (param - exact[name]).abs().max() <= 2 * 3 * 1.01e-2
+            assert (param - exact[name]).abs().mean() < 2e-3
+
+
+def test_processes_train_as_threads_do(gloo_world):
+    expected = [
+        LocalWorld(3).run(lambda comm, c=c: train(comm, CommunicationCompression(**c)))
+        for c in CHOICES
+    ]
+    for rank, found in enumerate(gloo_world.run(3, train_choices, CHOICES)):
+        for (losses, params), each in zip(found, expected, strict=True):
+            assert losses == each[rank][0]
+            assert all(torch.equal(params[name], p) for name, p in each[rank][1].items())
+
+
+@pytest.mark.parametrize("gather", GATHERS)
+def test_shards_stay_exact_and_forwards_use_rounded_ones(gather):
+    plain = stack()
+
+    def body(comm):
+        compression = CommunicationCompression(gather, "int8", block_numel=32)
+        model = shard_stack(comm, compression)
+        with torch.no_grad():
+            outputs = [model(inputs_of(0)) for _ in range(5)]
+        model(inputs_of(comm.rank)).sum().backward()
+        for name, exact in plain.state_dict().items():
+            assert torch.equal(model.state_dict()[name].full_tensor(), exact)
+            assert torch.equal(model.get_parameter(name).full_tensor(), exact)
+        with summon_full_params(model):
+            assert all(
+                torch.equal(p, exact)
+                for p, exact in zip(model.parameters(), plain.parameters(), strict=True)
+            )
+        assert all(torch.equal(each, outputs[0]) for each in outputs)
+        return outputs[0]
+
+    found = LocalWorld(2).run(body)
+    assert torch.equal(found[0], found[1])  # equal weights, so equal outputs
+    exact = plain(inputs_of(0)).detach()
+    assert not torch.equal(found[0], exact)
+    torch.testing.assert_close(found[0], exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reshard_after_forward": 2},
+        {"reshard_after_forward": False},
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
+        {"offload_policy": CPUOffloadPolicy()},
+    ],
+    ids=str,
+)
+def test_modes_go_with_it(options):
+    def run(compression):
+        return LocalWorld(4).run(lambda comm: train(comm, compression, **options))
+
+    for (losses, _), (exact_losses, _) in zip(run(INT8), run(None), strict=True):
+        assert losses != exact_losses
+        assert losses == pytest.approx(exact_losses, rel=0.05)
+
+
+def test_blocks_gather_for_backward_what_forward_had():
+    """They exchange decoded weights as they are: rounding twice might not give the same ones."""
+
+    def body(comm):
+        model = shard_stack(comm, INT8, reshard_after_forward=2)
+        seen = []
+        for layer in model:
+            layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.weight.clone()))
+        inputs = inputs_of(comm.rank).requires_grad_()
+        model(inputs).sum().backward()
+        grad = torch.ones(4, WIDTH)
+        for weight in reversed(seen):
+            grad = grad @ weight.detach()
+        torch.testing.assert_close(inputs.grad, grad, rtol=1e-5, atol=1e-6)
+        return seen
+
+    first, *others = LocalWorld(4).run(body)
+    for each in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, each, strict=True))
+
+
+def test_hybrid_sharding_compresses_within_the_group():
+    def body(comm, compression):
+        first = comm.rank // 2 * 2
+        within = comm.subgroup(range(first, first + 2))
+        across = comm.subgroup(range(comm.rank % 2, 4, 2))
+        return train((within, across), compression)
+
+    def train(pair, compression):
+        model = shard_stack(pair, compression)
+        model(inputs_of(0)).square().sum().backward()
+        units = [managed.unit for managed in managed_units(model)]
+        assert all(unit.ranks.replicas is not unit.ranks.reduce for unit in units)
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    exact = LocalWorld(4).run(partial(body, compression=None))
+    for grads, exact_grads in zip(
+        LocalWorld(4).run(partial(body, compression=INT8)), exact, strict=True
+    ):
+        for grad, other in zip(grads, exact_grads, strict=True):
+            assert 0 < (grad - other).abs().max() < 0.05 * other.abs().max()
+
+
+def test_one_rank_compresses_nothing():
+    model = shard_stack(LocalComm(LocalWorld(1), [0], 0), INT8)
+    assert torch.equal(model(inputs_of(0)), stack()(inputs_of(0)))
+
+
+def test_gradients_without_communication_are_rounded_once():
+    def body(comm, micro_batches):
+        model = shard_stack(comm, CommunicationCompression(None, "int8", block_numel=32))
+        for number in range(micro_batches):
+            model.set_requires_gradient_sync(number == micro_batches - 1)
+            (model(inputs_of(comm.rank)).square().sum() / micro_batches).backward()
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    once, twice = (LocalWorld(2).run(partial(body, micro_batches=n))[0] for n in (1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))  # halves are exact
+
+
+def test_in_debug_mode():
+    losses = [
+        LocalWorld(2).run(lambda comm, wrap=wrap: train(wrap(comm), INT8)[0])
+        for wrap in (lambda comm: comm, CheckedComm)
+    ]
+    assert losses[0] == losses[1]
+
+
+# ---- what is not finite -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("reduce", ["int8", "bf16"])
+def test_a_bad_gradient_is_seen_and_leaves_nothing_behind(bad, reduce):
+    def body(comm):
+        choice = CommunicationCompression("int8", reduce, 32, error_feedback=True)
+        model = shard_stack(comm, choice)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = ShardedGradScaler(device="cpu", init_scale=4.0, process_group=comm)
+        scales, norms = [], []
+        for step in range(3):
+            before = [p.full_tensor().clone() for p in model.parameters()]
+            inputs = inputs_of(comm.rank)
+            if step == 1 and comm.rank == 1:
+                inputs[0, 0] = bad
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            optimizer.zero_grad()
+            after = [p.full_tensor() for p in model.parameters()]
+            moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+            assert moved == [step != 1] * len(moved)
+        return scales, torch.tensor(norms).isfinite().tolist()
+
+    for scales, finite in LocalWorld(3).run(body):
+        assert scales == [4.0, 2.0, 2.0]
+        assert finite == [True, False, True]
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_foreseen_traffic_is_what_is_sent(choice, monkeypatch):
+    sent, issue = [0], LocalComm._issue
+
+    def counting(self, name, label, inputs, outputs, combine):
+        if threading.current_thread().name == "rank 0":
+            factors = {"all_gather": self.size - 1, "reduce_scatter": (self.size - 1) / self.size}
+            sent[0] += factors.get(name, name == "all_to_all") * sum(i.nbytes for i in inputs[:1])
+        return issue(self, name, label, inputs, outputs, combine)
+
+    def body(comm):
+        model = shard_stack(comm, CommunicationCompression(**choice))
+        for _ in range(3):
+            if comm.rank == 0:
+                sent[0] = 0
+            model(inputs_of(comm.rank)).sum().backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(1e-3)
+        return communication(model).total_bytes
+
+    monkeypatch.setattr(LocalComm, "_issue", counting)
+    assert LocalWorld(4).run(body)[0] == sent[0]
+
+
+def test_residuals_rest():
+    def body(comm, feedback):
+        choice = CommunicationCompression(None, "int8", error_feedback=feedback)
+        model = shard_stack(comm, choice)
+        model(inputs_of(comm.rank)).sum().backward()
+        return resting_bytes(model, torch.optim.SGD(model.parameters())).gradients_bytes
+
+    without, with_it = (LocalWorld(4).run(partial(body, feedback=f))[0] for f in (False, True))
+    assert with_it - without == without * 3 / 2  # three slices of bf16 beside one of fp32
+
+
+# ---- options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "compresses nothing"),
+        ({"gather": "int4"}, "gather must be one of bf16, int8, fp8 or None, got 'int4'"),
+        ({"reduce": "fp8"}, "reduce must be one of bf16, int8 or None"),
+        ({"gather": "int8", "block_numel": 100}, "multiple of 32 up to 65,536, got 100"),
+        ({"gather": "int8", "block_numel": 0}, "block_numel"),
+        ({"gather": "int8", "block_numel": 2**17}, "block_numel"),
+        ({"gather": "int8", "error_feedback": True}, "name reduce, too"),
+    ],
+)
+def test_choices_that_cannot_be(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        CommunicationCompression(**options)
+
+
+def test_doors_refuse_what_is_no_compression():
+    solo = LocalComm(LocalWorld(1), [0], 0)
+    with pytest.raises(ConfigurationError, match="must be a CommunicationCompression or None"):
+        fully_shard(nn.Linear(2, 2), mesh=solo, compression="int8")
+    with pytest.raises(ConfigurationError, match="must be a CommunicationCompression or None"):
+        FullyShardedDataParallel(nn.Linear(2, 2), solo, compression="int8")
+
+
+def test_sums_over_replicas_alone_cannot_be_compressed():
+    def body(comm):
+        hybrid = (comm.subgroup([comm.rank]), comm)
+        for where, strategy in ((comm, "NO_SHARD"), (hybrid, "HYBRID_SHARD")):
+            model = stack()
+            with pytest.raises(ConfigurationError, match="only sum gradients by an all-reduce"):
+                FullyShardedDataParallel(model, where, ShardingStrategy[strategy], compression=INT8)
+            assert type(model[0].weight) is nn.Parameter
+
+    LocalWorld(2).run(body)
+
+
+def test_ranks_that_choose_differently_are_told():
+    def body(comm):
+        choice = CommunicationCompression("int8", block_numel=32 * (1 + comm.rank))
+        model = stack()
+        with pytest.raises(
+            ConfigurationError, match=r"numel=32, .* on rank 0; .*=64, .* on rank 1"
+        ):
+            fully_shard(model, mesh=comm, compression=choice)
+        assert type(model) is nn.Sequential
+
+    LocalWorld(2).run(body)
+
+
+def test_a_policy_chooses_for_each_unit():
+    def body(comm):
+        model = stack()
+        choices = {model[0]: True, model[1]: {"compression": INT8}}
+        policy = CustomPolicy(lambda module: choices.get(module, False))
+        wrapped = FullyShardedDataParallel(model, comm, auto_wrap_policy=policy)
+        return [managed.unit.ranks.compression for managed in managed_units(wrapped)]
+
+    assert LocalWorld(2).run(body) == [[None, None, INT8]] * 2
+
+
+class Chosen(torch.Tensor):
+    """Of a class that decides itself what is gathered."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        assert func is torch.ops.aten.detach.default, func
+        return Chosen(args[0].inner)
+
+    def fsdp_pre_all_gather(self, mesh):
+        raise AssertionError("no gather is expected")
+
+    def fsdp_post_all_gather(self, outputs, notes, dtype, *, out=None):
+        raise AssertionError("no gather is expected")
+
+
+def test_what_decides_itself_what_is_gathered_is_not_compressed():
+    def body(comm):
+        model = nn.Linear(8, 8, bias=False)
+        model.weight = nn.Parameter(Chosen(torch.ones(8, 8)))
+        with pytest.raises(NotSupportedError, match=r"choose themselves .*\['weight'\]"):
+            fully_shard(model, mesh=comm, compression=INT8)
+        assert type(model) is nn.Linear
+
+    LocalWorld(2).run(body)

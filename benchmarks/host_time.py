@@ -5,8 +5,8 @@
 
 A fake process group stands for the other ranks, and its collectives do nothing at all (see `wire`).
 One thread. Microseconds of processor time, which other programs on the machine lengthen little, per
-unit and step, beyond those of the plain model. The engines take turns in one run (A B C A B C ...); a ratio is the median of
-those of its rounds.
+unit and step, beyond those of the plain model. The engines take turns in one run (A B C A B C ...);
+a ratio is the median of those of its rounds.
 """
 
 import argparse

@@ -358,6 +358,25 @@ def test_gradients_without_communication_are_rounded_once():
     assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))  # halves are exact
 
 
+class WithAnEmptyOne(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 4, dtype=torch.bfloat16))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs):
+        return inputs * self.scale + self.none.sum()
+
+
+def test_parameters_without_elements_have_nothing_to_round():
+    def body(comm):
+        model = fully_shard(WithAnEmptyOne(), mesh=comm, compression=INT8)
+        model(torch.ones(3)).sum().backward()
+        return model.scale.grad.full_tensor().tolist()
+
+    assert LocalWorld(2).run(body) == [[1.0] * 3] * 2
+
+
 def test_in_debug_mode():
     losses = [
         LocalWorld(2).run(lambda comm, wrap=wrap: train(wrap(comm), INT8)[0])

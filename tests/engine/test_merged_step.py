@@ -247,6 +247,25 @@ def test_any_sequence_of_what_users_do(seed, form):
     LocalWorld(2).run(body)
 
 
+@pytest.mark.parametrize("name", ["sgd-momentum", "adam-amsgrad"])
+def test_runs_that_overlap_take_turns(name):
+    def body(comm):
+        flat = Flat(comm, values(0))
+        plain = [nn.Parameter(value) for value in values(0)]
+        optimizer, reference = OPTIMIZERS[name](flat.params), OPTIMIZERS[name](plain)
+        for step in range(1, 7):
+            flat.set_grads(values(step))
+            for param, grad in zip(plain, values(step), strict=True):
+                param.grad = grad
+            if step % 2 == 0:  # the first run begins later
+                flat.params[0].grad = plain[0].grad = None
+            optimizer.step()
+            reference.step()
+        assert_same(flat.params, optimizer, plain, reference)
+
+    LocalWorld(2).run(body)
+
+
 def test_steps_that_never_repeat_are_left_as_they_are():
     def body(comm):
         flat = Flat(comm, values(0))

@@ -394,14 +394,17 @@ def test_requires_grad_changed_between_steps(door):
                 torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-9)
 
 
-def test_requires_grad_is_not_changed_while_gradients_are_held_back():
+@pytest.mark.parametrize(
+    "setter", ["set_requires_gradient_sync", "set_requires_all_reduce"], ids=["full", "sums"]
+)
+def test_requires_grad_is_not_changed_while_gradients_are_held_back(setter):
     def body(comm):
-        model = function(comm, build())
+        model = function(comm, build(), hybrid(comm))
         inputs, targets = make_batches("gpt", 1, 2)[0]
-        model.set_requires_gradient_sync(False)
+        getattr(model, setter)(False)
         loss_of(model(inputs), targets).backward()
         model.head.requires_grad_(False)
         with pytest.raises(UsageError, match="requires_grad was changed while gradients"):
             model(inputs)
 
-    LocalWorld(2).run(body)
+    LocalWorld(4).run(body)

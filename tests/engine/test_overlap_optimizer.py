@@ -139,6 +139,33 @@ def test_the_values_are_those_of_ordinary_steps(plain, case, name):
     LocalWorld(world).run(body)
 
 
+def test_a_unit_that_is_called_in_a_loop_is_not_changed_while_it_is_gathered():
+    def body(comm):
+        layers = [nn.Linear(8, 8) for _ in range(3)]
+        for layer in layers:
+            for param in layer.parameters():
+                nn.init.constant_(param, 0.1)
+        model = nn.Sequential(*(layer for layer in layers for _ in range(3)))
+        for layer in layers:
+            fully_shard(layer, mesh=comm)
+        fully_shard(model, mesh=comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        overlap_optimizer(model, optimizer)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        return [param.full_tensor() for param in model.parameters()]
+
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    for param in model.parameters():
+        nn.init.constant_(param, 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    nn.Sequential(*(layer for layer in model for _ in range(3)))(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    for found in LocalWorld(2).run(body):
+        for value, param in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(value, param.detach())
+
+
 def test_few_gradients_are_alive_together(plain):
     def body(comm):
         model = function(comm, copy_of(plain))

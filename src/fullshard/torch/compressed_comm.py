@@ -101,7 +101,7 @@ class CompressedComm:
         sent: list[tuple[Tensor, Tensor]] = []
         coded: list[tuple[Tensor, Tensor]] = []
         for full, shard in pairs:
-            if codec is None or not codec.takes(shard.dtype):
+            if codec is None or not _takes(codec, shard):
                 sent.append((full, shard))
                 continue
             numel = shard.numel()
@@ -122,12 +122,12 @@ class CompressedComm:
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`. Other ranks' parts come as messages; sums are in float32."""
         codec = self._reduce
-        chosen = [pair for pair in pairs if codec is not None and codec.takes(pair[1].dtype)]
+        chosen = [pair for pair in pairs if codec is not None and _takes(codec, pair[1])]
         if codec is None or not chosen:
             return self._comm.reduce_scatter(pairs, label)
         works = []
         if len(chosen) < len(pairs):
-            others = [pair for pair in pairs if not codec.takes(pair[1].dtype)]
+            others = [pair for pair in pairs if not _takes(codec, pair[1])]
             works.append(self._comm.reduce_scatter(others, label))
         sizes = [codec.message_bytes(shard.numel()) for shard, _ in chosen]
         # One row for each other rank, in which the messages of all pairs lie side by side.
@@ -219,6 +219,10 @@ def _part_bytes(codec: Codec | None, full: Tensor, size: int) -> int:
 
 def _bytes(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.empty(rows, columns, dtype=torch.uint8, device=device)
+
+
+def _takes(codec: Codec, tensor: Tensor) -> bool:
+    return codec.takes(tensor.dtype) and tensor.numel() > 0
 
 
 class _Finished:

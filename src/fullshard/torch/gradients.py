@@ -146,6 +146,11 @@ class Gradients:
         return self._work is not None
 
     @property
+    def kept(self) -> bool:
+        """True if sums over slices wait for those over replicas."""
+        return self._kept is not None
+
+    @property
     def completed(self) -> bool:
         """True if a reduce is under way of which nothing is left to wait for."""
         if self._work is None or not (self._scattered or self._plan.ranks.replicas.size == 1):

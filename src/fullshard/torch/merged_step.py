@@ -307,10 +307,9 @@ class _Plan:
 
         So the plan keeps no memory alive, and the identities that it knows are those of the living.
         """
-        tensors = [
-            param.local if isinstance(param, ShardedParameter) else param for param in lists[0]
-        ]
-        tensors += [item for k in self._columns for item in lists[k] if item is not None]
+        state = [item for k in self._columns for item in lists[k] if item is not None]
+        spans = [getattr(item, "local", item) for item in (*lists[0], *state)]
+        tensors = [*spans, *(item for item in state if isinstance(item, ShardedParameter))]
         self._watched = [weakref.ref(tensor, forget) for tensor in tensors]
 
     def merged_grads(self, lists: Lists) -> list[Tensor] | None:
@@ -350,11 +349,8 @@ class _Plan:
 
 def _ids(lists: Lists) -> list[list[int]]:
     params, _, *state = lists
-    # Of a sharded parameter its span: that may become another one.
-    return [
-        [id(getattr(param, "local", param)) for param in params],
-        *(list(map(id, items)) for items in state),
-    ]
+    # Of what is sharded its span: that may become another one, moved by another plan too.
+    return [[id(getattr(item, "local", item)) for item in items] for items in (params, *state)]
 
 
 def _goes_with(value: Any, param: ShardedParameter) -> bool:

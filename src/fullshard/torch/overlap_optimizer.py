@@ -123,6 +123,8 @@ class _Overlap:
                 "overlap_optimizer, which steps in every backward that reduces gradients. "
                 "Accumulate within no_sync() or set_requires_gradient_sync(False)"
             )
+        # In a step that is new to the schedule the unit may be gathered ahead though it is over.
+        unit.await_gather()
         if unit.plan.resting_device != unit.device:
             unit.synchronize()  # gradients are still on their way to the host
         optimizer.param_groups = [{**groups[i], "params": mine} for i, mine in chosen.items()]

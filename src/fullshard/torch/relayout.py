@@ -39,7 +39,7 @@ def follow_requires_grad(unit: Unit) -> bool:
     """
     if not unit.shards.toggled:
         return False
-    if unit.state is UnitState.GRADS:
+    if unit.state is UnitState.GRADS or unit.gradients.kept:
         raise UsageError(
             f"unit {unit.name!r}: requires_grad was changed while gradients are being accumulated "
             "without communication; change it between optimizer steps"

@@ -58,7 +58,7 @@ LAYERS = {
 }
 
 # Edges at which something optional or heavy may load late.
-LATE_IMPORTS = {"cli.py", "__init__.py"}
+LATE_IMPORTS = {"cli.py", "__init__.py", "jax/__init__.py"}
 # Signatures that are somebody else's convention.
 MANY_ARGUMENTS = {
     "torch/fsdp1.py: FullyShardedDataParallel.__init__",

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each code block of the documents that fullshard was asked for from, on two and on four ranks.
 
-`docs/documents.md` lists the blocks; a test is named after its block.
+The one on JAX on eight simulated devices. `docs/documents.md` lists the blocks; a test is named
+after its block.
 """
 
 import itertools
 import re
 from pathlib import Path
 
+import optax
 import pytest
 from support import document_blocks as blocks
+from support import jax_document_blocks as jax_blocks
 
 from fullshard.core.errors import UsageError
+from fullshard.jax import Rule, create_mesh, make_train_step, memory_analysis, selective
 from fullshard.torch import CPUOffload
 
 PAGE = Path(__file__).parent.parent / "docs" / "documents.md"
@@ -148,6 +152,74 @@ def test_digits(launched_world, size, name):
         assert not left
         units = re.findall(r"(?:\((\w+)\): )?FullyShardedDataParallel\(", printed)
         assert units == ([""] if name == "one unit" else ["", "fc1"])
+
+
+# ---- sharding in JAX -----------------------------------------------------------------------------
+
+
+def jax_step(mesh=None, **options):
+    mesh = mesh or create_mesh()
+    tx = optax.adam(learning_rate=1e-2)
+    loss = jax_blocks.loss_and_accuracy
+    return make_train_step(jax_blocks.make_model, tx, loss, mesh, has_aux=True, **options)
+
+
+def jax_losses(step, count=4):
+    state, losses = step.init(), []
+    for batch in jax_blocks.data_loader(count):
+        state, loss, metrics = step(state, batch)
+        losses.append(float(loss))
+        assert 0 <= float(metrics["accuracy"]) <= 1
+    return losses
+
+
+@pytest.fixture(scope="module")
+def losses_alone():
+    return jax_blocks.train_alone(4)
+
+
+def test_jax_script_as_it_was_meant(losses_alone):
+    losses, accuracies, table = jax_blocks.train_as_written(4)
+    assert losses == pytest.approx(losses_alone, rel=1e-5)
+    assert all(0 <= each <= 1 for each in accuracies)
+    row = next(line for line in table.splitlines() if line.startswith("embed.embedding"))
+    assert "P('fsdp'" in row
+    assert row.split()[-1] == f"{96 * 16 * 4 // 8:,}"
+
+
+def test_jax_rule_as_written():
+    with pytest.raises(ValueError, match="dimension size is 4"):
+        jax_blocks.place_by_name_and_first_dimension(jax_blocks.make_model())
+    step = jax_step()
+    assert step.coverage == 1
+    assert any(each.name == "embed.embedding" and each.shards == 8 for each in step.placements)
+
+
+def test_jax_selective(losses_alone):
+    step = jax_step(rule=selective(size_threshold=1000))
+    sharded = [each.name for each in step.placements if each.shards > 1]
+    assert sharded == ["embed.embedding"]
+    assert jax_losses(step) == pytest.approx(losses_alone, rel=1e-5)
+
+
+def test_jax_hybrid(losses_alone):
+    rule = Rule(tensor={r"(query|key|value)\.kernel": 1, r"out\.kernel": 0})
+    step = jax_step(create_mesh(fsdp=4, tensor=2), rule=rule)
+    cut_twice = [each for each in step.placements if "tensor" in each.axes]
+    assert {each.shards for each in cut_twice} == {8}
+    assert jax_losses(step) == pytest.approx(losses_alone, rel=1e-5)
+
+
+def test_jax_step_memory_and_communication(losses_alone):
+    step = jax_step()
+    assert jax_losses(step) == pytest.approx(losses_alone, rel=1e-5)
+    found = memory_analysis(step, next(jax_blocks.data_loader(1)))
+    sharded, whole = found["sharded"], found["unsharded"]
+    assert whole.state_bytes > 7.5 * sharded.state_bytes
+    assert 1.2 < sharded.sent_bytes / whole.sent_bytes < 1.52  # 1.5, not twice
+    kinds = {each.kind for each in sharded.communication.collectives if each.arrays[0][1] > 1}
+    assert kinds == {"all-gather", "reduce-scatter"}
+    assert step.compilations == 1
 
 
 # ---- the page ------------------------------------------------------------------------------------

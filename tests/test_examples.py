@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from support.launched_world import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -97,6 +98,38 @@ def test_article_features_survives_the_loss_of_a_rank(tmp_path):
     assert saved["progress"] == {"step": 30, "epoch": 0, "samples": 480}
 
 
+def run_alone(name, *arguments):
+    """What an example prints in a process of its own, with eight simulated devices for JAX."""
+    script = [sys.executable, EXAMPLES / name, *arguments]
+    result = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_jax_fsdp(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    printed = run_alone("jax_fsdp.py", "--steps=10", f"--save={path}")
+    assert "data=1 x fsdp=8 x tensor=1" in printed
+    losses = losses_in(printed)
+    assert losses[-1] < 0.7 * losses[0]
+    assert "compiled 1 time(s)" in printed
+    table = dict(re.findall(r"^((?:un)?sharded) +8 +[\d,]+ +[\d,]+ +([\d,]+)", printed, re.M))
+    peaks = [int(table[name].replace(",", "")) for name in ("sharded", "unsharded")]
+    assert peaks[0] < peaks[1] / 2
+    assert "reduce-scatter" in printed
+    with safe_open(path, "np") as saved:
+        assert saved.get_slice("blocks.3.up.kernel").get_shape() == [64, 256]
+
+
+def test_jax_hybrid():
+    printed = run_alone("jax_hybrid.py", "--steps=4")
+    losses = losses_in(printed)
+    assert len(losses) == 3
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    rows = [line.split("  ")[0] for line in printed.splitlines()[-4:]]
+    assert rows == ["data parallel", "FSDP over 8", "hybrid, 2 x 4", "as it is"]
+
+
 def test_slurm_template():
     subprocess.run(["bash", "-n", LAUNCH / "slurm.sbatch"], check=True)
 
@@ -110,5 +143,6 @@ def test_kubernetes_template():
 
 
 def test_no_example_is_forgotten():
-    here = {"article_features.py", "cluster.py", "minimal.py", "mnist.py", "train_loop.py"}
+    of_torch = {"article_features.py", "cluster.py", "minimal.py", "mnist.py", "train_loop.py"}
+    here = of_torch | {"jax_fsdp.py", "jax_hybrid.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == here

@@ -78,6 +78,22 @@ def test_eight_devices_to_six_and_back_is_equal_bit_for_bit(tmp_path):
 TREE = {"w": jnp.ones((3, 4)), "b": jnp.ones(5)}
 
 
+def test_what_has_no_elements_is_there_again(tmp_path):
+    def step_on_tree(devices):
+        tree = {
+            "none": jnp.ones((0, 3)),
+            "w": jnp.ones(4, jnp.bfloat16),
+            "mask": jnp.ones((2, 0), bool),
+        }
+        return make_train_step(tree, optax.adam(0.1), None, create_mesh(fsdp=devices))
+
+    one, other = step_on_tree(2), step_on_tree(3)
+    save_state(tmp_path / "a", one, one.init())
+    expected = arrays(one, one.init())
+    assert arrays(one, restore_state(tmp_path / "a", one)) == expected
+    assert arrays(other, restore_state(tmp_path / "a", other)) == expected
+
+
 def tree_step(tree=TREE, tx=None):
     def loss(tree, batch):
         return sum(x.sum() for x in tree.values()) + 0 * batch.mean()

@@ -32,34 +32,6 @@ def assert_steps_like_one_device(model, loss_fn, batch, **options):
     return step, state
 
 
-class Wandering(models.GPT):
-    """Uses its blocks otherwise than in a chain: sums what they return."""
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        mask = nnx.make_causal_mask(tokens)
-        outputs = []
-        for block in self.blocks:
-            x = block(x, mask)
-            outputs.append(x)
-        return self.out(self.norm(sum(outputs)))
-
-
-class Peeking(models.GPT):
-    """Takes a parameter out of a unit by hand."""
-
-    def __call__(self, tokens):
-        return super().__call__(tokens) + self.embed.embedding[0, 0] * self.norm.bias.sum()
-
-
-class Uneven(models.GPT):
-    """Its last block is of another shape."""
-
-    def __init__(self, rngs, **block):
-        super().__init__(rngs, **block)
-        self.blocks.append(models.Block(12, rngs, inner=2))
-
-
 class LoRAParam(nnx.Param):
     pass
 
@@ -77,29 +49,185 @@ class Adapted(nnx.Module):
         return self.base(tokens) + self.base.embed(tokens) @ self.a @ self.b
 
 
+class Plain(nnx.Module):
+    """Layers one after the other; those of one width are equal."""
+
+    def __init__(self, layer, widths=(6, 6, 6), **more):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([layer(width, rngs, **more) for width in widths])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Layer(nnx.Module):
+    def __init__(self, width, rngs):
+        self.up = nnx.Linear(6, width, rngs=rngs)
+        self.down = nnx.Linear(width, 6, rngs=rngs)
+        self.factor = 1.0
+
+    def __call__(self, x, weight=1.0):
+        return x + self.factor * weight * self.down(jnp.tanh(self.up(x)))
+
+
+class Wandering(Plain):
+    """Uses its layers otherwise than in a chain: sums what they return."""
+
+    def __call__(self, x):
+        outputs = []
+        for layer in self.layers:
+            x = layer(x)
+            outputs.append(x)
+        return sum(outputs)
+
+
+class Peeking(Plain):
+    """Takes a parameter out of a unit by hand."""
+
+    def __init__(self):
+        super().__init__(Layer)
+        self.last = Layer(6, nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.last(super().__call__(x)) + self.last.up.kernel[0, 0]
+
+
+class Telling(Plain):
+    """Its layers tell the loss function more than they return, in a list that they are given."""
+
+    def __call__(self, x):
+        told = []
+        for layer in self.layers:
+            x = layer(x, told)
+        return x + sum(told)
+
+
+class TellingLayer(Layer):
+    def __call__(self, x, told):
+        told.append(self.up(x)[:, :6])
+        return super().__call__(x)
+
+
+class SowingLayer(Layer):
+    def __call__(self, x):
+        self.kept = nnx.Intermediate(self.up(x)[:, :6])
+        return super().__call__(x)
+
+
+class Sowing(Plain):
+    def __call__(self, x):
+        x = super().__call__(x)
+        return x + sum(layer.kept[...] for layer in self.layers)
+
+
+class Turning(Plain):
+    """Changes attributes of its layers in the forward."""
+
+    def __call__(self, x):
+        for number, layer in enumerate(self.layers):
+            layer.factor = float(number)
+            x = layer(x)
+        return x
+
+
+class Setting(Plain):
+    """Sets a count that its first layer has."""
+
+    def __call__(self, x):
+        counter = self.layers[0].counter
+        counter.set_value(jnp.full((), 3.0))
+        return super().__call__(x)
+
+
+class CountingLayer(Layer):
+    def __init__(self, width, rngs):
+        super().__init__(width, rngs)
+        self.counter = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        return super().__call__(x, self.counter[...])
+
+
+class Refilling(Plain):
+    """Gives each layer another weight in one and the same NumPy array."""
+
+    def __call__(self, x):
+        weight = np.zeros(1, np.float32)
+        for number, layer in enumerate(self.layers):
+            weight[0] = number
+            x = layer(x, weight)
+        return x
+
+
 BATCH = next(models.token_batches(1, 16))
+VECTORS = next(models.vector_batches(1, 16, 6))
+VECTORS["y"] = VECTORS["y"][:, :6]
 
 
 @pytest.mark.parametrize(
     ("make", "note"),
     [
-        (Wandering, "no scan: layers from blocks.0 on: what blocks.0 returned went elsewhere"),
-        (Peeking, "gathered from the beginning to the end: embed.embedding is used outside"),
-        (Uneven, "blocks.3 is not stacked with the blocks before it: blocks.3.down.kernel is "),
+        (
+            lambda: Wandering(Layer),
+            "no scan: layers from layers.0 on: what layers.0 returned went elsewhere",
+        ),
+        (Peeking, "gathered from the beginning to the end: last.up.kernel is used outside"),
+        (
+            lambda: Plain(Layer, (6, 6, 7)),
+            "layers.2 is not stacked with the blocks before it: layers.2.down.kernel is ",
+        ),
     ],
 )
 def test_models_that_do_not_fit_are_right_and_said(make, note):
-    step, _ = assert_steps_like_one_device(make(nnx.Rngs(0)), models.cross_entropy, BATCH)
+    step, _ = assert_steps_like_one_device(make(), models.squared_error, VECTORS)
     assert any(each.startswith(note) for each in step.notes), step.notes
 
 
+@pytest.mark.parametrize(
+    ("make", "note"),
+    [
+        (lambda: Telling(TellingLayer), "layers.0.__call__ changes its arguments"),
+        (lambda: Sowing(SowingLayer), "layers.0.__call__ changes the module itself"),
+        (lambda: Turning(Layer), "attributes of layers.0 were changed by the loss function"),
+        (lambda: Setting(CountingLayer), "layers.0.counter is set outside of the methods of"),
+        (lambda: Refilling(Layer), "layers.1 was called with other values than the first layer"),
+        (lambda: Plain(Layer, (6, 6, 7, 7)), "layers.2 to layers.3 are 2 equal layers"),
+    ],
+    ids=["argument", "variable", "attribute", "value", "array", "two stacks"],
+)
+def test_side_effects_are_not_lost(make, note):
+    step, _ = assert_steps_like_one_device(make(), models.squared_error, VECTORS)
+    assert any(note in each for each in step.notes), step.notes
+
+
+def test_no_collective_waits_in_a_branch_that_only_some_devices_take():
+    class Skipping(Plain):
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jax.lax.cond(x.sum() > 0, layer, lambda x: x, x)
+            return x
+
+    signs = np.repeat([1.0, -1.0], 8).astype(np.float32)[:, None]
+    batch = {**VECTORS, "x": np.abs(VECTORS["x"]) * signs}
+    step, _, loss, _ = one_step(Skipping(Layer), models.squared_error, batch)
+    alone = Skipping(Layer)
+    parts = [jax.tree.map(lambda x, n=n: x[2 * n : 2 * n + 2], batch) for n in range(8)]
+    expected = np.mean([models.squared_error(alone, part) for part in parts])
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert step.notes[-1].endswith("a unit is called in a branch or a while loop")
+
+
 def test_scan_that_is_demanded_and_impossible():
-    uneven = Uneven(nnx.Rngs(0))
-    text = r"'blocks.3' cannot be stacked .* blocks.3.down.kernel is Param \(24, 12\) float32, "
+    uneven = Plain(Layer, (6, 6, 7))
+    text = r"'layers.2' cannot be stacked .* layers.2.down.kernel is Param \(7, 6\) float32, "
     with pytest.raises(ConfigurationError, match=text):
-        one_step(uneven, models.cross_entropy, BATCH, scan=True)
-    with pytest.raises(ConfigurationError, match=r"scan=True, but layers from blocks.0 on: what"):
-        one_step(Wandering(nnx.Rngs(0)), models.cross_entropy, BATCH, scan=True)
+        one_step(uneven, models.squared_error, VECTORS, scan=True)
+    with pytest.raises(ConfigurationError, match=r"scan=True, but layers from layers.0 on: what"):
+        one_step(Wandering(Layer), models.squared_error, VECTORS, scan=True)
+    with pytest.raises(ConfigurationError, match=r"scan=True, but layers.0.__call__ changes its"):
+        one_step(Telling(TellingLayer), models.squared_error, VECTORS, scan=True)
     with pytest.raises(ConfigurationError, match=r"no nnx\.List"):
         one_step(models.Attention(nnx.Rngs(0)), models.squared_error, BATCH, scan=True)
 
@@ -117,25 +245,21 @@ def test_frozen_parameters_rest_and_stay():
     assert len(models.collectives(text)["reduce-scatter"]) == 2
 
 
-def test_statistics_are_averaged_over_devices():
+def test_statistics_are_averaged_and_a_merged_model_outlives_the_state():
     batch = next(models.image_batches(1, 16))
-    step, state, _, _ = one_step(models.ConvNet(nnx.Rngs(0)), models.cross_entropy, batch)
-    found = step.gather_array(state, "other/norm.mean")
     model = models.ConvNet(nnx.Rngs(0))
-    means = []
-    for part in np.split(batch["x"], 8):
-        fresh = nnx.clone(model)
-        fresh(jnp.asarray(part))
-        means.append(fresh.norm.mean[...])
-    np.testing.assert_allclose(found, np.mean(means, axis=0), atol=1e-6)
+    step = make_train_step(model, optax.sgd(0.1), models.cross_entropy, create_mesh())
+    state = step.init()
+    merged = step.merged(state)
+    after, _, _ = step(state, batch)
+    # Each device's mean counts half, of parts of equal size.
+    expected = model.conv1(jnp.asarray(batch["x"])).mean((0, 1, 2)) / 2
+    found = step.gather_array(after, "other/norm.mean")
+    np.testing.assert_allclose(found, expected, atol=1e-6)
     assert np.abs(found).max() > 0
-
-
-def test_conv_net_without_statistics_is_one_device():
-    model = models.ConvNet(nnx.Rngs(0))
-    model.eval()
-    batch = next(models.image_batches(1, 16))
-    assert_steps_like_one_device(model, models.cross_entropy, batch, remat="matmuls")
+    np.testing.assert_array_equal(merged.norm.mean[...], np.zeros(6))
+    with pytest.raises(ConfigurationError, match="was used up by a step before: go on with"):
+        step(state, batch)
 
 
 def test_dropout_differs_between_devices_layers_and_steps():
@@ -167,6 +291,23 @@ def test_dropout_differs_between_devices_layers_and_steps():
     # A mean of two devices' bytes: were their draws equal, it would be a whole number.
     assert (seen[0] != np.round(seen[0])).any()
     assert step.gather_array(state, "other/layers.0.rngs.count") == 2
+
+
+def test_a_key_that_the_model_keeps_is_another_in_each_step():
+    class Splitting(nnx.Module):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.ones(()))
+            self.key = nnx.Variable(jax.random.key(0))
+
+        def __call__(self, x):
+            self.key[...], mine = jax.random.split(self.key[...])
+            return self.scale[...] * jax.random.normal(mine, x.shape)
+
+    step = make_train_step(
+        Splitting(), optax.set_to_zero(), models.squared_error, create_mesh(fsdp=2)
+    )
+    state, first, _ = step(step.init(), VECTORS)
+    assert float(step(state, VECTORS)[1]) != float(first)
 
 
 def test_aux_is_averaged_and_a_key_differs():
@@ -212,3 +353,30 @@ def test_a_fault_of_the_loss_function_is_its_own():
         one_step(models.GPT(nnx.Rngs(0)), loss_fn, BATCH)
     with pytest.raises(ConfigurationError, match=r"one number, .* got shape \(2, 4, 19\)"):
         one_step(models.GPT(nnx.Rngs(0)), lambda model, batch: model(batch["x"]), BATCH)
+    with pytest.raises(ConfigurationError, match=r"must return \(loss, tree of arrays\), got"):
+        one_step(
+            models.make_tree(),
+            models.tree_error,
+            next(models.vector_batches(1, 8, 12)),
+            has_aux=True,
+        )
+
+
+def test_a_fault_in_one_batch_changes_nothing_for_the_next():
+    step = make_train_step(Plain(Layer), optax.sgd(0.1), models.squared_error, create_mesh())
+    before = list(step.notes)
+    with pytest.raises(KeyError):
+        step(step.init(), {"x": VECTORS["x"]})
+    step(step.init(), VECTORS)
+    assert step.notes == before
+
+
+def test_arrays_that_cannot_be_are_refused():
+    def tree_step(tree):
+        return make_train_step(tree, optax.sgd(0.1), models.tree_error, create_mesh())
+
+    with pytest.raises(ConfigurationError, match=r"2 arrays of the model would be called 'a\.b'"):
+        tree_step({"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2)})
+    whole = nnx.Dict(n=nnx.Param(jnp.arange(3)))
+    with pytest.raises(ConfigurationError, match=r"'n' \(3,\) is int32, which cannot be trained"):
+        tree_step(whole)

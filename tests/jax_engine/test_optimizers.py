@@ -55,7 +55,7 @@ IN_LANES = {
 }
 WHOLE = {
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "muon": lambda: contrib.muon(1e-2),
+    "muon": lambda: contrib.muon(1e-2, ns_steps=2),
     "one layer": lambda: optax.masked(optax.sgd(0.5, momentum=0.9), one_layer_only),
     "finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
 }
@@ -93,13 +93,14 @@ def test_an_optimizer_is_itself(name):
     resting = at_rest(plan, values)
     kept = plan.init(resting)
     random = np.random.default_rng(0)
+    plain, sharded = jax.jit(tx.update), jax.jit(plan.update)
     # Compiled, bf16 momenta are rounded less often than step by step.
     atol = 2e-4 if name == "adamw" else 2e-6
     for _ in range(3):
         grads = {k: jnp.asarray(random.normal(size=x.shape), x.dtype) for k, x in values.items()}
-        updates, state = tx.update(model.tree(grads), state, params)
+        updates, state = plain(model.tree(grads), state, params)
         params = optax.apply_updates(params, updates)
-        resting, kept = jax.jit(plan.update)(at_rest(plan, grads), kept, resting, jnp.zeros(()))
+        resting, kept = sharded(at_rest(plan, grads), kept, resting, jnp.zeros(()))
     expected = by_path(params)
     for rest, placement in plan.placements.items():
         assert resting[rest].shape == placement.rest_shape
@@ -123,7 +124,7 @@ def test_an_optimizer_is_itself(name):
 
 def test_why_whole_arrays_are_needed_is_said():
     notes = {name: plan_for(make(), 8)[1].note for name, make in WHOLE.items()}
-    assert "layers.*" in notes["one layer"]
+    assert "layers.0-2" in notes["one layer"]
     assert notes["finite"].endswith("of two different parameters' arrays")
     assert notes["adafactor"].startswith("the optimizer works on whole arrays: ")
 
@@ -131,7 +132,7 @@ def test_why_whole_arrays_are_needed_is_said():
 def test_state_rests_sharded():
     _, plan = plan_for(optax.adam(1e-2), 8)
     assert {name for name, each in plan.resting.items() if each is None} == {"0.count"}
-    assert plan.resting["0.mu.layers.*.kernel"].rest_shape == (3, 40)
+    assert plan.resting["0.mu.layers.0-2.kernel"].rest_shape == (3, 40)
     _, plan = plan_for(WHOLE["adafactor"](), 8)
     kept = {name: each for name, each in plan.resting.items() if each is None}
     assert all(leaf.shape in ((), (1,)) for leaf in plan.leaves if leaf.rests_in in kept)

@@ -22,9 +22,15 @@ def adam():
     return optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2, eps=1e-3, mask=matrices))
 
 
+def conv_net():
+    model = models.ConvNet(nnx.Rngs(0))
+    model.eval()  # else statistics are those of each device's part
+    return model
+
+
 CASES = {
     "gpt": (
-        lambda: models.GPT(nnx.Rngs(0)),
+        lambda: models.GPT(nnx.Rngs(0), layers=2),
         models.cross_entropy,
         lambda: models.token_batches(5, ROWS),
     ),
@@ -34,9 +40,14 @@ CASES = {
         lambda: models.vector_batches(5, ROWS, 2, 12),
     ),
     "tied": (
-        lambda: models.GPT(nnx.Rngs(0), tied=True),
+        lambda: models.GPT(nnx.Rngs(0), layers=2, tied=True),
         models.cross_entropy,
         lambda: models.token_batches(5, ROWS),
+    ),
+    "conv": (
+        conv_net,
+        models.cross_entropy,
+        lambda: models.image_batches(5, ROWS),
     ),
     "tree": (models.make_tree, models.tree_error, lambda: models.vector_batches(5, ROWS, 12)),
 }
@@ -77,7 +88,12 @@ def assert_trains_alike(case, devices, **options):
 def test_gpt(devices):
     step = assert_trains_alike("gpt", devices)
     assert step.coverage == 1
-    assert step.notes == ["blocks.0 to blocks.2 are 3 equal layers"]
+    assert step.notes == ["blocks.0 to blocks.1 are 2 equal layers"]
+
+
+@pytest.mark.parametrize("devices", [2, 3, 5, 6, 7, 8])
+def test_convolutions(devices):
+    assert assert_trains_alike("conv", devices).coverage == 1
 
 
 @pytest.mark.parametrize("devices", [5, 8])
@@ -91,16 +107,15 @@ def test_tree(devices):
 
 
 def test_a_weight_used_twice():
-    step = assert_trains_alike("tied", 8)
+    step = assert_trains_alike("tied", 8, remat="matmuls", scan=False)
     assert "embed.embedding" in {spec.path for spec in step.specs}
 
 
 @pytest.mark.parametrize(
     ("case", "options"),
     [
-        ("gpt", {"remat": "matmuls", "scan": False}),
         ("gpt", {"accumulate": 5, "gather": "once"}),
-        ("gpt", {"mode": "compiler"}),
+        ("conv", {"remat": "matmuls"}),
         ("tree", {"remat": "none", "accumulate": 3}),
         ("tree", {"mode": "compiler", "accumulate": 3}),
         ("tree", {"rule": threshold(80)}),
@@ -122,4 +137,4 @@ def test_tensor_axis():
     rule = Rule(tensor={r"up\.kernel": 1, r"down\.kernel": 0})
     step = assert_trains_alike("gpt", None, mesh=create_mesh(fsdp=4, tensor=2), rule=rule)
     cut = {each.name: each.axes for each in step.placements}
-    assert cut["blocks.*.up.kernel"] == (None, "fsdp", "tensor")
+    assert cut["blocks.0-1.up.kernel"] == (None, "fsdp", "tensor")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from fullshard.jax.gathers import Gather
@@ -66,6 +67,8 @@ class Call:
     returned: Any = None
 
     def __post_init__(self) -> None:
+        # NumPy's arrays may be changed before the call is carried out.
+        self.leaves = [x.copy() if isinstance(x, np.ndarray) else x for x in self.leaves]
         self.dynamic = [k for k, leaf in enumerate(self.leaves) if isinstance(leaf, _DYNAMIC)]
 
     def arrays(self) -> list[Any]:
@@ -80,8 +83,21 @@ class Call:
         args, kwargs = jax.tree.unflatten(self.treedef, leaves)
         module = self.unit.merge(values)
         result = getattr(module, self.method)(*args, **kwargs)
+        self._refuse_changes(module, leaves, (args, kwargs))
         results, self.returned = jax.tree.flatten(result)
         return results, module
+
+    def _refuse_changes(self, module: Any, leaves: list[Any], args: Any) -> None:
+        """What is done to arguments and to the module, which are copies, would be lost."""
+        name = self.unit.name
+        after, treedef = jax.tree.flatten(args, is_leaf=keep_together)
+        if treedef != self.treedef or any(a is not b for a, b in zip(leaves, after, strict=True)):
+            raise NotAsPlanned(f"{name}.{self.method} changes its arguments", resident=name)
+        if nnx.split(module)[0] != self.unit.graph:
+            raise NotAsPlanned(
+                f"{name}.{self.method} changes the module itself, not only its arrays",
+                resident=name,
+            )
 
     def computation(self, resting: Resting, names: Mapping[Any, str]) -> Callable[..., Any]:
         """The call as a function of pieces, other state and arrays: gathers, then computes."""
@@ -176,13 +192,21 @@ class _NoArray:
         return self._used()
 
 
+def _asked_for(self: Any) -> Any:
+    # Raised where JAX looks whether there is such a method, as it does not say why a call failed.
+    return self._used()
+
+
 _BINARY = """add sub mul matmul truediv floordiv mod pow and or xor lshift rshift divmod"""
-_OTHER = """neg pos abs invert getitem len iter eq ne lt le gt ge bool float int index array"""
+_OTHER = (
+    """neg pos abs invert getitem setitem len iter eq ne lt le gt ge bool float int index array"""
+)
 for _name in (
-    *(f"__{name}__" for name in (*_BINARY.split(), *_OTHER.split(), "jax_array")),
+    *(f"__{name}__" for name in (*_BINARY.split(), *_OTHER.split())),
     *(f"__r{name}__" for name in _BINARY.split()),
 ):
     setattr(_NoArray, _name, lambda self, *_: self._used())
+_NoArray.__jax_array__ = property(_asked_for)  # type: ignore[attr-defined]
 
 
 class Untouchable(_NoArray):
@@ -221,5 +245,7 @@ def keep_together(x: Any) -> bool:
 def _same(one: Any, other: Any) -> bool:
     if one is other:
         return True
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
     plain = (bool, int, float, str, type(None))
     return isinstance(one, plain) and type(one) is type(other) and bool(one == other)

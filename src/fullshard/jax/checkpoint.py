@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -46,7 +47,7 @@ def save_state(path: str | Path, step: TrainStep, state: TrainState) -> None:
         checkpointer.save(
             target,
             args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(_plain(state)), layout=ocp.args.JsonSave(layout)
+                state=ocp.args.PyTreeSave(_on_disk(_plain(state))), layout=ocp.args.JsonSave(layout)
             ),
         )
 
@@ -144,7 +145,8 @@ def _refuse_other_arrays(
 def _restored_in_place(checkpointer: Any, source: Path, step: TrainStep) -> TrainState:
     """Each device reads the part that it had."""
     typed = step.abstract_state()
-    wanted = _plain(typed)
+    at_rest = _plain(typed)
+    wanted = _on_disk(at_rest)
     arguments = jax.tree.map(
         lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype),
         wanted,
@@ -153,8 +155,24 @@ def _restored_in_place(checkpointer: Any, source: Path, step: TrainStep) -> Trai
         source,
         args=ocp.args.Composite(state=ocp.args.PyTreeRestore(wanted, restore_args=arguments)),
     ).state
+    empty = jax.tree.map(
+        lambda x: None if x.size else jnp.zeros(x.shape, x.dtype, device=x.sharding), at_rest
+    )
+    for part in _PARTS:
+        kept = {name: x for name, x in empty[part].items() if x is not None}
+        found[part] = {**(found.get(part) or {}), **kept}
     keyed = {name: getattr(typed, name) for name in found}
     return TrainState(**jax.tree.map(_with_key, found, keyed))
+
+
+def _on_disk(parts: dict[str, Any]) -> dict[str, Any]:
+    """What Orbax takes: all but arrays without elements."""
+    kept = {
+        name: {each: x for each, x in parts[name].items() if x.size}
+        for name in _PARTS
+        if any(x.size for x in parts[name].values())
+    }
+    return {**kept, "step": parts["step"]}
 
 
 def _with_key(array: Any, typed: Any) -> Any:
@@ -174,6 +192,10 @@ def _taken_apart(
     for key, there in saved.items():
         at_rest.setdefault((there["part"], there["name"]), []).append(key)
     for (part, name), keys in at_rest.items():
+        if 0 in saved[keys[0]]["shape"]:
+            for key in keys:
+                yield key, np.zeros(saved[key]["shape"], jnp.dtype(saved[key]["dtype"]))
+            continue
         array = _read(checkpointer, source, part, name)
         for key in keys:
             there = saved[key]

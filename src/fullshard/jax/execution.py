@@ -21,10 +21,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from fullshard.jax.calls import Call, Chain, Promise, Resting, Untouchable, keep_together
+from fullshard.jax.calls import (
+    Call,
+    Chain,
+    NotAsPlanned,
+    Promise,
+    Resting,
+    Untouchable,
+    keep_together,
+)
 from fullshard.jax.model import Model, ModuleModel, UnitSpec, at
 
 __all__ = ["REMAT", "Execution", "Regime"]
+
+_CALL = "_fullshard_call"
 
 
 def _keep_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -85,14 +95,17 @@ class Execution:
         if not isinstance(model, ModuleModel):
             return loss_fn(given, *args), dict(self._other)
         for unit in units:
-            _stand_in(at(given, unit.path), functools.partial(self._call, unit))
+            _stand_in(at(given, unit.path), self._call, unit)
         result = loss_fn(given, *args)
         for chain in self._chains.values():
             chain.refuse("the loop over its layers did not reach the last one")
+        for unit in units:
+            _refuse_new_values(at(given, unit.path), unit)
         loose = {name for name in self._other if name not in hidden}
         return result, self._other | model.read_state(given, loose)
 
-    def _call(self, unit: UnitSpec, method: str, args: Any, kwargs: Any) -> Any:
+    def _call(self, unit: UnitSpec, module: nnx.Module, method: str, args: Any, kwargs: Any) -> Any:
+        _refuse_other_attributes(module, unit)
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=keep_together)
         call = Call(unit, method, treedef, leaves)
         stack = self._stack_of.get(unit.name)
@@ -176,9 +189,41 @@ class Execution:
         return results
 
 
-def _stand_in(module: nnx.Module, call: Callable[..., Any]) -> None:
-    vars(module)["_fullshard_call"] = call
-    module.__class__ = _calling_back(type(module))
+def _stand_in(module: nnx.Module, call: Callable[..., Any], unit: UnitSpec) -> None:
+    if _CALL in vars(module):
+        return  # the same module under two names
+    vars(module)[_CALL] = functools.partial(call, unit)
+    _set_class(module, _calling_back(type(module)))
+
+
+def _refuse_new_values(module: nnx.Module, unit: UnitSpec) -> None:
+    """Calls take the unit's arrays from elsewhere, so what was put into it would be lost."""
+    for path, name in unit.names.items():
+        if not isinstance(at(module, path).get_raw_value(), Untouchable):
+            raise NotAsPlanned(
+                f"{name} is set outside of the methods of {unit.name}", resident=unit.name
+            )
+
+
+def _set_class(module: nnx.Module, cls: type) -> None:
+    # Flax would note the assignment as one of the module's attributes.
+    object.__setattr__(module, "__class__", cls)
+
+
+def _refuse_other_attributes(module: nnx.Module, unit: UnitSpec) -> None:
+    """Calls make the unit anew, from what the model was when it was read."""
+    stands_in = module.__class__
+    call = vars(module).pop(_CALL)
+    _set_class(module, stands_in.__mro__[1])
+    try:
+        same = nnx.split(module)[0] == unit.graph
+    finally:
+        _set_class(module, stands_in)
+        vars(module)[_CALL] = call
+    if not same:
+        raise NotAsPlanned(
+            f"attributes of {unit.name} were changed by the loss function", resident=unit.name
+        )
 
 
 @functools.cache
@@ -187,7 +232,7 @@ def _calling_back(cls: type) -> type:
 
     def passed_on(name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return vars(self)["_fullshard_call"](name, args, kwargs)
+            return vars(self)[_CALL](self, name, args, kwargs)
 
         return method
 

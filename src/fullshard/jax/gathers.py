@@ -29,6 +29,7 @@ __all__ = [
     "explicit_gather",
     "explicit_reduce",
     "for_all",
+    "has_conditional_collective",
     "pack",
     "resting_sharding",
     "resting_spec",
@@ -136,6 +137,27 @@ def for_all(
         return lax.map(lambda layer: function(placement, layer), array)
 
     return {name: changed(name, array) for name, array in arrays.items()}
+
+
+_COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "psum", "psum_invariant"})
+
+
+def has_conditional_collective(jaxpr: Any, conditional: bool = False) -> bool:
+    """Whether a collective stands in a branch or a while loop.
+
+    Devices decide about these from their own part of the batch; where only some come to the
+    collective, they wait forever.
+    """
+    for eqn in jaxpr.eqns:
+        if conditional and eqn.primitive.name in _COLLECTIVES:
+            return True
+        inside = conditional or eqn.primitive.name in ("cond", "while")
+        for value in eqn.params.values():
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(each, "jaxpr", each)
+                if hasattr(inner, "eqns") and has_conditional_collective(inner, inside):
+                    return True
+    return False
 
 
 def constrained_gather(mesh: Mesh, precision: Precision) -> Gather:

@@ -5,7 +5,8 @@ Two kinds of models are known: an `nnx.Module`, whose modules show where units b
 any pytree of arrays (Equinox modules are some), which is one unit.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +102,12 @@ def read_model(model: Any, wrt: Any, scan: bool | str) -> Model:
         found = ModuleModel.read(abstract, model, wrt, scan)
     else:
         found = TreeModel.read(abstract, model if is_function else None, wrt)
+    for spec in found.specs:
+        if spec.trainable and not jnp.issubdtype(spec.dtype, np.inexact):
+            raise ConfigurationError(
+                f"{spec.name!r} {spec.shape} is {spec.dtype}, which cannot be trained: keep it in "
+                "another nnx.Variable than a parameter, or leave it out of wrt"
+            )
     if not any(spec.trainable for spec in found.specs):
         some = ", ".join(spec.name for spec in found.specs[:5]) or "there are no parameters"
         raise ConfigurationError(f"wrt={wrt!r} selects no parameter; paths are like: {some}")
@@ -119,6 +126,7 @@ class ModuleModel(Model):
         """Its structure; ``source`` is the module itself or the function that makes it."""
         graph, state = nnx.split(module)
         variables = {path: _abstract(leaf) for path, leaf in nnx.to_flat_state(state)}
+        _refuse_equal_names(map(_joined, variables))
         trained = nnx.filterlib.to_predicate(nnx.Param if wrt is None else wrt)
         specs, other = [], {}
         for path, leaf in variables.items():
@@ -266,6 +274,7 @@ class TreeModel(Model):
                 specs.append(ParamSpec(name, tuple(leaf.shape), dtype, chosen))
             else:
                 other[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        _refuse_equal_names(name for name in leaves if isinstance(name, str))
         found = cls(specs, other, make is not None)
         found._make, found._given = make, None if make else tree
         found._treedef, found._leaves = treedef, leaves
@@ -343,6 +352,14 @@ def _merge(graph: Any, variables: Mapping[Path, Any], values: Mapping[Path, Any]
         for path, leaf in variables.items()
     ]
     return nnx.merge(graph, nnx.from_flat_state(flat))
+
+
+def _refuse_equal_names(names: Iterable[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ConfigurationError(
+                f"{count} arrays of the model would be called {name!r}: rename a key that has a dot"
+            )
 
 
 def _joined(path: Path) -> str:

@@ -14,7 +14,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 from fullshard.jax.gathers import pack, unpack
 from fullshard.jax.lanes import Lane, NotElementwise, Uniform, carry_out, fill, members_of
-from fullshard.jax.model import Model
+from fullshard.jax.model import Model, is_key
 from fullshard.jax.placement import Placement, Rule, place
 from fullshard.jax.sharding import path_name
 
@@ -182,6 +182,12 @@ def read_optimizer(
     draft = ShardedOptimizer(tx, model, trainable, [], None, True)
     abstract = jax.eval_shape(tx.init, draft._tree(None))
     named, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    for path, leaf in named:
+        if is_key(leaf):
+            raise ConfigurationError(
+                f"the optimizer keeps a typed random key at {path_name(path)!r}, which its sharded "
+                "state cannot hold: leave that transformation out"
+            )
     lanes = replace(draft, leaves=_lane_leaves(named, trainable), treedef=treedef)
     try:
         jax.eval_shape(lanes.init, _abstract_rest(trainable))

@@ -96,8 +96,10 @@ def read_options(given: StepOptions, mesh: Mesh) -> Options:
     _one_of("scan", options.scan, ("auto", True, False))
     _one_of("gather", options.gather, ("each", "once"))
     _one_of("mode", options.mode, ("shard_map", "compiler"))
-    if options.accumulate < 1:
-        raise ConfigurationError(f"accumulate={options.accumulate}: at least 1 micro-batch")
+    if not isinstance(options.accumulate, int) or options.accumulate < 1:
+        raise ConfigurationError(
+            f"accumulate={options.accumulate!r}: expected a whole number, at least 1 micro-batch"
+        )
     if tensor > 1 and options.mode == "shard_map":
         raise ConfigurationError(
             f"the mesh has tensor={tensor}, which mode='shard_map' does not cut along: leave mode "

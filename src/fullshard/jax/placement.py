@@ -134,11 +134,13 @@ class Placement:
 
     @property
     def name(self) -> str:
-        """The path; of a stack, with ``*`` where its members' paths differ."""
+        """The path; of a stack, with the first and the last number where its members' differ."""
         if not self.stacked:
             return self.members[0].name
         parts = zip(*(spec.name.split(".") for spec in self.members), strict=True)
-        return ".".join(each[0] if len(set(each)) == 1 else "*" for each in parts)
+        return ".".join(
+            each[0] if len(set(each)) == 1 else f"{each[0]}-{each[-1]}" for each in parts
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ from fullshard.jax.state import TrainState
 
 __all__ = ["KEY", "StepProgram", "batch_sharding", "batch_spec"]
 
-KEY = "key"
+KEY = "loss_fn(key)"
 """The name of the random key in the other state of a step with ``key=``."""
 
 Arrays = dict[str, Any]
@@ -84,7 +84,7 @@ class StepProgram:
         def device(
             trained: Arrays, frozen: Arrays, other: Arrays, step: Any, batch: Any
         ) -> tuple[Arrays, Any, Any, Arrays]:
-            apart = _fold_keys(other, lax.axis_index(BATCH_AXES))
+            apart = _fold_keys(other, lax.axis_index(BATCH_AXES), step)
             share = 1 / lax.axis_size(BATCH_AXES)
             gather = explicit_gather(self.mesh, self.options.precision)
             run = _Run(self, gather, share, step)
@@ -209,6 +209,11 @@ class _Run:
         resting = Resting(params, members_of(program.placements), gather)
         execution = Execution(program.model, resting, other, program.regime, options.remat)
         result, after = execution.run(program.loss_fn, args)
+        if options.has_aux and not (isinstance(result, tuple) and len(result) == 2):
+            raise ConfigurationError(
+                "with has_aux=True the loss function must return (loss, tree of arrays), got "
+                f"{type(result).__name__}"
+            )
         loss, aux = result if options.has_aux else (result, {})
         _check_loss(loss)
         if options.key is not None:
@@ -225,14 +230,17 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-def _fold_keys(other: Arrays, index: Any) -> Arrays:
-    """Random keys that differ between devices; everything else as it is."""
+def _fold_keys(other: Arrays, index: Any, step: Any) -> Arrays:
+    """Random keys that differ between devices and steps; everything else as it is.
+
+    Between steps, as a key that the model itself splits and keeps is taken back after the step.
+    """
+
+    def folded(key: Any) -> Any:
+        return jax.random.fold_in(jax.random.fold_in(key, index), step)
+
     return {
-        name: jax.vmap(lambda key: jax.random.fold_in(key, index))(value.reshape(-1)).reshape(
-            value.shape
-        )
-        if is_key(value)
-        else value
+        name: jax.vmap(folded)(value.reshape(-1)).reshape(value.shape) if is_key(value) else value
         for name, value in other.items()
     }
 

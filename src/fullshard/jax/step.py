@@ -14,9 +14,9 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text, in_columns
 from fullshard.jax.calls import NotAsPlanned
 from fullshard.jax.execution import Regime
-from fullshard.jax.gathers import pack, resting_sharding
+from fullshard.jax.gathers import has_conditional_collective, pack, resting_sharding
 from fullshard.jax.mesh import AXES
-from fullshard.jax.model import Model, read_model
+from fullshard.jax.model import Model, is_key, read_model
 from fullshard.jax.optimizer import read_optimizer
 from fullshard.jax.options import Options, StepOptions, read_options
 from fullshard.jax.placement import Placement, coverage, place, refuse_low_coverage
@@ -48,8 +48,9 @@ def make_train_step(
     ``has_aux=True`` that and a tree of arrays to average over devices. Each device computes the
     loss of its part of the batch, and the mean over devices is what is trained: a loss that divides
     by something else than the number of examples (say, of tokens that count) is then a mean of
-    means. Random keys of an NNX model differ between devices. Statistics such as BatchNorm's are
-    of each device's part, averaged over devices after the step.
+    means. Random keys of an NNX model differ between devices and steps. Statistics such as
+    BatchNorm's are of each device's part, averaged over devices after the step; integers among them
+    (counts) must not depend on the batch, as each device keeps its own.
 
     For the keywords see `StepOptions`.
 
@@ -182,16 +183,16 @@ class TrainStep:
             ConfigurationError: if the batch does not divide by devices and micro-batches, or
                 ``state`` was made for another step.
         """
+        self._check_state(state)
         batch = self._place_batch(batch)
         compiled = self.compiled(batch)
-        self._check_state(state)
         result: tuple[TrainState, Any, Any] = compiled(state, batch)
         return result
 
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The program for batches like this one (arrays or shapes); compiled when first asked."""
         leaves, treedef = jax.tree.flatten(batch)
-        key = (treedef, *((tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves))
+        key = (treedef, *((tuple(leaf.shape), _dtype_on_device(leaf)) for leaf in leaves))
         if key not in self._compiled:
             self._compiled[key] = self.lowered(batch).compile()
         return self._compiled[key]
@@ -201,15 +202,30 @@ class TrainStep:
         self._check_batch(batch)
         abstract = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, sharding=batch_sharding(self.mesh, leaf)
+                leaf.shape, _dtype_on_device(leaf), sharding=batch_sharding(self.mesh, leaf)
             ),
             batch,
         )
+        settled = set(self._regime.resident), set(self._regime.unrolled), list(self.notes)
+        try:
+            traced = self._settle(abstract)
+        except Exception:
+            # What was tried in vain says nothing about the next loss function or batch.
+            self._regime.resident, self._regime.unrolled, self.notes[:] = settled
+            raise
         platforms = None if isinstance(self.mesh, Mesh) else ("cpu",)  # of a mesh without devices
+        return traced.lower(lowering_platforms=platforms)
+
+    def _settle(self, abstract: Any) -> Any:
+        """Trace until a regime is found under which the model works."""
         while True:
             try:
                 traced = self._jitted().trace(self.abstract_state(), abstract)
-                return traced.lower(lowering_platforms=platforms)
+                conditional = has_conditional_collective(traced.jaxpr)
+                if conditional and not set(self._model.units) <= self._regime.resident:
+                    self._gather_everything("a unit is called in a branch or a while loop")
+                else:
+                    return traced
             except NotAsPlanned as found:
                 self._learn(found)
             except ConfigurationError:
@@ -248,13 +264,16 @@ class TrainStep:
 
     def merged(self, state: TrainState) -> Any:
         """The model as it was given, with whole values on the host, for export or evaluation."""
-        whole = {
-            spec.path: jnp.asarray(self.gather_array(state, spec.key))
-            for spec in self.specs
-            if spec.kind == "parameters"
-        }
-        other = {name: value for name, value in state.other.items() if name != KEY}
-        return self._model.rebuild(whole | other)
+        whole = {}
+        for spec in self.specs:
+            if spec.kind in ("parameters", "other") and spec.path != KEY:
+                # A copy: the state's own memory is used again by the next step.
+                array = jnp.array(self.gather_array(state, spec.key))
+                resting = state.other.get(spec.path, array)
+                if is_key(resting):
+                    array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(resting))
+                whole[spec.path] = array
+        return self._model.rebuild(whole)
 
     def describe(self) -> str:
         """A table of the parameters: path, shape, how they rest, bytes on each device."""
@@ -290,7 +309,7 @@ class TrainStep:
             if isinstance(leaf, jax.Array):
                 return leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
             leaf = np.asarray(leaf)
-            leaf = leaf.astype(jax.dtypes.canonicalize_dtype(leaf.dtype))
+            leaf = leaf.astype(_dtype_on_device(leaf))
             return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
         return jax.tree.map(placed, batch)
@@ -298,6 +317,7 @@ class TrainStep:
     def _check_batch(self, batch: Any) -> None:
         devices = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
         parts = devices * self.options.accumulate
+        first: tuple[str, int] | None = None
         for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
             name = f"batch{jax.tree_util.keystr(path)}"
             if not hasattr(leaf, "shape"):
@@ -307,6 +327,12 @@ class TrainStep:
                     f"{name} has shape {tuple(leaf.shape)}: {devices} devices x "
                     f"accumulate={self.options.accumulate} do not divide its {leaf.shape[0]} rows"
                 )
+            if leaf.shape:
+                first = first or (name, leaf.shape[0])
+                if leaf.shape[0] != first[1]:
+                    raise ConfigurationError(
+                        f"{name} has shape {tuple(leaf.shape)}, but {first[0]} has {first[1]} rows"
+                    )
 
     def _check_state(self, state: TrainState) -> None:
         expected = self._arrays.abstract_flat()
@@ -318,6 +344,12 @@ class TrainStep:
                 if name not in given or name not in arrays:
                     where = "lacks" if name not in given else "has, and the step does not know,"
                     raise ConfigurationError(f"the state {where} {part} {name!r}")
+                if given[name].is_deleted():
+                    # Running with it would end the process on a CPU.
+                    raise ConfigurationError(
+                        f"the state's {part} {name!r} was used up by a step before: go on with the "
+                        "state which that returned, or make the step with donate=False"
+                    )
                 if given[name].shape != arrays[name]:
                     raise ConfigurationError(
                         f"the state's {part} {name!r} has shape {given[name].shape}, the step "
@@ -331,9 +363,13 @@ class TrainStep:
         if found.unrolled:
             self._regime.unrolled.add(found.unrolled)
             self._note(f"no scan: {found}")
-        else:
-            self._regime.resident.add(found.resident)
-            self._note(f"gathered from the beginning to the end: {found}")
+            return
+        stack = next((each for each in self._model.stacks if found.resident in each), [])
+        if stack and self.options.scan is True:
+            raise ConfigurationError(f"scan=True, but {found}") from found
+        # Its equals would most likely be found out next, one after the other.
+        self._regime.resident |= {found.resident, *stack}
+        self._note(f"gathered from the beginning to the end: {found}")
 
     def _simplify(self, error: Exception) -> None:
         """Try again with less: the fault may be the loss function's own, and comes again then."""
@@ -344,11 +380,21 @@ class TrainStep:
             regime.unrolled |= stacks
             self._note(f"no scan at all, tracing it failed: {said}")
         elif not set(model.units) <= regime.resident and self.options.scan is not True:
-            regime.resident |= set(model.units)
-            self._note(f"everything is gathered at the beginning, tracing units failed: {said}")
+            self._gather_everything(f"tracing units failed: {said}")
         else:
             raise error
+
+    def _gather_everything(self, why: str) -> None:
+        if self.options.scan is True:
+            raise ConfigurationError(f"scan=True, but {why}")
+        self._regime.resident |= set(self._model.units)
+        self._note(f"everything is gathered at the beginning: {why}")
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
         _log.warning("%s", text)
+
+
+def _dtype_on_device(leaf: Any) -> Any:
+    """The dtype that an array has on devices: of 64 bits only where JAX is told to."""
+    return jax.dtypes.canonicalize_dtype(leaf.dtype)

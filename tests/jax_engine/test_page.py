@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/jax.md shows runs, in the order of the page."""
+
+import re
+from pathlib import Path
+
+import fullshard.jax
+
+PAGE = Path(__file__).parents[2] / "docs" / "jax.md"
+TEXT = PAGE.read_text("utf-8")
+
+
+def test_blocks_run(capsys):
+    blocks = re.findall(r"^```python runnable\n(.*?)^```", TEXT, re.M | re.S)
+    program = "\n".join(blocks)
+    exec(compile(program, str(PAGE), "exec"), {"__name__": "page"})
+    printed = capsys.readouterr().out
+    assert "blocks.0 to blocks.2 are 3 equal layers" in printed
+    assert "P('fsdp')" in printed
+
+
+def test_links_lead_somewhere():
+    targets = re.findall(r"\]\(([^)#]+)", TEXT)
+    assert targets
+    assert all((PAGE.parent / target).exists() for target in targets)
+
+
+def test_every_call_exists():
+    called = set(re.findall(r"`(\w+)\((?:step|mesh|model|state|\))", TEXT))
+    elsewhere = {"save_weights", "load_weights", "save_state", "restore_state"}
+    assert len(called) > 5
+    assert {name for name in called if not hasattr(fullshard.jax, name)} <= elsewhere

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+import subprocess
+import sys
+
+import fullshard.jax
+
+PUBLIC = """
+Communication Needs NeedsTable Placement Profile Rule StateSpec StepOptions TrainState TrainStep
+communication compare create_mesh describe describe_mesh gather initialize load_weights
+make_train_step memory_analysis profile replicate restore_state save_state save_weights selective
+shard threshold torch_names which_needs_less
+"""
+
+
+def test_public_names():
+    assert fullshard.jax.__all__ == PUBLIC.split()
+    assert all(getattr(fullshard.jax, name).__doc__ for name in PUBLIC.split())
+
+
+def test_neither_torch_nor_orbax_is_loaded():
+    program = "import fullshard.jax, sys; assert not {'torch', 'orbax'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

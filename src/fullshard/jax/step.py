@@ -228,8 +228,8 @@ class TrainStep:
                     return traced
             except NotAsPlanned as found:
                 self._learn(found)
-            except ConfigurationError:
-                raise
+            except (ConfigurationError, NameError, AssertionError):
+                raise  # what no simpler program would mend
             except Exception as error:
                 self._simplify(error)
 

@@ -228,7 +228,7 @@ class TrainStep:
                     return traced
             except NotAsPlanned as found:
                 self._learn(found)
-            except (ConfigurationError, NameError, AssertionError):
+            except (ConfigurationError, NameError):
                 raise  # what no simpler program would mend
             except Exception as error:
                 self._simplify(error)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What models may do: drop out, keep statistics, freeze parameters, loop as they like."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -332,6 +331,7 @@ def test_aux_is_averaged_and_a_key_differs():
 
 
 def test_equinox_is_a_pytree():
+    eqx = pytest.importorskip("equinox", reason="its modules are needed")
     model = eqx.nn.MLP(12, 12, 10, 1, key=jax.random.key(0))
 
     def loss_fn(model, batch):

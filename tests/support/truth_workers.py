@@ -68,6 +68,8 @@ def different_values(group, door):
             return FullyShardedDataParallel(model, group, **options)
         return fully_shard(model, mesh=group, **options)
 
+    before = os.environ.get("FULLSHARD_CHECK_VALUES", "1")
+    os.environ["FULLSHARD_CHECK_VALUES"] = "1"
     untouched = build()
     try:
         shard(untouched)
@@ -80,7 +82,7 @@ def different_values(group, door):
     try:
         shard(build())
     finally:
-        del os.environ["FULLSHARD_CHECK_VALUES"]
+        os.environ["FULLSHARD_CHECK_VALUES"] = before
     if door == "wrapper":
         synced = shard(build(), sync_module_states=True)
         assert bool((synced.module[1].weight.full_tensor() == 1).all())

@@ -107,7 +107,7 @@ def agree(
             where = f"parameter {name + '.' if name else ''}{spec.name}"
             # Ranks that registered them in another order would lay them out in that.
             lines[where] = (
-                f"number {number}, {spec.shape} {spec.dtype} {trained}, also as {spec.aliases}"
+                f"{spec.shape} {spec.dtype} {trained}, number {number}, also as {spec.aliases}"
             )
     comms = dict.fromkeys(c for plan in plans for c in (plan.ranks.gather, plan.ranks.replicas))
     for comm in comms:

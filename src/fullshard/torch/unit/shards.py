@@ -73,11 +73,6 @@ class Shards:
         return self.buffer.flats
 
     @property
-    def version(self) -> int:
-        """Grows when the shard is written to."""
-        return sum(flat._version for flat in self.buffer.flats)
-
-    @property
     def toggled(self) -> bool:
         """True if ``requires_grad`` of a parameter is not what it was when last looked at."""
         return [param.requires_grad for param in self.sharded] != self.seen_trainable

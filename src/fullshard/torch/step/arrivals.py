@@ -1,17 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which gradients of a unit are here in a backward, and which are still to come."""
+"""The hooks through which gradients leave autograd, and which of a unit's are still to come."""
 
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Arrivals"]
+from fullshard.core.errors import UsageError
+
+__all__ = ["Arrivals", "GradientReceiver", "ReceivingUnit"]
+
+
+class GradientReceiver(Protocol):
+    """Who takes gradients: `fullshard.torch.step.tracker.Tracker`."""
+
+    def gradient_arrives(self, managed: Any, index: int, grad: Tensor) -> None:
+        """Take the gradient of a unit's parameter, or a further part of it."""
+
+
+class ReceivingUnit(Protocol):
+    """A unit as its gradients know it: `fullshard.torch.step.managed.ManagedUnit`."""
+
+    @property
+    def tracker(self) -> GradientReceiver | None:
+        """Who runs the unit now; another root may take it over between steps."""
 
 
 class Arrivals:
     """The gradients of a unit's trainable parameters, by their index in the unit.
+
+    Every gradient that autograd accumulates is counted, and handed at once to the tracker that runs
+    the unit.
 
     [Note: Asking autograd]
     Autograd knows which nodes a backward will execute, those that accumulate into parameters too.
@@ -23,25 +45,51 @@ class Arrivals:
     """
 
     def __init__(self) -> None:
+        self._unit: Callable[[], ReceivingUnit | None] = lambda: None
+        self.begin_anew()
+
+    def belong_to(self, unit: ReceivingUnit) -> None:
+        """Take the gradients of ``unit``."""
+        self._unit = weakref.ref(unit)
+
+    def begin_anew(self) -> None:
+        """Forget all parameters: the unit makes others."""
         self._watched: dict[int, nn.Parameter] = {}
         self._here: set[int] = set()
         self._came: dict[int, set[int]] = {}  # by graph task
         self._absent: dict[int, set[int]] = {}  # what will not come, where that was asked
 
     def watch(self, index: int, param: nn.Parameter) -> None:
-        """Count ``param`` among those that may get a gradient."""
+        """Take the gradients of ``param``, the full parameter with this index, from now on."""
         self._watched[index] = param
+        # Weak, so that a model which is deleted gives its memory back without the garbage collector
+        reference = weakref.ref(self)
+
+        def take(param: Tensor) -> None:
+            grad, param.grad = param.grad, None
+            arrivals = reference()
+            if arrivals is not None and grad is not None:
+                arrivals._take(index, grad)
+
+        param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def expect(self) -> None:
         """Within a backward: wait for what will come in it."""
         self._came.setdefault(torch._C._current_graph_task_id(), set())
 
-    def note(self, index: int) -> None:
-        """A gradient is here."""
+    def _take(self, index: int, grad: Tensor) -> None:
         self._here.add(index)
         came = self._came.get(torch._C._current_graph_task_id())
         if came is not None:
             came.add(index)
+        unit = self._unit()
+        if unit is not None:
+            if unit.tracker is None:
+                raise UsageError(
+                    "a sharded parameter got a gradient before the first forward of its root; call "
+                    "the root module first, so that all ranks know the order of units"
+                )
+            unit.tracker.gradient_arrives(unit, index, grad)
 
     @property
     def expected_here(self) -> bool:

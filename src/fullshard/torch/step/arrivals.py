@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks through which gradients leave autograd, and which of a unit's are still to come."""
+"""The hooks that take gradients from autograd, and the count of those still to come."""
 
 import weakref
 from collections.abc import Callable
@@ -15,7 +15,7 @@ __all__ = ["Arrivals", "GradientReceiver", "ReceivingUnit"]
 
 
 class GradientReceiver(Protocol):
-    """Who takes gradients: `fullshard.torch.step.tracker.Tracker`."""
+    """The receiver of gradients: `fullshard.torch.step.tracker.Tracker`."""
 
     def gradient_arrives(self, managed: Any, index: int, grad: Tensor) -> None:
         """Take the gradient of a unit's parameter, or a further part of it."""
@@ -26,7 +26,7 @@ class ReceivingUnit(Protocol):
 
     @property
     def tracker(self) -> GradientReceiver | None:
-        """Who runs the unit now; another root may take it over between steps."""
+        """The tracker that runs the unit now; another root may take it over between steps."""
 
 
 class Arrivals:
@@ -36,12 +36,12 @@ class Arrivals:
     the unit.
 
     [Note: Asking autograd]
-    Autograd knows which nodes a backward will execute, those that accumulate into parameters too.
-    So an unused parameter is known to be unused, and need not be waited for. Each of them executes
-    once, so nobody has to be asked where every parameter has delivered. A part that reentrant
-    checkpointing recomputes has a backward of its own, a graph task inside the outer one: what it
-    delivers does not count for the outer one, which may deliver it again. While it runs the outer
-    one cannot be asked, and is taken to be not complete.
+    Autograd knows which nodes a backward will execute, including those that accumulate into
+    parameters. So it can tell that a parameter is unused, and nobody needs to wait for it. Each
+    node executes once, so there is no need to ask once every parameter has delivered. Reentrant
+    checkpointing runs the backward of a recomputed part as a graph task of its own inside the outer
+    one: its gradients do not count for the outer task, which may deliver them again. While the
+    inner task runs, autograd cannot be asked about the outer one, which counts as incomplete.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Arrivals:
         param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     def expect(self) -> None:
-        """Within a backward: wait for what will come in it."""
+        """Begin to wait for the gradients of the backward that runs now."""
         self._came.setdefault(torch._C._current_graph_task_id(), set())
 
     def _take(self, index: int, grad: Tensor) -> None:
@@ -106,7 +106,7 @@ class Arrivals:
         return len(self._here) == len(self._watched) and self.expected_here
 
     def end_backward(self) -> None:
-        """What comes from now on belongs to another backward."""
+        """Forget what has arrived: later gradients belong to another backward."""
         self._here.clear()
         self._came.clear()
         self._absent.clear()

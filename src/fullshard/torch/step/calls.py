@@ -15,7 +15,7 @@ WATCHED = "_fullshard_watched"
 
 
 class CallWatcher(Protocol):
-    """Who is told how backward goes through calls: `fullshard.torch.step.tracker.Tracker`."""
+    """The listener to the backward of calls: `fullshard.torch.step.tracker.Tracker`."""
 
     # Any: the tracker knows what kind of unit calls; this file need not.
 
@@ -31,7 +31,7 @@ class CalledUnit(Protocol):
 
     @property
     def tracker(self) -> CallWatcher | None:
-        """Who runs the unit now; another root may take it over between steps."""
+        """The tracker that runs the unit now; another root may take it over between steps."""
 
     @property
     def step(self) -> "CallRecord":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries ops out: asks the schedule what follows an event and moves the units."""
+"""The executor: asks the schedule which ops follow an event, and has units carry them out."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,14 +24,15 @@ _NAMED = (OpKind.GATHER, OpKind.AWAIT_GATHER, OpKind.REDUCE, OpKind.ALL_REDUCE, 
 _event = cache(Event)
 
 _MOST_EVENTS = 64
-"""Events for each unit after which a step that never ends is cut, so that its record does not grow
-for ever when forward runs with gradients and nobody calls backward."""
+"""The number of events per unit after which an endless step is cut, so that its record does not
+grow for ever when forward runs with gradients and nobody calls backward."""
 
 
 class Executor:
-    """The units of one root, what is under way, and the schedules that say what is next.
+    """Carries out ops on the units of one root, as its schedules ask for them.
 
-    There is a schedule for each set of units that are reduced, and one for steps without gradients.
+    There is one schedule for each set of units that are reduced, and one for steps without
+    gradients.
     """
 
     def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
@@ -51,7 +52,7 @@ class Executor:
         return _alive(self._references)
 
     def set_prefetch(self, prefetch: Prefetch) -> None:
-        """Make new schedules, by the policies that the units have now; between steps only."""
+        """Make new schedules from the policies that the units have now; between steps only."""
         self.prefetch = prefetch
         policies = {
             m.number: UnitPolicy(
@@ -66,7 +67,7 @@ class Executor:
 
     @property
     def _training(self) -> Scheduler:
-        """The schedule of a step that reduces the units which are to be reduced now."""
+        """The schedule of a step that reduces the units whose gradients are wanted now."""
         reduced = frozenset(
             managed.number
             for managed in self.units
@@ -82,11 +83,11 @@ class Executor:
 
     @property
     def idle(self) -> bool:
-        """True between steps: nothing is gathered ahead, kept or under way."""
+        """True between steps: nothing is gathered ahead, kept or in flight."""
         return self._active.idle
 
     def go_on(self, *, training: bool) -> None:
-        """Go on with the schedule for this; what another one holds gathered is freed first."""
+        """Continue with the schedule for this kind of step; free first what another one holds."""
         scheduler = self._training if training else self._evaluation
         if scheduler is not self._active:
             self.finish_step()
@@ -120,7 +121,7 @@ class Executor:
         self._evicting.clear()
 
     def do(self, moment: Moment, managed: ManagedUnit | None) -> None:
-        """Do what follows ``moment`` of a unit."""
+        """Carry out the ops that follow ``moment`` of a unit."""
         put_off = moment is Moment.STEP_END and not self.is_last_backward
         for kind, number in self._active.on(_event(moment, managed.number if managed else -1)):
             owner = self._references[number]()
@@ -147,7 +148,7 @@ class Executor:
             self._take_completed_reduces()
 
     def _take_completed_reduces(self) -> None:
-        # A reduce that is there already gives its memory back now, not when the schedule asks.
+        # A reduce that has completed gives its memory back now, not when the schedule asks for it.
         still = []
         for unit in self._reducing:
             if not unit.has_reduced:
@@ -160,7 +161,7 @@ class Executor:
 
     def _let_go_before(self, unit: Unit) -> None:
         if unit.copies:
-            # By now these copies had the time of a whole unit's backward.
+            # These copies have had the time of a whole unit's backward.
             for earlier in self._evicting:
                 earlier.let_go()
             self._evicting = [unit]
@@ -180,7 +181,10 @@ def _gathered(unit: Unit) -> bool:
 
 
 def unit_policy(managed: ManagedUnit, *, reduced: bool, root: bool) -> UnitPolicy:
-    """How the schedule treats a unit by its settings now; ``root`` is true for the root's."""
+    """Return how the schedule is to treat a unit with its present settings.
+
+    ``root`` is true for the root's unit.
+    """
     reshard, ranks = managed.reshard_after_forward, managed.unit.ranks
     if reshard is None:
         # The root's parameters are needed again as soon as its forward is over.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks of a unit's modules: they watch forward and backward, and tell the runtime.
+"""A unit among its modules: the hooks that watch forward and backward, and tell the tracker.
 
 [Note: When a unit's backward is over]
 A unit's parameters may be freed when nothing in its backward will read them again, and its
@@ -43,11 +43,11 @@ _ATTRIBUTE = "_fullshard_unit"
 
 
 class StepWatcher(Protocol):
-    """Who is told what happens to units: `fullshard.torch.step.tracker.Tracker`."""
+    """The listener to what happens to units: `fullshard.torch.step.tracker.Tracker`."""
 
     @property
     def prefetch(self) -> Prefetch:
-        """How far ahead units are gathered."""
+        """The depth to which units are gathered ahead."""
 
     @property
     def idle(self) -> bool:
@@ -142,7 +142,7 @@ class ManagedUnit:
 
     @property
     def _input_conversion(self) -> Callable[[Tensor], Tensor] | None:
-        """What inputs go through: a cast, and for the root the way to the device."""
+        """The conversion of inputs: a cast, and for the root a copy to the device; or None."""
         precision, is_root = self.unit.plan.precision, self.number == 0
         device = self.unit.device if is_root and self.unit.device.type == "cuda" else None
         casts = precision.cast_inputs or (is_root and precision.cast_root_inputs)
@@ -191,7 +191,7 @@ class ManagedUnit:
         return output if cast is None else cast
 
     def end_forward(self) -> None:
-        """The unit's modules have run, or those of them that will."""
+        """End the unit's forward: its modules have run, or those of them that will."""
         unseen, self._unseen = self._unseen, False
         self._modules_run = 0
         assert self.tracker is not None
@@ -209,7 +209,7 @@ class ManagedUnit:
             self.tracker.set_prefetch(self.tracker.prefetch)
 
     def forget_step(self) -> None:
-        """Back to the state between steps, whatever happened; full gradients are dropped."""
+        """Return to the state between steps, whatever happened; drop full gradients."""
         self.step.forget()
         self._modules_run = self._inside_itself = 0
         self.call = None

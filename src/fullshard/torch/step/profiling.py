@@ -9,17 +9,17 @@ from torch.profiler import record_function
 __all__ = ["UnitMarks", "profiler_runs"]
 
 profiler_runs = torch._C._autograd._profiler_enabled
-"""Tells whether a profiler runs. To be asked first: a mark costs more than what it marks."""
+"""True while a profiler runs. Ask this first: a mark costs more than the op it marks."""
 
 
 class UnitMarks:
-    """What units are doing, as ranges in a profile."""
+    """Marks the work of units as ranges in a profile."""
 
     def __init__(self) -> None:
         self.open: dict[tuple[str, Any], record_function] = {}
 
     def begin(self, what: str, unit: Any) -> None:
-        """Open a range for ``what`` the unit does."""
+        """Open a range named after the unit and ``what`` it does."""
         if (what, unit) not in self.open:
             mark = record_function(f"fullshard: {what} {unit.name}")
             mark.__enter__()  # type: ignore[no-untyped-call]

@@ -40,7 +40,7 @@ def tensors_with_gradients(structure: Any) -> list[Tensor]:
 
 
 def outputs_with_gradients(structure: Any) -> tuple[list[Tensor], bool]:
-    """The same of outputs, and whether something in them may hide further tensors."""
+    """The tensors in an output that require gradients; and whether it may hide further tensors."""
     return tensors_with_gradients(structure), holds_unknown(structure)
 
 

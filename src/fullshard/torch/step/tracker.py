@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From events to ops: hears what happens, asks the schedule, moves the units.
+"""The tracker: follows every forward and backward of the units below one root module.
+
+Hooks tell it what happens; it tells the executor, which asks the schedule for ops.
 
 [Note: One order on all ranks]
-Ranks must issue their collectives in the same order, even if one of them did not use a unit.
+All ranks must issue their collectives in one order, even if one of them did not use a unit.
 Autograd runs the backward of later forwards first; so when a unit's backward begins, a unit whose
 forward began after that unit's was over, and whose backward has not begun, was not used. It is then
-gathered and reduced with zeros like everybody else does; so are unused units inside a unit when
-that unit's backward ends.
+gathered and reduced with zeros, as the ranks that used it do; so are unused units inside a unit
+when that unit's backward ends.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +37,7 @@ __all__ = ["Tracker", "runtime_of"]
 class Tracker:
     """Runs the units below one root module.
 
-    What moves units is collective: all ranks must run the same modules in the same order.
+    Forward and backward are collective: all ranks must run the same modules in the same order.
     """
 
     def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
@@ -88,12 +90,12 @@ class Tracker:
 
     @property
     def idle(self) -> bool:
-        """True between steps: nothing is gathered ahead, kept or under way."""
+        """True between steps: nothing is gathered ahead, kept or in flight."""
         return self.executor.idle
 
     @property
     def prefetch(self) -> Prefetch:
-        """How far ahead units are gathered."""
+        """The depth to which units are gathered ahead."""
         return self.executor.prefetch
 
     def set_prefetch(self, prefetch: Prefetch) -> None:
@@ -144,7 +146,7 @@ class Tracker:
             self._between_steps()
 
     def _between_steps(self) -> None:
-        """Take up what has changed since the last step."""
+        """Adopt the changes that users have made since the last step."""
         if self.unresolved:
             raise UsageError(
                 f"{', '.join(self.unresolved)}: used here, but tied to parameters that units have "
@@ -195,7 +197,7 @@ class Tracker:
         self._due.pop(managed, None)
 
     def recover(self) -> None:
-        """After an exception in mid-step: forget the step, gradients not delivered included."""
+        """Forget a step that an exception has cut short, with the gradients not delivered yet."""
         for managed in self.executor.units:
             managed.forget_step()
         self.executor.finish_step()
@@ -236,7 +238,7 @@ class Tracker:
             unit.use()
 
     def _pass_over(self, after: int) -> None:
-        """Do for unused units what other ranks may do. See [Note: One order on all ranks]."""
+        """Gather and reduce unused units as others may. See [Note: One order on all ranks]."""
         unused = [m for m in self._due_after(after) if not m.step.begun]
         for managed in sorted(unused, key=lambda m: -m.step.last_end):
             if managed.step.phase.due and not managed.step.begun:
@@ -277,7 +279,7 @@ class Tracker:
         self._end_what_is_over(managed)
 
     def _end_what_is_over(self, managed: ManagedUnit) -> None:
-        """End ``managed`` if it is over, and then the units that waited only for it."""
+        """End the backward of ``managed`` if it is over, then of the units that waited for it."""
         if not self._is_over(managed):
             return
         self._end(managed)
@@ -360,7 +362,7 @@ def _used_outside_their_unit(root: nn.Module) -> list[str]:
 def _leads_to_others(module: nn.Module, owners: Mapping[int, ManagedUnit]) -> bool:
     """True if a path through ``module`` may lead to parameters that no unit below it has.
 
-    These are trainable ones of no unit, and those that are tied and so belong to a unit around it.
+    These are trainable parameters of no unit, and tied ones that belong to a unit around it.
     """
     below = {managed_unit_of(each) for each in module.modules()}
     return any(

@@ -13,7 +13,7 @@ __all__ = ["Phase", "UnitStep"]
 
 
 class Phase(Enum):
-    """How far a unit has come in a step.
+    """The stages of a unit in a step.
 
     ``due``: its forward has run with gradients, and its backward is waited for. ``open``: its
     backward has begun and is not over.
@@ -63,7 +63,7 @@ def _none() -> None:
 
 
 class UnitStep:
-    """What is known of one unit in the step that is running."""
+    """The record of one unit in the step that is running."""
 
     phase: Phase
     # In how many forwards the unit is now: its own, and those of modules that call it again.

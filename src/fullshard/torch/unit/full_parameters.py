@@ -23,11 +23,11 @@ from fullshard.torch.unit.streams import CopyStream
 __all__ = ["CustomGather", "FullParameters", "GradientWatch", "view_of"]
 
 CustomGather = Callable[[Tensor, Tensor], Any]
-"""What users may set instead of the communicator's gather: (full, shard) -> work or None."""
+"""A gather that users may set in place of the communicator's: (full, shard) -> work or None."""
 
 
 class GradientWatch(Protocol):
-    """Who takes the gradients of full parameters: `fullshard.torch.step.arrivals.Arrivals`."""
+    """The taker of full parameters' gradients: `fullshard.torch.step.arrivals.Arrivals`."""
 
     def begin_anew(self) -> None:
         """Forget all parameters: the unit makes others."""
@@ -41,7 +41,7 @@ _NOT_YET = nn.Parameter(torch.empty(0), requires_grad=False)
 
 
 class FullParameters:
-    """What ``shards`` of all ranks are gathered into, and the parameters that look into it.
+    """The buffer into which the ``shards`` of all ranks are gathered, and the parameters in it.
 
     ``params`` are in the order of the layout; none as long as the shards are on the meta device.
     ``watch`` takes the gradients of the trainable ones. A ``resident`` unit is always full: with
@@ -99,7 +99,7 @@ class FullParameters:
             self._buffer.release()
 
     def _find_extensions(self) -> dict[int, Extension]:
-        """By number of segment, what decides about its gathers."""
+        """The Extension of each segment that has one, by the segment's number."""
         shards = self._shards
         if any(s.slots[0].spec.apart for s in shards.layout.segments) and self._ranks.block:
             raise NotSupportedError(

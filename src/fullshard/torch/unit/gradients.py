@@ -30,7 +30,7 @@ _DONE = Done()
 
 
 class ReduceSettings:
-    """What users may change about how a unit's gradients are reduced; the same on all ranks."""
+    """The settings of a unit's reduce that users may change, alike on all ranks."""
 
     def __init__(self) -> None:
         self.all_reduce = True  # over the replicas; else sums are kept until it is wanted
@@ -144,7 +144,7 @@ class Gradients:
 
     @property
     def reducing(self) -> bool:
-        """True while a reduce is under way."""
+        """True while a reduce is in flight."""
         return self._work is not None
 
     @property
@@ -251,7 +251,7 @@ class Gradients:
         return True
 
     def _divisors(self) -> tuple[float, float]:
-        """By what gradients are divided before and after their sums. See [Note: Two sums]."""
+        """The factors that divide gradients before and after their sums. See [Note: Two sums]."""
         if self.settings.hook is not None:
             return 1, 1  # a communication hook divides as it likes
         factor = self.settings.divide_factor or self._contributions
@@ -293,13 +293,13 @@ class Gradients:
             self._leaving.clear()
 
     def synchronize(self) -> None:
-        """Hold up the host until gradients that rest there are there."""
+        """Block the host until offloaded gradients have reached its memory."""
         self._to_host.synchronize()
         self._leaving.clear()
 
 
 def _pieces(shards: Shards) -> list[tuple[list[int], list[int]]]:
-    """How this rank's slice of each trainable segment falls apart: into spans and padding.
+    """Split this rank's slice of each trainable segment into spans and padding.
 
     For each piece its elements, and the index of the parameter whose span it is, -1 for padding.
     """

@@ -35,7 +35,7 @@ _OWNER = "_fullshard_unit"
 
 
 class UnitState(Enum):
-    """What a unit has in memory beside its shard."""
+    """The memory that a unit holds beside its shard."""
 
     __hash__ = object.__hash__  # that of Enum is slow
 

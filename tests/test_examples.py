@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from support.launched_world import run_script
+from support.world import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LAUNCH = EXAMPLES / "launch"
 
 
 @pytest.fixture
-def run_example(launched_world, tmp_path):
+def run_example(gloo_world, tmp_path):
     """Runs an example on two ranks in an empty folder; what each of them printed."""
 
     def run(name, *arguments):
         script = str(EXAMPLES / name)
-        return launched_world.run(2, run_script, script, arguments, str(tmp_path))
+        return gloo_world.launch(2, run_script, script, arguments, str(tmp_path))
 
     return run
 

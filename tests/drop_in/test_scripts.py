@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scripts written for PyTorch's FSDP lose the same with it and, unchanged, with fullshard."""
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from support.rounding import rounding
-from support.script_world import ScriptWorld
+from support.world import run_script, without_warnings
 
 SCRIPTS = Path(__file__).parent / "scripts"
 T5, GPT = "summarize_t5_fsdp1.py", "gpt_fsdp2_checkpoints.py"
@@ -40,36 +41,29 @@ COMMANDS = {
 }
 
 
-def commands(folder):
-    """COMMANDS with paths, each with a folder of its own for what it saves."""
-    filled = {}
-    for number, (name, (script, *arguments)) in enumerate(COMMANDS.items()):
-        own = folder / str(number)
-        own.mkdir(parents=True)
-        if arguments[-1] == "--checkpoint-dir":
-            arguments = [*arguments, own]
-        filled[name] = [SCRIPTS / script, *arguments]
-    return filled
-
-
 @pytest.fixture(scope="module")
-def outputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("scripts")
-    both = [
-        ScriptWorld(commands(folder / name), drop_in=name == "fullshard")
-        for name in ("PyTorch", "fullshard")
-    ]
-    return [world.outputs() for world in both]
+def printed(gloo_world, drop_in_world, tmp_path_factory):
+    """Gives what rank 0 prints in a command, by PyTorch and by fullshard; runs each once."""
+
+    @functools.cache
+    def run(name):
+        script, *arguments = COMMANDS[name]
+        texts = []
+        for world in (gloo_world, drop_in_world):
+            folder = tmp_path_factory.mktemp("script")
+            own = [folder] if arguments[-1] == "--checkpoint-dir" else []
+            ranks = world.launch(
+                2, without_warnings, run_script, SCRIPTS / script, [*arguments, *own], folder
+            )
+            texts.append(ranks[0])
+        return texts
+
+    return run
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_losses_are_pytorchs(outputs, name):
-    printed = []
-    for answers in outputs:
-        ok, text = answers[name]
-        assert ok, text
-        printed.append(text)
-    theirs, ours = printed
+def test_losses_are_pytorchs(printed, name):
+    theirs, ours = printed(name)
     assert re.sub(NUMBER, r"\1", ours) == re.sub(NUMBER, r"\1", theirs)
     assert len(re.findall(NUMBER, theirs)) >= 10
     dtype = next((PRECISIONS[each] for each in COMMANDS[name] if each in PRECISIONS), torch.float32)
@@ -82,9 +76,8 @@ def test_losses_are_pytorchs(outputs, name):
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name][0] in (GPT, OWN)])
-def test_a_resumed_run_repeats_itself_to_the_last_digit(outputs, name):
-    ok, text = outputs[1][name]
-    assert ok, text
+def test_a_resumed_run_repeats_itself_to_the_last_digit(printed, name):
+    _, text = printed(name)
     before, again = {}, 0
     for step, line in re.findall(r"(step \d+) (.+)", text):
         again += step in before

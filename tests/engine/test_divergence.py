@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 from support import divergence_workers as workers
-from support.gloo_world import TIMEOUT
+from support.world import TIMEOUT
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.torch.agreement import verify_agreement

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from support.gloo_world import _loopback
+from support.world import loopback
 from torch import nn
 
 from fullshard.torch import fully_shard
@@ -92,7 +92,7 @@ def run_cases(folder, path):
 def _rank_main(case, rank, folder):
     if case.endswith("debug mode"):
         os.environ["FULLSHARD_DEBUG"] = "1"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     torch.set_num_threads(1)
     step, begin = -1, time.monotonic()
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from support.limits import PROCESS_S
 from support.world import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -86,7 +87,7 @@ def test_article_features_survives_the_loss_of_a_rank(tmp_path):
         env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PROCESS_S,
     )
     assert result.returncode == 0, result.stderr
     before, after = result.stdout.split("goes on after step 10, with sample 160")
@@ -101,7 +102,7 @@ def test_article_features_survives_the_loss_of_a_rank(tmp_path):
 def run_alone(name, *arguments):
     """What an example prints in a process of its own, with eight simulated devices for JAX."""
     script = [sys.executable, EXAMPLES / name, *arguments]
-    result = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(script, capture_output=True, text=True, timeout=PROCESS_S)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -81,8 +81,11 @@ def late(group):
 def for_different_things(group):
     """Half of the ranks save, half look; then all look."""
     comm = ProcessGroupComm(group)
-    first = attempt(comm, "look()" if comm.rank % 2 else "save()")
-    dist.barrier(group)
+    what = "look()" if comm.rank % 2 else "save()"
+    first = attempt(comm, what)
+    # Who is told first must not be gone, unseen, before the others have looked.
+    with comm.witness.watchdog.calling(what, [comm.witness.family]):
+        dist.barrier(group)
     return first, attempt(comm)
 
 

@@ -2,7 +2,6 @@
 """Ranks that die, hang, or do not do the same: everybody is told, nobody waits forever."""
 
 import json
-import multiprocessing
 import re
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 import torch
 from support import divergence_workers as workers
 from support.limits import PEERS_S, PROCESS_S
-from support.world import TIMEOUT
+from support.world import TIMEOUT, ranks_context
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.torch.agreement import verify_agreement
@@ -27,8 +26,7 @@ CPU = torch.device("cpu")
 def endings(tmp_path_factory):
     """How each rank of each bad world ended: {(case, rank): (step, after_s, class, text)}."""
     folder = tmp_path_factory.mktemp("endings")
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=workers.run_cases, args=(str(folder), list(sys.path)))
+    process = ranks_context().Process(target=workers.run_cases, args=(str(folder), list(sys.path)))
     process.start()
     process.join(PROCESS_S)
     if process.is_alive():

@@ -21,6 +21,7 @@ from support.hugging_face import (
     train_sharded,
 )
 from support.rounding import rounding, rounding_by_adam
+from support.sampling import pairwise
 from support.training import mean_losses
 from torch import nn
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
@@ -48,29 +49,30 @@ def check_figures(found, expected, dtype):
         assert mine == pytest.approx(other, abs=1e-9, rel=rounding(updates, dtype, dtype))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("door", ["wrapper", "function"])
-@pytest.mark.parametrize("name", CASES)
+DOORS = ("wrapper", "function")
+
+
+@pytest.mark.parametrize(("name", "door", "world"), pairwise([*CASES], DOORS, (2, 3)))
 def test_three_steps_equal_one_process(name, door, world):
     compare(name, LocalWorld(world).run(lambda comm: train_sharded(comm, name, door)))
 
 
-@pytest.mark.parametrize("door", ["wrapper", "function"])
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", CASES)
 def test_shard_grad_op(name, door):
     how = {"door": door, "strategy": "SHARD_GRAD_OP"}
     compare(name, LocalWorld(2).run(lambda comm: train_sharded(comm, name, **how)))
 
 
-@pytest.mark.parametrize("checkpointing", ["reentrant", "not reentrant"])
-@pytest.mark.parametrize("door", ["wrapper", "function"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "door", "checkpointing"), pairwise([*CASES], DOORS, ("reentrant", "not reentrant"))
+)
 def test_gradient_checkpointing_as_the_library_does_it(name, door, checkpointing):
     how = {"door": door, "checkpointing": checkpointing}
     compare(name, LocalWorld(2).run(lambda comm: train_sharded(comm, name, **how)))
 
 
-@pytest.mark.parametrize("door", ["wrapper", "function"])
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     ("name", "units"),
     [("gpt2", {GPT2Block, nn.Embedding, nn.Linear}), ("t5", {T5Block, T5Stack, nn.Linear})],

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.models import CASES
 from support.rounding import rounding
+from support.sampling import pairwise
 from support.training import mean_losses, train_plain, train_sharded, train_split
 
 from fullshard.torch.local_world import LocalWorld
@@ -41,16 +42,17 @@ def compare(name, dtype, runs, *, sharded):
         assert torch.equal(runs[0].params[key], expected), key
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-def test_wrapper_door(dtype, name, strategy, prefetch):
-    for world in WORLDS:
-        runs = LocalWorld(world).run(
-            lambda comm: train_sharded(comm, name, dtype, strategy=strategy, prefetch=prefetch)
-        )
-        compare(name, dtype, runs, sharded=strategy != "NO_SHARD")
+@pytest.mark.parametrize(
+    ("dtype", "name", "strategy", "prefetch", "world"),
+    pairwise(
+        {"fp64": torch.float64, "fp32": torch.float32}, [*CASES], STRATEGIES, (0, 1, 2), WORLDS
+    ),
+)
+def test_wrapper_door(dtype, name, strategy, prefetch, world):
+    runs = LocalWorld(world).run(
+        lambda comm: train_sharded(comm, name, dtype, strategy=strategy, prefetch=prefetch)
+    )
+    compare(name, dtype, runs, sharded=strategy != "NO_SHARD")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -64,22 +66,21 @@ def test_bf16_parameters(name, strategy):
         compare(name, torch.bfloat16, runs, sharded=strategy != "NO_SHARD")
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("eager", [False, True], ids=["late", "eager"])
-def test_function_door(name, strategy, eager):
-    for world in (2, 3):
-        runs = LocalWorld(world, eager=eager).run(
-            lambda comm: train_sharded(
-                comm, name, torch.float32, strategy=strategy, door="function"
-            )
-        )
-        compare(name, torch.float32, runs, sharded=True)
+@pytest.mark.parametrize(
+    ("name", "strategy", "eager", "world"),
+    pairwise([*CASES], ("FULL_SHARD", "SHARD_GRAD_OP"), {"late": False, "eager": True}, (2, 3)),
+)
+def test_function_door(name, strategy, eager, world):
+    runs = LocalWorld(world, eager=eager).run(
+        lambda comm: train_sharded(comm, name, torch.float32, strategy=strategy, door="function")
+    )
+    compare(name, torch.float32, runs, sharded=True)
 
 
-@pytest.mark.parametrize("door", ["wrapper", "function"])
-@pytest.mark.parametrize("name", ["gpt", "nested", "odd"])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("world", "name", "door"),
+    pairwise((2, 3, 4), ("gpt", "nested", "odd"), ("wrapper", "function")),
+)
 def test_gloo_processes(gloo_world, world, name, door):
     runs = gloo_world.run(world, train_sharded, name, torch.float32, door=door)
     compare(name, torch.float32, runs, sharded=True)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from support.limits import ANSWER_S, PEERS_S
 
 TIMEOUT = timedelta(seconds=PEERS_S)
+PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "fullshard.torch"]
 
 
 class World:
@@ -114,7 +115,7 @@ class World:
             raise RuntimeError(f"the process of rank {rank} has ended") from None
 
     def _start(self):
-        context = multiprocessing.get_context("spawn")
+        context = ranks_context()
         for rank in range(self._ranks):
             here, there = context.Pipe()
             process = context.Process(
@@ -124,6 +125,13 @@ class World:
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
+
+
+def ranks_context():
+    """Return a multiprocessing context whose processes are forked from one that imports torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def run_script(path, arguments=(), folder="."):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.limits import PROCESS_S
 
 import fullshard
 
@@ -333,7 +334,7 @@ for name in sys.argv[1:]:
         [sys.executable, "-c", program, *modules],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROCESS_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr

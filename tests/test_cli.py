@@ -10,6 +10,7 @@ import tomllib
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.limits import PROCESS_S
 
 from fullshard.core.presets import TRANSFORMERS
 from fullshard.train.models import GPT
@@ -23,7 +24,7 @@ def fullshard(*arguments, cwd=None):
         [sys.executable, "-m", "fullshard", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PROCESS_S,
         cwd=cwd,
         env=environ,
         check=False,

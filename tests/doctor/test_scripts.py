@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.doctor.scripts import check_script, check_scripts
+from fullshard.doctor.scripts.linter import check_script, check_scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 

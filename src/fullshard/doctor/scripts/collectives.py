@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from fullshard.doctor.findings import Finding
-from fullshard.doctor.rank_conditions import Condition, rank_conditions
-from fullshard.doctor.script import Function, Script, last_part
+from fullshard.doctor.scripts.rank_conditions import Condition, rank_conditions
+from fullshard.doctor.scripts.script import Function, Script, last_part
 
 __all__ = ["collectives_on_some_ranks", "parts_saved_as_whole"]
 

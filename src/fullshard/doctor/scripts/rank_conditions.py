@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fullshard.doctor.script import Function, Script, last_part
+from fullshard.doctor.scripts.script import Function, Script, last_part
 
 __all__ = ["Condition", "rank_conditions"]
 

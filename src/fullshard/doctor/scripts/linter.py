@@ -5,10 +5,8 @@ import tokenize
 from collections.abc import Callable, Iterator, Sequence
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.doctor.collective_checks import collectives_on_some_ranks, parts_saved_as_whole
 from fullshard.doctor.findings import Finding
-from fullshard.doctor.script import Script
-from fullshard.doctor.script_checks import (
+from fullshard.doctor.scripts.checks import (
     data_not_shared_out,
     foreign_names,
     forward_bypassed,
@@ -17,6 +15,8 @@ from fullshard.doctor.script_checks import (
     sampler_without_epoch,
     unsafe_load,
 )
+from fullshard.doctor.scripts.collectives import collectives_on_some_ranks, parts_saved_as_whole
+from fullshard.doctor.scripts.script import Script
 
 __all__ = ["SCRIPT_CHECKS", "check_script", "check_scripts"]
 

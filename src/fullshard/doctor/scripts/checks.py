@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from fullshard.doctor.findings import Finding
-from fullshard.doctor.script import Script, Wrap, last_part
+from fullshard.doctor.scripts.script import Script, Wrap, last_part
 
 __all__ = [
     "data_not_shared_out",

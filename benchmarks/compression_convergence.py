@@ -27,7 +27,7 @@ from fullshard.torch import CommunicationCompression, clip_grad_norm_, fully_sha
 from fullshard.train.config import resolve
 from fullshard.train.data import load, rank_slice
 from fullshard.train.learning_rate import learning_rate
-from fullshard.train.models import GPT
+from fullshard.train.torch.models import GPT
 
 PLAIN = "none"
 SETTINGS = {

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullshard.core.presets import TRANSFORMERS
-from fullshard.train.models import GPT
+from fullshard.train.torch.models import GPT
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "OMP_NUM_THREADS")
 

@@ -95,7 +95,7 @@ def _train(argv: Sequence[str]) -> int:
             from fullshard.train.jax.launch import launch as launch_jax  # noqa: PLC0415
         return launch_jax(config, given.nproc)
     with _needing("torch,train"):
-        from fullshard.train.launch import launch  # noqa: PLC0415
+        from fullshard.train.torch.launch import launch  # noqa: PLC0415
     return launch(config, given.nproc)
 
 

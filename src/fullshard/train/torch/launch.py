@@ -22,8 +22,8 @@ from fullshard.distributed import default_nproc
 from fullshard.launchers import launcher_environment, threads_per_rank, usable_cores
 from fullshard.train.config import Config, check_world
 from fullshard.train.data import load
-from fullshard.train.loop import train
-from fullshard.train.world import joined
+from fullshard.train.torch.loop import train
+from fullshard.train.torch.world import joined
 
 __all__ = ["launch"]
 

@@ -24,7 +24,7 @@ from fullshard.train.jax.launch import launch
 from fullshard.train.jax.loop import evaluate, train_step
 from fullshard.train.jax.setup import prepare
 from fullshard.train.metrics import Reporter
-from fullshard.train.nonfinite import NonFiniteError
+from fullshard.train.summary import NonFiniteError
 from fullshard.train.torch import loop as torch_loop
 from fullshard.train.torch import setup as torch_setup
 from fullshard.train.torch.world import World

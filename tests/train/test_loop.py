@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from fullshard.torch.memory_summary import Bytes
-from fullshard.train.config import OptimConfig, resolve
-from fullshard.train.learning_rate import learning_rate
+from fullshard.train.config import OptimConfig, learning_rate, resolve
 from fullshard.train.metrics import Reporter, Speed, new_run_folder
-from fullshard.train.nonfinite import NonFiniteError
+from fullshard.train.summary import NonFiniteError
 from fullshard.train.torch.loop import agree, evaluate, train_step
 from fullshard.train.torch.setup import Run
 from fullshard.train.torch.world import World

@@ -3,6 +3,7 @@
 
 import dataclasses
 import difflib
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ __all__ = [
     "TrainConfig",
     "check_world",
     "describe_options",
+    "learning_rate",
     "parse_overrides",
     "resolve",
     "to_toml",
@@ -308,6 +310,15 @@ def check_world(config: Config, world: int) -> None:
             f"train.batch={batch} samples do not divide over {world} ranks: set train.batch to "
             f"{near}, or start another number of ranks (--nproc)"
         )
+
+
+def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
+    """The rate of ``step`` (from 0): linear warm-up to ``lr``, then a cosine to its final share."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    progress = (step - optim.warmup_steps) / max(1, steps - 1 - optim.warmup_steps)
+    wave = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return optim.lr * (optim.final_lr_share + (1 - optim.final_lr_share) * wave)
 
 
 def to_toml(config: Config) -> str:

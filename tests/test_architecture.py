@@ -43,7 +43,7 @@ LAYERS = {
     "jax": Layer({"core", "checkpoint", "launchers"}, {"jax", "flax", "optax", "orbax", "numpy"}),
     "train": Layer(
         {"core", "plan", "checkpoint", "wrap", "launchers", "distributed", "torch", "jax"},
-        {"torch", "jax", "flax", "optax", "numpy", "rich"},
+        {"torch", "jax", "flax", "optax", "numpy", "rich", "tomli_w"},
     ),
     "launchers": Layer({"core"}, without_frameworks=True),
     "distributed": Layer({"core", "launchers"}, {"torch"}),

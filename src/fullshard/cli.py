@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fullshard.core.errors import ConfigurationError, FullshardError
-from fullshard.train.config import describe_options, resolve
 
 __all__ = ["main"]
 
@@ -53,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(argv: Sequence[str]) -> int:
+    with _needing("torch,train"):
+        from fullshard.train.config import describe_options, resolve  # noqa: PLC0415
     parser = argparse.ArgumentParser(
         prog="fullshard train",
         usage="fullshard train [CONFIG.toml] [--model NAME] [--engine NAME] [--nproc N] "

@@ -93,6 +93,7 @@ def test_mnist_has_defaults_of_its_own_that_the_user_can_change():
     assert config.train.batch != Config().train.batch
     assert resolve(overrides=["train.batch=4"], model="mnist").train.batch == 4
     assert resolve(overrides=["model.name=mnist"]) == config
+    assert resolve(overrides=['model.name="mnist"']) == config
 
 
 def test_a_batch_must_divide():

@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=sorted(_COMMANDS), metavar="COMMAND", help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return 0
     chosen = parser.parse_args(argv)
     try:
         return _COMMANDS[chosen.command](chosen.arguments)

@@ -273,8 +273,9 @@ def _fit(key: str, value: Any, wanted: Any) -> Any:
         choices = get_args(wanted)
         if value in choices:
             return value
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        alike = {choice.lower(): choice for choice in choices}
+        near = difflib.get_close_matches(str(value).lower(), alike, n=1)
+        hint = f" (did you mean {alike[near[0]]!r}?)" if near else ""
         expected = f"one of {', '.join(choices)}{hint}"
     elif get_origin(wanted) is tuple:
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -295,10 +296,13 @@ def _check(config: Config) -> None:
         transformer(config.model.preset)
     if config.train.engine == "jax" and config.log.trace:
         raise ConfigurationError("log.trace is kept by the torch engine only: leave it out")
-    if Path(config.run_name).name != config.run_name:
+    name, folder = config.run_name, config.log.folder
+    if Path(name).name != name or name == ".." or not name.isprintable():
         raise ConfigurationError(
-            f"log.name is one folder's name, got {config.run_name!r}; set log.folder for the place"
+            f"log.name is one folder's name, got {name!r}; set log.folder for the place"
         )
+    if not (folder and folder.isprintable()):
+        raise ConfigurationError(f"log.folder is a folder's path on one line, got {folder!r}")
 
 
 def check_world(config: Config, world: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from fullshard.core.errors import FullshardError
 from fullshard.train.config import Config, to_toml
 from fullshard.train.data import Dataset
-from fullshard.train.metrics import Reporter, Speaker, new_run_folder
+from fullshard.train.metrics import Reporter, Speaker, new_run_folder, writing
 
 __all__ = [
     "PROMPT",
@@ -42,7 +42,8 @@ def open_folder(config: Config, world: Speaker) -> Path | None:
     if not world.is_first:
         return None
     folder = new_run_folder(config.log.folder, config.run_name)
-    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    with writing(folder / "config.toml"):
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     return folder
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.torch.memory_summary import Bytes
+from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import OptimConfig, learning_rate, resolve
 from fullshard.train.metrics import Reporter, RunFolderError, Speed, new_run_folder
 from fullshard.train.summary import NonFiniteError

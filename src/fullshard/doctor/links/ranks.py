@@ -14,7 +14,7 @@ from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.distributed import cleanup, get_device, join
 from fullshard.doctor.links.measure import Links, measure_links
 from fullshard.local_ranks import run_local_ranks
-from fullshard.torch.process_group_comm import ProcessGroupComm
+from fullshard.torch.comm.process_group import ProcessGroupComm
 
 __all__ = ["joined", "measure_locally"]
 

@@ -43,14 +43,18 @@ LAYERS = {
     "torch": Layer({"core", "checkpoint", "wrap"}, {"torch", "numpy", "safetensors"}),
     "jax": Layer({"core", "checkpoint", "launchers"}, {"jax", "flax", "optax", "orbax", "numpy"}),
     "train": Layer(
-        {"core", "plan", "checkpoint", "wrap", "launchers", "distributed", "torch", "jax"},
-        {"torch", "jax", "flax", "optax", "numpy", "rich"},
+        {"core", "plan", "checkpoint", "wrap", "launchers", "distributed", "local_ranks"}
+        | {"torch", "jax"},
+        {"torch", "jax", "flax", "optax", "numpy", "rich", "tomli_w"},
     ),
     "launchers": Layer({"core"}, without_frameworks=True),
+    "local_ranks": Layer({"core"}, {"torch"}),
     "distributed": Layer({"core", "launchers"}, {"torch"}),
     "drop_in": Layer({"core", "wrap", "torch"}, {"torch"}),
     "run": Layer({"core", "launchers", "distributed"}, {"torch"}),
-    "doctor": Layer({"core", "launchers", "distributed", "torch"}, {"torch", "rich"}),
+    "doctor": Layer(
+        {"core", "launchers", "distributed", "local_ranks", "torch"}, {"torch", "rich"}
+    ),
     "cli": Layer(
         {"core", "plan", "checkpoint", "report", "train", "run", "doctor"}, without_frameworks=True
     ),

@@ -26,8 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from wire import Silence
 
 import fullshard
+from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, fully_shard
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.wrap import ModuleWrapPolicy
 
 WIDTH, RANKS, STEPS = 8, 2, 3

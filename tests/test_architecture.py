@@ -47,6 +47,7 @@ LAYERS = {
     ),
     "launchers": Layer({"core"}, without_frameworks=True),
     "distributed": Layer({"core", "launchers"}, {"torch"}),
+    "testing": Layer({"core", "torch"}, {"torch", "numpy"}),
     "drop_in": Layer({"core", "wrap", "torch"}, {"torch"}),
     "run": Layer({"core", "launchers", "distributed"}, {"torch"}),
     "doctor": Layer({"core", "launchers", "distributed", "torch"}, {"torch", "rich"}),

@@ -10,6 +10,7 @@ from support.compression_workers import WIDTH, inputs_of, shard_stack, stack, tr
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
+from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import (
     CommunicationCompression,
     CPUOffloadPolicy,
@@ -24,7 +25,6 @@ from fullshard.torch import (
 from fullshard.torch.comm.checked import CheckedComm
 from fullshard.torch.comm.codecs import BlockCodec, CastCodec, decode, encode
 from fullshard.torch.comm.compressed import CompressedComm
-from fullshard.torch.comm.local_world import LocalComm, LocalWorld
 from fullshard.torch.comm.protocol import Comm, rank_order_sum
 from fullshard.torch.inspection.traffic import communication
 from fullshard.torch.step.managed import managed_units

@@ -12,7 +12,7 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError, UsageError
 from fullshard.core.layout import lay_out
 from fullshard.core.spec import ParamSpec
-from fullshard.torch.comm.local_world import LocalComm, LocalWorld
+from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch.optim.checks import clip_grad_norm_, optimizer_state_bytes
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from support import roll_call_workers as workers
 
-from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.testing import LocalWorld
 from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.comm.roll_call import _Roll, call_roll
 

@@ -34,7 +34,9 @@ from fullshard.torch import (
 from fullshard.torch.step.managed import managed_units
 
 DOCS = Path(__file__).parent.parent / "docs"
-MORE_PAGES = [DOCS / f"{name}.md" for name in ("data", "joining", "migration", "monitoring", "testing")]
+MORE_PAGES = [
+    DOCS / f"{name}.md" for name in ("data", "joining", "migration", "monitoring", "testing")
+]
 PAGES = [*sorted((DOCS / "modes").glob("*.md")), *MORE_PAGES]
 ALL_PAGES = [*PAGES, DOCS / "index.md", DOCS / "names.md"]
 

@@ -2,7 +2,7 @@
 """Ranks as threads of one process, so that sharded code can be tested in milliseconds.
 
 A `LocalWorld` runs one function on every rank. What that function gets as its communicator is
-passed to `fully_shard` as ``mesh`` or to `FullyShardedDataParallel` as ``process_group``; values are
+passed to `fully_shard` as ``mesh``, to `FullyShardedDataParallel` as ``process_group``. Values are
 real, and nothing needs a launcher, a port or a second process:
 
     def body(comm):

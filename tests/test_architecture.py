@@ -50,6 +50,7 @@ LAYERS = {
     "launchers": Layer({"core"}, without_frameworks=True),
     "local_ranks": Layer({"core"}, {"torch"}),
     "distributed": Layer({"core", "launchers"}, {"torch"}),
+    "testing": Layer({"core", "torch"}, {"torch", "numpy"}),
     "drop_in": Layer({"core", "wrap", "torch"}, {"torch"}),
     "run": Layer({"core", "launchers", "distributed"}, {"torch"}),
     "doctor": Layer(

@@ -17,6 +17,7 @@ from support.workers import meshes, ways_to_name_axes
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     BackwardPrefetch,
     CPUOffload,
@@ -29,7 +30,6 @@ from fullshard.torch import (
     tracing,
 )
 from fullshard.torch import FullyShardedDataParallel as FSDP
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
 

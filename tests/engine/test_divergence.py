@@ -14,9 +14,9 @@ from support.limits import PEERS_S, PROCESS_S
 from support.world import TIMEOUT, ranks_context
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
+from fullshard.testing import LocalWorld, LocalWorldError
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.checked import CheckedComm, checked_in_debug_mode
-from fullshard.torch.comm.local_world import LocalWorld, LocalWorldError
 from fullshard.torch.comm.protocol import Comm, SoloComm
 
 CPU = torch.device("cpu")

@@ -22,9 +22,9 @@ from support.limits import PEERS_S
 from support.workers import collectives
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.testing import LocalComm, LocalWorld, LocalWorldError
 from fullshard.torch.comm.checked import CheckedComm
 from fullshard.torch.comm.hierarchical import HierarchicalComm, ranks_per_host
-from fullshard.torch.comm.local_world import LocalComm, LocalWorld, LocalWorldError
 from fullshard.torch.comm.protocol import Comm, rank_order_sum
 
 

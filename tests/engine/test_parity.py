@@ -15,7 +15,7 @@ from support.rounding import rounding
 from support.sampling import pairwise
 from support.training import mean_losses, train_plain, train_sharded, train_split
 
-from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.testing import LocalWorld
 
 WORLDS = (1, 2, 3, 4, 5, 7, 8)
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from support import roll_call_workers as workers
 from support.limits import PEERS_S, PROCESS_S
 
-from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.testing import LocalWorld
 from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.comm.roll_call import _Roll, call_roll
 
@@ -119,8 +119,8 @@ def test_a_rank_whose_peer_has_ended_is_told(unused_port):
         import torch
         import torch.distributed as dist
         from fullshard.core.errors import UsageError
-        from fullshard.torch.process_group_comm import ProcessGroupComm
-        from fullshard.torch.roll_call import call_roll
+        from fullshard.torch.comm.process_group import ProcessGroupComm
+        from fullshard.torch.comm.roll_call import call_roll
 
         rank, port = int(sys.argv[1]), sys.argv[2]
         dist.init_process_group(

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, fully_shard, set_prefetch, tracing
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.unit.unit import UnitState
 

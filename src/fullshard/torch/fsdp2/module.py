@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.schedule import OpKind
 from fullshard.core.strategy import Prefetch
+from fullshard.torch.comm.process_group import group_of
 from fullshard.torch.sharding.initialisation import filled_with_nan
 from fullshard.torch.sharding.shard import (
     refuse_copy,
@@ -334,4 +335,4 @@ def _managed_below(module: object, recurse: bool) -> list[ManagedUnit]:
 
 
 def _group(comm: Any) -> Any:
-    return getattr(comm, "group", comm)
+    return group_of(comm) or comm

@@ -31,7 +31,7 @@ from fullshard.torch.unit.sites import ParamSites
 
 __all__ = ["Unit", "UnitState", "owner_of", "set_owner"]
 
-_OWNER = "_fullshard_unit"
+_OWNER = "_fullshard_owner"
 
 
 class UnitState(Enum):

@@ -12,7 +12,6 @@ import torch.distributed.fsdp.sharded_grad_scaler  # noqa: F401 - there once imp
 import fullshard.torch as ours
 
 LACKING = {
-    "FlatParameter": "there is none: storage is flat, parameters keep their names and dtypes",
     "api": "a submodule, which the drop-in stands in for; its names are here",
     "fully_sharded_data_parallel": "as api",
     "sharded_grad_scaler": "as api",

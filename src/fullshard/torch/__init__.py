@@ -9,6 +9,7 @@ from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.core.trace import Trace
 from fullshard.torch.comm.compressed import CommunicationCompression
 from fullshard.torch.comm.uneven_inputs import any_rank, pad_to_longest, stop_together
+from fullshard.torch.fsdp1.flat_params import FlatParameter
 from fullshard.torch.fsdp1.wrapper import FullyShardedDataParallel
 from fullshard.torch.fsdp2.fully_shard import fully_shard
 from fullshard.torch.fsdp2.module import (
@@ -56,6 +57,7 @@ __all__ = [
     "CommunicationCompression",
     "DataParallelMeshDims",
     "FSDPModule",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",

@@ -231,31 +231,33 @@ class FSDPModule:
         now = runtime.prefetch
         runtime.set_prefetch(Prefetch(now.forward, now.backward, max_input_buffers))
 
+    # ---- accepted without effect ----------------------------------------------------------------
+
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accepted: unused parameters always take part with zeros; no rank waits in vain."""
+        """No effect: unused parameters always take part with zeros, so no rank waits in vain."""
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accepted: reduces have a communicator of their own wherever one can be had."""
+        """No effect: reduces have a communicator of their own wherever one can be made."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted: gradients are always summed, and divided apart."""
+        """No effect: gradients are always summed, and divided separately."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted: nothing is staged, gathers write to the parameters' own storage."""
+        """No effect: nothing is staged; gathers write into the parameters' own storage."""
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Accepted as a wish about speed; storages are not in symmetric memory."""
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters under the names that they have in the plain model and its state dict."""
-        for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
-            yield clean_name(name), param
+        """No effect: parameters' storages are not in symmetric memory."""
 
     # ---- recovery, and what torch's own methods must do -----------------------------------------
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters under the names that they have in the plain model and its state dict."""
+        for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
+            yield clean_name(name), param
 
     def reset_iter_state(self) -> None:
         """Forget a step that an exception has ended, with its gradients; on the root.

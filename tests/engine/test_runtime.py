@@ -533,7 +533,7 @@ def test_forwards_without_backward_do_not_pile_up():
         for _ in range(200):
             model(torch.ones(1, WIDTH))
         step(model)
-        return managed_unit_of(model).runtime.execution._training._compiled.events
+        return managed_unit_of(model).tracker.executor._training._compiled.events
 
     for events in LocalWorld(2).run(body):
         assert len(events) < 64 * 6

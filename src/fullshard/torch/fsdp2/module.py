@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.core.schedule import OpKind
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm.process_group import group_of
 from fullshard.torch.sharding.initialisation import filled_with_nan
@@ -25,7 +26,7 @@ from fullshard.torch.sharding.shard import (
 )
 from fullshard.torch.state.forms import AS_DTENSORS, ask_before_loading, collecting, hand_out
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
-from fullshard.torch.step.tracker import runtime_of
+from fullshard.torch.step.tracker import ensure_tracker, tracker_of
 from fullshard.torch.unit.sites import clean_name
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
@@ -81,10 +82,7 @@ class FSDPModule:
         Collective. With ``async_op`` the gather is only started: wait on the handle before use.
         """
         managed = _managed(self)
-        if managed.unit.stale:
-            managed.unit.free()
-        if not managed.unit.is_full:
-            managed.unit.gather()
+        managed.unit.do(OpKind.GATHER)
         handle = UnshardHandle(managed)
         if async_op:
             return handle
@@ -94,8 +92,8 @@ class FSDPModule:
     def reshard(self) -> None:
         """Drop the unit's full parameters now and show the sharded ones."""
         unit = _managed(self).unit
-        if not unit.resident and (unit.is_full or unit.shrunk):
-            unit.free()
+        if not unit.resident:
+            unit.do(OpKind.FREE)
         unit.show_sharded()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -158,7 +156,7 @@ class FSDPModule:
         After others, reduces may still be under way when ``backward()`` returns, and overlap the
         next micro-batch's forward.
         """
-        runtime_of(_module(self)).execution.is_last_backward = is_last_backward
+        ensure_tracker(_module(self)).executor.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor``, not by the number of ranks."""
@@ -218,7 +216,7 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: "torch.Event") -> None:
         """Let the next steps' first gather wait for ``event``, recorded after the optimizer."""
-        runtime_of(_module(self)).wait_before_gather = event
+        ensure_tracker(_module(self)).wait_before_gather = event
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -227,9 +225,9 @@ class FSDPModule:
 
         Each costs the unit's full gradients. The engine knows one number for all units of a root.
         """
-        runtime = runtime_of(_module(self))
-        now = runtime.prefetch
-        runtime.set_prefetch(Prefetch(now.forward, now.backward, max_input_buffers))
+        tracker = ensure_tracker(_module(self))
+        now = tracker.prefetch
+        tracker.set_prefetch(Prefetch(now.forward, now.backward, max_input_buffers))
 
     # ---- accepted without effect ----------------------------------------------------------------
 
@@ -267,7 +265,9 @@ class FSDPModule:
         managed = _managed(self)
         if managed.number != 0:
             raise UsageError("reset_iter_state is for the root module, the one that runs first")
-        runtime_of(_module(self)).recover()
+        tracker = tracker_of(_module(self))
+        if tracker is not None:
+            tracker.recover()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # to() and its kin, and to_empty(), which gives units on the meta device their memory
@@ -323,7 +323,7 @@ def _module(module: object) -> nn.Module:
 def _show_sharded(module: nn.Module) -> None:
     """Take back what `FSDPModule.unshard` shows; not in a step, nor what has been summoned."""
     for managed in managed_units(module):
-        if not managed.summoned and (managed.runtime is None or managed.runtime.idle):
+        if not managed.summoned and (managed.tracker is None or managed.tracker.idle):
             managed.unit.show_sharded()
 
 

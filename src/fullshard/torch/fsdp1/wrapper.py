@@ -42,7 +42,6 @@ from fullshard.torch.sharding.shard import (
 )
 from fullshard.torch.sharding.summon import summon_full_params
 from fullshard.torch.step.managed import managed_unit_of, managed_units
-from fullshard.torch.step.tracker import runtime_of
 from fullshard.torch.unit.changes import LOW_PRECISION
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.sites import WRAPPED, ParamSites, clean_name
@@ -269,7 +268,7 @@ class FullyShardedDataParallel(
         """True if no wrapper around this one is known to run it."""
         managed = managed_unit_of(self)
         assert managed is not None
-        return runtime_of(self) is managed.tracker and managed.number == 0
+        return managed.tracker is None or managed.number == 0
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by ``hook``, once, for all units below.

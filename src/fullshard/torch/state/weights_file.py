@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.layout import Span
 from fullshard.core.safetensors_format import Entry, FileWriter, Place, header_of, places_in
 from fullshard.torch.comm.protocol import Comm, Parts, Work
 from fullshard.torch.comm.ranks import Ranks
 from fullshard.torch.comm.roll_call import call_roll
-from fullshard.torch.step.tracker import runtime_of
+from fullshard.torch.step.managed import managed_units
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.tensor_parallel import tensor_parallel_of
@@ -130,7 +130,7 @@ class _Entries:
                     f"{name!r} is on the meta device; call to_empty on the model first"
                 )
         self.device = next((t.device for t in self.values.values()), torch.device("cpu"))
-        self._ranks: Ranks = runtime_of(model).executor.units[0].unit.ranks
+        self._ranks = _ranks_of(model)
         owners = [t.ownership for t in self.values.values() if isinstance(t, ShardedParameter)]
         self.shard_comms = list(dict.fromkeys(owner.comm for owner in owners))
         self._comms = list(dict.fromkeys(comm for owner in owners for comm in owner.comms))
@@ -150,6 +150,13 @@ class _Entries:
         if self._ranks.any(bool(failed), failed.device):
             detail = failure or "the error is on another rank"
             raise ConfigurationError(f"{what}: {detail}") from failure
+
+
+def _ranks_of(model: nn.Module) -> Ranks:
+    """Return the ranks of the first unit of ``model``; which rank writes follows from them."""
+    for managed in managed_units(model):
+        return managed.unit.ranks
+    raise UsageError(f"{type(model).__name__} holds no sharded unit; shard it first")
 
 
 # -- writing -------------------------------------------------------------------------------------

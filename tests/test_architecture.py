@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.limits import PROCESS_S
 
 import fullshard
 
@@ -49,6 +50,7 @@ LAYERS = {
     "launchers": Layer({"core"}, without_frameworks=True),
     "local_ranks": Layer({"core"}, {"torch"}),
     "distributed": Layer({"core", "launchers"}, {"torch"}),
+    "testing": Layer({"core", "torch"}, {"torch", "numpy"}),
     "drop_in": Layer({"core", "wrap", "torch"}, {"torch"}),
     "run": Layer({"core", "launchers", "distributed"}, {"torch"}),
     "doctor": Layer(
@@ -337,7 +339,7 @@ for name in sys.argv[1:]:
         [sys.executable, "-c", program, *modules],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROCESS_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr

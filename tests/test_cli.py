@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.limits import PROCESS_S
 
 from fullshard.core.presets import TRANSFORMERS
 from fullshard.train.torch.models import GPT
@@ -29,7 +30,7 @@ def fullshard(*arguments, cwd=None):
         [sys.executable, "-m", "fullshard", *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PROCESS_S,
         cwd=cwd,
         env=alone(),
         check=False,

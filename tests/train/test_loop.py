@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from support.limits import PEERS_S
 from torch import nn
 
 from fullshard.torch.inspection.memory_summary import Bytes
@@ -47,7 +48,7 @@ def on_ranks(size, function):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PEERS_S)
     return results
 
 

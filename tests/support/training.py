@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 import torch
-from support.models import CASES, loss_of, make, make_batches
+from support.models import CASES, loss_of, make, make_batches, place_of
 from torch import nn
 
 from fullshard.core.layout import lay_out
@@ -55,7 +55,7 @@ def train_sharded(comm, name, dtype, **how):
     model = shard(make(name, dtype), name, comm, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, norms = [], []
-    rank, size = (comm.rank(), comm.size()) if callable(comm.rank) else (comm.rank, comm.size)
+    rank, size = place_of(comm)
     for inputs, targets in make_batches(name, STEPS, 2 * size, dtype):
         part = slice(2 * rank, 2 * rank + 2)
         loss = loss_of(model(inputs[part]), targets[part])

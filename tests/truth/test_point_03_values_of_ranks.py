@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from fullshard.torch.comm.local_world import LocalWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from support import truth_workers as workers
@@ -11,7 +12,6 @@ from torch import nn
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.sharding.same_values import checksum
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from fullshard.torch.comm.local_world import LocalWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from support import truth_workers as workers
@@ -11,6 +10,7 @@ from support.models import GPT, make, seeded
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from fullshard.torch.sharding.same_values import checksum
 from fullshard.wrap import ModuleWrapPolicy

@@ -10,8 +10,8 @@ from support.models import GPT, make, seeded
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.sharding.same_values import checksum
 from fullshard.wrap import ModuleWrapPolicy
 

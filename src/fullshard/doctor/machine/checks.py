@@ -37,11 +37,10 @@ def _versions(machine: Machine) -> Iterator[Finding]:
             "fullshard is written for 3.11 and above.",
             "Make the environment with Python 3.11 or newer.",
         )
-    missing = [name for name in ("numpy", "safetensors") if not machine.packages.get(name)]
-    if missing:
+    if not machine.packages.get("numpy"):
         yield Finding(
             "severe",
-            f"{' and '.join(missing)} not installed",
+            "numpy is not installed",
             "Weights cannot be written or read.",
             "pip install 'fullshard[torch]'",
         )

@@ -51,7 +51,8 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     there under each of its names). Elements go to rank 0 in pieces of at most 8 MiB, of which it
     holds two at a time while it writes; other ranks need no memory. (Parameters that are cut along
     a tensor axis too are gathered one by one instead.) The file appears at ``path`` when it is
-    complete.
+    complete; until then, and never after a failure, ``path.partial`` is there. It takes the place
+    of a regular file only.
 
     Raises:
         ConfigurationError: on all ranks, if rank 0 cannot write the file, or the format cannot hold
@@ -61,19 +62,23 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     entries = _Entries(model)
     entries.call_roll("save_full_weights()")
     target = Path(path)
-    writer = FileWriter(target, header_of(entries_of(entries.values))) if entries.first else None
-    # One piece travels while the one before it is written.
-    before: _Piece | None = None
-    for piece in _pieces(entries):
+    header = header_of(entries_of(entries.values))
+    writer = FileWriter(target, header) if entries.first else None
+    try:
+        # One piece travels while the one before it is written.
+        before: _Piece | None = None
+        for piece in _pieces(entries):
+            if before is not None:
+                before.finish(writer)
+            before = piece
         if before is not None:
             before.finish(writer)
-        before = piece
-    if before is not None:
-        before.finish(writer)
-    failure = None
-    if writer is not None:
-        writer.finish()
-        failure = writer.failure
+        if writer is not None:
+            writer.finish()
+    finally:
+        if writer is not None:
+            writer.abandon()
+    failure = writer.failure if writer is not None else None
     entries.raise_together(f"could not write the weights to {target}", failure)
 
 

@@ -15,7 +15,7 @@ from fullshard.core.layout import Span
 from fullshard.core.safetensors_format import Entry, FileWriter, Place, header_of, places_in
 from fullshard.torch.comm.protocol import Comm, Parts, Work
 from fullshard.torch.comm.ranks import Ranks
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.step.managed import managed_units
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -57,7 +57,7 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     Raises:
         ConfigurationError: on all ranks, if rank 0 cannot write the file, or the format cannot hold
             a dtype, or a parameter is on the meta device.
-        UsageError: called on some ranks only, see `fullshard.torch.comm.roll_call`.
+        UsageError: called on some ranks only, see `fullshard.torch.comm.watch.roll_call`.
     """
     entries = _Entries(model)
     entries.call_roll("save_full_weights()")
@@ -94,7 +94,7 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
     Raises:
         ConfigurationError: on all ranks, if one of them cannot read the file (parts may have been
             loaded) or it does not fit; then nothing has been changed.
-        UsageError: called on some ranks only, see `fullshard.torch.comm.roll_call`.
+        UsageError: called on some ranks only, see `fullshard.torch.comm.watch.roll_call`.
     """
     entries = _Entries(model)
     entries.call_roll("load_full_weights()")

@@ -17,7 +17,7 @@ from torch.utils import _foreach_utils
 
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError
 from fullshard.core.layout import Span
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.reslice import longest
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.state.dtensors import as_dtensors
 from fullshard.torch.state.state_dict_types import StateDictType
 from fullshard.torch.tensor.parameter import ShardedParameter

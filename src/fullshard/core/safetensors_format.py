@@ -100,7 +100,7 @@ class FileWriter:
 
 
 def header_of(entries: Mapping[str, Entry]) -> bytes:
-    """What a file begins with that has the bytes of ``entries`` behind it, in their order."""
+    """The header of a file in which the bytes of ``entries`` follow in their order."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, entry in entries.items():
@@ -117,7 +117,7 @@ def header_of(entries: Mapping[str, Entry]) -> bytes:
 
 
 def places_in(source: Path, wanted: Mapping[str, Entry]) -> dict[str, Place]:
-    """Where in the file each entry begins, if it holds these entries and no others.
+    """The offset of each entry in a file that holds these entries and no others.
 
     Raises `ConfigurationError` if it does not fit, `OSError` if it cannot be read.
     """
@@ -168,7 +168,7 @@ def _entry_told(name: str, told: Any) -> Entry:
 
 
 def _header_in(source: Path) -> tuple[dict[str, Any], int, int]:
-    """What the header tells, where the data begin, and how many bytes of them there are."""
+    """Read the header; return its content, the offset of the data and their size in bytes."""
     with source.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         data_bytes = source.stat().st_size - 8 - size

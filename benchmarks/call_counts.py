@@ -93,7 +93,10 @@ class Layer(nn.Sequential):
 
 def layers(units):
     """A model of ``units`` units: that many layers but one, and a head in the root's."""
-    return nn.Sequential(*(Layer() for _ in range(units - 1)), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(*(Layer() for _ in range(units - 1)), nn.Linear(WIDTH, WIDTH))
+    for param in model.parameters():
+        nn.init.constant_(param, 0.1)  # ranks that are threads share one random generator
+    return model
 
 
 def by_function(units, shard):

@@ -64,7 +64,7 @@ LAYERS = {
 }
 
 # Edges at which something optional or heavy may load late.
-LATE_IMPORTS = {"cli.py", "__init__.py", "jax/__init__.py"}
+LATE_IMPORTS = {"cli.py", "__init__.py", "jax/__init__.py", "torch/__init__.py"}
 # Signatures that are somebody else's convention.
 MANY_ARGUMENTS = {
     "torch/fsdp1/wrapper.py: FullyShardedDataParallel.__init__",

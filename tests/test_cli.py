@@ -18,6 +18,8 @@ from support.limits import PROCESS_S
 from fullshard.core.presets import TRANSFORMERS
 from fullshard.train.torch.models import GPT
 
+pytestmark = pytest.mark.slow
+
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "OMP_NUM_THREADS")
 
 
@@ -148,7 +150,8 @@ def test_local_ranks_keep_to_this_host_and_leave_nothing_when_killed(tmp_path):
     while any(Path(f"/proc/{rank}").exists() for rank in ranks):
         assert time.monotonic() < ended_by, "ranks outlive the process that started them"
         time.sleep(0.1)
-    assert list(temporary.iterdir()) == []
+    left = [each.name for each in temporary.iterdir()]
+    assert not [name for name in left if not name.startswith("torchinductor_")]  # torch's own cache
 
 
 def test_a_failing_rank_is_shown_once_and_ends_the_others(tmp_path):

@@ -10,6 +10,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from support import roll_call_workers as workers
@@ -113,6 +114,7 @@ def test_all_come_or_none_whoever_leaves_when():
     assert len(set(completed[0])) == 2, "all rounds ended alike: nothing was put to the test"
 
 
+@pytest.mark.slow
 def test_a_rank_whose_peer_has_ended_is_told(unused_port):
     program = textwrap.dedent("""
         import sys

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fullshard.core.errors import CommunicationError
+from fullshard.torch.comm.advice import LEFT, NOTHING_AWAITED, STORE_ENDED, way_out
+from fullshard.torch.comm.forks import check_not_forked, current_pid, refuse_inherited_world
 
 __all__ = ["Place", "Progress", "Watchdog", "Witness"]
 
@@ -68,6 +70,8 @@ class Witness:
     """
 
     def __init__(self, family: str, members: Sequence[int], timeout_s: float):
+        refuse_inherited_world("a communicator")
+        self._pid = current_pid()
         self.family = family
         self.members = tuple(members)
         self.timeout_s = timeout_s
@@ -78,7 +82,10 @@ class Witness:
             self.watchdog.look_after(self)
 
     def issues(self, what: str) -> None:
-        """Note that ``what`` is about to be issued. Raises if the group has failed."""
+        """Note that ``what`` is about to be issued.
+
+        Raises if the group has failed, or this is a forked child of the process that made it.
+        """
         self.stop_if_failed(what)
         _progress.issued = (what, time.time())
         if self.watchdog is not None:
@@ -122,17 +129,24 @@ class Witness:
                 time.sleep(SETTLED_S)
             others = self.watchdog.table(self.members)
             time.sleep(FAREWELL_S)
-        return CommunicationError(f"{text}\nThe group's timeout is {self.timeout_s:g} s.{others}")
+        return CommunicationError(
+            f"{text}\nThe group's timeout is {self.timeout_s:g} s.{others}{way_out(others)}"
+        )
 
     def stop_if_failed(self, what: str) -> None:
-        """Raise `CommunicationError` before ``what`` if the group has failed."""
+        """Raise `CommunicationError` before ``what`` if the group has failed.
+
+        Raises `UsageError` in a forked child.
+        """
+        check_not_forked(self._pid, what)
         watchdog = self.watchdog
         if watchdog is not None and self.family in watchdog.announced:
             text, heard_at = watchdog.announced[self.family]
             time.sleep(max(0.0, heard_at + SETTLED_S - time.time()))
+            others = watchdog.table(self.members)
             raise CommunicationError(
                 f"rank {self._rank} stops before {what}, since its group has failed: {text}"
-                f"{watchdog.table(self.members)}"
+                f"{others}{way_out(others)}"
             )
 
     def overdue(self) -> str | None:
@@ -230,7 +244,7 @@ class Watchdog:
         """One line for each of the other ranks, or for those that are in the same place."""
         others = [rank for rank in members if rank != self.rank]
         if not self.store_lives():
-            return self._last_table or f"\n{_UNKNOWN}: the process that keeps the store has ended"
+            return self._last_table or f"\n{_UNKNOWN}: {STORE_ENDED}"
         try:
             records = self.read(others)
         except RuntimeError as error:
@@ -356,7 +370,7 @@ def _state(record: dict[str, Any] | None, now: float) -> tuple[str, float]:
     if "failed" in safe:
         return f"failed in {safe['failed'][0]} {{age}} ago", safe["failed"][1]
     if record["left"]:
-        return "has left the process group", record["at"]
+        return LEFT, record["at"]
     if now - record["at"] > SILENT_S:
         doing = safe.get("waiting") or safe.get("issued")
         last = f", last seen in {doing[0]}" if doing else ""
@@ -369,9 +383,9 @@ def _state(record: dict[str, Any] | None, now: float) -> tuple[str, float]:
     issued, finished = safe.get("issued"), safe.get("finished")
     if finished is not None and issued is not None:
         last = f"last finished: {finished[0]} {{age}} ago, last issued: {issued[0]}"
-        return f"waits for nothing, {last}", finished[1]
+        return f"{NOTHING_AWAITED}, {last}", finished[1]
     if issued is not None:
-        return f"waits for nothing, last issued: {issued[0]} {{age}} ago", issued[1]
+        return f"{NOTHING_AWAITED}, last issued: {issued[0]} {{age}} ago", issued[1]
     return "has done nothing yet", now
 
 

@@ -42,7 +42,6 @@ from fullshard.torch.sharding.shard import (
 )
 from fullshard.torch.sharding.summon import summon_full_params
 from fullshard.torch.step.managed import managed_unit_of, managed_units
-from fullshard.torch.step.tracker import runtime_of
 from fullshard.torch.unit.changes import LOW_PRECISION
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.sites import WRAPPED, ParamSites, clean_name
@@ -96,11 +95,12 @@ class FullyShardedDataParallel(
         ignored_states: as ``ignored_modules``, but may hold parameters too.
         device_mesh: a 1-D mesh, or (replicate, shard) in 2-D, instead of ``process_group``.
         compression: see `CommunicationCompression`; not part of FSDP1.
+        check_values: compare the values that ranks start with. Not part of FSDP1.
 
     Raises:
         ConfigurationError: parameters on several devices, a policy whose result is unknown, a group
-            that is none. Nothing has been changed then. Also a parameter on the meta device that
-            nobody initialised.
+            that is none, ranks that start with different values. Nothing has been changed then.
+            Also a parameter on the meta device that nobody initialised.
         UsageError: no process group and no launcher's environment.
     """
 
@@ -124,6 +124,7 @@ class FullyShardedDataParallel(
         device_mesh: Any = None,
         *,
         compression: CommunicationCompression | None = None,
+        check_values: bool = True,
     ):
         super().__init__()
         _check_wrappable(module)
@@ -147,7 +148,12 @@ class FullyShardedDataParallel(
             for each, its_own in options.items()
         }
         members = parameters_by_module(module, chosen, found.all_of_them)
-        agree(members_by_name(module, members), list(plans.values()))
+        agree(
+            members_by_name(module, members),
+            list(plans.values()),
+            check_values=check_values,
+            meta_on_some=False,
+        )
         found.claim()  # from here on things change
         move_buffers(module, found.device)
         self._wrap_all(module, plans, members, param_init_fn, not sync_module_states)
@@ -269,7 +275,7 @@ class FullyShardedDataParallel(
         """True if no wrapper around this one is known to run it."""
         managed = managed_unit_of(self)
         assert managed is not None
-        return runtime_of(self) is managed.tracker and managed.number == 0
+        return managed.tracker is None or managed.number == 0
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by ``hook``, once, for all units below.

@@ -44,6 +44,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     compression: CommunicationCompression | None = None,
+    check_values: bool = True,
 ) -> Any:
     """Shard the parameters of ``module`` that are not sharded yet, in place, as one unit.
 
@@ -65,6 +66,7 @@ def fully_shard(
         ignored_params: parameters that stay as they are on every rank, their gradients unreduced.
         dp_mesh_dims: which dims of a larger ``mesh`` to shard and to replicate over.
         compression: see `CommunicationCompression`; not part of FSDP2.
+        check_values: compare the values that ranks start with. Not part of FSDP2.
 
     Parameters on the meta device stay there until ``to_empty`` or
     ``load_state_dict(assign=True)``; what is not initialised by the first forward is found then.
@@ -73,7 +75,8 @@ def fully_shard(
         ``module``; its class is now a subclass of its own class and of `FSDPModule`.
 
     Raises:
-        ConfigurationError: parameters on several devices, or a mesh that is none.
+        ConfigurationError: parameters on several devices, a mesh that is none, ranks that start
+            with different values.
         NotSupportedError: a placement other than ``Shard(0)``.
         UsageError: no process group, or a module that is sharded already.
     """
@@ -93,7 +96,8 @@ def fully_shard(
         ranks, reshard_after_forward = _in_blocks(ranks, reshard_after_forward)
     ranks = compressed(ranks, compression)
     plan = Plan(ranks, found.device, reshard_after_forward, precision, offload)
-    agree({type(modules[0]).__name__: found.all_of_them}, [plan])
+    units = {type(modules[0]).__name__: found.all_of_them}
+    agree(units, [plan], check_values=check_values, meta_on_some=True)
     params = found.claim()
     for each in modules:
         move_buffers(each, found.device)

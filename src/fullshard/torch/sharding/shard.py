@@ -19,10 +19,11 @@ from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.ranks import Where, compute_device
 from fullshard.torch.optim.checks import watch_optimizers
 from fullshard.torch.sharding.find import TiedSites, find_parameters
+from fullshard.torch.sharding.same_values import values_are_checked, verify_values
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
-from fullshard.torch.step.tracker import Tracker, runtime_of
+from fullshard.torch.step.tracker import Tracker, ensure_tracker
 from fullshard.torch.unit.changes import give_up, take_over
-from fullshard.torch.unit.plan import Plan
+from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites, device_of
 from fullshard.torch.unit.unit import Unit
 
@@ -74,33 +75,47 @@ def shardable_parameters(
     return ToShard(params, tied, compute_device(where, device, device_id))
 
 
-def agree(units: Mapping[str, Sequence[ParamSites]], plans: Sequence[Plan]) -> None:
+def agree(
+    units: Mapping[str, Sequence[ParamSites]],
+    plans: Sequence[Plan],
+    *,
+    check_values: bool,
+    meta_on_some: bool,
+) -> None:
     """Make sure, before anything is changed, that all ranks mean the same. Collective.
 
     ``units`` are the parameters of each by its name, ``plans`` what goes with them. Where
-    parameters are (a device, the meta device) may differ. Raises `ConfigurationError` on all ranks
+    parameters are may differ (a device; the meta device, if ``meta_on_some`` allows it), their
+    values not, if ``check_values``: see `verify_values`. Raises `ConfigurationError` on all ranks
     if they do not agree, with the lines in which they differ, `NotSupportedError` for compression
     of what decides itself how it is gathered.
     """
-    lines: dict[str, str] = {}
+    check_values = values_are_checked(check_values)
+    lines = {"values": f"compared: {check_values}"}
     for (name, params), plan in zip(units.items(), plans, strict=True):
         ranks = plan.ranks
         block = ranks.block.size if ranks.block else None
         lines[f"unit {name!r}"] = (
             f"{ranks.gather.size} slices, {ranks.replicas.size} replicas, blocks of {block}, "
             f"reshard_after_forward={plan.reshard_after_forward}, {plan.precision}, "
-            f"{plan.offload}, {ranks.compression}"
+            f"{plan.offload}, {ranks.compression}, values of "
+            + ("each rank" if plan.values is own_value else "the first rank")
         )
-        for each in params:
+        for number, each in enumerate(params):
             spec = each.spec
             trained = "trained" if spec.trainable else "frozen"
             where = f"parameter {name + '.' if name else ''}{spec.name}"
-            lines[where] = f"{spec.shape} {spec.dtype} {trained}, also as {spec.aliases}"
+            # Ranks that registered them in another order would lay them out in that.
+            lines[where] = (
+                f"{spec.shape} {spec.dtype} {trained}, number {number}, also as {spec.aliases}"
+            )
     comms = dict.fromkeys(c for plan in plans for c in (plan.ranks.gather, plan.ranks.replicas))
     for comm in comms:
         verify_agreement(comm, lines, plans[0].device)
     for params, plan in zip(units.values(), plans, strict=True):
         _check_compressible(params, plan)
+    if check_values:
+        verify_values(units, plans, meta_on_some=meta_on_some)
 
 
 def _check_compressible(params: Sequence[ParamSites], plan: Plan) -> None:
@@ -168,8 +183,8 @@ def set_prefetch(
     are gathered ahead, and further reduces left under way, until those beside the last hold so many
     bytes: it keeps a link busy where units are small. All ranks must choose the same.
     """
-    runtime = runtime_of(module)
-    if not runtime.idle:
+    tracker = ensure_tracker(module)
+    if not tracker.idle:
         raise UsageError("prefetch can only be changed between steps, not in the middle of one")
-    reduces = runtime.prefetch.reduces_in_flight
-    runtime.set_prefetch(Prefetch(forward, backward, reduces, least_bytes))
+    reduces = tracker.prefetch.reduces_in_flight
+    tracker.set_prefetch(Prefetch(forward, backward, reduces, least_bytes))

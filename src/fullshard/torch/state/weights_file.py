@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.layout import Span
 from fullshard.core.safetensors_format import Entry, FileWriter, Place, header_of, places_in
 from fullshard.torch.comm.protocol import Comm, Parts, Work
 from fullshard.torch.comm.ranks import Ranks
 from fullshard.torch.comm.roll_call import call_roll
-from fullshard.torch.step.tracker import runtime_of
+from fullshard.torch.step.managed import managed_units
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.tensor_parallel import tensor_parallel_of
@@ -50,7 +50,8 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     there under each of its names). Elements go to rank 0 in pieces of at most 8 MiB, of which it
     holds two at a time while it writes; other ranks need no memory. (Parameters that are cut along
     a tensor axis too are gathered one by one instead.) The file appears at ``path`` when it is
-    complete.
+    complete; until then, and never after a failure, ``path.partial`` is there. It takes the place
+    of a regular file only.
 
     Raises:
         ConfigurationError: on all ranks, if rank 0 cannot write the file, or the format cannot hold
@@ -60,19 +61,23 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     entries = _Entries(model)
     entries.call_roll("save_full_weights()")
     target = Path(path)
-    writer = FileWriter(target, header_of(entries_of(entries.values))) if entries.first else None
-    # One piece travels while the one before it is written.
-    before: _Piece | None = None
-    for piece in _pieces(entries):
+    header = header_of(entries_of(entries.values))
+    writer = FileWriter(target, header) if entries.first else None
+    try:
+        # One piece travels while the one before it is written.
+        before: _Piece | None = None
+        for piece in _pieces(entries):
+            if before is not None:
+                before.finish(writer)
+            before = piece
         if before is not None:
             before.finish(writer)
-        before = piece
-    if before is not None:
-        before.finish(writer)
-    failure = None
-    if writer is not None:
-        writer.finish()
-        failure = writer.failure
+        if writer is not None:
+            writer.finish()
+    finally:
+        if writer is not None:
+            writer.abandon()
+    failure = writer.failure if writer is not None else None
     entries.raise_together(f"could not write the weights to {target}", failure)
 
 
@@ -130,7 +135,7 @@ class _Entries:
                     f"{name!r} is on the meta device; call to_empty on the model first"
                 )
         self.device = next((t.device for t in self.values.values()), torch.device("cpu"))
-        self._ranks: Ranks = runtime_of(model).executor.units[0].unit.ranks
+        self._ranks = _ranks_of(model)
         owners = [t.ownership for t in self.values.values() if isinstance(t, ShardedParameter)]
         self.shard_comms = list(dict.fromkeys(owner.comm for owner in owners))
         self._comms = list(dict.fromkeys(comm for owner in owners for comm in owner.comms))
@@ -150,6 +155,13 @@ class _Entries:
         if self._ranks.any(bool(failed), failed.device):
             detail = failure or "the error is on another rank"
             raise ConfigurationError(f"{what}: {detail}") from failure
+
+
+def _ranks_of(model: nn.Module) -> Ranks:
+    """Return the ranks of the first unit of ``model``; which rank writes follows from them."""
+    for managed in managed_units(model):
+        return managed.unit.ranks
+    raise UsageError(f"{type(model).__name__} holds no sharded unit; shard it first")
 
 
 # -- writing -------------------------------------------------------------------------------------

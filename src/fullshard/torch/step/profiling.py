@@ -4,7 +4,7 @@
 from typing import Any
 
 import torch
-from torch.profiler import record_function
+from torch.autograd.profiler import record_function
 
 __all__ = ["UnitMarks", "profiler_runs"]
 

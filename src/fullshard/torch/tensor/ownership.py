@@ -4,7 +4,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from operator import eq
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,7 +19,14 @@ from fullshard.torch.comm.protocol import Comm, members_of
 from fullshard.torch.tensor.reslice import Cut, recut, rows_of_ranks
 from fullshard.torch.tensor.tensor_parallel import TensorParallel
 
-__all__ = ["Ownership"]
+__all__ = ["Ownership", "next_serial"]
+
+_serials: "WeakKeyDictionary[Comm, count[int]]" = WeakKeyDictionary()
+
+
+def next_serial(comm: Comm) -> int:
+    """The number of a parameter that the ranks of ``comm`` shard now, all together."""
+    return next(_serials.setdefault(comm, count()))
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,16 @@ class Ownership:
     comm: Comm
     device_mesh: DeviceMesh | None = None
     tensor_parallel: TensorParallel | None = None
+    serial: int = 0  # in the order in which the ranks of ``comm`` sharded parameters
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Sorts parameters in an order on which the ranks that hold them agree.
+
+        By name, which is the same on all ranks whatever order people built their models in; those
+        of several models that share a name in the order in which they were sharded.
+        """
+        return self.name, getattr(self.comm, "members", ()), self.serial
 
     @property
     def span(self) -> Span:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.layout import Layout, Segment, Slot, Span
-from fullshard.torch.tensor.ownership import Ownership
+from fullshard.torch.tensor.ownership import Ownership, next_serial
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import is_extended, plain_data, without_values
@@ -98,6 +98,7 @@ class Shards:
             comm=ranks.gather,
             device_mesh=ranks.device_mesh,
             tensor_parallel=each.tensor_parallel,
+            serial=next_serial(ranks.gather),
         )
         value = values(each)
         if not (value.device.type == "meta" and self.device.type != "meta"):

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of a run: everything that the user, or the search, may choose."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.spec import item_bytes
+from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
+
+__all__ = ["OPTIMIZERS", "Loss", "Recompute", "Run", "Wrap"]
+
+
+class Wrap(Enum):
+    """Which modules become units beside the root."""
+
+    NONE = "none"  # the root alone
+    BLOCK = "block"  # each block
+    PART = "part"  # each part: attention, feed-forward, embedding, head
+    BLOCK_AND_ENDS = "block+ends"  # each block, the embedding and the head
+
+
+class Recompute(Enum):
+    """What forward does not keep and backward computes again."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # cheap operations; matrix products and attention are kept
+    FULL = "full"  # all but the inputs of blocks
+
+
+class Loss(Enum):
+    """How the last projection and the cross-entropy are computed."""
+
+    PLAIN = "plain"  # logits, then a float32 copy for the loss
+    FUSED = "fused"  # one kernel over the logits, gradient in place
+    CHUNKED = "chunked"  # projection and loss over pieces of the tokens
+
+
+OPTIMIZERS: dict[str, int] = {"adamw": 2, "adam": 2, "lion": 1, "momentum": 1, "sgd": 0}
+"""States per parameter, each in the dtype in which the parameter rests."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a model is trained.
+
+    ``micro_batch`` is samples per device and forward, ``sequence`` their length (0: the model's),
+    ``accumulate`` micro-batches per step. ``param_dtype`` is how parameters rest; ``precision``
+    says in which dtypes they are gathered and reduced, ``activations`` in which dtype the model
+    computes (autocast, or that of the parameters). ``replicas`` is the number of groups under
+    hybrid sharding. ``recompute_every`` n recomputes each n-th block, ``recompute_blocks`` only so
+    many. ``lora_rank`` 0 trains all parameters. ``sync_each`` False keeps full gradients between
+    micro-batches and reduces once. ``tensor_parallel`` devices share each layer.
+    """
+
+    micro_batch: int = 1
+    sequence: int = 0
+    accumulate: int = 1
+    sync_each: bool = True
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    replicas: int = 1
+    wrap: Wrap = Wrap.BLOCK
+    reshard_root: bool = False
+    param_dtype: str = "float32"
+    precision: Precision = field(
+        default_factory=lambda: Precision(compute="bfloat16", reduce="float32")
+    )
+    recompute: Recompute = Recompute.NONE
+    recompute_every: int = 1
+    recompute_blocks: int | None = None
+    offload: Offload = field(default_factory=Offload)
+    prefetch: Prefetch = field(default_factory=Prefetch)
+    optimizer: str = "adamw"
+    fused_optimizer: bool = True
+    lora_rank: int = 0
+    compiled: bool = False
+    loss: Loss = Loss.PLAIN
+    tensor_parallel: int = 1
+    fp8: bool = False
+    autocast: str | None = None
+
+    def __post_init__(self) -> None:
+        least: dict[str, int] = {
+            "micro_batch": 1,
+            "sequence": 0,
+            "accumulate": 1,
+            "replicas": 1,
+            "recompute_every": 1,
+            "lora_rank": 0,
+            "tensor_parallel": 1,
+        }
+        for name, smallest in least.items():
+            _check_whole(name, getattr(self, name), smallest)
+        if self.recompute_blocks is not None:
+            _check_whole("recompute_blocks", self.recompute_blocks, 0)
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigurationError(
+                f"optimizer {self.optimizer!r} is not known: {', '.join(OPTIMIZERS)}"
+            )
+        for dtype in (self.param_dtype, self.autocast, self.precision.compute):
+            if dtype is not None:
+                item_bytes(dtype)
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of activations and matrix products."""
+        return self.autocast or self.precision.full_dtype(self.param_dtype)
+
+    def recomputed(self, block: int) -> bool:
+        """True if block number ``block`` recomputes anything."""
+        if self.recompute is Recompute.NONE or block % self.recompute_every:
+            return False
+        limit = self.recompute_blocks
+        return limit is None or block // self.recompute_every < limit
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(
+            f"{name} must be a whole number of at least {least}, got {value!r}"
+        )

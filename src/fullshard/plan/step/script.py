@@ -5,11 +5,11 @@ Memory and time are both read off this list. The ops are those of `fullshard.cor
 as the engine asks it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from fullshard.core.schedule import Event, Moment, Op, compile_step
+from fullshard.core.schedule import Event, Moment, Op, OpKind, compile_step
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.model.model import Model
 from fullshard.plan.model.operations import Call
@@ -50,16 +50,20 @@ class Script:
     lines: tuple[Act | Op, ...]
 
 
-def write_script(model: Model, run: Run, cluster: Cluster) -> Script:
-    """Write one forward and backward of ``model`` down, with every unit's ops."""
-    units = units_of(model, run, cluster)
+def write_script(model: Model, run: Run, cluster: Cluster, *, reduces: bool = True) -> Script:
+    """Write one forward and backward of ``model`` down, with every unit's ops.
+
+    ``reduces`` is false for a micro-batch whose gradients stay full until a later one's.
+    """
+    units = units_of(model, run, cluster, reduces=reduces)
     calls = model.calls(run)
     blocks = _blocks_of(calls, model.blocks)
     owners = _owners(calls, units)
     walked = list(_walk(calls, blocks, owners, units, run))
     events = [each for each in walked if isinstance(each, Event)]
     policies = {number: each.policy for number, each in enumerate(units)}
-    ops = iter(compile_step(events, policies, run.prefetch))
+    compiled = compile_step(events, policies, run.prefetch)
+    ops = iter(_as_carried_out(compiled, units))
     lines: list[Act | Op] = []
     for each in walked:
         if isinstance(each, Event):
@@ -67,6 +71,24 @@ def write_script(model: Model, run: Run, cluster: Cluster) -> Script:
         else:
             lines.append(each)
     return Script(units, calls, blocks, tuple(events), tuple(lines))
+
+
+def _as_carried_out(
+    compiled: Iterable[Sequence[Op]], units: Sequence[PlannedUnit]
+) -> Iterator[list[Op]]:
+    """What the engine makes of the ops of each event.
+
+    A unit that nobody shares has nothing to wait for: its gradients are delivered at once.
+    """
+    alone = {
+        number
+        for number, unit in enumerate(units)
+        if unit.cost.solo and not unit.cost.all_reduce_bytes
+    }
+    for ops in compiled:
+        done = [op for op in ops if not (op.kind is OpKind.AWAIT_REDUCE and op.unit in alone)]
+        reduced = [op.unit for op in done if op.kind is OpKind.REDUCE and op.unit in alone]
+        yield done + [Op(OpKind.AWAIT_REDUCE, unit) for unit in reduced]
 
 
 def _blocks_of(calls: Sequence[Call], blocks: Sequence[str]) -> tuple[int | None, ...]:

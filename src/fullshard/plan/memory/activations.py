@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fullshard.core.spec import item_bytes
 from fullshard.plan.model.operations import Call, Operation
 from fullshard.plan.run import Recompute, Run
-from fullshard.plan.step.script import Act, Phase, Script
+from fullshard.plan.step.script import Act, Phase, Script, Stretch
 
 __all__ = ["Activations"]
 
@@ -37,11 +37,15 @@ class Activations:
         self._kept_of: dict[int, tuple[int, int]] = {}  # by call
 
     def gives_gradients(self, act: Act) -> bool:
-        """True if the backward of ``act`` makes the gradient of a parameter of its unit."""
-        return bool(self._gradients.largest[act.call])
+        """True if ``act`` makes the gradient of a parameter of its unit."""
+        if self._script.stretches:
+            return self._script.stretches[act.call].fills
+        return act.phase is Phase.BACKWARD and bool(self._gradients.largest[act.call])
 
     def carry_out(self, act: Act) -> tuple[int, int]:
         """Do what ``act`` says; returns the most activations and logits held meanwhile."""
+        if self._script.stretches:
+            return self._measured(self._script.stretches[act.call])
         call = self._script.calls[act.call]
         memory = self._memory_of(call)
         if act.phase is Phase.BACKWARD:
@@ -53,6 +57,12 @@ class Activations:
             self._keep(act.call, memory.saved, memory.saved_logits)
         peak, logits_peak = memory.forward_peak
         return max(self.kept, before[0] + peak), max(self.logits, before[1] + logits_peak)
+
+    def _measured(self, stretch: Stretch) -> tuple[int, int]:
+        most = self.kept + stretch.peak[0], self.logits + stretch.peak[1]
+        self.kept += stretch.change[0]
+        self.logits += stretch.change[1]
+        return most
 
     def end_step(self) -> None:
         """Nothing is left of the graph."""

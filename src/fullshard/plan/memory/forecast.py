@@ -178,9 +178,8 @@ def planned_trace(script: Script, run: Run, cluster: Cluster) -> Trace:
         if isinstance(line, Op):
             held.carry_out(line)
             note(line.kind.value, line.unit)
-        elif line.phase is Phase.BACKWARD and activations.gives_gradients(line):
-            if held.fill(line.unit):
-                note("fill", line.unit)
+        elif activations.gives_gradients(line) and held.fill(line.unit):
+            note("fill", line.unit)
     return trace
 
 
@@ -236,7 +235,7 @@ class _Replay:
 
     def _act(self, act: Act) -> Bytes:
         acts = self._activations
-        if act.phase is Phase.BACKWARD and acts.gives_gradients(act):
+        if acts.gives_gradients(act):
             self._held.fill(act.unit)
         kept, logits = acts.carry_out(act)
         return (

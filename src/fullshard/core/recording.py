@@ -17,7 +17,15 @@ from typing import NamedTuple
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 
-__all__ = ["Mark", "MarkKind", "MemoryUse", "RecordedCall", "RecordedOp", "StepRecording"]
+__all__ = [
+    "Mark",
+    "MarkKind",
+    "MemoryUse",
+    "RecordedCall",
+    "RecordedOp",
+    "StepRecording",
+    "WatchedInput",
+]
 
 
 class MarkKind(Enum):
@@ -28,7 +36,7 @@ class MarkKind(Enum):
     FORWARD_BEGIN = "forward_begin"  # of call ``number``
     FORWARD_END = "forward_end"
     BACKWARD_BEGIN = "backward_begin"  # a gradient of the call's output is there
-    INPUTS_DONE = "inputs_done"  # the gradients of all the call's inputs are there
+    INPUT_DONE = "input_done"  # the gradient of watched input ``number`` is there
     CALL_GONE = "call_gone"  # no backward can reach the call any more
     GRADIENT = "gradient"  # of parameter ``number``; its memory is given away now
     ALLOCATE = "allocate"  # block ``number``
@@ -55,16 +63,24 @@ class MemoryUse(Enum):
 class RecordedCall:
     """One forward of a module.
 
-    ``parent`` is the call inside whose forward it ran (-1 for none), ``watched`` how many of its
-    inputs need a gradient, ``leads_back`` if a backward can come to it, ``with_grad`` if it ran
-    with gradients enabled.
+    ``leads_back`` is true if a backward can come to it, ``with_grad`` if it ran with gradients
+    enabled.
     """
 
     module: str
-    parent: int = -1
-    watched: int = 0
     leads_back: bool = True
     with_grad: bool = True
+
+
+class WatchedInput(NamedTuple):
+    """An input of call ``call`` that needs a gradient.
+
+    Of a tensor that several calls take, the first one watches the tensor itself, and each other a
+    view of its own: ``source`` is then the number of the input that it is a view of, else -1.
+    """
+
+    call: int
+    source: int = -1
 
 
 @dataclass(frozen=True)
@@ -91,6 +107,7 @@ class StepRecording:
 
     params: tuple[ParamSpec, ...]
     calls: tuple[RecordedCall, ...]
+    inputs: tuple[WatchedInput, ...]
     blocks: tuple[tuple[int, MemoryUse], ...]
     ops: tuple[RecordedOp, ...]
     marks: tuple[Mark, ...]
@@ -121,6 +138,7 @@ class StepRecording:
         written = {
             "params": [asdict(param) for param in self.params],
             "calls": [asdict(call) for call in self.calls],
+            "inputs": self.inputs,
             "blocks": [[size, use.value] for size, use in self.blocks],
             "ops": [asdict(op) for op in self.ops],
             "marks": [[mark.kind.value, mark.number] for mark in self.marks],
@@ -136,6 +154,7 @@ class StepRecording:
             recording = cls(
                 tuple(_param(each) for each in read["params"]),
                 tuple(RecordedCall(**each) for each in read["calls"]),
+                tuple(WatchedInput(*map(int, each)) for each in read["inputs"]),
                 tuple((int(size), MemoryUse(use)) for size, use in read["blocks"]),
                 tuple(RecordedOp(**each) for each in read["ops"]),
                 tuple(Mark(MarkKind(kind), int(number)) for kind, number in read["marks"]),
@@ -149,6 +168,7 @@ class StepRecording:
     def _check(self) -> None:
         numbered: dict[MarkKind, Sequence[object]] = {
             MarkKind.GRADIENT: self.params,
+            MarkKind.INPUT_DONE: self.inputs,
             MarkKind.ALLOCATE: self.blocks,
             MarkKind.RELEASE: self.blocks,
             MarkKind.OP: self.ops,
@@ -158,6 +178,9 @@ class StepRecording:
             known = len(numbered.get(kind, self.calls))
             if not (0 <= number < known or kind is MarkKind.BACKWARD_OVER):
                 raise ValueError(f"{kind.value} of number {number}, of which there are {known}")
+        for number, (call, source) in enumerate(self.inputs):
+            if not (0 <= call < len(self.calls) and -1 <= source < number):
+                raise ValueError(f"input {number} is of call {call} and from input {source}")
 
 
 def _param(read: dict[str, object]) -> ParamSpec:

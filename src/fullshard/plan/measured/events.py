@@ -18,8 +18,10 @@ __all__ = ["EventsOfRecording"]
 class _Call:
     """One forward of a unit's module."""
 
-    def __init__(self, unit: "_Unit", number: int, watched: int, parent: "_Call | None"):
-        self.unit, self.number, self.watched, self.parent = unit, number, watched, parent
+    def __init__(self, unit: "_Unit", number: int, parent: "_Call | None"):
+        self.unit, self.number, self.parent = unit, number, parent
+        self.watched = 0  # inputs that need gradients
+        self.to_come = 0
         self.begun = False
         self.began_at = 0
 
@@ -73,6 +75,10 @@ class EventsOfRecording:
             self._owners.update(dict.fromkeys(trained, unit))
         self._running: list[tuple[_Unit, _Call]] = []
         self._calls: dict[int, _Call] = {}
+        self._inputs_of: dict[int, list[int]] = {}  # by call
+        for number, watched in enumerate(recording.inputs):
+            self._inputs_of.setdefault(watched.call, []).append(number)
+        self._waiting: dict[int, _Call] = {}  # by the input whose gradient tells
         self._due: dict[_Unit, None] = {}
         self._late: list[_Unit] = []
         self._open: list[_Unit] = []
@@ -86,7 +92,7 @@ class EventsOfRecording:
             MarkKind.FORWARD_BEGIN: self._forward_begins,
             MarkKind.FORWARD_END: self._forward_ends,
             MarkKind.BACKWARD_BEGIN: self._backward_begins,
-            MarkKind.INPUTS_DONE: self._inputs_done,
+            MarkKind.INPUT_DONE: self._input_done,
             MarkKind.CALL_GONE: self._call_gone,
             MarkKind.GRADIENT: self._gradient_arrives,
             MarkKind.BACKWARD_OVER: self._backward_over,
@@ -114,7 +120,8 @@ class EventsOfRecording:
         if unit is None or any(running is unit for running, _ in self._running):
             return
         parent = self._running[-1][1] if self._running else None
-        call = self._calls[number] = _Call(unit, number, recorded.watched, parent)
+        call = self._calls[number] = _Call(unit, number, parent)
+        self._watch_inputs(call)
         self._running.append((unit, call))
         self._tell(Moment.FORWARD_BEGIN, unit)
         unit.counts = recorded.with_grad and not (self._in_backward and unit in self._due)
@@ -126,6 +133,19 @@ class EventsOfRecording:
             self._due.pop(unit, None)
             self._due[unit] = None
         call.began_at = self._now
+
+    def _watch_inputs(self, call: _Call) -> None:
+        """Wait for what the engine waits for: views are made between units, not between modules."""
+        inputs = self._recording.inputs
+        for number in self._inputs_of.get(call.number, ()):
+            taken = inputs[number].source  # what the unit's module is given
+            while (
+                taken >= 0 and inputs[taken].source >= 0 and inputs[taken].call not in self._calls
+            ):
+                taken = inputs[taken].source
+            first = taken >= 0 and taken not in self._waiting
+            self._waiting[taken if first else number] = call
+            call.watched += 1
 
     def _forward_ends(self, number: int) -> None:
         call = self._calls.get(number)
@@ -157,6 +177,7 @@ class EventsOfRecording:
             self._begin_call(parent)
         unit = call.unit
         call.begun = self._in_backward = True
+        call.to_come = call.watched
         unit.last_begun = unit.calls[call.number] = call
         unit.expecting = True
         if unit.open:
@@ -202,11 +223,14 @@ class EventsOfRecording:
         if not unit.awaits_inputs:
             self._end_what_is_over(unit)
 
-    def _inputs_done(self, number: int) -> None:
-        call = self._calls.get(number)
-        if call is not None:
+    def _input_done(self, number: int) -> None:
+        call = self._waiting.get(number)
+        if call is None:
+            return
+        call.to_come -= 1
+        if call.begun and call.to_come == 0:
             call.begun = False
-            call.unit.calls.pop(number, None)
+            call.unit.calls.pop(call.number, None)
             self._end_what_is_over(call.unit)
 
     def _call_gone(self, number: int) -> None:

@@ -73,7 +73,8 @@ def record_step(
         tape.stop()
     return StepRecording(
         tuple(each.spec for each in params),
-        tape.recorded_calls,
+        tuple(tape.calls),
+        tuple(tape.inputs),
         tuple(tape.blocks),
         tuple(tape.ops),
         tuple(tape.marks),
@@ -139,9 +140,7 @@ def _default_loss(output: Any) -> Tensor:
 
 def _fake(structure: Any, device: torch.device) -> Any:
     def fake(tensor: Tensor) -> Tensor:
-        made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
-        )
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return made.requires_grad_(tensor.requires_grad)
 
     return map_tensors(structure, fake)

@@ -3,6 +3,8 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from fullshard.core.recording import Mark, MarkKind, MemoryUse, RecordedCall, RecordedOp
+from fullshard.core.recording import (
+    Mark,
+    MarkKind,
+    MemoryUse,
+    RecordedCall,
+    RecordedOp,
+    WatchedInput,
+)
 from fullshard.torch.modules import map_tensors, tensors_in
 
 __all__ = ["CallToken", "Tape"]
@@ -24,7 +33,8 @@ class Tape:
 
     def __init__(self, known: Sequence[Tensor]):
         self.marks: list[Mark] = []
-        self.calls: list[CallToken.Facts] = []
+        self.calls: list[RecordedCall] = []
+        self.inputs: list[WatchedInput] = []
         self.blocks: list[tuple[int, MemoryUse]] = []
         self.ops: list[RecordedOp] = []
         self.use = MemoryUse.ACTIVATIONS
@@ -68,11 +78,6 @@ class Tape:
         if number is not None:
             self.blocks[number] = self.blocks[number][0], MemoryUse.LOGITS_AND_LOSS
 
-    @property
-    def recorded_calls(self) -> tuple[RecordedCall, ...]:
-        """The calls, when the step is over."""
-        return tuple(facts.told() for facts in self.calls)
-
 
 class OpsMode(TorchDispatchMode):
     """Notes each operation, forward and backward, and the memory of what it returns."""
@@ -100,7 +105,7 @@ class OpsMode(TorchDispatchMode):
         count = flop_registry.get(func._overloadpacket)
         flops = count(*args, **kwargs, out_val=output) if count is not None else 0
         moved = sum(each.numel() * each.element_size() for each in [*taken, *given])
-        module = tape.running[-1].facts.module if tape.running else tape.last_begun
+        module = tape.running[-1].module if tape.running else tape.last_begun
         tape.ops.append(RecordedOp(func._overloadpacket.__name__, module, float(flops), moved))
         tape.mark(MarkKind.OP, len(tape.ops) - 1)
 
@@ -108,56 +113,44 @@ class OpsMode(TorchDispatchMode):
 class CallToken:
     """One call of a module while autograd's graph of it exists."""
 
-    class Facts:
-        """What is kept of a call when it is gone."""
-
-        def __init__(self, module: str, parent: int, with_grad: bool):
-            self.module, self.parent, self.with_grad = module, parent, with_grad
-            self.watched, self.leads_back = 0, False
-
-        def told(self) -> RecordedCall:
-            """As a recording has it."""
-            return RecordedCall(
-                self.module, self.parent, self.watched, self.leads_back, self.with_grad
-            )
-
     def __init__(self, tape: Tape, module: str):
-        parent = tape.running[-1].number if tape.running else -1
-        self.facts = CallToken.Facts(module, parent, torch.is_grad_enabled())
+        self.module = module
         self.number = len(tape.calls)
+        self._outermost = not tape.running
         self._tape = tape
         self._first_node = torch._C._autograd._get_sequence_nr()
-        self._to_come = 0
-        self._begun = self._over = False
-        tape.calls.append(self.facts)
+        self._begun = False
+        tape.calls.append(RecordedCall(module, False, torch.is_grad_enabled()))
         gone = weakref.finalize(self, tape.mark, MarkKind.CALL_GONE, self.number)
         gone.atexit = False
 
     def watch_inputs(self, given: Any) -> Any:
-        """Hear when the gradients of the inputs are there; returns inputs to go on with."""
-        # An input that several modules watch gets a view for each: its own gradient is complete
-        # only when all of them are over.
-        views: dict[int, Tensor] = {}
+        """Hear when the gradients of the inputs are there; returns inputs to go on with.
 
-        def own(tensor: Tensor) -> Tensor:
-            if not tensor.requires_grad or _WATCHED not in tensor.__dict__:
-                return tensor
-            return views.setdefault(id(tensor), tensor.view_as(tensor))
+        An input that other calls watch already is replaced by a view: its own gradient is complete
+        only when all of them are over.
+        """
+        views: dict[int, Tensor] = {}  # what was one tensor stays one
 
-        inputs = list(tensors_in(given, _needs_grad))
-        if any(_WATCHED in tensor.__dict__ for tensor in inputs):
-            given = map_tensors(given, own)
-            inputs = list(tensors_in(given, _needs_grad))
-        self._to_come = self.facts.watched = len(inputs)
-        for tensor in inputs:
-            setattr(tensor, _WATCHED, True)
-            tensor.register_hook(self._on_input_gradient)  # type: ignore[no-untyped-call]
-        return given
+        def watched(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad or id(tensor) in views:
+                return views.get(id(tensor), tensor)
+            source = tensor.__dict__.get(_WATCHED, -1)
+            own = tensor if source < 0 else tensor.view_as(tensor)
+            views[id(tensor)] = views[id(own)] = own
+            number = len(self._tape.inputs)
+            self._tape.inputs.append(WatchedInput(self.number, source))
+            setattr(own, _WATCHED, number)
+            hook = partial(_tell, self._tape, number)
+            own.register_hook(hook)  # type: ignore[no-untyped-call]
+            return own
+
+        return map_tensors(given, watched)
 
     def watch_outputs(self, given: Any) -> None:
         """Hear when the first gradient of the outputs is there."""
         for tensor in tensors_in(given, _needs_grad):
-            self.facts.leads_back = True
+            self._tape.calls[self.number] = replace(self._tape.calls[self.number], leads_back=True)
             node = tensor.grad_fn
             if node is None:
                 continue
@@ -167,18 +160,16 @@ class CallToken:
                 base.register_prehook(self._on_output_gradient)
 
     def _on_output_gradient(self, _grads: object) -> None:
-        if not self._begun and not self._over:
+        if not self._begun:
             self._begun = True
-            self._to_come = self.facts.watched
-            self._tape.use = MemoryUse.ACTIVATIONS if self.facts.parent >= 0 else self._tape.use
-            self._tape.last_begun = self.facts.module
+            if not self._outermost:
+                self._tape.use = MemoryUse.ACTIVATIONS
+            self._tape.last_begun = self.module
             self._tape.mark(MarkKind.BACKWARD_BEGIN, self.number)
 
-    def _on_input_gradient(self, _grad: object) -> None:
-        self._to_come -= 1
-        if self._begun and self._to_come == 0:
-            self._begun, self._over = False, True
-            self._tape.mark(MarkKind.INPUTS_DONE, self.number)
+
+def _tell(tape: Tape, number: int, _grad: object) -> None:
+    tape.mark(MarkKind.INPUT_DONE, number)
 
 
 def watch_module(tape: Tape, module: nn.Module, path: str) -> list[Callable[[], None]]:

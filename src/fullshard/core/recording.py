@@ -102,7 +102,8 @@ class StepRecording:
     """A recorded step: its parameters, and marks in order.
 
     ``blocks`` holds (bytes, use) of each block of memory. ``compute_dtype`` is the dtype that
-    floating-point parameters had, None if they kept their own.
+    floating-point parameters had, None if they kept their own. ``buffers_bytes`` are those of the
+    modules' buffers, which every rank has whole.
     """
 
     params: tuple[ParamSpec, ...]
@@ -112,6 +113,7 @@ class StepRecording:
     ops: tuple[RecordedOp, ...]
     marks: tuple[Mark, ...]
     compute_dtype: str | None = None
+    buffers_bytes: int = 0
 
     def __iter__(self) -> Iterator[Mark]:
         return iter(self.marks)
@@ -143,6 +145,7 @@ class StepRecording:
             "ops": [asdict(op) for op in self.ops],
             "marks": [[mark.kind.value, mark.number] for mark in self.marks],
             "compute_dtype": self.compute_dtype,
+            "buffers_bytes": self.buffers_bytes,
         }
         Path(path).write_text(json.dumps(written), encoding="utf-8")
 
@@ -159,6 +162,7 @@ class StepRecording:
                 tuple(RecordedOp(**each) for each in read["ops"]),
                 tuple(Mark(MarkKind(kind), int(number)) for kind, number in read["marks"]),
                 read["compute_dtype"],
+                int(read["buffers_bytes"]),
             )
             recording._check()
         except (KeyError, TypeError, ValueError) as error:

@@ -159,4 +159,9 @@ class _WalkWriter:
     def written(self) -> Walk:
         """All of it, when the recording is over."""
         self._end()
-        return Walk(tuple(self._calls), tuple(self._stretches), tuple(self._walked))
+        return Walk(
+            tuple(self._calls),
+            tuple(self._stretches),
+            tuple(self._walked),
+            self._recording.buffers_bytes,
+        )

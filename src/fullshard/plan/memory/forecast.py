@@ -206,7 +206,8 @@ class _Replay:
         self._activations = Activations(script, run)
         self._filled: set[int] = set()
         state = self.resting
-        self._parameters = state.working_bytes + (0 if state.on_host else state.parameters_bytes)
+        shards = 0 if state.on_host else state.parameters_bytes
+        self._parameters = script.buffers_bytes + state.working_bytes + shards
         self._optimizer = 0 if state.on_host else state.optimizer_bytes
 
     def lines(self) -> Iterator[tuple[int, Bytes]]:

@@ -56,7 +56,8 @@ class Script:
 
     ``events`` are what the engine's hooks report. ``blocks[n]`` is the block of call n, if any. A
     model that was measured has ``stretches``: call n then stands for one act alone, whose memory is
-    that of stretch n, and whose work is the same whichever phase the act has.
+    that of stretch n, and whose work is the same whichever phase the act has. ``buffers_bytes``
+    are those of the modules' buffers, which no unit has.
     """
 
     units: tuple[PlannedUnit, ...]
@@ -65,6 +66,7 @@ class Script:
     events: tuple[Event, ...]
     lines: tuple[Act | Op, ...]
     stretches: tuple[Stretch, ...] = ()
+    buffers_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Walk:
     calls: tuple[Call, ...]
     stretches: tuple[Stretch, ...]
     walked: tuple[Event | Act, ...]
+    buffers_bytes: int = 0
 
 
 @runtime_checkable
@@ -108,7 +111,15 @@ def write_script(model: Model, run: Run, cluster: Cluster, *, reduces: bool = Tr
         else:
             lines.append(each)
     blocks = _blocks_of(walk.calls, model.blocks)
-    return Script(units, walk.calls, blocks, tuple(events), tuple(lines), walk.stretches)
+    return Script(
+        units,
+        walk.calls,
+        blocks,
+        tuple(events),
+        tuple(lines),
+        walk.stretches,
+        walk.buffers_bytes,
+    )
 
 
 def _as_carried_out(

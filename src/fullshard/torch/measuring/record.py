@@ -19,7 +19,7 @@ from fullshard.core.strategy import Precision
 from fullshard.plan.measured import MeasuredModel
 from fullshard.torch.buffers import dtype_name, dtype_of
 from fullshard.torch.measuring.tape import OpsMode, Tape, watch_module
-from fullshard.torch.modules import ParamSites, clean_name, find_parameters, map_tensors
+from fullshard.torch.modules import ParamSites, clean_name, find_parameters, map_tensors, tensors_in
 
 __all__ = ["measure", "record_step"]
 
@@ -79,6 +79,7 @@ def record_step(
         tuple(tape.ops),
         tuple(tape.marks),
         None if compute_dtype is None else dtype_name(compute_dtype),
+        sum({id(each): each.nbytes for each in model.buffers()}.values()),
     )
 
 
@@ -108,18 +109,24 @@ def _step(
     tape: Tape,
 ) -> None:
     args, kwargs = given
-    map_tensors(given, lambda tensor: tape.sees(tensor) or tensor)
+    for tensor in tensors_in(given, _is_any):
+        tape.sees(tensor)
     if compute_dtype is not None:
         args, kwargs = map_tensors(given, _cast_to(compute_dtype))
     output = model(*args, **kwargs)
     tape.use = MemoryUse.LOGITS_AND_LOSS
-    map_tensors(output, lambda tensor: tape.tell_apart(tensor) or tensor)
+    for tensor in tensors_in(output, _is_any):
+        tape.tell_apart(tensor)
     value = (loss or _default_loss)(output)
     if not value.requires_grad:
         raise ConfigurationError("the loss of the recorded step needs no gradient")
     del output, given, args, kwargs
     value.backward()  # type: ignore[no-untyped-call]
     tape.mark(MarkKind.BACKWARD_OVER, 0)
+
+
+def _is_any(_tensor: Tensor) -> bool:
+    return True
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -130,9 +137,7 @@ def _default_loss(output: Any) -> Tensor:
     value = getattr(output, "loss", None)
     if isinstance(value, Tensor):
         return value
-    found: list[Tensor] = []
-    map_tensors(output, lambda tensor: found.append(tensor) or tensor)
-    sums = [tensor.sum() for tensor in found if tensor.requires_grad]
+    sums = [tensor.sum() for tensor in tensors_in(output, lambda each: each.requires_grad)]
     if not sums:
         raise ConfigurationError("no output of the recorded step needs a gradient")
     return torch.stack([each.float() for each in sums]).sum() if len(sums) > 1 else sums[0]
@@ -167,10 +172,10 @@ def _stand_ins(
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                fake = made.setdefault(id(buffer), _fake(buffer, device))
+                stand_in = made.setdefault(id(buffer), _fake(buffer, device))
                 kept.append((module._buffers, name, buffer))
-                module._buffers[name] = fake
-                shown.append(fake)
+                module._buffers[name] = stand_in
+                shown.append(stand_in)
     try:
         yield shown
     finally:
@@ -189,7 +194,7 @@ def _watch_gradient(tape: Tape, param: Tensor, index: int) -> Callable[[], None]
         tape.mark(MarkKind.GRADIENT, index)
         each.grad = None
 
-    handle = param.register_post_accumulate_grad_hook(take)
+    handle = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
     return handle.remove  # type: ignore[no-any-return]
 
 

@@ -21,6 +21,7 @@ from fullshard.core.recording import (
     RecordedOp,
     WatchedInput,
 )
+from fullshard.torch.measuring.workspace import workspace_bytes
 from fullshard.torch.modules import map_tensors, tensors_in
 
 __all__ = ["CallToken", "Tape"]
@@ -72,6 +73,13 @@ class Tape:
         self._references[key] = weakref.ref(storage, release)
         self.mark(MarkKind.ALLOCATE, number)
 
+    def holds_for_a_moment(self, size: int) -> None:
+        """Note memory that is gone again when the operation is over."""
+        if size:
+            self.blocks.append((size, self.use))
+            self.mark(MarkKind.ALLOCATE, len(self.blocks) - 1)
+            self.mark(MarkKind.RELEASE, len(self.blocks) - 1)
+
     def tell_apart(self, tensor: Tensor) -> None:
         """Count the memory of ``tensor`` as that of logits."""
         number = self._numbers.get(tensor.untyped_storage()._cdata)
@@ -79,11 +87,11 @@ class Tape:
             self.blocks[number] = self.blocks[number][0], MemoryUse.LOGITS_AND_LOSS
 
 
-class OpsMode(TorchDispatchMode):
+class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each operation, forward and backward, and the memory of what it returns."""
 
     def __init__(self, tape: Tape):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
 
     def __torch_dispatch__(
@@ -97,6 +105,7 @@ class OpsMode(TorchDispatchMode):
             self._tape.sees(tensor)
         if not func.is_view and given:
             self._note(func, args, kwargs, output, given)
+            self._tape.holds_for_a_moment(workspace_bytes(func, args, given))
         return output
 
     def _note(self, func: Any, args: Any, kwargs: Any, output: Any, given: list[Tensor]) -> None:

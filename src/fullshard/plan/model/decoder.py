@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ModelSpec, ParamSpec
 from fullshard.plan.model.operations import Call, Kind, Operation, Work
 from fullshard.plan.model.shape import Experts, Naming, Norm, Shape, block_specs, norm_specs
@@ -45,8 +44,12 @@ class Decoder:
         return self.shape.context
 
     def spec(self, run: Run) -> ModelSpec:
-        """All parameters as they rest, LoRA's behind those of the block they adapt."""
-        return _spec(self.shape, run.param_dtype, run.lora_rank, _positions(self.shape, run))
+        """All parameters as they rest, LoRA's behind those of the block they adapt.
+
+        Under tensor parallelism they are the part of one device.
+        """
+        shape = self.shape.cut(run.tensor_parallel)
+        return _spec(shape, run.param_dtype, run.lora_rank, _positions(shape, run))
 
     def calls(self, run: Run) -> tuple[Call, ...]:
         """Embedding, layers, head and loss."""
@@ -120,11 +123,7 @@ def _multiplied(shape: Shape) -> int:
 
 @lru_cache(maxsize=256)
 def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[Call, ...]:
-    if run.tensor_parallel > 1 and shape.kv_heads % run.tensor_parallel:
-        raise ConfigurationError(
-            f"{shape.kv_heads} key and value heads cannot be shared by {run.tensor_parallel} "
-            "devices of tensor parallelism"
-        )
+    shape = shape.cut(run.tensor_parallel)
     price = Pricer.of(run, length)
     names = shape.naming
     kinds: dict[Experts | None, list[tuple[str, tuple[Operation, ...]]]] = {}
@@ -175,27 +174,19 @@ def _block(
     """The pieces of a block in order: what lies in it, in its attention, in its feed-forward."""
     norm = Norm.RMS  # one kernel each, whatever the parameters
     width, degree = shape.width, run.tensor_parallel
-    query, kv = shape.query_width // degree, shape.kv_width // degree
+    query, kv = shape.query_width, shape.kv_width
     wire = (_wire("sum", price, width, degree),) if degree > 1 else ()
     yield "", (price.norm(f"{norm.value} norm", width),)
-    attention = [price.matmul("query, key, value", width, query + 2 * kv, saved=kv)]
+    attention = _projections(shape, price)
     attention += _adapters(price, run, width, query + 2 * kv)
     if shape.bias or shape.qkv_bias:
         attention.append(price.pointwise("bias", 0, 0, kernels=0, backward=(query + 2 * kv, 1)))
     if shape.rotary:
         attention.append(price.rotary(query + kv))
-    else:
-        first = attention[0]
-        attention[0] = replace(first, saved_bytes=first.output_bytes)
     if shape.query_key_norm:
         attention.append(price.norm("query and key norm", query + kv))
     attention.append(
-        price.attention(
-            shape.heads // degree,
-            max(1, shape.kv_heads // degree),
-            shape.head_width,
-            window=shape.window,
-        )
+        price.attention(shape.heads, shape.kv_heads, shape.head_width, window=shape.window)
     )
     attention.append(price.matmul("attention out", query, width))
     attention += _adapters(price, run, query, width)
@@ -206,12 +197,25 @@ def _block(
     yield "", (add,)
 
 
+def _projections(shape: Shape, price: Pricer) -> list[Operation]:
+    """Queries, keys, values; those that positions turn are kept after turning."""
+    query, kv, width = shape.query_width, shape.kv_width, shape.width
+    kept = 0 if shape.rotary else 1
+    if shape.naming.joint:
+        out = query + 2 * kv
+        return [price.matmul("query, key, value", width, out, saved=out if kept else kv)]
+    return [
+        price.matmul("query", width, query, saved=kept * query),
+        price.matmul("key", width, kv, saved=kept * kv),
+        price.matmul("value", width, kv, saved=kv),
+    ]
+
+
 def _feed_forward(
     shape: Shape, experts: Experts | None, price: Pricer, run: Run
 ) -> list[Operation]:
-    degree = run.tensor_parallel
     if experts is None:
-        return _dense(shape, shape.hidden // degree, price, run)
+        return _dense(shape, shape.hidden, price, run)
     made: list[Operation] = []
     routed, width = experts.active, shape.width
     made.append(price.matmul("router", width, experts.count))
@@ -219,20 +223,21 @@ def _feed_forward(
         price.pointwise("dispatch", routed * width, routed * width, saved=routed * width, kernels=4)
     )
     ups = 2 if shape.gated else 1
-    hidden = experts.hidden // degree
+    hidden = experts.hidden
     made.append(price.experts("experts up", width, ups * hidden, routed, experts.count))
     made.append(_activation(shape, routed * hidden, price))
     made.append(price.experts("experts down", hidden, width, routed, experts.count))
     made.append(price.pointwise("combine", routed * width, width, saved=width, kernels=4))
     if experts.shared:
-        made += _dense(shape, experts.shared // degree, price, run)
+        made += _dense(shape, experts.shared, price, run)
     return made
 
 
 def _dense(shape: Shape, hidden: int, price: Pricer, run: Run) -> list[Operation]:
-    ups = 2 if shape.gated else 1
-    made = [price.matmul("feed-forward up", shape.width, ups * hidden, saved=ups * hidden)]
-    made += _adapters(price, run, shape.width, ups * hidden)
+    made: list[Operation] = []
+    for name in ("gate", "up") if shape.gated else ("up",):
+        made.append(price.matmul(f"feed-forward {name}", shape.width, hidden, saved=hidden))
+        made += _adapters(price, run, shape.width, hidden)
     made.append(_activation(shape, hidden, price))
     made.append(price.matmul("feed-forward down", hidden, shape.width))
     made += _adapters(price, run, hidden, shape.width)

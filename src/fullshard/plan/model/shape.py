@@ -2,7 +2,7 @@
 """Shapes of transformers, as configurations state them, and the names that their modules have."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from fullshard.core.errors import ConfigurationError
@@ -161,6 +161,36 @@ class Shape:
             raise ConfigurationError(
                 f"{self.heads} heads cannot share {self.kv_heads} key and value heads evenly"
             )
+
+    def cut(self, degree: int) -> "Shape":
+        """What one of ``degree`` devices has under tensor parallelism: heads and hidden are cut.
+
+        Norms and what is looked up stay whole here; a vocabulary is cut beside the hidden width.
+        """
+        if degree == 1:
+            return self
+        uneven = [
+            f"{name} {value}"
+            for name in ("heads", "kv_heads", "hidden")
+            if (value := getattr(self, name)) % degree
+        ]
+        if uneven:
+            raise ConfigurationError(
+                f"tensor parallelism over {degree} devices cannot cut {', '.join(uneven)} evenly"
+            )
+        experts = self.experts
+        if experts is not None:
+            experts = replace(
+                experts, hidden=experts.hidden // degree, shared=experts.shared // degree
+            )
+        return replace(
+            self,
+            heads=self.heads // degree,
+            kv_heads=self.kv_heads // degree,
+            hidden=self.hidden // degree,
+            vocab=-(-self.vocab // degree),
+            experts=experts,
+        )
 
     @property
     def query_width(self) -> int:

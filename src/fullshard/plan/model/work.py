@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of transformers, priced: floating-point operations, bytes moved, bytes kept."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fullshard.core.spec import item_bytes
 from fullshard.plan.model.operations import Kind, Operation, Work
@@ -26,6 +26,7 @@ class Pricer:
     item: int
     trained: bool = True
     fused: bool = False
+    fused_norms: bool = True
 
     @classmethod
     def of(cls, run: Run, length: int) -> "Pricer":
@@ -36,6 +37,7 @@ class Pricer:
             item_bytes(run.compute_dtype),
             run.lora_rank == 0,
             run.compiled,
+            run.compiled or run.fused_norms,
         )
 
     def matmul(
@@ -126,8 +128,14 @@ class Pricer:
         )
 
     def norm(self, name: str, width: int, *, saved: bool = True) -> Operation:
-        """A normalisation of ``width`` features in one kernel, two in backward."""
+        """A normalisation of ``width`` features in one kernel, two in backward.
+
+        Not fused, it goes through float32 in six: to float32, square, mean, scale, back, weight.
+        """
         kept = float(width) if saved else 0.0
+        if not self.fused_norms:
+            wide = self.pointwise(name, 9.0 * width, 8.0 * width, kernels=6)
+            return replace(wide, saved_bytes=int(self.tokens * width * (2 * self.item + 4)))
         return self.pointwise(name, width, width, saved=kept, backward=(4.0 * width, 2))
 
     def rotary(self, width: int) -> Operation:

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of a step: its script replayed on a compute stream and two communication streams.
 
-Gathers and reduces have communicators of their own, so each has a stream; compute waits where the
-engine waits. The host runs ahead and launches kernels one by one: where it cannot keep up, the
-device waits for it.
+Gathers and reduces have communicators of their own, so each has a stream; both share the links, so
+what is issued later begins when the earlier one has its bytes. Compute waits where the engine
+waits. The host runs ahead and launches kernels one by one: where it cannot keep up, it is waited
+for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fullshard.core.schedule import Op, OpKind
 from fullshard.core.spec import item_bytes
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.cluster.read import Constants
-from fullshard.plan.model.operations import Operation
+from fullshard.plan.model.operations import Kind, Operation
 from fullshard.plan.run import OPTIMIZERS, Recompute, Run
 from fullshard.plan.step.collectives import Group, gather_s, reduce_all_s
 from fullshard.plan.step.roofline import operation_s
@@ -69,7 +70,7 @@ class _Streams:
     ):
         self.script, self.run, self.cluster, self.constants = script, run, cluster, constants
         self.records: list[Busy] | None = [] if record else None
-        self.compute = self.gather = self.reduce = self.host = 0.0
+        self.compute = self.wire_free = self.reduce = self.host = 0.0
         self.busy = self.waited = self.stalled = self.slowed = self.communication = 0.0
         self.gathers: dict[int, float] = {}
         self.reduces: dict[int, float] = {}
@@ -121,15 +122,15 @@ class _Streams:
         unit = self.script.units[op.unit]
         if op.kind is OpKind.GATHER:
             seconds = self._unit_s(op.unit)[0]
-            begin = max(self.gather, self.host, self.compute if self.run.offload.to_host else 0.0)
-            self.gather = self.gathers[op.unit] = begin + seconds
-            self._on_wire("gather", unit, op.unit, begin, self.gather)
+            begin = max(self.wire_free, self.host)
+            self.wire_free = self.gathers[op.unit] = begin + seconds
+            self._on_wire("gather", unit, op.unit, begin, self.wire_free)
         elif op.kind is OpKind.AWAIT_GATHER:
             self._wait(self.gathers.pop(op.unit, 0.0))
         elif op.kind in (OpKind.REDUCE, OpKind.ALL_REDUCE):
             seconds = self._unit_s(op.unit)[1 if op.kind is OpKind.REDUCE else 2]
-            begin = max(self.reduce, self.host, self.compute)
-            self.reduce = self.reduces[op.unit] = begin + seconds
+            begin = max(self.wire_free, self.host, self.compute)
+            self.wire_free = self.reduce = self.reduces[op.unit] = begin + seconds
             self._on_wire("reduce", unit, op.unit, begin, self.reduce)
         elif op.kind is OpKind.AWAIT_REDUCE:
             self._wait(self.reduces.pop(op.unit, 0.0))
@@ -185,13 +186,24 @@ def _computed(operations: tuple[Operation, ...], phase: Phase, run: Run) -> tupl
     if phase is not Phase.AGAIN:
         return operations
     if run.recompute is Recompute.SELECTIVE:
-        return tuple(each for each in operations if each.cheap)
+        return tuple(_kept_in_turns(operations))
+    if not run.recompute_stops:
+        return operations
     last = max((place for place, each in enumerate(operations) if each.saved_bytes), default=-1)
     while last >= 0 and operations[last].name == "add":  # what the next block keeps anyhow
         last -= 1
     while last >= 0 and not operations[last].saved_bytes:
         last -= 1
     return operations[: last + 1]
+
+
+def _kept_in_turns(operations: tuple[Operation, ...]) -> Iterator[Operation]:
+    """Cheap operations, and of the matrix products the second, fourth and so on."""
+    products = 0
+    for each in operations:
+        products += each.kind is Kind.MATMUL
+        if each.cheap or (each.kind is Kind.MATMUL and products % 2 == 0):
+            yield each
 
 
 def _whole_step(

@@ -5,18 +5,19 @@ Memory and time are both read off this list. The ops are those of `fullshard.cor
 as the engine asks it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from fullshard.core.schedule import Event, Moment, Op, compile_step
+from fullshard.core.schedule import Event, Moment, Op, OpKind, compile_step
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.model.model import Model
 from fullshard.plan.model.operations import Call
 from fullshard.plan.run import Run
 from fullshard.plan.step.units import PlannedUnit, units_of
 
-__all__ = ["Act", "Phase", "Script", "write_script"]
+__all__ = ["Act", "Phase", "Script", "Stretch", "Walk", "Walked", "write_script"]
 
 
 class Phase(Enum):
@@ -36,11 +37,26 @@ class Act:
     unit: int
 
 
+class Stretch(NamedTuple):
+    """What was measured of the memory of one act: bytes of activations and of logits and loss.
+
+    ``peak`` is what both hold beyond what they held before, at the moment when their sum is
+    largest; ``change`` what they hold more (or less) afterwards. ``fills`` if the act begins with
+    the first gradient of its unit.
+    """
+
+    peak: tuple[int, int]
+    change: tuple[int, int]
+    fills: bool = False
+
+
 @dataclass(frozen=True)
 class Script:
     """One micro-batch of a step: ``lines`` are acts and ops in the order in which they start.
 
-    ``events`` are what the engine's hooks report. ``blocks[n]`` is the block of call n, if any.
+    ``events`` are what the engine's hooks report. ``blocks[n]`` is the block of call n, if any. A
+    model that was measured has ``stretches``: call n then stands for one act alone, whose memory is
+    that of stretch n, and whose work is the same whichever phase the act has.
     """
 
     units: tuple[PlannedUnit, ...]
@@ -48,25 +64,69 @@ class Script:
     blocks: tuple[int | None, ...]
     events: tuple[Event, ...]
     lines: tuple[Act | Op, ...]
+    stretches: tuple[Stretch, ...] = ()
 
 
-def write_script(model: Model, run: Run, cluster: Cluster) -> Script:
-    """Write one forward and backward of ``model`` down, with every unit's ops."""
-    units = units_of(model, run, cluster)
-    calls = model.calls(run)
-    blocks = _blocks_of(calls, model.blocks)
-    owners = _owners(calls, units)
-    walked = list(_walk(calls, blocks, owners, units, run))
-    events = [each for each in walked if isinstance(each, Event)]
+@dataclass(frozen=True)
+class Walk:
+    """What happens in a step of a model that was measured: events and acts in order."""
+
+    calls: tuple[Call, ...]
+    stretches: tuple[Stretch, ...]
+    walked: tuple[Event | Act, ...]
+
+
+@runtime_checkable
+class Walked(Protocol):
+    """A model that was measured, and so knows itself what happens between the units' events."""
+
+    def walk(self, units: Sequence[PlannedUnit], run: Run) -> Walk:
+        """The step with events for ``units``."""
+        ...
+
+
+def write_script(model: Model, run: Run, cluster: Cluster, *, reduces: bool = True) -> Script:
+    """Write one forward and backward of ``model`` down, with every unit's ops.
+
+    ``reduces`` is false for a micro-batch whose gradients stay full until a later one's.
+    """
+    units = units_of(model, run, cluster, reduces=reduces)
+    if isinstance(model, Walked):
+        walk = model.walk(units, run)
+    else:
+        calls = model.calls(run)
+        owners, blocks = _owners(calls, units), _blocks_of(calls, model.blocks)
+        walk = Walk(calls, (), tuple(_walk(calls, blocks, owners, units, run)))
+    events = [each for each in walk.walked if isinstance(each, Event)]
     policies = {number: each.policy for number, each in enumerate(units)}
-    ops = iter(compile_step(events, policies, run.prefetch))
+    compiled = compile_step(events, policies, run.prefetch)
+    ops = iter(_as_carried_out(compiled, units))
     lines: list[Act | Op] = []
-    for each in walked:
+    for each in walk.walked:
         if isinstance(each, Event):
             lines += next(ops)
         else:
             lines.append(each)
-    return Script(units, calls, blocks, tuple(events), tuple(lines))
+    blocks = _blocks_of(walk.calls, model.blocks)
+    return Script(units, walk.calls, blocks, tuple(events), tuple(lines), walk.stretches)
+
+
+def _as_carried_out(
+    compiled: Iterable[Sequence[Op]], units: Sequence[PlannedUnit]
+) -> Iterator[list[Op]]:
+    """What the engine makes of the ops of each event.
+
+    A unit that nobody shares has nothing to wait for: its gradients are delivered at once.
+    """
+    alone = {
+        number
+        for number, unit in enumerate(units)
+        if unit.cost.solo and not unit.cost.all_reduce_bytes
+    }
+    for ops in compiled:
+        done = [op for op in ops if not (op.kind is OpKind.AWAIT_REDUCE and op.unit in alone)]
+        reduced = [op.unit for op in done if op.kind is OpKind.REDUCE and op.unit in alone]
+        yield done + [Op(OpKind.AWAIT_REDUCE, unit) for unit in reduced]
 
 
 def _blocks_of(calls: Sequence[Call], blocks: Sequence[str]) -> tuple[int | None, ...]:

@@ -9,7 +9,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
 
-__all__ = ["OPTIMIZERS", "Loss", "Recompute", "Run", "Wrap"]
+__all__ = ["OPTIMIZERS", "Attention", "Loss", "Recompute", "Run", "Wrap"]
 
 
 class Wrap(Enum):
@@ -25,7 +25,7 @@ class Recompute(Enum):
     """What forward does not keep and backward computes again."""
 
     NONE = "none"
-    SELECTIVE = "selective"  # cheap operations; matrix products and attention are kept
+    SELECTIVE = "selective"  # element-wise operations and each second matrix product
     FULL = "full"  # all but the inputs of blocks
 
 
@@ -37,6 +37,13 @@ class Loss(Enum):
     CHUNKED = "chunked"  # projection and loss over pieces of the tokens
 
 
+class Attention(Enum):
+    """The kernel that computes attention."""
+
+    FLASH = "flash"  # FlashAttention-2 (arXiv:2307.08691), PyTorch's own
+    TRITON = "triton"  # the first FlashAttention as a Triton kernel, of 2022 and 2023
+
+
 OPTIMIZERS: dict[str, int] = {"adamw": 2, "adam": 2, "lion": 1, "momentum": 1, "sgd": 0}
 """States per parameter, each in the dtype in which the parameter rests."""
 
@@ -46,12 +53,14 @@ class Run:
     """How a model is trained.
 
     ``micro_batch`` is samples per device and forward, ``sequence`` their length (0: the model's),
-    ``accumulate`` micro-batches per step. ``param_dtype`` is how parameters rest; ``precision``
-    says in which dtypes they are gathered and reduced, ``activations`` in which dtype the model
-    computes (autocast, or that of the parameters). ``replicas`` is the number of groups under
-    hybrid sharding. ``recompute_every`` n recomputes each n-th block, ``recompute_blocks`` only so
-    many. ``lora_rank`` 0 trains all parameters. ``sync_each`` False keeps full gradients between
-    micro-batches and reduces once. ``tensor_parallel`` devices share each layer.
+    ``accumulate`` micro-batches per step; with ``sync_each`` false full gradients are kept between
+    them and reduced once. ``param_dtype`` is how parameters rest; ``precision`` says in which
+    dtypes they are gathered and reduced, ``autocast`` in which the model computes if not that of
+    the gathered ones. ``replicas`` is the number of groups under hybrid sharding.
+    ``recompute_every`` n recomputes each n-th block, ``recompute_blocks`` only so many; with
+    ``recompute_stops`` it ends where the last tensor that backward needs is there again (PyTorch
+    2.1 and newer). ``lora_rank`` 0 trains all parameters. ``fused_norms`` are one kernel each.
+    ``tensor_parallel`` devices share each layer.
     """
 
     micro_batch: int = 1
@@ -69,6 +78,7 @@ class Run:
     recompute: Recompute = Recompute.NONE
     recompute_every: int = 1
     recompute_blocks: int | None = None
+    recompute_stops: bool = True
     offload: Offload = field(default_factory=Offload)
     prefetch: Prefetch = field(default_factory=Prefetch)
     optimizer: str = "adamw"
@@ -76,6 +86,8 @@ class Run:
     lora_rank: int = 0
     compiled: bool = False
     loss: Loss = Loss.PLAIN
+    attention: Attention = Attention.FLASH
+    fused_norms: bool = True
     tensor_parallel: int = 1
     fp8: bool = False
     autocast: str | None = None

@@ -10,27 +10,40 @@ __all__ = ["Cluster", "Device", "Link"]
 
 
 @dataclass(frozen=True)
+class Link:
+    """A way between two devices: bytes/s of one device in one direction, seconds to begin."""
+
+    bandwidth: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator, or a host's CPU as one rank uses it.
 
     ``flops`` are dense peaks in FLOP/s by dtype name, ``memory_bytes`` what the driver shows,
-    ``bandwidth`` that of device memory in bytes/s. ``sustained`` is the share of the peak that the
-    power limit leaves to large matrix products. ``context_bytes`` is taken by the driver's context,
-    ``host_s`` the host time to launch one kernel. ``origin`` names where the figures come from.
+    ``bandwidth`` that of its memory in bytes/s, ``host_link`` that to the host's. ``sustained`` is
+    the share of the peak that the best large matrix products reach, ``attention`` that of the fused
+    attention kernel. ``context_bytes`` is taken by the driver's context. Hosts have ``per_host`` of
+    it with the links ``inside`` and ``between``, unless a cluster says otherwise. ``assumed`` names
+    the fields that nobody has measured, ``origin`` where the others come from.
     """
 
-    name: str
+    key: str
+    title: str
     flops: Mapping[str, float]
+    sustained: float
+    attention: float
     memory_bytes: int
     bandwidth: float
     power_w: float
     host_link: float
     per_host: int
-    inside: "Link"
-    between: "Link"
+    inside: Link
+    between: Link
     context_bytes: int
+    assumed: tuple[str, ...]
     origin: str
-    sustained: float = 1.0
     cpu: bool = False
 
     def peak(self, dtype: str) -> float:
@@ -40,16 +53,8 @@ class Device:
         except KeyError:
             known = ", ".join(self.flops)
             raise ConfigurationError(
-                f"{self.name} has no matrix units for {dtype}; it has {known}"
+                f"{self.title} has no matrix units for {dtype}; it has {known}"
             ) from None
-
-
-@dataclass(frozen=True)
-class Link:
-    """A way between two devices: bytes/s in one direction for one device, seconds to begin."""
-
-    bandwidth: float
-    latency_s: float
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Cluster:
             near = self.devices - self.devices % self.per_host
             raise ConfigurationError(
                 f"{self.devices} devices do not fill hosts of {self.per_host}: "
-                f"take {near} or {near + self.per_host}"
+                f"take {near} or {near + self.per_host}, or say how many a host has"
             )
 
     @property

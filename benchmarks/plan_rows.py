@@ -17,7 +17,7 @@ from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.cluster.read import cluster_of, named_device
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model
-from fullshard.plan.run import Attention, Recompute, Run
+from fullshard.plan.run import Attention, Loss, Recompute, Run
 
 GIGABIT = 1e9 / 8
 MIXED = Precision(compute="bfloat16", reduce="float32")
@@ -70,13 +70,17 @@ def _mosaic(source: str, record: dict[str, str]) -> Row:
         else Recompute.NONE,
         fp8="fp8" in record["precision"],
         attention=Attention.TRITON,
+        extra_copies=2,
+        loss=Loss.FUSED,
         recompute_stops=not pure,  # PURE rows were made with PyTorch 1.13, which went to the end
     )
     label = (
         f"{record['model']} s{length} {record['gpus']}x mb{run.micro_batch} "
-        f"acc{run.accumulate} {'AC ' if run.recompute is Recompute.FULL else ''}{record['precision']}"
+        f"acc{run.accumulate}{' AC' if run.recompute is Recompute.FULL else ''} "
+        f"{record['precision']}"
     )
-    cluster = cluster_of(device, int(record["gpus"]))
+    between = 200 * GIGABIT if device.key.startswith("a100") else None  # 1,600 Gbit/s a host
+    cluster = cluster_of(device, int(record["gpus"]), between_bandwidth=between)
     tokens = float(record["tokens_per_s_per_gpu"])
     return Row(source, record["gpu"], label, model, run, cluster, tokens)
 
@@ -95,20 +99,19 @@ def _published(source: str, record: dict[str, str]) -> Row | None:
         param_dtype="float32",
         precision=MIXED,
         compiled="compile" in note,
+        extra_copies=2,
         fused_norms=False,  # PyTorch had no fused RMSNorm before 2.8
         fp8=record["precision"].startswith(("fp8", "float8")),
         tensor_parallel=_degree(record["parallelism"], "TP"),
         **_recompute(record["act_ckpt"], record["system"]),
     )
     cluster = _cluster(record["gpu"], int(record["n_gpu"]))
-    per_group = run.tensor_parallel
     tokens = value if record["metric"] == "tok/s/GPU" else batch * length / value
     label = (
         f"{record['model']} s{length} {record['n_gpu']}x {record['gpu'].split(',')[0]} b{batch} "
         f"{record['act_ckpt']} {record['precision']} {note.split(',')[0][:12]}"
     )
     memory = float(record["peak_mem"]) if record["peak_mem"] else None
-    del per_group
     return Row(source, record["id"], label, model, run, cluster, tokens, memory)
 
 

@@ -60,7 +60,8 @@ class Run:
     ``recompute_every`` n recomputes each n-th block, ``recompute_blocks`` only so many; with
     ``recompute_stops`` it ends where the last tensor that backward needs is there again (PyTorch
     2.1 and newer). ``lora_rank`` 0 trains all parameters. ``fused_norms`` are one kernel each.
-    ``tensor_parallel`` devices share each layer.
+    ``tensor_parallel`` devices share each layer. ``extra_copies`` of a unit's full parameters are
+    made by engines other than this one, each micro-batch (PyTorch's: two).
     """
 
     micro_batch: int = 1
@@ -88,6 +89,7 @@ class Run:
     loss: Loss = Loss.PLAIN
     attention: Attention = Attention.FLASH
     fused_norms: bool = True
+    extra_copies: int = 0
     tensor_parallel: int = 1
     fp8: bool = False
     autocast: str | None = None
@@ -101,6 +103,7 @@ class Run:
             "recompute_every": 1,
             "lora_rank": 0,
             "tensor_parallel": 1,
+            "extra_copies": 0,
         }
         for name, smallest in least.items():
             _check_whole(name, getattr(self, name), smallest)

@@ -13,7 +13,14 @@ from typing import Any
 from fullshard.core.errors import ConfigurationError
 from fullshard.plan.cluster.cluster import Cluster, Device, Link
 
-__all__ = ["Constants", "cluster_of", "device_names", "fitted_constants", "named_device"]
+__all__ = [
+    "Constants",
+    "cluster_of",
+    "device_names",
+    "fitted_constants",
+    "fitted_spread",
+    "named_device",
+]
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,8 @@ class Constants:
     training reaches of the best attention kernel, ``memory_share`` of the data sheet's memory
     bandwidth, ``inside_share`` and ``between_share`` of links'. While a collective runs, compute
     takes ``contention`` longer. ``kernel_s`` is the host's time for a kernel, ``step_s`` that of a
-    step beyond its kernels, ``straggle_s`` what each doubling of the hosts adds to a step.
+    step beyond its kernels, and each doubling of the hosts adds
+    ``straggle_s`` and ``straggle_share`` of the step, since the slowest is waited for.
     """
 
     matmul_share: float
@@ -38,6 +46,7 @@ class Constants:
     kernel_s: float
     step_s: float
     straggle_s: float
+    straggle_share: float
 
 
 def _text(name: str) -> str:
@@ -133,3 +142,9 @@ def _positive(name: str, value: float) -> float:
 def fitted_constants() -> Constants:
     """The constants that come with the package; the file names the rows of the fit."""
     return Constants(**tomllib.loads(_text("constants.toml"))["constants"])
+
+
+@cache
+def fitted_spread() -> float:
+    """The logarithm of a 90% interval's half-width, from predictions of rows left out of fits."""
+    return float(tomllib.loads(_text("constants.toml"))["interval"]["spread"])

@@ -180,7 +180,10 @@ def _block(
     attention = _projections(shape, price)
     attention += _adapters(price, run, width, query + 2 * kv)
     if shape.bias or shape.qkv_bias:
-        attention.append(price.pointwise("bias", 0, 0, kernels=0, backward=(query + 2 * kv, 1)))
+        attention.append(_bias(price, query + 2 * kv))
+    if names.joint:  # gradients of the three are put side by side
+        joint = 2.0 * (query + 2 * kv)
+        attention.append(price.pointwise("join", 0, 0, kernels=0, backward=(joint, 1)))
     if shape.rotary:
         attention.append(price.rotary(query + kv))
     if shape.query_key_norm:
@@ -189,9 +192,11 @@ def _block(
         price.attention(shape.heads, shape.kv_heads, shape.head_width, window=shape.window)
     )
     attention.append(price.matmul("attention out", query, width))
+    if shape.bias:
+        attention.append(_bias(price, width))
     attention += _adapters(price, run, query, width)
     yield names.attention, (*attention, *wire)
-    add = price.pointwise("add", 2 * width, width, saved=width, backward=(2.0 * width, 1))
+    add = price.pointwise("add", 2 * width, width, saved=width, backward=(3.0 * width, 1))
     yield "", (add, price.norm(f"{norm.value} norm", width))
     yield names.feed_forward, (*_feed_forward(shape, experts, price, run), *wire)
     yield "", (add,)
@@ -240,8 +245,15 @@ def _dense(shape: Shape, hidden: int, price: Pricer, run: Run) -> list[Operation
         made += _adapters(price, run, shape.width, hidden)
     made.append(_activation(shape, hidden, price))
     made.append(price.matmul("feed-forward down", hidden, shape.width))
+    if shape.bias:
+        made.append(_bias(price, hidden + shape.width))
     made += _adapters(price, run, hidden, shape.width)
     return made
+
+
+def _bias(price: Pricer, width: int) -> Operation:
+    """Added by the matrix product itself; its gradient is a sum over tokens."""
+    return price.pointwise("bias", 0, 0, kernels=0, backward=(float(width), 1))
 
 
 def _activation(shape: Shape, hidden: int, price: Pricer) -> Operation:

@@ -136,7 +136,7 @@ class Pricer:
         if not self.fused_norms:
             wide = self.pointwise(name, 9.0 * width, 8.0 * width, kernels=6)
             return replace(wide, saved_bytes=int(self.tokens * width * (2 * self.item + 4)))
-        return self.pointwise(name, width, width, saved=kept, backward=(4.0 * width, 2))
+        return self.pointwise(name, width, width, saved=kept, backward=(5.0 * width, 2))
 
     def rotary(self, width: int) -> Operation:
         """Turns ``width`` features of queries and keys; in float32 unless fused."""

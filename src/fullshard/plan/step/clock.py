@@ -120,6 +120,8 @@ class _Streams:
     def op(self, op: Op) -> None:
         self.host += self.constants.kernel_s
         unit = self.script.units[op.unit]
+        if op.kind is OpKind.REDUCE:
+            self._copy(unit)
         if op.kind is OpKind.GATHER:
             seconds = self._unit_s(op.unit)[0]
             begin = max(self.wire_free, self.host)
@@ -134,6 +136,15 @@ class _Streams:
             self._on_wire("reduce", unit, op.unit, begin, self.reduce)
         elif op.kind is OpKind.AWAIT_REDUCE:
             self._wait(self.reduces.pop(op.unit, 0.0))
+
+    def _copy(self, unit: PlannedUnit) -> None:
+        """Gradients went from where backward makes them into the buffer that travels."""
+        memory = self.cluster.device.bandwidth * self.constants.memory_share
+        numel = sum(each.full_numel for each in unit.layout.segments if each.trainable)
+        item = item_bytes(self.run.compute_dtype)
+        moved = numel * item * (1 + 2 * self.run.extra_copies) + unit.layout.grad_full_bytes
+        self.compute += moved / memory
+        self.busy += moved / memory
 
     def _wait(self, until: float) -> None:
         if until > self.compute:
@@ -212,8 +223,10 @@ def _whole_step(
     micro = max(streams.compute, streams.reduce)
     accumulate = run.accumulate
     optimizer = _optimizer_s(script, run, cluster, constants)
-    straggling = constants.straggle_s * max(0.0, (cluster.hosts - 1).bit_length())
     exposed = streams.waited + (micro - streams.compute)
+    own = (streams.busy + streams.slowed + exposed + streams.stalled) * accumulate + optimizer
+    doublings = (cluster.hosts - 1).bit_length()
+    straggling = doublings * (constants.straggle_s + constants.straggle_share * own)
     parts = {
         "compute": streams.busy * accumulate,
         "contention": streams.slowed * accumulate,

@@ -114,8 +114,8 @@ class Configuration:
         return Cluster(DEVICE, self.world, self.world, LINK, LINK)
 
 
-def _as_among_threads(script):
-    """Without the receive buffers of Gloo's reduces: threads read each other's memory."""
+def as_among_threads(script):
+    """Without the receive buffers that reduces have on Gloo alone."""
     units = (replace(unit, cost=replace(unit.cost, scratch_bytes=0)) for unit in script.units)
     return replace(script, units=tuple(units))
 
@@ -137,10 +137,10 @@ def planned(configuration: Configuration):
     )
     model = MeasuredModel.of(configuration.case, recording, configuration.units)
     reduces = run.accumulate == 1 or run.sync_each
-    first = _as_among_threads(write_script(model, run, cluster, reduces=reduces))
+    first = as_among_threads(write_script(model, run, cluster, reduces=reduces))
     traces = [planned_trace(first, replace(run, accumulate=1), cluster)]
     if run.accumulate > 1:
-        second = _as_among_threads(write_script(model, run, cluster))
+        second = as_among_threads(write_script(model, run, cluster))
         traces.append(planned_trace(second, run, cluster))
     shards = first.units[0].layout.shards
     resting = [resting_memory(first.units, run, rank=rank, cpu=True) for rank in range(shards)]

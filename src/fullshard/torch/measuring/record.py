@@ -109,24 +109,18 @@ def _step(
     tape: Tape,
 ) -> None:
     args, kwargs = given
-    for tensor in tensors_in(given, _is_any):
-        tape.sees(tensor)
+    tape.see_all(given)
     if compute_dtype is not None:
         args, kwargs = map_tensors(given, _cast_to(compute_dtype))
     output = model(*args, **kwargs)
     tape.use = MemoryUse.LOGITS_AND_LOSS
-    for tensor in tensors_in(output, _is_any):
-        tape.tell_apart(tensor)
+    tape.tell_apart(output)
     value = (loss or _default_loss)(output)
     if not value.requires_grad:
         raise ConfigurationError("the loss of the recorded step needs no gradient")
     del output, given, args, kwargs
     value.backward()  # type: ignore[no-untyped-call]
     tape.mark(MarkKind.BACKWARD_OVER, 0)
-
-
-def _is_any(_tensor: Tensor) -> bool:
-    return True
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -80,11 +80,17 @@ class Tape:
             self.mark(MarkKind.ALLOCATE, len(self.blocks) - 1)
             self.mark(MarkKind.RELEASE, len(self.blocks) - 1)
 
-    def tell_apart(self, tensor: Tensor) -> None:
-        """Count the memory of ``tensor`` as that of logits."""
-        number = self._numbers.get(tensor.untyped_storage()._cdata)
-        if number is not None:
-            self.blocks[number] = self.blocks[number][0], MemoryUse.LOGITS_AND_LOSS
+    def see_all(self, structure: Any) -> None:
+        """Note the memory of all tensors in ``structure``."""
+        for tensor in tensors_in(structure, _is_any):
+            self.sees(tensor)
+
+    def tell_apart(self, structure: Any) -> None:
+        """Count the memory of the tensors in ``structure`` as that of logits."""
+        for tensor in tensors_in(structure, _is_any):
+            number = self._numbers.get(tensor.untyped_storage()._cdata)
+            if number is not None:
+                self.blocks[number] = self.blocks[number][0], MemoryUse.LOGITS_AND_LOSS
 
 
 class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -205,6 +211,10 @@ def watch_module(tape: Tape, module: nn.Module, path: str) -> list[Callable[[], 
         module.register_forward_hook(after, always_call=True),
     ]
     return [handle.remove for handle in handles]
+
+
+def _is_any(_tensor: Tensor) -> bool:
+    return True
 
 
 def _needs_grad(tensor: Tensor) -> bool:

@@ -88,12 +88,21 @@ class Walked(Protocol):
         ...
 
 
-def write_script(model: Model, run: Run, cluster: Cluster, *, reduces: bool = True) -> Script:
+def write_script(
+    model: Model,
+    run: Run,
+    cluster: Cluster,
+    *,
+    reduces: bool = True,
+    units: tuple[PlannedUnit, ...] | None = None,
+) -> Script:
     """Write one forward and backward of ``model`` down, with every unit's ops.
 
-    ``reduces`` is false for a micro-batch whose gradients stay full until a later one's.
+    ``reduces`` is false for a micro-batch whose gradients stay full until a later one's. ``units``
+    are those of `units_of`, if they are known from another run that differs only in its batch.
     """
-    units = units_of(model, run, cluster, reduces=reduces)
+    if units is None:
+        units = units_of(model, run, cluster, reduces=reduces)
     if isinstance(model, Walked):
         walk = model.walk(units, run)
     else:

@@ -77,9 +77,8 @@ def test_memory_as_svg(forecast, tmp_path):
     for category, size in forecast.peak.items():
         assert not size or f"{category}: {bytes_text(size)} at the peak" in told
     areas = list(root.iter(f"{SVG}polygon"))
-    assert len(areas) == sum(size > 0 for size in forecast.peak.values()) + (
-        forecast.peak["gradients"] == 0
-    )
+    held = {name for sample in forecast.timeline for name, size in sample.bytes.items() if size}
+    assert len(areas) == len(held)
     places = [float(n) for each in areas for n in re.findall(r"[\d.]+", each.get("points"))]
     assert min(places) >= 0
     assert max(places) <= drawing.width

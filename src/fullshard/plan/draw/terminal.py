@@ -113,8 +113,8 @@ def stream_lines(
             continue
         cells = ["."] * columns
         for each in mine:
-            first = int(each.start_s / end_s * columns) if end_s else 0
-            last = int(each.stop_s / end_s * columns) if end_s else 0
+            first = round(each.start_s / end_s * columns) if end_s else 0
+            last = round(each.stop_s / end_s * columns) if end_s else 0
             for cell in range(first, min(columns, max(first + 1, last))):
                 cells[cell] = _sign(each.unit, markup)
         lines.append(f"{name:>{_MARGIN - 1}} " + "".join(cells))

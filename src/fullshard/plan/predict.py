@@ -12,7 +12,8 @@ from fullshard.plan.model.model import Model
 from fullshard.plan.run import Run
 from fullshard.plan.step.clock import Timeline, replay
 from fullshard.plan.step.interval import Unknown, half_width, unknowns
-from fullshard.plan.step.script import Script, write_script
+from fullshard.plan.step.script import write_script
+from fullshard.plan.step.units import PlannedUnit
 
 __all__ = ["Prediction", "predict"]
 
@@ -77,15 +78,16 @@ def predict(
     cluster: Cluster,
     constants: Constants | None = None,
     *,
-    script: Script | None = None,
+    units: tuple[PlannedUnit, ...] | None = None,
 ) -> Prediction:
     """Predict one configuration of ``model``.
 
+    ``units`` are those of `units_of` for a run that differs only in its batch, if they are known.
     Raises `ConfigurationError` if the run cannot be on that cluster. A configuration that does not
     fit into memory is predicted all the same: see `Prediction.fits`.
     """
     constants = constants or fitted_constants()
-    script = script or write_script(model, run, cluster)
+    script = write_script(model, run, cluster, units=units)
     memory = forecast_memory(script, model, run, cluster)
     timeline = replay(script, run, cluster, constants)
     return _prediction(model, run, cluster, memory, timeline)

@@ -12,8 +12,7 @@ from fullshard.plan.model.model import Model
 from fullshard.plan.run import Run
 from fullshard.plan.step.clock import Timeline, replay
 from fullshard.plan.step.interval import Unknown, half_width, unknowns
-from fullshard.plan.step.script import write_script
-from fullshard.plan.step.units import PlannedUnit
+from fullshard.plan.step.script import Script, write_script
 
 __all__ = ["Prediction", "predict"]
 
@@ -78,16 +77,16 @@ def predict(
     cluster: Cluster,
     constants: Constants | None = None,
     *,
-    units: tuple[PlannedUnit, ...] | None = None,
+    script: Script | None = None,
 ) -> Prediction:
     """Predict one configuration of ``model``.
 
-    ``units`` are those of `units_of` for a run that differs only in its batch, if they are known.
-    Raises `ConfigurationError` if the run cannot be on that cluster. A configuration that does not
-    fit into memory is predicted all the same: see `Prediction.fits`.
+    ``script`` is that of the run, if it is known. Raises `ConfigurationError` if the run cannot be
+    on that cluster. A configuration that does not fit into memory is predicted all the same: see
+    `Prediction.fits`.
     """
     constants = constants or fitted_constants()
-    script = write_script(model, run, cluster, units=units)
+    script = script or write_script(model, run, cluster)
     memory = forecast_memory(script, model, run, cluster)
     timeline = replay(script, run, cluster, constants)
     return _prediction(model, run, cluster, memory, timeline)

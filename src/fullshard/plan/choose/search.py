@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Prefetch
@@ -12,15 +12,17 @@ from fullshard.plan.choose.space import Space
 from fullshard.plan.choose.words import describe
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.cluster.read import Constants
+from fullshard.plan.memory import resting_memory
 from fullshard.plan.model.model import Model
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.run import Run, Wrap
+from fullshard.plan.step.script import Script, Walked, write_script
 from fullshard.plan.step.units import PlannedUnit, units_of
 
 __all__ = ["USABLE", "Choice", "Rejected", "pareto", "search"]
 
 USABLE = 0.95
-"""The share of a device's memory that a choice may fill: fragments and other processes have some."""
+"""The share of a device's memory that a choice may fill: fragments have the rest."""
 
 _REFINED = 4  # of the best, how many are tried with other units and prefetch
 _UNIT_KEY = ("strategy", "replicas", "wrap", "offload")
@@ -106,6 +108,7 @@ class _Trial:
         self.least: Prediction | None = None
         self.tried = 0
         self._units: dict[tuple[object, ...], tuple[PlannedUnit, ...]] = {}
+        self._scripts: dict[tuple[object, ...], Script] = {}
 
     def grow(self, runs: Iterable[Run]) -> bool:
         """Predict ``runs`` in turn until one does not fit; returns True if one did."""
@@ -122,6 +125,8 @@ class _Trial:
     def first_that_fits(self, space: Space, structure: Run) -> None:
         """Try larger units before smaller ones, and state on the device before the host."""
         for level in space.offloading(structure):
+            if self._rests_too_large(level):
+                continue
             for wrapped in space.wrapping(level):
                 found = [
                     self.grow(space.batches(run, self.cluster))
@@ -130,12 +135,21 @@ class _Trial:
                 if any(found):
                     return
 
+    def _rests_too_large(self, run: Run) -> bool:
+        """True, and told, if model state alone is more than the budget."""
+        self.tried += 1
+        resting = resting_memory(units_of(self.model, run, self.cluster), run).device_bytes
+        if resting > self.budget:
+            needed, given = bytes_text(resting), bytes_text(self.budget)
+            reason = f"needs {needed} of {given} for model state alone"
+            self.rejected.append(Rejected(run, reason))
+        return resting > self.budget
+
     def _try(self, run: Run) -> bool:
         self.tried += 1
         try:
-            prediction = predict(
-                self.model, run, self.cluster, self.constants, units=self._units_of(run)
-            )
+            script = self._script_of(run)
+            prediction = predict(self.model, run, self.cluster, self.constants, script=script)
         except ConfigurationError as error:
             self.rejected.append(Rejected(run, str(error)))
             return False
@@ -147,11 +161,18 @@ class _Trial:
         self.fitting[run] = prediction
         return True
 
-    def _units_of(self, run: Run) -> tuple[PlannedUnit, ...]:
+    def _script_of(self, run: Run) -> Script:
+        """Units do not depend on the batch, nor does the order in which things happen."""
         key = tuple(getattr(run, name) for name in _UNIT_KEY)
         if key not in self._units:
             self._units[key] = units_of(self.model, run, self.cluster)
-        return self._units[key]
+        if isinstance(self.model, Walked):
+            return write_script(self.model, run, self.cluster, units=self._units[key])
+        order = (*key, run.recompute, run.prefetch)
+        if order not in self._scripts:
+            units = self._units[key]
+            self._scripts[order] = write_script(self.model, run, self.cluster, units=units)
+        return replace(self._scripts[order], calls=self.model.calls(run))
 
 
 def _too_much(prediction: Prediction, budget: int) -> str:

@@ -81,8 +81,9 @@ def predict(
 ) -> Prediction:
     """Predict one configuration of ``model``.
 
-    Raises `ConfigurationError` if the run cannot be on that cluster. A configuration that does not
-    fit into memory is predicted all the same: see `Prediction.fits`.
+    ``script`` is that of the run, if it is known. Raises `ConfigurationError` if the run cannot be
+    on that cluster. A configuration that does not fit into memory is predicted all the same: see
+    `Prediction.fits`.
     """
     constants = constants or fitted_constants()
     script = script or write_script(model, run, cluster)

@@ -30,14 +30,14 @@ def test_nothing_is_lost_where_nothing_happens():
 
 
 def test_shares_and_goodput_are_all_of_the_time():
-    faults = Faults(device_mtbf_s=3e6, slow_rate=1e-3)
+    faults = Faults(device_mtbf_s=1e6, slow_rate=1e-3)
     work = Work(2.0, 512, 64, 1e9, jitter_s=0.05)
-    found = simulate(work, faults, hours=200, seed=1)
+    found = simulate(work, faults, hours=60, seed=1)
     assert found.failures > 20
     assert all(share > 0 for share in found.shares.values())
     assert found.goodput + sum(found.shares.values()) == pytest.approx(1.0)
-    assert found == simulate(work, faults, hours=200, seed=1)
-    assert found != simulate(work, faults, hours=200, seed=2)
+    assert found == simulate(work, faults, hours=60, seed=1)
+    assert found != simulate(work, faults, hours=60, seed=2)
 
 
 def test_saving_costs_what_it_holds_up():

@@ -192,7 +192,8 @@ def simulate(
     run = _Run(work, faults, interval_s, hours * 3600.0, seed)
     while run.now < run.end:
         run.glide()
-        run.step()
+        if run.now < run.end:
+            run.step()
     run._keep(run.unsaved)  # the last save is made when the run ends
     shares = {name: spent / run.now for name, spent in run.spent.items()}
     kept = run.steps * work.step_s / run.now

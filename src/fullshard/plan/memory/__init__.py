@@ -3,6 +3,7 @@
 
 from fullshard.plan.memory.forecast import (
     CATEGORIES,
+    Engine,
     MemoryForecast,
     Sample,
     forecast_memory,
@@ -13,6 +14,7 @@ from fullshard.plan.memory.resting import Resting, resting_memory
 
 __all__ = [
     "CATEGORIES",
+    "Engine",
     "MemoryForecast",
     "Resting",
     "Sample",

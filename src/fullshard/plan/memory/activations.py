@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 
 from fullshard.core.spec import item_bytes
-from fullshard.plan.model.operations import Call, Operation
+from fullshard.plan.model.operations import Call, Kind, Operation
 from fullshard.plan.run import Recompute, Run
 from fullshard.plan.step.script import Act, Phase, Script, Stretch
 
@@ -15,8 +15,8 @@ class _CallMemory:
     """Bytes of one call, worked out once for all calls that share their operations."""
 
     def __init__(self, operations: tuple[Operation, ...]):
-        self.saved, self.saved_logits = _by_use(operations, cheap=True)
-        self.dear, self.dear_logits = _by_use(operations, cheap=False)
+        self.saved, self.saved_logits = _saved(operations)
+        self.kept_in_turns = _kept_in_turns(operations)
         self.forward_peak = _forward_peak(operations)
         self.backward_peak = _backward_peak(operations)
 
@@ -52,7 +52,7 @@ class Activations:
             return self._backward(act, memory)
         before = self.kept, self.logits
         if act.phase is Phase.FORWARD and self._recomputed[act.call]:
-            self._keep(act.call, *self._kept_for_recomputation(act.call, memory))
+            self._keep(act.call, self._kept_for_recomputation(act.call, memory), 0)
         else:
             self._keep(act.call, memory.saved, memory.saved_logits)
         peak, logits_peak = memory.forward_peak
@@ -82,13 +82,13 @@ class Activations:
         self.kept += saved - before[0]
         self.logits += logits - before[1]
 
-    def _kept_for_recomputation(self, call: int, memory: _CallMemory) -> tuple[int, int]:
+    def _kept_for_recomputation(self, call: int, memory: _CallMemory) -> int:
         blocks = self._script.blocks
         first = call == 0 or blocks[call - 1] != blocks[call]
         inputs = self._script.calls[call].input_bytes if first else 0
         if self._recompute is Recompute.SELECTIVE:
-            return inputs + memory.dear, memory.dear_logits
-        return inputs, 0
+            return inputs + memory.kept_in_turns
+        return inputs
 
     def _backward(self, act: Act, memory: _CallMemory) -> tuple[int, int]:
         peak, logits_peak = memory.backward_peak
@@ -104,11 +104,25 @@ class Activations:
         return most
 
 
-def _by_use(operations: tuple[Operation, ...], *, cheap: bool) -> tuple[int, int]:
-    """Bytes saved by the operations (without the cheap ones, if so asked), and those of logits."""
-    chosen = [each for each in operations if cheap or not each.cheap]
-    logits = sum(each.saved_bytes for each in chosen if each.logits)
-    return sum(each.saved_bytes for each in chosen) - logits, logits
+def _saved(operations: tuple[Operation, ...]) -> tuple[int, int]:
+    """Bytes saved by the operations: of activations, and of logits."""
+    logits = sum(each.saved_bytes for each in operations if each.logits)
+    return sum(each.saved_bytes for each in operations) - logits, logits
+
+
+def _kept_in_turns(operations: tuple[Operation, ...]) -> int:
+    """Bytes kept under selective recomputation: of attention, and each second matrix product.
+
+    Of a product that is its output, also if backward itself would not read it.
+    """
+    kept = products = 0
+    for each in operations:
+        if each.kind is Kind.MATMUL:
+            products += 1
+            kept += each.output_bytes if products % 2 else 0
+        elif not each.cheap:
+            kept += each.saved_bytes
+    return kept
 
 
 def _forward_peak(operations: tuple[Operation, ...]) -> tuple[int, int]:

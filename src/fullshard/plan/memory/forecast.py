@@ -8,13 +8,15 @@ communication library take besides is an estimate, see `fullshard.plan.memory.ov
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 from fullshard.core.schedule import Op, OpKind
 from fullshard.core.spec import item_bytes
 from fullshard.core.trace import Trace, TraceRecord
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.memory.activations import Activations
-from fullshard.plan.memory.held import HeldUnits
+from fullshard.plan.memory.fsdp2 import HeldByFSDP2
+from fullshard.plan.memory.held import HeldUnits, Holds
 from fullshard.plan.memory.overheads import allocator_slack, context_bytes
 from fullshard.plan.memory.resting import Resting, resting_memory
 from fullshard.plan.model.model import Model
@@ -54,6 +56,13 @@ _WORDS = {
     OpKind.ALL_REDUCE: "all-reduce of",
     OpKind.AWAIT_REDUCE: "delivery of the gradients of",
 }
+
+
+class Engine(Enum):
+    """Whose buffers are counted."""
+
+    FULLSHARD = "fullshard"
+    FSDP2 = "FSDP2"
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,8 @@ class MemoryForecast:
     @property
     def timeline(self) -> tuple[Sample, ...]:
         """Memory at every line of the step; made when asked for."""
-        return memory_timeline(self._telling.script, self._telling.run, self._telling.cluster)
+        told = self._telling
+        return memory_timeline(told.script, told.run, told.cluster, engine=told.engine)
 
 
 @dataclass(frozen=True)
@@ -128,15 +138,24 @@ class _Telling:
     script: Script
     run: Run
     cluster: Cluster
+    engine: Engine
 
 
-def forecast_memory(script: Script, model: Model, run: Run, cluster: Cluster) -> MemoryForecast:
+def forecast_memory(
+    script: Script,
+    model: Model,
+    run: Run,
+    cluster: Cluster,
+    *,
+    engine: Engine = Engine.FULLSHARD,
+) -> MemoryForecast:
     """What one device holds when it carries out ``script``, and what causes the peak.
 
     Of a step with several micro-batches it is a later one, which finds the gradients of those
-    before it. A micro-batch begins without gradients if it is the only one.
+    before it. A micro-batch begins without gradients if it is the only one. Another ``engine`` than
+    our own is told by what is known of it, not to the byte.
     """
-    replay = _Replay(script, run, cluster)
+    replay = _Replay(script, run, cluster, engine)
     most, peak, at = -1, (0, 0, 0, 0, 0, 0), 0
     for line, held in replay.lines():
         total = sum(held)
@@ -144,13 +163,15 @@ def forecast_memory(script: Script, model: Model, run: Run, cluster: Cluster) ->
             most, peak, at = total, held, line
     by_category = _with_overheads(peak, run, cluster, script)
     cause = _cause(script, at, peak, model)
-    telling = _Telling(script, run, cluster)
+    telling = _Telling(script, run, cluster, engine)
     return MemoryForecast(by_category, cause, replay.resting, at, telling)
 
 
-def memory_timeline(script: Script, run: Run, cluster: Cluster) -> tuple[Sample, ...]:
+def memory_timeline(
+    script: Script, run: Run, cluster: Cluster, *, engine: Engine = Engine.FULLSHARD
+) -> tuple[Sample, ...]:
     """Device memory at every line of ``script`` and in the optimizer's step."""
-    replay = _Replay(script, run, cluster)
+    replay = _Replay(script, run, cluster, engine)
     return tuple(
         Sample(line, label_of(script, line), _with_overheads(held, run, cluster, script))
         for line, held in replay.lines()
@@ -197,12 +218,17 @@ def label_of(script: Script, line: int) -> str:
 class _Replay:
     """One pass over the lines of a script."""
 
-    def __init__(self, script: Script, run: Run, cluster: Cluster):
+    def __init__(self, script: Script, run: Run, cluster: Cluster, engine: Engine):
         self._script = script
         self._run = run
         cpu = cluster.device.cpu
         self.resting = resting_memory(script.units, run, cpu=cpu)
-        self._held = HeldUnits(script.units, run, accumulating=run.accumulate > 1, cpu=cpu)
+        accumulating = run.accumulate > 1
+        self._held: Holds = (
+            HeldUnits(script.units, run, accumulating=accumulating, cpu=cpu)
+            if engine is Engine.FULLSHARD
+            else HeldByFSDP2(script.units, run)
+        )
         self._activations = Activations(script, run)
         self._filled: set[int] = set()
         state = self.resting

@@ -8,13 +8,14 @@ waited for, as over a link that is never early: the most that can be held.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from fullshard.core.schedule import Op, OpKind
 from fullshard.plan.memory.resting import gradient_bytes
 from fullshard.plan.run import Run
 from fullshard.plan.step.units import PlannedUnit
 
-__all__ = ["HeldUnits"]
+__all__ = ["HeldUnits", "Holds"]
 
 
 @dataclass(slots=True)
@@ -33,6 +34,25 @@ class _Held:
     grads: bool = False
     reducing: bool = False
     sliced: bool = False  # a reduced slice is under way, or there and not delivered
+
+
+class Holds(Protocol):
+    """What an engine holds for its units, at some moment of a step; see `HeldUnits`."""
+
+    buffers: int
+    gradients: int
+
+    def fill(self, number: int) -> bool:
+        """The first gradient of a unit is there; returns true if that takes memory."""
+        ...
+
+    def carry_out(self, op: Op) -> int:
+        """Do what ``op`` says; returns what is held for a moment beyond what is held after it."""
+        ...
+
+    def end_step(self) -> None:
+        """The step is over: copies to the host are complete."""
+        ...
 
 
 class HeldUnits:
@@ -81,11 +101,6 @@ class HeldUnits:
     def leaving(self) -> int:
         """Bytes of reduced gradients that are being copied to the host."""
         return sum(self._leaving)
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.buffers + self.gradients
 
     def fill(self, number: int) -> bool:
         """The first gradient of a unit is there; returns true if that takes memory."""

@@ -13,8 +13,9 @@ from fullshard.plan.step.units import PlannedUnit
 
 __all__ = ["allocator_slack", "context_bytes"]
 
-_SLACK = 0.02
-"""Reserved over allocated at the peak, of what comes and goes within a step."""
+_SLACK = 0.03
+"""What is reserved beyond what tensors hold at the peak, as a share of it. Fitted to torchtitan's
+page of December 2024, three rows on 8 devices: between +1.4 and +8.4% of what it reports."""
 
 _NCCL_BYTES = 268_435_456
 """Of one NCCL communicator over many ranks: channels of 4 MiB buffers, and NVLS's multicast."""
@@ -27,7 +28,7 @@ def allocator_slack(held: Sequence[int], cluster: Cluster, run: Run) -> int:
     """
     if cluster.device.cpu:
         return 0
-    return int(_SLACK * sum(held[3:]))
+    return int(_SLACK * sum(held))
 
 
 def context_bytes(cluster: Cluster, units: Sequence[PlannedUnit]) -> int:

@@ -36,7 +36,7 @@ class Layer(NamedTuple):
 # From the bottom up. Folders still to come have their row already; one without a row is an offence.
 LAYERS = {
     "core": Layer(without_frameworks=True),
-    "plan": Layer({"core"}, without_frameworks=True),
+    "plan": Layer({"core"}, {"rich", "PIL"}, without_frameworks=True),
     "report": Layer({"core"}, {"rich", "matplotlib"}, without_frameworks=True),
     "checkpoint": Layer({"core"}, {"numpy", "safetensors"}, without_frameworks=True),
     "wrap": Layer({"core"}, {"torch"}),

@@ -34,9 +34,7 @@ def main(argv: Sequence[str]) -> int:
     _say_what_was_given(asked, console)
     choice = search(asked.model, asked.space, asked.setup.cluster, budget_bytes=asked.budget_bytes)
     best = Setup(choice.best.run, choice.cluster, asked.space.global_batch)
-    answers = {
-        key: what_if(asked.model, best, key, values) for key, values in asked.questions
-    }
+    answers = {key: what_if(asked.model, best, key, values) for key, values in asked.questions}
     if asked.as_json:
         data = choice_data(choice, asked.tokens, asked.top)
         data["what_if"] = {key: answers_data(key, found) for key, found in answers.items()}
@@ -79,7 +77,12 @@ def _timeline(console: Console, best: Prediction) -> None:
     script = write_script(best.model, best.run, best.cluster)
     timeline = replay(script, best.run, best.cluster, fitted_constants(), record=True)
     samples = memory_timeline(script, best.run, best.cluster)
-    for line in memory_lines(samples, width=COLUMNS - 2, markup=True):
+    for line in memory_lines(
+        samples,
+        capacity_bytes=best.cluster.device.memory_bytes,
+        width=COLUMNS - 2,
+        markup=True,
+    ):
         console.print(line)
     for line in stream_lines(timeline.records, width=COLUMNS - 2, markup=True):
         console.print(line)
@@ -91,7 +94,8 @@ def _draw(best: Prediction, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     title = f"{best.model.name}: {describe(best.run)}"
     samples = memory_timeline(script, best.run, best.cluster)
-    write_svg(draw_memory(samples, title), folder / "memory.svg")
+    write_svg(
+        draw_memory(samples, title, capacity_bytes=best.cluster.device.memory_bytes),
+        folder / "memory.svg",
+    )
     write_svg(draw_streams(timeline.records, title), folder / "streams.svg")
-
-

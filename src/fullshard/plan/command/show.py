@@ -17,7 +17,7 @@ from fullshard.plan.choose.search import Choice, pareto
 from fullshard.plan.choose.words import describe, offload_name, strategy_name
 from fullshard.plan.command.data import code_of
 from fullshard.plan.predict import Prediction
-from fullshard.plan.run import Recompute
+from fullshard.plan.run import Recompute, Run
 
 __all__ = ["COLUMNS", "show_answers", "show_change", "show_choice"]
 
@@ -60,22 +60,21 @@ def _ranked(choice: Choice, top: int) -> Table:
     heads = ("", "strategy", "units", "batch", "recompute", "offload", "pre")
     for head in heads:
         table.add_column(head, no_wrap=True)
-    for head in ("memory", "step, 90%", "tokens/s", "MFU"):
+    for head in ("GiB", "step (90%)", "tokens/s", "MFU"):
         table.add_column(head, justify="right", no_wrap=True)
     front = {id(each) for each in pareto(choice.ranked)}
     for number, each in enumerate(choice.ranked[:top]):
         run = each.run
-        replicas = run.replicas if run.strategy.sharding.sharded else 1
         table.add_row(
             "*" if id(each) in front else "",
-            strategy_name(run).removeprefix("_") + (f" x{replicas}" if replicas > 1 else ""),
+            _short_strategy(run),
             run.wrap.value,
             f"{run.micro_batch}" + (f" x{run.accumulate}" if run.accumulate > 1 else ""),
             run.recompute.value if run.recompute is not Recompute.NONE else "-",
             offload_name(run.offload) if run.offload.to_host else "-",
             f"{run.prefetch.forward}/{run.prefetch.backward}",
-            f"{each.memory.peak_bytes / 2**30:.1f} GiB",
-            f"{_seconds(each.low_s)}-{_seconds(each.high_s)}",
+            f"{each.memory.peak_bytes / 2**30:.1f}",
+            _interval(each),
             f"{each.tokens_per_s:,.0f}",
             f"{each.mfu:.1%}",
             style="bold" if number == 0 else "",
@@ -139,9 +138,7 @@ def _rejections(choice: Choice) -> RenderableType:
     return Padding(Group(Text("rejected", style="bold"), *lines), (1, 0, 0, 1))
 
 
-def show_answers(
-    console: Console, key: str, answers: Sequence[Answer], base: Prediction
-) -> None:
+def show_answers(console: Console, key: str, answers: Sequence[Answer], base: Prediction) -> None:
     """What-if answers, beside the speed of the best."""
     table = Table(title=f"what if {key} were", title_justify="left", box=None, padding=(0, 1))
     table.add_column(key, no_wrap=True)
@@ -157,7 +154,7 @@ def show_answers(
             each.value,
             f"{found.memory.peak_bytes / 2**30:.1f} GiB",
             "yes" if found.fits else "NO",
-            f"{_seconds(found.low_s)}-{_seconds(found.high_s)}",
+            _interval(found),
             f"{found.tokens_per_s:,.0f}",
             f"{found.tokens_per_s / base.tokens_per_s:.2f}",
             f"{found.mfu:.1%}",
@@ -181,6 +178,21 @@ def show_change(console: Console, asked: Prediction, change: Change | None) -> N
         f"the smallest change that fits: [bold]{'; '.join(change.words)}[/bold] "
         f"({bytes_text(found.memory.peak_bytes)}, {found.tokens_per_s:,.0f} tokens/s a device)"
     )
+
+
+def _short_strategy(run: Run) -> str:
+    name = strategy_name(run).removeprefix("_").replace("HYBRID_SHARD", "HYBRID")
+    return f"{name} x{run.replicas}" if name.startswith("HYBRID") else name
+
+
+def _interval(prediction: Prediction) -> str:
+    """Such as ``1.05-1.24 s``: one unit for both ends."""
+    low, high = prediction.low_s, prediction.high_s
+    if high >= 100:
+        return f"{low:,.0f}-{high:,.0f} s"
+    if high >= 10:
+        return f"{low:.1f}-{high:.1f} s"
+    return f"{low:.2f}-{high:.2f} s" if high >= 1 else f"{low * 1e3:.0f}-{high * 1e3:.0f} ms"
 
 
 def _seconds(value: float) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.limits import PROCESS_S
 
 import fullshard
 
@@ -35,21 +36,26 @@ class Layer(NamedTuple):
 # From the bottom up. Folders still to come have their row already; one without a row is an offence.
 LAYERS = {
     "core": Layer(without_frameworks=True),
-    "plan": Layer({"core"}, without_frameworks=True),
+    "plan": Layer({"core"}, {"rich", "PIL"}, without_frameworks=True),
     "report": Layer({"core"}, {"rich", "matplotlib"}, without_frameworks=True),
     "checkpoint": Layer({"core"}, {"numpy", "safetensors"}, without_frameworks=True),
     "wrap": Layer({"core"}, {"torch"}),
     "torch": Layer({"core", "checkpoint", "wrap"}, {"torch", "numpy", "safetensors"}),
     "jax": Layer({"core", "checkpoint", "launchers"}, {"jax", "flax", "optax", "orbax", "numpy"}),
     "train": Layer(
-        {"core", "plan", "checkpoint", "wrap", "launchers", "distributed", "torch", "jax"},
-        {"torch", "jax", "flax", "optax", "numpy", "rich"},
+        {"core", "plan", "checkpoint", "wrap", "launchers", "distributed", "local_ranks"}
+        | {"torch", "jax"},
+        {"torch", "jax", "flax", "optax", "numpy", "rich", "tomli_w"},
     ),
     "launchers": Layer({"core"}, without_frameworks=True),
+    "local_ranks": Layer({"core"}, {"torch"}),
     "distributed": Layer({"core", "launchers"}, {"torch"}),
+    "testing": Layer({"core", "torch"}, {"torch", "numpy"}),
     "drop_in": Layer({"core", "wrap", "torch"}, {"torch"}),
     "run": Layer({"core", "launchers", "distributed"}, {"torch"}),
-    "doctor": Layer({"core", "launchers", "distributed", "torch"}, {"torch", "rich"}),
+    "doctor": Layer(
+        {"core", "launchers", "distributed", "local_ranks", "torch"}, {"torch", "rich"}
+    ),
     "cli": Layer(
         {"core", "plan", "checkpoint", "report", "train", "run", "doctor"}, without_frameworks=True
     ),
@@ -58,13 +64,13 @@ LAYERS = {
 }
 
 # Edges at which something optional or heavy may load late.
-LATE_IMPORTS = {"cli.py", "__init__.py", "jax/__init__.py"}
+LATE_IMPORTS = {"cli.py", "__init__.py", "jax/__init__.py", "torch/__init__.py"}
 # Signatures that are somebody else's convention.
 MANY_ARGUMENTS = {
-    "torch/fsdp1.py: FullyShardedDataParallel.__init__",
-    "torch/fsdp2.py: fully_shard",
+    "torch/fsdp1/wrapper.py: FullyShardedDataParallel.__init__",
+    "torch/fsdp2/fully_shard.py: fully_shard",
 }
-COLLECTIVE_CALLERS = {"torch/process_group_comm.py"}
+COLLECTIVE_CALLERS = {"torch/comm/process_group.py"}
 
 FILE_LINES = 400
 FUNCTION_LINES = 60  # without its docstring
@@ -98,7 +104,7 @@ class Source:
 
     @property
     def inside(self) -> str:
-        """The path inside the package, such as ``torch/unit.py``."""
+        """The path inside the package, such as ``torch/unit/unit.py``."""
         return self.path.removeprefix(PACKAGE)
 
     @property
@@ -304,7 +310,7 @@ CHECKS = {
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_source(check):
     sources = read_sources(*CHECKS[check])
-    assert PACKAGE + "torch/process_group_comm.py" in {source.path for source in sources}, (
+    assert PACKAGE + "torch/comm/process_group.py" in {source.path for source in sources}, (
         "read too little"
     )
     offences = [offence for source in sources for offence in check(source)]
@@ -333,7 +339,7 @@ for name in sys.argv[1:]:
         [sys.executable, "-c", program, *modules],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROCESS_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -441,7 +447,7 @@ SAMPLES = """
     class A:
         @staticmethod
         def f(s, a, b, c, d, e, f, g): ...  #! A.f has 8 arguments, at most 7
-    == budgets_are_kept torch/fsdp2.py
+    == budgets_are_kept torch/fsdp2/fully_shard.py
     def fully_shard(a, b, c, d, e, f, g, h): ...
     class A:
         def f(self, a, b, c, d, e, f, g, *args, **kwargs): ...
@@ -470,7 +476,7 @@ SAMPLES = """
     dist.get_rank()
     self.comm.all_reduce(x)
     barrier.wait()
-    == collectives_stay_in_comm torch/process_group_comm.py
+    == collectives_stay_in_comm torch/comm/process_group.py
     import torch.distributed as dist
     dist.all_reduce(x)
 """

@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.limits import PROCESS_S
 from torch import nn
 
 import fullshard as sft
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy
-from fullshard.torch.sibling_groups import timeout_s_of
+from fullshard.torch.comm.sibling_groups import timeout_s_of
 
 SCRIPT = Path(__file__).parent / "support" / "script_of_ranks.py"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "OMPI_", "PMIX_", "SLURM_")
@@ -157,7 +158,7 @@ def run_ranks(environments, *arguments):
         for environment in environments
     ]
     try:
-        ended = [process.communicate(timeout=45) for process in started]
+        ended = [process.communicate(timeout=PROCESS_S) for process in started]
     finally:
         for process in started:
             process.kill()
@@ -184,6 +185,7 @@ def of_slurm(rank, port):
     }
 
 
+@pytest.mark.slow
 def test_a_script_under_slurm_that_forgets_to_clean_up(unused_port):
     ranks = run_ranks([of_slurm(rank, unused_port) for rank in range(2)], "forget")
     for number, (code, output, errors) in enumerate(ranks):
@@ -203,6 +205,7 @@ def test_a_script_under_slurm_that_forgets_to_clean_up(unused_port):
         assert [line.split(",")[0] for line in said] == [*alone, "told by all"]
 
 
+@pytest.mark.slow
 def test_under_open_mpi_the_rank_that_fails_says_why_and_nobody_hangs(unused_port):
     ranks = run_ranks([of_open_mpi(rank, unused_port) for rank in range(2)], "fail")
     assert all(code != 0 for code, _, _ in ranks)

@@ -10,19 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from support.launched_world import run_script
+from support.limits import PROCESS_S
+from support.world import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LAUNCH = EXAMPLES / "launch"
 
 
 @pytest.fixture
-def run_example(launched_world, tmp_path):
+def run_example(gloo_world, tmp_path):
     """Runs an example on two ranks in an empty folder; what each of them printed."""
 
     def run(name, *arguments):
         script = str(EXAMPLES / name)
-        return launched_world.run(2, run_script, script, arguments, str(tmp_path))
+        return gloo_world.launch(2, run_script, script, arguments, str(tmp_path))
 
     return run
 
@@ -76,9 +77,9 @@ def test_article_features_survives_the_loss_of_a_rank(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = [
         EXAMPLES / "article_features.py",
-        "--steps=30",
+        "--steps=20",
         "--save-every=10",
-        "--fail-at-step=15",
+        "--fail-at-step=11",
     ]
     result = subprocess.run(
         [*torchrun, "--max-restarts=1", *script],
@@ -86,22 +87,23 @@ def test_article_features_survives_the_loss_of_a_rank(tmp_path):
         env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PROCESS_S,
     )
     assert result.returncode == 0, result.stderr
     before, after = result.stdout.split("goes on after step 10, with sample 160")
+    assert "step 10" in before
     assert "step 20" not in before
     assert losses_in(after)[-1] < losses_in(before)[0]
     assert "without shards" in after
     assert "rank 1: host" in after
     saved = torch.load(tmp_path / "article_features.pt", weights_only=True)
-    assert saved["progress"] == {"step": 30, "epoch": 0, "samples": 480}
+    assert saved["progress"] == {"step": 20, "epoch": 0, "samples": 320}
 
 
 def run_alone(name, *arguments):
     """What an example prints in a process of its own, with eight simulated devices for JAX."""
     script = [sys.executable, EXAMPLES / name, *arguments]
-    result = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(script, capture_output=True, text=True, timeout=PROCESS_S)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

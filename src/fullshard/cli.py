@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fullshard.core.errors import ConfigurationError, FullshardError
-from fullshard.train.config import describe_options, resolve
 
 __all__ = ["main"]
 
@@ -33,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Train models that do not fit on one device: fully sharded data parallelism.",
         epilog="commands:\n  train   train a real model in one command, to see sharding work\n"
         "  run     start a script written for PyTorch's FSDP, unchanged, on fullshard\n"
+        "  plan    tell whether a run fits, how fast it will be and what to choose; needs no GPU\n"
         "  doctor  look at this machine, its links and a script for what goes wrong in training\n\n"
         "'fullshard COMMAND --help' tells more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=sorted(_COMMANDS), metavar="COMMAND", help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return 0
     chosen = parser.parse_args(argv)
     try:
         return _COMMANDS[chosen.command](chosen.arguments)
@@ -53,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(argv: Sequence[str]) -> int:
+    with _needing("torch,train"):
+        from fullshard.train.config import describe_options, resolve  # noqa: PLC0415
     parser = argparse.ArgumentParser(
         prog="fullshard train",
         usage="fullshard train [CONFIG.toml] [--model NAME] [--engine NAME] [--nproc N] "
@@ -95,7 +100,7 @@ def _train(argv: Sequence[str]) -> int:
             from fullshard.train.jax.launch import launch as launch_jax  # noqa: PLC0415
         return launch_jax(config, given.nproc)
     with _needing("torch,train"):
-        from fullshard.train.launch import launch  # noqa: PLC0415
+        from fullshard.train.torch.launch import launch  # noqa: PLC0415
     return launch(config, given.nproc)
 
 
@@ -103,6 +108,12 @@ def _run(argv: Sequence[str]) -> int:
     with _needing("torch"):
         from fullshard.run import main as run  # noqa: PLC0415
     return run(argv)
+
+
+def _plan(argv: Sequence[str]) -> int:
+    with _needing("plan"):
+        from fullshard.plan.command.main import main as plan  # noqa: PLC0415
+    return plan(argv)
 
 
 def _doctor(argv: Sequence[str]) -> int:
@@ -131,5 +142,6 @@ def _version() -> str:
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "run": _run,
+    "plan": _plan,
     "doctor": _doctor,
 }

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from fullshard.doctor.environment import check_environment
-from fullshard.doctor.machine import Gpu, Machine, Space, facts, read_machine
-from fullshard.doctor.machine_checks import check_machine, files_needed
+from fullshard.doctor.machine.checks import check_machine, files_needed
+from fullshard.doctor.machine.environment import check_environment
+from fullshard.doctor.machine.snapshot import Gpu, Machine, Space, facts, read_machine
 
 GIB = 2**30
 PACKAGES = {"torch": "2.13.0+cpu", "fullshard": "0.1.0", "numpy": "2.0", "safetensors": "0.5"}
@@ -62,7 +62,7 @@ BAD = {
     "python": (replace(GOOD, python=(3, 10)), "severe", "Python 3.10"),
     "old torch": (packages(torch="2.10.1"), "severe", "torch 2.10.1"),
     "new torch": (packages(torch="2.14.0a0"), "warning", "newer than what"),
-    "safetensors": (packages(safetensors=None), "severe", "safetensors not installed"),
+    "numpy": (packages(numpy=None), "severe", "numpy is not installed"),
     "cpu build": (replace(GOOD, driver="580.1"), "warning", "but no GPU"),
     "old driver": (replace(GOOD, driver="390.1", torch_cuda="13.0"), "warning", "but no GPU"),
     "hidden": (

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.limits import PROCESS_S
 
 import fullshard.run
 from fullshard.cli import main as command
@@ -49,18 +50,19 @@ def python(*arguments, **environ):
         [sys.executable, "-m", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PROCESS_S,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
         check=False,
     )
 
 
+@pytest.mark.slow
 def test_a_script_finds_itself_as_python_alone_would_run_it(script):
     folder = str(script.parent)
     done = python("fullshard.drop_in", script, "fail", "--nproc", "9")
     argv = [str(script), "fail", "--nproc", "9"]
     assert done.stdout.splitlines() == [
-        "fullshard.torch.fsdp1",
+        "fullshard.torch.fsdp1.wrapper",
         str(argv),
         folder,
         str(script),
@@ -77,20 +79,22 @@ def test_a_script_finds_itself_as_python_alone_would_run_it(script):
     ]
 
 
+@pytest.mark.slow
 def test_the_exit_status_is_that_of_the_rank_that_failed(script):
     done = python("fullshard", "run", "--nproc", 2, script, "exit", 7)
-    assert done.stdout.count("fullshard.torch.fsdp1") == 2
+    assert done.stdout.count("fullshard.torch.fsdp1.wrapper") == 2
     assert "fullshard run: rank 1 ended with exit status 7" in done.stderr
     assert done.returncode == 7
 
 
+@pytest.mark.slow
 def test_spawned_ranks_have_the_drop_in(unused_port):
     done = python(
         "fullshard", "run", "--no-launch", SCRIPTS / "spawn_fsdp1.py", "--port", unused_port
     )
     assert done.returncode == 0, done.stderr
     first, second, kind = done.stdout.splitlines()
-    assert kind == "<class 'fullshard.torch.fsdp1.FullyShardedDataParallel'>"
+    assert kind == "<class 'fullshard.torch.fsdp1.wrapper.FullyShardedDataParallel'>"
     assert float(first.split()[-1]) > float(second.split()[-1])
 
 

@@ -2,7 +2,6 @@
 """Ranks that die, hang, or do not do the same: everybody is told, nobody waits forever."""
 
 import json
-import multiprocessing
 import re
 import subprocess
 import sys
@@ -11,13 +10,14 @@ import threading
 import pytest
 import torch
 from support import divergence_workers as workers
-from support.gloo_world import TIMEOUT
+from support.limits import PEERS_S, PROCESS_S
+from support.world import TIMEOUT, ranks_context
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
-from fullshard.torch.agreement import verify_agreement
-from fullshard.torch.checked_comm import CheckedComm, checked_in_debug_mode
-from fullshard.torch.comm import Comm, SoloComm
-from fullshard.torch.local_world import LocalWorld, LocalWorldError
+from fullshard.testing import LocalWorld, LocalWorldError
+from fullshard.torch.comm.agreement import verify_agreement
+from fullshard.torch.comm.checked import CheckedComm, checked_in_debug_mode
+from fullshard.torch.comm.protocol import Comm, SoloComm
 
 CPU = torch.device("cpu")
 
@@ -26,10 +26,9 @@ CPU = torch.device("cpu")
 def endings(tmp_path_factory):
     """How each rank of each bad world ended: {(case, rank): (step, after_s, class, text)}."""
     folder = tmp_path_factory.mktemp("endings")
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=workers.run_cases, args=(str(folder), list(sys.path)))
+    process = ranks_context().Process(target=workers.run_cases, args=(str(folder), list(sys.path)))
     process.start()
-    process.join(90)
+    process.join(PROCESS_S)
     if process.is_alive():
         process.kill()
     found = {}
@@ -46,7 +45,7 @@ def test_the_others_end_with_an_error_that_names_ranks_and_units(endings, case):
         step, after_s, kind, text = endings[case, rank]
         assert step == workers.BAD_STEP
         assert kind == CommunicationError.__name__, text
-        assert after_s < workers.TIMEOUT_S + 5
+        assert after_s < workers.TIMEOUT_S + PEERS_S / 2
         assert f"rank {rank}" in text or "debug" in case
         assert "unit 'blocks." in text
 
@@ -65,6 +64,14 @@ def test_when_the_store_dies_too_the_error_says_so(endings):
 def test_a_sleeping_rank_is_reported_with_what_it_did_last(endings, rank):
     wanted = r"rank 1: waits for nothing, last finished: gather of unit 'blocks.1' \d+\.\d s ago"
     assert re.search(wanted, endings["asleep", rank][3])
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_point_13_unequal_numbers_of_batches_name_the_ways_out(endings, rank):
+    text = endings["fewer batches", rank][3]
+    assert "rank 1: has left the process group" in text
+    assert "stop_together" in text
+    assert "pad_to_longest" in text
 
 
 def test_ranks_in_different_units_do_not_take_each_others_slices(endings):
@@ -241,10 +248,15 @@ def test_a_collective_that_a_device_does_not_complete_is_printed_once(gloo_world
     assert wanted in printed
 
 
+@pytest.mark.slow
 def test_importing_starts_no_thread():
     program = "import threading, fullshard.torch; print(threading.active_count())"
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_S,
+        check=True,
     )
     assert result.stdout.split() == ["1"]
     assert not [each for each in threading.enumerate() if each.name == "fullshard watchdog"]

@@ -8,6 +8,7 @@ import torch
 from support.stack import LAYERS, WIDTH, Stack, shard_stack, step
 from torch import nn
 
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffload,
     FullyShardedDataParallel,
@@ -16,8 +17,7 @@ from fullshard.torch import (
     resting_bytes,
     tracing,
 )
-from fullshard.torch.hooks import managed_unit_of
-from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.step.managed import managed_unit_of
 
 
 def traced(model):
@@ -102,10 +102,12 @@ def test_working_shard_of_an_offloaded_optimizer():
         seen = []
         for _ in range(3):
             step(wrapped, optimizer)
-            seen.append((unit.full.working.bytes, unit.full.working_version == unit.shards.version))
+            seen.append(
+                (unit.full.working.bytes, unit.full.working_version == unit.full.shards_version)
+            )
             with torch.no_grad():
                 wrapped(torch.ones(2, WIDTH))
-            seen.append(unit.full.working_version == unit.shards.version)
+            seen.append(unit.full.working_version == unit.full.shards_version)
         return seen, unit.layout.shard_bytes
 
     for seen, shard_bytes in LocalWorld(2).run(body):

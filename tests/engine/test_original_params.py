@@ -9,9 +9,10 @@ from support.sharded_tensor_workers import as_dtensor, cut_otherwise
 from torch import nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel as FSDP
-from fullshard.torch import MixedPrecision, ShardedParameter, original_params
-from fullshard.torch.local_world import LocalWorld
+from fullshard.torch import MixedPrecision, ShardedParameter
+from fullshard.torch.optim import original_params
 from fullshard.wrap import ModuleWrapPolicy
 
 NET = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3), nn.Linear(3, 1))

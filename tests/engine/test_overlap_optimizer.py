@@ -13,17 +13,17 @@ from support.models import GPT, seeded
 from torch import nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
     ShardedParameter,
     clip_grad_norm_,
     fully_shard,
-    overlap_optimizer,
     resting_bytes,
 )
-from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.shard_modules import managed_units
+from fullshard.torch.optim import overlap_optimizer
+from fullshard.torch.step.managed import managed_units
 
 STEPS = 2
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.layout import Span
+from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel as FSDP
 from fullshard.torch import MixedPrecision
-from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.recut import Cut, recut, rows_of_ranks
+from fullshard.torch.tensor.reslice import Cut, recut, rows_of_ranks
 
 DOORS = ("wrapper", "function")
 
@@ -92,14 +92,19 @@ def test_the_meta_device(gloo_world):
 # ---- PyTorch's functions, and PyTorch's engines -------------------------------------------------
 
 
-@pytest.mark.parametrize("name", workers.OPTIONS)
 @pytest.mark.parametrize(
-    ("door", "their_door"), [("function", "function"), ("wrapper", "function")]
+    ("door", "name"),
+    [
+        *zip(itertools.cycle(DOORS), workers.OPTIONS),
+        ("function", "sharded"),
+        ("function", "whole"),
+        ("wrapper", "flat"),
+    ],
 )
-def test_states_are_pytorchs(gloo_world, door, their_door, name):
+def test_states_are_pytorchs(gloo_world, door, name):
     # What the first rank has is sent to the whole world.
     gloo_world.run(
-        4 if name == "from the first rank" else 3, workers.both_ways, door, their_door, name
+        4 if name == "from the first rank" else 3, workers.both_ways, door, "function", name
     )
 
 

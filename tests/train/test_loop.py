@@ -5,16 +5,16 @@ import threading
 
 import pytest
 import torch
+from support.limits import PEERS_S
 from torch import nn
 
-from fullshard.torch.memory_summary import Bytes
-from fullshard.train.config import OptimConfig, resolve
-from fullshard.train.learning_rate import learning_rate
-from fullshard.train.loop import agree, evaluate, train_step
-from fullshard.train.metrics import Reporter, Speed, new_run_folder
-from fullshard.train.nonfinite import NonFiniteError
-from fullshard.train.setup import Run
-from fullshard.train.world import World
+from fullshard.torch.inspection.memory_summary import Bytes
+from fullshard.train.config import OptimConfig, learning_rate, resolve
+from fullshard.train.metrics import Reporter, RunFolderError, Speed, new_run_folder
+from fullshard.train.summary import NonFiniteError
+from fullshard.train.torch.loop import agree, evaluate, train_step
+from fullshard.train.torch.setup import Run
+from fullshard.train.torch.world import World
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def on_ranks(size, function):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PEERS_S)
     return results
 
 
@@ -189,6 +189,13 @@ def test_metrics_are_json_even_where_a_value_is_not_finite(tmp_path):
     ]
 
 
+def test_a_full_disk_is_said_in_a_sentence(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    reporter = Reporter(World(0, 1, CPU), tmp_path, 1)
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl': No space left .*set log.folder"):
+        reporter.record("train", 1, {"loss": 1.0})
+
+
 def test_speed_counts_only_the_time_of_steps(monkeypatch):
     now = iter([10.0, 12.0, 50.0, 52.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
@@ -209,5 +216,5 @@ def test_unsharded_bytes_are_what_adamw_takes():
     optimizer.step()
     state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values())
     computed = Bytes.unsharded(model)
-    assert computed.optimizer == state
-    assert computed.parameters == computed.gradients == 4 * (15 + 3 + 3 + 3)
+    assert computed.optimizer_bytes == state
+    assert computed.parameters_bytes == computed.gradients_bytes == 4 * (15 + 3 + 3 + 3)

@@ -27,8 +27,8 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.parallel.fsdp  # noqa: F401
 from torch.distributed.fsdp import wrap as torch_wrap
 
-import fullshard.torch
 import fullshard.wrap
+from fullshard.torch import fsdp1, fsdp2
 
 __all__ = ["replaced_names", "stand_in", "torchs_modules"]
 
@@ -45,8 +45,8 @@ _SERVED_MODULES = (
     "torch.distributed._composable.fsdp.fully_shard",
 )
 
-_OURS = {name: getattr(fullshard.torch, name) for name in fullshard.torch.__all__} | {
-    name: getattr(fullshard.wrap, name) for name in fullshard.wrap.__all__
+_OURS = {
+    name: getattr(home, name) for home in (fsdp1, fsdp2, fullshard.wrap) for name in home.__all__
 }
 
 # What in torch wraps modules without sharding them (activation checkpointing) wants this base of a

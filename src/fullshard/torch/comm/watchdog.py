@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is where: every rank tells the store what it is doing, so that a failure can name them all.
+
+The engine notes what it issues and waits for, by assigning a tuple. A daemon thread, one for each
+process, writes that to the default store about once a second and looks whether another rank has
+failed. What cannot be told (no store, a store that is gone) makes messages shorter, nothing else.
+"""
+
+import atexit
+import contextlib
+import json
+import re
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, cast
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from fullshard.core.errors import CommunicationError
+from fullshard.torch.comm.advice import LEFT, NOTHING_AWAITED, STORE_ENDED, way_out
+from fullshard.torch.comm.forks import check_not_forked, current_pid, refuse_inherited_world
+
+__all__ = ["Place", "Progress", "Watchdog", "Witness"]
+
+PERIOD_S = 1.0
+SILENT_S = 3 * PERIOD_S  # a rank that has not written for so long has died or hangs as a whole
+SETTLED_S = SILENT_S + PERIOD_S / 2  # after a failure: when those that died with it are silent
+FAREWELL_S = 1.2 * PERIOD_S  # a failed rank stays that long, as the store may end with its process
+STORE_TIMEOUT = timedelta(seconds=5)
+
+_Event = tuple[str, float]  # what, and when by this host's clock (seconds since 1970)
+
+
+@dataclass
+class Progress:
+    """What this process is doing. The fields are assigned whole, so any thread may read them."""
+
+    issued: _Event | None = None
+    waiting: _Event | None = None
+    calling: _Event | None = None
+    finished: _Event | None = None
+    failed: _Event | None = None
+
+
+_progress = Progress()
+
+
+class Place(NamedTuple):
+    """How far this rank has come in a family: roll calls completed, collectives issued since.
+
+    All ranks of the family come through the same places in the same order.
+    """
+
+    rolls: int = 0
+    issued: int = 0
+
+
+class Witness:
+    """Notes what one communicator does, and explains it when that fails.
+
+    ``members`` are its ranks in the world; communicators of one ``family`` (a group and those
+    derived from it) fail together.
+    """
+
+    def __init__(self, family: str, members: Sequence[int], timeout_s: float):
+        refuse_inherited_world("a communicator")
+        self._pid = current_pid()
+        self.family = family
+        self.members = tuple(members)
+        self.timeout_s = timeout_s
+        self._rank = dist.get_rank()
+        self._pending: tuple[str, float, Sequence[dist.Work]] | None = None
+        self.watchdog = Watchdog.of_this_process() if len(self.members) > 1 else None
+        if self.watchdog is not None:
+            self.watchdog.look_after(self)
+
+    def issues(self, what: str) -> None:
+        """Note that ``what`` is about to be issued.
+
+        Raises if the group has failed, or this is a forked child of the process that made it.
+        """
+        self.stop_if_failed(what)
+        _progress.issued = (what, time.time())
+        if self.watchdog is not None:
+            place = self.watchdog.places.get(self.family, Place())
+            self.watchdog.places[self.family] = Place(place.rolls, place.issued + 1)
+
+    def leaves_pending(self, what: str, works: Sequence[dist.Work]) -> None:
+        """Note a collective for which the host will not wait, the last of those under way."""
+        if self.watchdog is not None:
+            self._pending = (what, time.time(), works)
+
+    def waits(self, what: str, works: Sequence[dist.Work]) -> None:
+        """Wait for ``works``. Raises `CommunicationError` if one fails, or the group has."""
+        self.stop_if_failed(what)
+        begin = time.time()
+        _progress.waiting = (what, begin)
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self.failure(what, error, begin) from error
+        finally:
+            _progress.waiting = None
+        _progress.finished = (what, time.time())
+
+    def failure(
+        self, what: str, error: RuntimeError, begin: float | None = None
+    ) -> CommunicationError:
+        """The error that says what failed here, and what the other ranks are doing.
+
+        ``begin`` is when the wait for it began, None if it could not even be issued.
+        """
+        waited_s = 0.0 if begin is None else time.time() - begin
+        cause = re.sub(r"^\[\S*\] ", "", str(error).partition("\n")[0])  # without C++ source lines
+        text = f"{what} failed on rank {self._rank} after {waited_s:.1f} s: {cause}"
+        _progress.failed = (what, time.time())
+        others = ""
+        if self.watchdog is not None:
+            self.watchdog.announce(self.family, text)
+            if waited_s < self.timeout_s:  # a peer broke the connection: see who is silent now
+                time.sleep(SETTLED_S)
+            others = self.watchdog.table(self.members)
+            time.sleep(FAREWELL_S)
+        return CommunicationError(
+            f"{text}\nThe group's timeout is {self.timeout_s:g} s.{others}{way_out(others)}"
+        )
+
+    def stop_if_failed(self, what: str) -> None:
+        """Raise `CommunicationError` before ``what`` if the group has failed.
+
+        Raises `UsageError` in a forked child.
+        """
+        check_not_forked(self._pid, what)
+        watchdog = self.watchdog
+        if watchdog is not None and self.family in watchdog.announced:
+            text, heard_at = watchdog.announced[self.family]
+            time.sleep(max(0.0, heard_at + SETTLED_S - time.time()))
+            others = watchdog.table(self.members)
+            raise CommunicationError(
+                f"rank {self._rank} stops before {what}, since its group has failed: {text}"
+                f"{others}{way_out(others)}"
+            )
+
+    def overdue(self) -> str | None:
+        """What the device has not completed as the timeout draws near, once."""
+        if self._pending is None:
+            return None
+        what, begin, works = self._pending
+        # Just before the timeout, at which NCCL ends the process.
+        if time.time() - begin < max(self.timeout_s - 2 * PERIOD_S, self.timeout_s / 2):
+            return None
+        self._pending = None
+        if all(work.is_completed() for work in works):
+            return None
+        return f"{what} was issued {time.time() - begin:.1f} s ago"
+
+
+class Watchdog:
+    """The thread that tells the other ranks of this process's world what this one is doing."""
+
+    _current: "Watchdog | None" = None
+    _starting = threading.Lock()
+
+    @classmethod
+    def of_this_process(cls) -> "Watchdog | None":
+        """The one of the present default group, started if need be; None if no store is to be had.
+
+        Not collective.
+        """
+        with cls._starting:
+            if cls._current is None or not cls._current.is_of_present_world():
+                try:
+                    # A connection of its own: one that waits for a key serves nobody else.
+                    store: Any = c10d._get_default_store()
+                    store = store.clone()
+                except (RuntimeError, ValueError, AttributeError):
+                    return None
+                store.set_timeout(STORE_TIMEOUT)
+                cls._current = cls(store)
+            return cls._current
+
+    def __init__(self, store: Any):
+        self.rank = dist.get_rank()
+        self.announced: dict[str, _Event] = {}  # the first failure in each family, when heard
+        self.places: dict[str, Place] = {}  # by family
+        self.rolls: dict[str, str] = {}  # what this rank calls now, by family
+        self._last_table = ""  # as the store may be gone when it is wanted
+        self._lifeline = _connect_to_server_of(store)
+        self._store_is_gone = False
+        self._has_left = False
+        self._witnesses: tuple[weakref.ref[Witness], ...] = ()  # replaced whole: two threads use it
+        self.store: Any = c10d.PrefixStore("fullshard", store)
+        self._world = weakref.ref(dist.group.WORLD)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def look_after(self, witness: Witness) -> None:
+        """Listen for failures in its family, and look whether its collectives are late."""
+        living = [each for each in self._witnesses if each() is not None]
+        self._witnesses = (*living, weakref.ref(witness))
+
+    def is_of_present_world(self) -> bool:
+        """False once the default process group has been destroyed."""
+        return dist.is_initialized() and self._world() is dist.group.WORLD
+
+    @contextlib.contextmanager
+    def calling(self, what: str, families: Sequence[str]) -> Iterator[None]:
+        """Within, this rank waits in roll calls of ``families`` for ``what``."""
+        _progress.calling = (what, time.time())
+        self.rolls.update(dict.fromkeys(families, what))
+        try:
+            yield
+        finally:
+            _progress.calling = None
+            for family in families:
+                self.rolls.pop(family, None)
+
+    def stop(self) -> None:
+        """End the thread, which must not be inside the store when the interpreter goes."""
+        self._ended.set()
+        self._thread.join(STORE_TIMEOUT.total_seconds())
+
+    def announce(self, family: str, text: str) -> None:
+        """Tell the others that this rank has failed, if nobody has done so before."""
+        self.announced.setdefault(family, (text, 0.0))
+        if not self.store_lives():
+            return
+        with contextlib.suppress(RuntimeError):
+            self.publish()
+            if not self.store.check([_failure_of(family)]):
+                self.store.set(_failure_of(family), text)
+
+    def table(self, members: Sequence[int]) -> str:
+        """One line for each of the other ranks, or for those that are in the same place."""
+        others = [rank for rank in members if rank != self.rank]
+        if not self.store_lives():
+            return self._last_table or f"\n{_UNKNOWN}: {STORE_ENDED}"
+        try:
+            records = self.read(others)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            return self._last_table or f"\n{_UNKNOWN}: {reason}"
+        self._last_table = "".join(f"\n  {line}" for line in _lines(records))
+        return self._last_table
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a store that fails is as good as none
+            while self.is_of_present_world() and self.store_lives():
+                self.publish()
+                self._listen()
+                if self._ended.wait(PERIOD_S):
+                    break
+            self._has_left = True
+            if self.store_lives():
+                self.publish()
+        self._store_is_gone = True
+        if self._lifeline is not None:
+            self._lifeline.close()
+        atexit.unregister(self.stop)
+
+    # [Note: Lifeline]
+    # The store of a healthy world ends when the rank that keeps it ends or destroys its process
+    # group, a little before or after the others. Who speaks to it then gets an error and prints
+    # torch's C++ stack. So we hold a connection of our own to the server, on which nothing is ever
+    # said, and look whether it is still open.
+
+    def store_lives(self) -> bool:
+        """False once the store is known to be gone."""
+        if self._lifeline is not None and not self._store_is_gone:
+            try:
+                self._store_is_gone = self._lifeline.recv(1) == b""
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._store_is_gone = True
+        return not self._store_is_gone
+
+    def publish(self) -> None:
+        """Write what this rank is doing, where the others can read it."""
+        record = {"at": time.time(), **asdict(_progress)}
+        # Copied whole, as the main thread writes to them.
+        record |= {"places": dict(self.places), "rolls": dict(self.rolls), "left": self._has_left}
+        self.store.set(str(self.rank), json.dumps(record))
+
+    def _listen(self) -> None:
+        for each in self._witnesses:
+            witness = each()
+            if witness is None:
+                continue
+            key = _failure_of(witness.family)
+            if witness.family not in self.announced and self.store.check([key]):
+                text = self.store.get(key).decode()
+                self.announced.setdefault(witness.family, (text, time.time()))
+                self.table(witness.members)
+            late = witness.overdue()
+            if late is not None:
+                table = self.table(witness.members)
+                print(f"fullshard: rank {self.rank}: {late}, not done yet{table}", file=sys.stderr)
+
+    def read(self, ranks: Sequence[int]) -> dict[int, dict[str, Any] | None]:
+        """What each rank has last written; None for one that has not."""
+        keys = [str(rank) for rank in ranks]
+        if self.store.has_extended_api() and self.store.check(keys):
+            found: list[bytes | None] = list(self.store.multi_get(keys))
+        else:  # a get of what is not there would block
+            found = [self.store.get(key) if self.store.check([key]) else None for key in keys]
+        return {
+            rank: None if text is None else cast(dict[str, Any], json.loads(text))
+            for rank, text in zip(ranks, found, strict=True)
+        }
+
+
+_UNKNOWN = "What the other ranks are doing is not known"
+
+
+def _connect_to_server_of(store: Any) -> socket.socket | None:
+    """A connection to the server of a TCP store; None for another store, or where it fails."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not hasattr(store, "port"):
+        return None
+    try:
+        connection = socket.create_connection((store.host, store.port), PERIOD_S)
+    except OSError:
+        return None
+    connection.setblocking(False)
+    return connection
+
+
+def _failure_of(family: str) -> str:
+    return f"failed/{family}"
+
+
+def _lines(records: dict[int, dict[str, Any] | None]) -> list[str]:
+    now = time.time()
+    alike: dict[str, tuple[list[int], list[float]]] = {}
+    for rank, record in records.items():
+        text, since = _state(record, now)
+        ranks, ages = alike.setdefault(text, ([], []))
+        ranks.append(rank)
+        ages.append(now - since)
+    lines = []
+    for text, (ranks, ages) in alike.items():
+        least, most = f"{max(0.0, min(ages)):.1f}", f"{max(0.0, *ages, 0.0):.1f}"
+        age = f"{most} s" if least == most else f"{least} to {most} s"
+        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_ranges(ranks)}"
+        lines.append(f"{names}: {text.format(age=age)}")
+    return lines
+
+
+def _state(record: dict[str, Any] | None, now: float) -> tuple[str, float]:
+    """What a rank does, with ``{age}`` where it says since when, and that moment."""
+    if record is None:
+        return "no sign of life at all", now
+    safe = {
+        name: (event[0].replace("{", "{{").replace("}", "}}"), event[1])
+        for name, event in record.items()
+        if isinstance(event, list)
+    }
+    if "failed" in safe:
+        return f"failed in {safe['failed'][0]} {{age}} ago", safe["failed"][1]
+    if record["left"]:
+        return LEFT, record["at"]
+    if now - record["at"] > SILENT_S:
+        doing = safe.get("waiting") or safe.get("issued")
+        last = f", last seen in {doing[0]}" if doing else ""
+        return f"no sign of life for {{age}}{last}", record["at"]
+    if "calling" in safe:
+        what, begin = safe["calling"]
+        return f"waiting for {{age}} until all ranks call {what}", begin
+    if "waiting" in safe:
+        return f"in {safe['waiting'][0]} for {{age}}", safe["waiting"][1]
+    issued, finished = safe.get("issued"), safe.get("finished")
+    if finished is not None and issued is not None:
+        last = f"last finished: {finished[0]} {{age}} ago, last issued: {issued[0]}"
+        return f"{NOTHING_AWAITED}, {last}", finished[1]
+    if issued is not None:
+        return f"{NOTHING_AWAITED}, last issued: {issued[0]} {{age}} ago", issued[1]
+    return "has done nothing yet", now
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """0-3, 7"""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at a sharded model: what it holds, what it sends, what its steps do.
+
+None of these functions changes the model; only `memory_of_ranks` is collective.
+"""
+
+from fullshard.core.trace import Trace
+from fullshard.torch.inspection.describe import (
+    DescribedParameter,
+    DescribedUnit,
+    Description,
+    describe,
+)
+from fullshard.torch.inspection.memory import (
+    MemoryOfRank,
+    MemoryOfRanks,
+    memory_of_rank,
+    memory_of_ranks,
+)
+from fullshard.torch.inspection.memory_summary import (
+    Bytes,
+    MemorySummary,
+    memory_summary,
+    resting_bytes,
+)
+from fullshard.torch.inspection.traffic import Communication, Counted, communication, tracing
+
+RestingBytes = Bytes  # the name of earlier versions
+
+__all__ = [
+    "Bytes",
+    "Communication",
+    "Counted",
+    "DescribedParameter",
+    "DescribedUnit",
+    "Description",
+    "MemoryOfRank",
+    "MemoryOfRanks",
+    "MemorySummary",
+    "RestingBytes",
+    "Trace",
+    "communication",
+    "describe",
+    "memory_of_rank",
+    "memory_of_ranks",
+    "memory_summary",
+    "resting_bytes",
+    "tracing",
+]

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The executor: asks the schedule which ops follow an event, and has units carry them out."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from fullshard.core.schedule import Event, Moment, OpKind, Scheduler, UnitPolicy
+from fullshard.core.strategy import Prefetch
+from fullshard.core.trace import Trace, TraceRecord
+from fullshard.torch.step.managed import ManagedUnit
+from fullshard.torch.step.profiling import UnitMarks, profiler_runs
+from fullshard.torch.unit.streams import DeviceClock
+from fullshard.torch.unit.unit import Unit
+
+__all__ = ["Executor", "TraceRecorder", "unit_policy"]
+
+_ENDS_OF_REDUCES = (OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
+_NAMED = (OpKind.GATHER, OpKind.AWAIT_GATHER, OpKind.REDUCE, OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
+
+_event = cache(Event)
+
+_MOST_EVENTS = 64
+"""The number of events per unit after which an endless step is cut, so that its record does not
+grow for ever when forward runs with gradients and nobody calls backward."""
+
+
+class Executor:
+    """Carries out ops on the units of one root, as its schedules ask for them.
+
+    There is one schedule for each set of units that are reduced, and one for steps without
+    gradients.
+    """
+
+    def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
+        self._references = [weakref.ref(managed) for managed in units]
+        self._with_copies = [weakref.ref(managed) for managed in units if managed.unit.copies]
+        self._marks = UnitMarks()
+        self._reducing: list[Unit] = []
+        self._evicting: list[Unit] = []  # whose gradients may still be on their way to the host
+        self.recorder: TraceRecorder | None = None
+        self.evaluating = False  # in a step without gradients
+        self.is_last_backward = True  # False: reduces may still be under way when backward ends
+        self.set_prefetch(prefetch)
+
+    @property
+    def units(self) -> list[ManagedUnit]:
+        """The units that still exist, the root's first."""
+        return _alive(self._references)
+
+    def set_prefetch(self, prefetch: Prefetch) -> None:
+        """Make new schedules from the policies that the units have now; between steps only."""
+        self.prefetch = prefetch
+        policies = {
+            m.number: UnitPolicy(
+                _gathered(m.unit), reduced=False, full_bytes=m.unit.layout.full_bytes
+            )
+            for m in self.units
+        }
+        self._evaluation = Scheduler(policies, prefetch)
+        self._by_reduced: dict[frozenset[int], Scheduler] = {}
+        self._active = self._training
+        self.evaluating = False
+
+    @property
+    def _training(self) -> Scheduler:
+        """The schedule of a step that reduces the units whose gradients are wanted now."""
+        reduced = frozenset(
+            managed.number
+            for managed in self.units
+            if managed.unit.trainable and managed.requires_gradient_sync
+        )
+        if reduced not in self._by_reduced:
+            policies = {
+                m.number: unit_policy(m, reduced=m.number in reduced, root=m.number == 0)
+                for m in self.units
+            }
+            self._by_reduced[reduced] = Scheduler(policies, self.prefetch)
+        return self._by_reduced[reduced]
+
+    @property
+    def idle(self) -> bool:
+        """True between steps: nothing is gathered ahead, kept or in flight."""
+        return self._active.idle
+
+    def go_on(self, *, training: bool) -> None:
+        """Continue with the schedule for this kind of step; free first what another one holds."""
+        scheduler = self._training if training else self._evaluation
+        if scheduler is not self._active:
+            self.finish_step()
+            self._active = scheduler
+        self.evaluating = not training
+
+    def begin(self, *, training: bool) -> bool:
+        """Begin a forward of the root; True between steps.
+
+        A step that is still running ends here if forwards went on without a backward for so long
+        that it will hardly come, or if an optimizer has stepped since.
+        """
+        self.go_on(training=training)
+        if self._active.idle:
+            return True
+        endless = self._active.recorded > _MOST_EVENTS * len(self._references)
+        if endless or any(m.unit.stale or m.unit.shards.toggled for m in self.units):
+            self.finish_step()
+        return self._active.idle
+
+    def finish_step(self) -> None:
+        """Free what is full, await what is in flight."""
+        if not self._active.idle:
+            self.do(Moment.STEP_END, None)
+        if self.is_last_backward:
+            for unit in self._reducing:
+                unit.await_reduce()
+            self._reducing.clear()
+        for managed in _alive(self._with_copies):
+            managed.unit.synchronize()
+        self._evicting.clear()
+
+    def do(self, moment: Moment, managed: ManagedUnit | None) -> None:
+        """Carry out the ops that follow ``moment`` of a unit."""
+        put_off = moment is Moment.STEP_END and not self.is_last_backward
+        for kind, number in self._active.on(_event(moment, managed.number if managed else -1)):
+            owner = self._references[number]()
+            if owner is None or (put_off and kind in _ENDS_OF_REDUCES):
+                continue
+            unit = owner.unit
+            profiled = profiler_runs() and kind in _NAMED
+            if profiled:
+                self._marks.begin(kind.value, unit)
+            done = unit.do(kind)
+            if profiled:
+                self._marks.end(kind.value, unit)
+            if not done:
+                continue
+            if kind is OpKind.AWAIT_REDUCE:
+                if unit in self._reducing:
+                    self._reducing.remove(unit)
+                self._let_go_before(unit)
+            elif kind is OpKind.REDUCE:
+                self._reducing.append(unit)
+            if self.recorder:
+                self.recorder.note(kind.value, unit, self.live_bytes)
+        if self._reducing:
+            self._take_completed_reduces()
+
+    def _take_completed_reduces(self) -> None:
+        # A reduce that has completed gives its memory back now, not when the schedule asks for it.
+        still = []
+        for unit in self._reducing:
+            if not unit.has_reduced:
+                still.append(unit)
+            elif unit.do(OpKind.AWAIT_REDUCE):
+                self._let_go_before(unit)
+                if self.recorder:
+                    self.recorder.note(OpKind.AWAIT_REDUCE.value, unit, self.live_bytes)
+        self._reducing = still
+
+    def _let_go_before(self, unit: Unit) -> None:
+        if unit.copies:
+            # These copies have had the time of a whole unit's backward.
+            for earlier in self._evicting:
+                earlier.let_go()
+            self._evicting = [unit]
+
+    def live_bytes(self) -> int:
+        """Bytes that all units hold beyond their shards."""
+        return sum(managed.unit.transient_bytes for managed in self.units)
+
+
+def _alive(references: Sequence[weakref.ref[ManagedUnit]]) -> list[ManagedUnit]:
+    found = [reference() for reference in references]
+    return [managed for managed in found if managed is not None]
+
+
+def _gathered(unit: Unit) -> bool:
+    return not unit.resident and bool(unit.params)
+
+
+def unit_policy(managed: ManagedUnit, *, reduced: bool, root: bool) -> UnitPolicy:
+    """Return how the schedule is to treat a unit with its present settings.
+
+    ``root`` is true for the root's unit.
+    """
+    reshard, ranks = managed.reshard_after_forward, managed.unit.ranks
+    if reshard is None:
+        # The root's parameters are needed again as soon as its forward is over.
+        reshard = not root
+
+    def numbers(chosen: "list[ManagedUnit] | None") -> tuple[int, ...] | None:
+        return None if chosen is None else tuple(other.number for other in chosen)
+
+    return UnitPolicy(
+        gathered=_gathered(managed.unit),
+        reduced=reduced,
+        reshard_after_forward=reshard,
+        reshard_after_backward=managed.reshard_after_backward,
+        shrunk=ranks.block is not None,
+        replicated=ranks.gather.size > 1 and ranks.replicas.size > 1,
+        unshard_in_backward=managed.unshard_in_backward,
+        prefetch_forward=numbers(managed.prefetch_forward),
+        prefetch_backward=numbers(managed.prefetch_backward),
+        full_bytes=managed.unit.layout.full_bytes,
+    )
+
+
+class TraceRecorder:
+    """Collects ops with marks of the device's clock; `fill` turns the marks into seconds."""
+
+    def __init__(self, device: torch.device):
+        self._clock = DeviceClock(device)
+        self._notes: list[tuple[str, str, Any, int, int]] = []
+
+    def note(self, op: str, unit: "Unit", live_bytes: Callable[[], int]) -> None:
+        """One op on ``unit`` has just been issued."""
+        size = unit.layout.full_bytes
+        if op in ("fill", "reduce", "await_reduce"):
+            size = unit.layout.grad_full_bytes
+        self._notes.append((op, unit.name, self._clock.mark(), size, live_bytes()))
+
+    def fill(self, trace: Trace) -> None:
+        """Append what was recorded to ``trace``, in order."""
+        for op, unit, mark, size, live in self._notes:
+            at_s = self._clock.elapsed_s(self._clock.start, mark)
+            trace.records.append(TraceRecord(op, unit, at_s, size, live))
+        self._notes.clear()

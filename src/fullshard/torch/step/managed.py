@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A unit among its modules: the hooks that watch forward and backward, and tell the tracker.
+
+[Note: When a unit's backward is over]
+A unit's parameters may be freed when nothing in its backward will read them again, and its
+gradients reduced when none is still to come. Neither can be seen from gradients alone (frozen
+weights deliver none, and the input's gradient may need a weight after that weight's own gradient is
+out) nor from the inputs alone (a branch that starts from a constant leads to no input). So a unit's
+backward is over when
+
+- the gradients of all inputs that need one are there, for each of its calls;
+- every parameter has delivered that autograd says will get a gradient (without an input to wait
+  for, every trainable one: a recomputed part is not in the graph until it is run);
+- units that began after it in forward are over too: a path to their parameters may lead through it.
+
+What is not over when autograd has finished is over then.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.core.errors import CommunicationError, UsageError
+from fullshard.core.strategy import Prefetch
+from fullshard.torch.step.calls import WATCHED, Call
+from fullshard.torch.step.structures import (
+    map_tensors,
+    outputs_with_gradients,
+    tensors_with_gradients,
+)
+from fullshard.torch.step.unit_step import UnitStep
+from fullshard.torch.unit.buffers import dtype_of
+from fullshard.torch.unit.plan import Plan
+from fullshard.torch.unit.sites import ParamSites
+from fullshard.torch.unit.unit import Unit
+
+__all__ = ["ManagedUnit", "StepWatcher", "managed_unit_of", "managed_units", "speaks_for_all"]
+
+_ATTRIBUTE = "_fullshard_unit"
+
+
+class StepWatcher(Protocol):
+    """The listener to what happens to units: `fullshard.torch.step.tracker.Tracker`."""
+
+    @property
+    def prefetch(self) -> Prefetch:
+        """The depth to which units are gathered ahead."""
+
+    @property
+    def idle(self) -> bool:
+        """True between steps."""
+
+    def set_prefetch(self, prefetch: Prefetch) -> None:
+        """Make new schedules."""
+
+    def forward_begins(self, managed: "ManagedUnit") -> Call | None:
+        """A unit's forward is about to run: as a call, if its backward may come."""
+
+    def new_call(self, managed: "ManagedUnit") -> Call:
+        """The unit's forward that runs already, as a call whose backward may come."""
+
+    def forward_ends(self, managed: "ManagedUnit", *, unseen: bool = False) -> None:
+        """A unit's forward has run; ``unseen``: its backward may come without notice."""
+
+    def backward_begins(self, managed: "ManagedUnit", call: Call) -> None:
+        """A gradient has reached the output of a call of the unit."""
+
+    def gradient_arrives(self, managed: "ManagedUnit", index: int, grad: Tensor) -> None:
+        """A parameter has its gradient, or a part of it."""
+
+    def inputs_are_done(self, managed: "ManagedUnit", call: Call) -> None:
+        """The gradients of the inputs of a call of the unit are there."""
+
+
+class ManagedUnit:
+    """A unit with its place among the modules and in the step; owns the modules' hooks."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[ParamSites],
+        plan: Plan,
+        adopt: Callable[[nn.Module], StepWatcher],
+    ):
+        self.step = UnitStep()
+        self.step.arrivals.belong_to(self)
+        self.unit = Unit(type(modules[0]).__name__, params, plan, self.step.arrivals)
+        self.requires_gradient_sync = True
+        # What `change` may change; the units of lists are gathered when this one begins.
+        self.reshard_after_forward = plan.reshard_after_forward
+        self.reshard_after_backward = True
+        self.unshard_in_backward = True
+        self.prefetch_forward: list[ManagedUnit] | None = None
+        self.prefetch_backward: list[ManagedUnit] | None = None
+        self.summoned = False  # modules show full parameters that are not the unit's own
+        # Set if a path to somebody else's parameters leads through the unit: nobody tells when it
+        # has been gone, so the unit stays full until autograd has finished.
+        self.ends_with_backward = False
+        self.number = -1
+        self.tracker: StepWatcher | None = None
+        self._adopt = adopt  # makes a tracker, with the module that runs first as its root
+        self.call: Call | None = None  # that runs forward now, if its backward may come
+        self._modules_to_run = len(modules)
+        self._modules_run = 0
+        self._unseen = False  # the output is of a class that tensors cannot be found in
+        self._inside_itself = 0  # how deep a module has called itself
+        self._handled_outside = 0
+        for module in modules:
+            module.__dict__[_ATTRIBUTE] = self
+            # What they do is not for graphs: a compiled module's forward is one without them.
+            before = torch.compiler.disable(self._before_forward)  # type: ignore[no-untyped-call]
+            after = torch.compiler.disable(self._after_forward)  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            # Also after an exception: checkpointing ends a recomputation early by raising one.
+            module.register_forward_hook(after, always_call=True)
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._modules_run == self._modules_to_run:
+            self._inside_itself += 1
+            return None
+        self._handled_outside = id(sys.exception())  # forward may run in an except clause
+        tracker = self.tracker or self._adopt(module)
+        if self._modules_run == 0:
+            self.call = tracker.forward_begins(self)
+        changed = given = (args, kwargs)
+        convert = self._input_conversion
+        if convert is not None:
+            changed = map_tensors(changed, convert)
+        if torch.is_grad_enabled():
+            self.call = self.call or tracker.new_call(self)
+            inputs = tensors_with_gradients(changed)
+            if inputs:
+                if any(WATCHED in tensor.__dict__ for tensor in inputs):
+                    changed = _with_own_views(changed)
+                    inputs = tensors_with_gradients(changed)
+                self.call.watch_inputs(inputs)
+        self._modules_run += 1
+        return None if changed is given else changed
+
+    @property
+    def _input_conversion(self) -> Callable[[Tensor], Tensor] | None:
+        """The conversion of inputs: a cast, and for the root a copy to the device; or None."""
+        precision, is_root = self.unit.plan.precision, self.number == 0
+        device = self.unit.device if is_root and self.unit.device.type == "cuda" else None
+        casts = precision.cast_inputs or (is_root and precision.cast_root_inputs)
+        dtype = dtype_of(precision.compute) if casts and precision.compute else None
+        if device is None and dtype is None:
+            return None
+
+        def convert(tensor: Tensor) -> Tensor:
+            to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            return tensor.to(device or tensor.device, to, non_blocking=True)
+
+        return convert
+
+    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        failure = sys.exception()
+        if isinstance(failure, CommunicationError) and id(failure) != self._handled_outside:
+            # Nothing can be sent any more: the next forward forgets this step.
+            self.unit.show_sharded()
+            return None
+        if self._inside_itself:
+            self._inside_itself -= 1
+            return None
+        given, wanted = output, self.unit.plan.precision.output
+        if wanted is not None:
+            dtype = dtype_of(wanted)
+            output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        if self.call is not None:
+            outputs, hidden = outputs_with_gradients(output)
+            self._unseen = self.unit.trainable and hidden
+            if outputs:
+                self.call.watch_outputs(outputs)
+        if self._modules_run == self._modules_to_run:
+            self.end_forward()
+        return None if output is given else output
+
+    def run(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call another method of ``module`` as if it were its forward."""
+        changed = self._before_forward(module, args, kwargs)
+        output = None
+        if changed is not None:
+            args, kwargs = changed
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            cast = self._after_forward(module, args, output)
+        return output if cast is None else cast
+
+    def end_forward(self) -> None:
+        """End the unit's forward: its modules have run, or those of them that will."""
+        unseen, self._unseen = self._unseen, False
+        self._modules_run = 0
+        assert self.tracker is not None
+        self.tracker.forward_ends(self, unseen=unseen)
+        self.call = None
+
+    def change(self, setting: str, value: Any) -> None:
+        """Set one of the unit's settings, by its attribute's name; between steps only."""
+        if getattr(self, setting) == value:
+            return
+        if self.tracker is not None and not self.tracker.idle:
+            raise UsageError(f"{setting} can only be changed between steps")
+        setattr(self, setting, value)
+        if self.tracker is not None:
+            self.tracker.set_prefetch(self.tracker.prefetch)
+
+    def forget_step(self) -> None:
+        """Return to the state between steps, whatever happened; drop full gradients."""
+        self.step.forget()
+        self._modules_run = self._inside_itself = 0
+        self.call = None
+        self.unit.drop_gradients()
+        self.unit.show_sharded()
+
+
+def _with_own_views(structure: Any) -> Any:
+    """``structure`` with a view in place of each tensor that another unit watches.
+
+    The gradient of an input that several units share is complete only when all of them are over,
+    and each would stay full until then. A view's gradient is that of its own unit alone.
+    """
+    views: dict[int, Tensor] = {}  # what was one tensor stays one
+
+    def own_view(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad or WATCHED not in tensor.__dict__:
+            return tensor
+        return views.setdefault(id(tensor), tensor.view_as(tensor))
+
+    return map_tensors(structure, own_view)
+
+
+def managed_unit_of(module: nn.Module) -> ManagedUnit | None:
+    """The unit whose hooks are on ``module``, if it is the module of one."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def managed_units(module: nn.Module, *, recurse: bool = True) -> Iterator[ManagedUnit]:
+    """The units whose modules are ``module`` (``recurse``: and those below), each once."""
+    seen: set[ManagedUnit] = set()
+    for each in module.modules() if recurse else (module,):
+        managed = managed_unit_of(each)
+        if managed is not None and managed not in seen:
+            seen.add(managed)
+            yield managed
+
+
+def speaks_for_all(module: nn.Module) -> bool:
+    """True on the one rank that writes what is the same on all: of every group and tensor axis."""
+    for managed in managed_units(module):
+        cuts = [each.ownership.tensor_parallel for each in managed.unit.sharded]
+        if not managed.unit.ranks.first or not all(cut.first for cut in cuts if cut is not None):
+            return False
+    return True

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Order and time on a device: CUDA streams and events, or nothing and the host's clock on a CPU.
+
+A collective issued with ``async_op=True`` runs on the communicator's stream behind what the current
+stream has been given so far, and ``wait()`` puts the current stream behind the collective. Buffers
+are allocated and released on the compute stream. So nothing outlives its owner, and no buffer needs
+``record_stream``. The engine's own streams are for copies between host and device.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+__all__ = ["CopyStream", "DeviceClock"]
+
+
+Direction = Literal["to the device", "to the host"]
+
+# One stream for each way: a device has one copy engine for it, and what the allocator caches for a
+# stream no other stream gets.
+_streams: dict[tuple[torch.device, Direction], torch.cuda.Stream] = {}
+
+
+def _stream_for(device: torch.device, direction: Direction) -> torch.cuda.Stream:
+    key = device, direction
+    if key not in _streams:
+        _streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[key]
+
+
+class CopyStream:
+    """One unit's copies in one direction, beside the compute stream; on a CPU, no stream."""
+
+    def __init__(self, device: torch.device, direction: Direction):
+        self._device = device
+        self._direction = direction
+        self._last: torch.cuda.Event | None = None
+
+    @contextmanager
+    def behind_compute(self) -> Iterator[None]:
+        """Issue copies within; they start when the compute stream gets here, and run beside it."""
+        if self._device.type != "cuda":
+            yield
+            return
+        stream = _stream_for(self._device, self._direction)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                self._last = stream.record_event()
+
+    def join(self) -> None:
+        """Put the compute stream behind what was issued last."""
+        if self._last is not None:
+            self._last.wait(torch.cuda.current_stream(self._device))
+
+    def synchronize(self) -> None:
+        """Hold up the host until all that was issued is done."""
+        if self._last is not None:
+            self._last.synchronize()
+            self._last = None
+
+
+class DeviceClock:
+    """Marks moments without holding up the device; reads them when asked, later."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self.start = self.mark()
+
+    def mark(self) -> "float | torch.cuda.Event":
+        """A moment: now on the host, or when the current CUDA stream gets here."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def elapsed_s(
+        self, begin: "float | torch.cuda.Event", end: "float | torch.cuda.Event"
+    ) -> float:
+        """Seconds from one mark to another; on CUDA this waits for the later one."""
+        if isinstance(begin, float) and isinstance(end, float):
+            return end - begin
+        assert not isinstance(begin, float)
+        assert not isinstance(end, float)
+        begin.synchronize()  # the two may have been marked on different streams
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3

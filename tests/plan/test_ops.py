@@ -5,6 +5,9 @@ import itertools
 
 import pytest
 import torch
+from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.runtime import runtime_of
+from fullshard.train.models import GPT
 from support.models import seeded
 from support.planned_engine import DEVICE, LINK
 from torch.utils.checkpoint import checkpoint
@@ -20,9 +23,6 @@ from fullshard.plan.run import Recompute, Run, Wrap
 from fullshard.plan.step.script import write_script
 from fullshard.plan.step.units import unit_paths
 from fullshard.torch import FullyShardedDataParallel, tracing
-from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.runtime import runtime_of
-from fullshard.train.models import GPT
 
 SHAPE = Transformer(3, 8, 2, 1, 12, 11, context=4)
 TIED = Transformer(2, 8, 2, 2, 12, 11, context=4, tied=True)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+from fullshard.torch.runtime import runtime_of
 from support.models import CASES, loss_of, make, make_batches
 from torch import nn
 
@@ -23,7 +24,6 @@ from fullshard.torch import (
     tracing,
 )
 from fullshard.torch.measuring import record_step
-from fullshard.torch.runtime import runtime_of
 
 LINK = Link(1e9, 1e-6)
 DEVICE = Device(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.presets import Transformer
 from fullshard.torch import fully_shard
-from fullshard.train.models import GPT
+from fullshard.train.torch.models import GPT
 
 BEGIN, OVER = "the measured step begins", "the measured step is over"
 

@@ -73,6 +73,21 @@ class Scripted:
         return math.log(speed / row.tokens), half_width(0.0, found)
 
 
+def tamed(errors: np.ndarray) -> np.ndarray:
+    """Errors whose squares grow like themselves when they are large: outliers count less."""
+    return np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
+
+
+def loss(rows: Sequence[Scripted], constants: Constants) -> float:
+    """What a fit makes small: half the squares of rows' errors and of distances from priors."""
+    errors = tamed(np.array([each.error(constants)[0] for each in rows]) / NOISE)
+    away = [
+        (getattr(constants, name) - mean) / deviation
+        for name, (mean, deviation, _, _) in PRIORS.items()
+    ]
+    return float(np.sum(errors**2) + np.sum(np.square(away))) / 2
+
+
 def fit(rows: Sequence[Scripted]) -> Constants:
     """The constants that fit ``rows`` best, with their priors."""
     names = [field.name for field in fields(Constants)]
@@ -83,9 +98,7 @@ def fit(rows: Sequence[Scripted]) -> Constants:
     def residuals(at: np.ndarray) -> np.ndarray:
         constants = Constants(*(mean + (at - 1) * deviation))
         errors = np.array([each.error(constants)[0] for each in rows]) / NOISE
-        # Outliers among rows count by their root, priors in full.
-        tamed = np.sign(errors) * np.sqrt(2 * (np.sqrt(1 + errors**2) - 1))
-        return np.concatenate([tamed, at - 1])
+        return np.concatenate([tamed(errors), at - 1])
 
     bounds = 1 + (least - mean) / deviation, 1 + (most - mean) / deviation
     found = least_squares(

@@ -93,6 +93,7 @@ def _published(source: str, record: dict[str, str]) -> Row | None:
     model = named_model(_model_name(record["model"]))
     length, batch = int(record["seq"]), int(record["local_batch"])
     note = record["note"]
+    in_float8 = record["precision"].startswith(("fp8", "float8"))
     run = Run(
         micro_batch=batch,
         sequence=length,
@@ -101,7 +102,8 @@ def _published(source: str, record: dict[str, str]) -> Row | None:
         compiled="compile" in note,
         extra_copies=2,
         fused_norms=False,  # PyTorch had no fused RMSNorm before 2.8
-        fp8=record["precision"].startswith(("fp8", "float8")),
+        fp8=in_float8,
+        gather_dtype="float8_e4m3fn" if in_float8 else None,
         tensor_parallel=_degree(record["parallelism"], "TP"),
         **_recompute(record["act_ckpt"], record["system"]),
     )

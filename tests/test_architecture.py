@@ -40,8 +40,10 @@ LAYERS = {
     "report": Layer({"core"}, {"rich", "matplotlib"}, without_frameworks=True),
     "checkpoint": Layer({"core"}, {"numpy", "safetensors"}, without_frameworks=True),
     "wrap": Layer({"core"}, {"torch"}),
-    "torch": Layer({"core", "checkpoint", "wrap"}, {"torch", "numpy", "safetensors"}),
-    "jax": Layer({"core", "checkpoint", "launchers"}, {"jax", "flax", "optax", "orbax", "numpy"}),
+    "torch": Layer({"core", "plan", "checkpoint", "wrap"}, {"torch", "numpy", "safetensors"}),
+    "jax": Layer(
+        {"core", "plan", "checkpoint", "launchers"}, {"jax", "flax", "optax", "orbax", "numpy"}
+    ),
     "train": Layer(
         {"core", "plan", "checkpoint", "wrap", "launchers", "distributed", "local_ranks"}
         | {"torch", "jax"},
@@ -64,7 +66,13 @@ LAYERS = {
 }
 
 # Edges at which something optional or heavy may load late.
-LATE_IMPORTS = {"cli.py", "__init__.py", "jax/__init__.py", "torch/__init__.py"}
+LATE_IMPORTS = {
+    "cli.py",
+    "__init__.py",
+    "jax/__init__.py",
+    "plan/draw/png.py",
+    "torch/__init__.py",
+}
 # Signatures that are somebody else's convention.
 MANY_ARGUMENTS = {
     "torch/fsdp1/wrapper.py: FullyShardedDataParallel.__init__",

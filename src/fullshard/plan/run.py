@@ -60,7 +60,9 @@ class Run:
     ``recompute_every`` n recomputes each n-th block, ``recompute_blocks`` only so many; with
     ``recompute_stops`` it ends where the last tensor that backward needs is there again (PyTorch
     2.1 and newer). ``lora_rank`` 0 trains all parameters. ``fused_norms`` are one kernel each.
-    ``tensor_parallel`` devices share each layer. ``extra_copies`` of a unit's full parameters are
+    ``tensor_parallel`` devices share each layer. With ``fp8`` matrix products
+    run in float8; ``gather_dtype`` is that of gathers on the wire, if it is not that of
+    computation. ``extra_copies`` of a unit's full parameters are
     made by engines other than this one, each micro-batch (PyTorch's: two).
     """
 
@@ -92,6 +94,7 @@ class Run:
     extra_copies: int = 0
     tensor_parallel: int = 1
     fp8: bool = False
+    gather_dtype: str | None = None
     autocast: str | None = None
 
     def __post_init__(self) -> None:
@@ -113,7 +116,12 @@ class Run:
             raise ConfigurationError(
                 f"optimizer {self.optimizer!r} is not known: {', '.join(OPTIMIZERS)}"
             )
-        for dtype in (self.param_dtype, self.autocast, self.precision.compute):
+        for dtype in (
+            self.param_dtype,
+            self.autocast,
+            self.precision.compute,
+            self.gather_dtype,
+        ):
             if dtype is not None:
                 item_bytes(dtype)
 

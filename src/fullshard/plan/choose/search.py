@@ -185,12 +185,15 @@ def _floor(trial: _Trial, model: Model, cluster: Cluster, budget: int) -> str:
     if least is None:
         return trial.rejected[0].reason
     memory = least.memory
-    more = -(-memory.peak_bytes // budget) * cluster.devices
+    more = -(-memory.resting_bytes // budget) * cluster.devices
+    way_out = (
+        f"{more} devices or more" if memory.resting_bytes > budget else "a smaller micro-batch"
+    )
     return (
         f"{model.name} does not fit into {bytes_text(budget)} on each of {cluster.devices} devices "
         f"in any of {trial.tried} ways; the least is {bytes_text(memory.peak_bytes)} with "
         f"{describe(least.run)}, of which {bytes_text(memory.resting_bytes)} is model state "
-        f"({memory.cause}). Take at least {more} devices, shorter sequences, or a larger device"
+        f"({memory.cause}). Take {way_out}, shorter sequences, or devices with more memory"
     )
 
 

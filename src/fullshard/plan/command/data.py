@@ -19,7 +19,7 @@ def prediction_data(prediction: Prediction, tokens: float = 0.0) -> dict[str, An
     """One prediction as plain data; times in seconds, sizes in bytes."""
     memory = prediction.memory
     data = {
-        "configuration": run_data(prediction.run),
+        "configuration": _run_data(prediction.run),
         "memory": {
             "peak_bytes": memory.peak_bytes,
             "reserved_bytes": memory.reserved_bytes,
@@ -48,7 +48,7 @@ def prediction_data(prediction: Prediction, tokens: float = 0.0) -> dict[str, An
     return data
 
 
-def run_data(run: Run) -> dict[str, Any]:
+def _run_data(run: Run) -> dict[str, Any]:
     """The choices of a run by the names of the command's arguments."""
     return {
         "strategy": strategy_name(run),

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from fullshard.core.spec import ModelSpec, ParamSpec
 from fullshard.plan.model.operations import Call, Kind, Operation, Work
-from fullshard.plan.model.shape import Experts, Naming, Norm, Shape, block_specs, norm_specs
+from fullshard.plan.model.shape import Experts, Shape, block_specs, norm_specs
 from fullshard.plan.model.work import Pricer
 from fullshard.plan.run import Run, Wrap
 
@@ -127,13 +127,15 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[Call, ...]:
     price = Pricer.of(run, length)
     names = shape.naming
     kinds: dict[Experts | None, list[tuple[str, tuple[Operation, ...]]]] = {}
-    calls = [Call(names.embedding, (_look_up(shape, price),))]
-    kept = price.item * price.tokens * shape.width
+    # Between the parts that are cut by heads and hidden width, tokens are: sequence parallelism.
+    apart = replace(price, tokens=price.tokens // run.tensor_parallel)
+    calls = [Call(names.embedding, (_look_up(shape, apart),))]
+    kept = price.item * apart.tokens * shape.width
     for block in range(shape.layers):
         path = f"{names.blocks}.{block}"
         experts = shape.experts_in(block)
         if experts not in kinds:
-            kinds[experts] = list(_block(shape, names, experts, price, run))
+            kinds[experts] = list(_block(shape, experts, price, apart, run))
         pieces = kinds[experts]
         if fine:
             calls += [
@@ -143,7 +145,7 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[Call, ...]:
         else:
             calls.append(Call(path, _joined(pieces), kept))
     head = price.head(shape.width, shape.vocab, run.loss, trained=run.lora_rank == 0)
-    calls.append(Call(names.final_norm, (price.norm("norm", shape.width),)))
+    calls.append(Call(names.final_norm, (apart.norm("norm", shape.width),)))
     if shape.tied:  # its weight is the embedding's, which a unit around both owns
         calls.append(Call("", head))
     else:
@@ -169,14 +171,13 @@ def _look_up(shape: Shape, price: Pricer) -> Operation:
 
 
 def _block(
-    shape: Shape, names: Naming, experts: Experts | None, price: Pricer, run: Run
+    shape: Shape, experts: Experts | None, price: Pricer, apart: Pricer, run: Run
 ) -> Iterator[tuple[str, tuple[Operation, ...]]]:
     """The pieces of a block in order: what lies in it, in its attention, in its feed-forward."""
-    norm = Norm.RMS  # one kernel each, whatever the parameters
-    width, degree = shape.width, run.tensor_parallel
+    names, width, degree = shape.naming, shape.width, run.tensor_parallel
     query, kv = shape.query_width, shape.kv_width
     wire = (_wire("sum", price, width, degree),) if degree > 1 else ()
-    yield "", (price.norm(f"{norm.value} norm", width),)
+    yield "", (apart.norm("norm", width),)
     attention = _projections(shape, price)
     attention += _adapters(price, run, width, query + 2 * kv)
     if shape.bias or shape.qkv_bias:
@@ -196,8 +197,8 @@ def _block(
         attention.append(_bias(price, width))
     attention += _adapters(price, run, query, width)
     yield names.attention, (*attention, *wire)
-    add = price.pointwise("add", 2 * width, width, saved=width, backward=(3.0 * width, 1))
-    yield "", (add, price.norm(f"{norm.value} norm", width))
+    add = apart.pointwise("add", 2 * width, width, saved=width, backward=(3.0 * width, 1))
+    yield "", (add, apart.norm("norm", width))
     yield names.feed_forward, (*_feed_forward(shape, experts, price, run), *wire)
     yield "", (add,)
 

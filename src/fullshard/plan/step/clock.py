@@ -10,6 +10,7 @@ for.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from fullshard.core.layout import Layout
 from fullshard.core.schedule import Op, OpKind
 from fullshard.core.spec import item_bytes
 from fullshard.plan.cluster.cluster import Cluster
@@ -174,13 +175,23 @@ class _Streams:
             self._units[number] = self._priced[key]
         return self._units[number]
 
+    def _wire_bytes(self, layout: Layout) -> float:
+        """What gathering the unit sends, all slices together."""
+        dtype = self.run.gather_dtype
+        if dtype is None:
+            return layout.full_bytes
+        return sum(
+            min(item_bytes(dtype), item_bytes(each.full_dtype)) * each.full_numel
+            for each in layout.segments
+        )
+
     def _price_unit(self, unit: PlannedUnit) -> tuple[float, float, float]:
         run, cluster, constants = self.run, self.cluster, self.constants
         layout, shards = unit.layout, unit.layout.shards
         ranks = cluster.devices // run.tensor_parallel
         per_host = max(1, cluster.per_host // run.tensor_parallel)
         inside = Group(shards, min(shards, per_host))
-        gather = gather_s(layout.full_bytes, inside, cluster, constants)
+        gather = gather_s(self._wire_bytes(layout), inside, cluster, constants)
         reduce = gather_s(layout.grad_full_bytes, inside, cluster, constants)
         if run.offload.to_host:
             gather += layout.shard_bytes / cluster.device.host_link

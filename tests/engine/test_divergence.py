@@ -248,6 +248,7 @@ def test_a_collective_that_a_device_does_not_complete_is_printed_once(gloo_world
     assert wanted in printed
 
 
+@pytest.mark.slow
 def test_importing_starts_no_thread():
     program = "import threading, fullshard.torch; print(threading.active_count())"
     result = subprocess.run(

@@ -143,6 +143,11 @@ def run_script(path, arguments=(), folder="."):
     return printed.getvalue()
 
 
+def home_of(module, name):
+    """Return the module in which what a script imports from ``module`` is defined."""
+    return getattr(importlib.import_module(module), name).__module__
+
+
 def without_warnings(function, *args, **kwargs):
     """Call a function of others, which warn about their own ways."""
     with warnings.catch_warnings():

@@ -104,7 +104,7 @@ def test_point_19_attributes_of_wrappers_and_a_policy_that_chooses_prefetch():
     def choose(module):
         if not isinstance(module, nn.Linear):
             return False
-        return {"backward_prefetch": post} if module.out_features == 2 else {}
+        return {"backward_prefetch": post} if module.out_features == 2 else True
 
     def body(comm, chosen):
         model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(2, 4))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.fsdp1.state_dicts import StateDictForms
 from fullshard.torch.state.broadcast_state import broadcast_state
 from fullshard.torch.state.forms import Form

@@ -44,7 +44,6 @@ from fullshard.torch.sharding.shard import (
 )
 from fullshard.torch.sharding.summon import summon_full_params
 from fullshard.torch.step.managed import managed_unit_of, managed_units
-from fullshard.torch.step.tracker import runtime_of
 from fullshard.torch.unit.changes import LOW_PRECISION
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.sites import WRAPPED, ParamSites, clean_name
@@ -148,17 +147,11 @@ class FullyShardedDataParallel(
         check_unit_options(unit_options, chosen)
         found = shardable_parameters([module], where, ignored_params, device_id)
         options = {each: {**unit_options, **its_own} for each, its_own in chosen.items()}
-        plans = {
-            each: plan_of(its_own, found.device, sync_module_states)
-            for each, its_own in options.items()
-        }
+        sync, device = sync_module_states, found.device
+        plans = {each: plan_of(own, device, sync) for each, own in options.items()}
         members = parameters_by_module(module, chosen, found.all_of_them)
-        agree(
-            members_by_name(module, members),
-            list(plans.values()),
-            check_values=check_values,
-            meta_on_some=False,
-        )
+        named = members_by_name(module, members)
+        agree(named, list(plans.values()), check_values=check_values, meta_on_some=False)
         found.claim()  # from here on things change
         move_buffers(module, found.device)
         self._wrap_all(module, plans, members, param_init_fn, not sync_module_states)
@@ -173,7 +166,7 @@ class FullyShardedDataParallel(
             mark_flattened(each.shown for each in found.all_of_them)
         else:
             successors = [(ref(each.param), each.shown) for each in found.all_of_them]
-            del found, members  # whoever holds the originals now is somebody else
+            del found, members, named  # whoever holds the originals now is somebody else
             switch_optimizers(successors)
 
     def _note_choices(
@@ -282,7 +275,7 @@ class FullyShardedDataParallel(
         """True if no wrapper around this one is known to run it."""
         managed = managed_unit_of(self)
         assert managed is not None
-        return runtime_of(self) is managed.tracker and managed.number == 0
+        return managed.tracker is None or managed.number == 0
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by ``hook``, once, for all units below.

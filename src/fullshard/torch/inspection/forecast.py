@@ -43,9 +43,9 @@ class StepForecast:
 
 
 def named_units(model: nn.Module) -> list[NamedUnit]:
-    """The units of ``model``, in the order of its modules; one of several modules has the first's.
+    """List the units of ``model`` in the order of its modules.
 
-    Nothing is changed: `fullshard.torch.step.tracker.runtime_of` would make ``model`` a root.
+    A unit of several modules is listed, and named, where the first of them is.
     """
     found: list[NamedUnit] = []
     numbers: dict[ManagedUnit, int] = {}

@@ -14,7 +14,8 @@ from fullshard.core.text import bytes_text, in_columns
 from fullshard.core.trace import Trace
 from fullshard.torch.inspection.forecast import NamedUnit, cost_of, forecast_step, named_units
 from fullshard.torch.step.executor import TraceRecorder
-from fullshard.torch.step.tracker import runtime_of
+from fullshard.torch.step.managed import managed_units
+from fullshard.torch.step.tracker import ensure_tracker, tracker_of
 
 __all__ = ["Communication", "Counted", "communication", "tracing"]
 
@@ -144,11 +145,23 @@ def _cost_in(costs: Mapping[str, UnitCost], name: str) -> UnitCost:
 
 @contextmanager
 def tracing(model: nn.Module) -> Iterator[Trace]:
-    """Record the ops of the units below the root ``model``; the trace is filled on leaving.
+    """Record the ops of the steps of ``model``; the trace is filled when the context is left.
 
-    Begin and end it between steps. On CUDA, times are those of the compute stream.
+    Enter and leave it between steps. Of a part of a larger model that has run already, the steps of
+    the whole are recorded. On CUDA, times are those of the compute stream.
+
+    Raises:
+        UsageError: if ``model`` holds no unit, is being traced already, or has parts that have
+            steps of their own.
     """
-    executor = runtime_of(model).executor
+    tracker = tracker_of(model)
+    if tracker is None:
+        if any(managed.tracker is not None for managed in managed_units(model)):
+            raise UsageError(
+                f"parts of this {type(model).__name__} have steps of their own; trace each of them"
+            )
+        tracker = ensure_tracker(model)
+    executor = tracker.executor
     if executor.recorder is not None:
         raise UsageError("this model is being traced already")
     trace = Trace()

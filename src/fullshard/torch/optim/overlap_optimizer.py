@@ -18,7 +18,7 @@ from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.optim.checks import look_at
 from fullshard.torch.optim.merged_step import ELEMENTWISE, MergedStep
 from fullshard.torch.step.managed import ManagedUnit, managed_units
-from fullshard.torch.step.tracker import Tracker, runtime_of
+from fullshard.torch.step.tracker import Tracker, tracker_of
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = ["overlap_optimizer"]
@@ -43,7 +43,7 @@ def overlap_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     torch's elementwise ones, or ``differentiable``; `UsageError` if it has none of the parameters
     of the units.
     """
-    runtime_of(model)  # refuses a model that has no units
+    tracker_of(model)  # refuses a model that has no units
     units = list(managed_units(model))
     look_at(optimizer)
     kind = type(optimizer).__name__

@@ -21,7 +21,7 @@ from fullshard.torch.optim.checks import watch_optimizers
 from fullshard.torch.sharding.find import TiedSites, find_parameters
 from fullshard.torch.sharding.same_values import values_are_checked, verify_values
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
-from fullshard.torch.step.tracker import Tracker, runtime_of
+from fullshard.torch.step.tracker import Tracker, ensure_tracker
 from fullshard.torch.unit.changes import give_up, take_over
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites, device_of
@@ -183,8 +183,8 @@ def set_prefetch(
     are gathered ahead, and further reduces left under way, until those beside the last hold so many
     bytes: it keeps a link busy where units are small. All ranks must choose the same.
     """
-    runtime = runtime_of(module)
-    if not runtime.idle:
+    tracker = ensure_tracker(module)
+    if not tracker.idle:
         raise UsageError("prefetch can only be changed between steps, not in the middle of one")
-    reduces = runtime.prefetch.reduces_in_flight
-    runtime.set_prefetch(Prefetch(forward, backward, reduces, least_bytes))
+    reduces = tracker.prefetch.reduces_in_flight
+    tracker.set_prefetch(Prefetch(forward, backward, reduces, least_bytes))

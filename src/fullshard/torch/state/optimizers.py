@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.protocol import Comm
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.state.dtensors import without_sharded_tensor
 from fullshard.torch.state.forms import (
     AS_DTENSORS,

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.layout import Span
 from fullshard.core.safetensors_format import Entry, FileWriter, Place, header_of, places_in
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.protocol import Comm, Parts, Work
 from fullshard.torch.comm.ranks import Ranks
-from fullshard.torch.comm.roll_call import call_roll
-from fullshard.torch.step.tracker import runtime_of
+from fullshard.torch.comm.watch.roll_call import call_roll
+from fullshard.torch.step.managed import managed_units
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.tensor.reslice import overlaps
 from fullshard.torch.tensor.tensor_parallel import tensor_parallel_of
 from fullshard.torch.unit.sites import clean_name
 
@@ -57,7 +58,7 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     Raises:
         ConfigurationError: on all ranks, if rank 0 cannot write the file, or the format cannot hold
             a dtype, or a parameter is on the meta device.
-        UsageError: called on some ranks only, see `fullshard.torch.comm.roll_call`.
+        UsageError: called on some ranks only, see `fullshard.torch.comm.watch.roll_call`.
     """
     entries = _Entries(model)
     entries.call_roll("save_full_weights()")
@@ -94,7 +95,7 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
     Raises:
         ConfigurationError: on all ranks, if one of them cannot read the file (parts may have been
             loaded) or it does not fit; then nothing has been changed.
-        UsageError: called on some ranks only, see `fullshard.torch.comm.roll_call`.
+        UsageError: called on some ranks only, see `fullshard.torch.comm.watch.roll_call`.
     """
     entries = _Entries(model)
     entries.call_roll("load_full_weights()")
@@ -136,7 +137,7 @@ class _Entries:
                     f"{name!r} is on the meta device; call to_empty on the model first"
                 )
         self.device = next((t.device for t in self.values.values()), torch.device("cpu"))
-        self._ranks: Ranks = runtime_of(model).executor.units[0].unit.ranks
+        self._ranks = _ranks_of(model)
         owners = [t.ownership for t in self.values.values() if isinstance(t, ShardedParameter)]
         self.shard_comms = list(dict.fromkeys(owner.comm for owner in owners))
         self._comms = list(dict.fromkeys(comm for owner in owners for comm in owner.comms))
@@ -162,6 +163,13 @@ class _Entries:
         if self._ranks.any(bool(failed), failed.device):
             detail = failure or "the error is on another rank"
             raise ConfigurationError(f"{what}: {detail}") from failure
+
+
+def _ranks_of(model: nn.Module) -> Ranks:
+    """Return the ranks of the first unit of ``model``; which rank writes follows from them."""
+    for managed in managed_units(model):
+        return managed.unit.ranks
+    raise UsageError(f"{type(model).__name__} holds no sharded unit; shard it first")
 
 
 # -- writing -------------------------------------------------------------------------------------
@@ -235,27 +243,21 @@ def _sent_pieces(
     name: str, tensor: ShardedParameter, destination: int, room: _Room
 ) -> Iterator[_Piece]:
     ownership, item = tensor.ownership, tensor.element_size()
-    comm, total_bytes = ownership.comm, ownership.spans[-1].stop * item
-    spans = [Span(span.start * item, span.stop * item) for span in ownership.spans]
-    local, mine = _bytes_of(tensor.local), spans[comm.rank]
-    for start in range(0, total_bytes, PIECE_BYTES):
-        piece = Span(start, min(start + PIECE_BYTES, total_bytes))
-        common = [_common(span, piece) for span in spans]
+    comm, mine, total = ownership.comm, tensor.span, ownership.spans[-1].stop
+    local, label = _bytes_of(tensor.local), f"a piece of {name!r} for the file"
+    for start in range(0, total, PIECE_BYTES // item):
+        piece = Span(start, min(start + PIECE_BYTES // item, total))
         sent, received = [0] * comm.size, [0] * comm.size
-        sent[destination] = common[comm.rank].numel
-        if comm.rank == destination:
-            received = [span.numel for span in common]
-        begin = common[comm.rank].start - mine.start
+        outgoing = local[:0]
+        for rank, first, last in overlaps(ownership.spans, piece):
+            if comm.rank == destination:
+                received[rank] = (last - first) * item
+            if rank == comm.rank:
+                sent[destination] = (last - first) * item
+                outgoing = local[(first - mine.start) * item : (last - mine.start) * item]
         data = room.take(sum(received), local.device)
-        outgoing = local[begin : begin + sent[destination]] if sent[destination] else local[:0]
-        label = f"a piece of {name!r} for the file"
         work = comm.all_to_all(Parts(data, received), Parts(outgoing, sent), label)
         yield _Piece(data, work)
-
-
-def _common(span: Span, other: Span) -> Span:
-    start = max(span.start, other.start)
-    return Span(start, max(start, min(span.stop, other.stop)))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

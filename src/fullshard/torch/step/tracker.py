@@ -23,7 +23,7 @@ from fullshard.core.schedule import Moment
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.step.calls import Call
 from fullshard.torch.step.executor import Executor
-from fullshard.torch.step.managed import ManagedUnit, managed_unit_of
+from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.profiling import UnitMarks, profiler_runs
 from fullshard.torch.step.unit_step import Phase
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -31,7 +31,7 @@ from fullshard.torch.unit.changes import check_initialised, follow_requires_grad
 from fullshard.torch.unit.sites import clean_name
 from fullshard.torch.unit.unit import owner_of
 
-__all__ = ["Tracker", "runtime_of"]
+__all__ = ["Tracker", "ensure_tracker", "tracker_of"]
 
 
 class Tracker:
@@ -373,9 +373,21 @@ def _leads_to_others(module: nn.Module, owners: Mapping[int, ManagedUnit]) -> bo
     )
 
 
-def runtime_of(root: nn.Module) -> Tracker:
-    """The runtime of ``root``, made with it as the root if it has none yet."""
-    managed = managed_unit_of(root)
-    if managed is not None and isinstance(managed.tracker, Tracker):
-        return managed.tracker
-    return Tracker.adopt(root)
+def tracker_of(module: nn.Module) -> Tracker | None:
+    """Return what tracks the steps of the units of ``module`` and below; nothing is changed.
+
+    None before the first step of these units, and if parts of ``module`` have steps of their own.
+
+    Raises:
+        UsageError: if ``module`` holds no unit.
+    """
+    found = {managed.tracker for managed in managed_units(module)}
+    if not found:
+        raise UsageError(f"{type(module).__name__} holds no sharded unit; shard it first")
+    tracker = found.pop() if len(found) == 1 else None
+    return tracker if isinstance(tracker, Tracker) else None
+
+
+def ensure_tracker(root: nn.Module) -> Tracker:
+    """Return `tracker_of` ``root``, or make ``root`` the root of its units if they have none."""
+    return tracker_of(root) or Tracker.adopt(root)

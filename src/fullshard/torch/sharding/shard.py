@@ -20,6 +20,7 @@ from fullshard.torch.comm.ranks import Where, compute_device
 from fullshard.torch.optim.checks import watch_optimizers
 from fullshard.torch.sharding.find import TiedSites, find_parameters
 from fullshard.torch.sharding.same_values import values_are_checked, verify_values
+from fullshard.torch.step.autograd_calls import watch_autograd
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.tracker import Tracker, ensure_tracker
 from fullshard.torch.unit.changes import give_up, take_over
@@ -134,6 +135,7 @@ def shard_modules(
 ) -> ManagedUnit:
     """Make one unit of ``params`` and let the forwards of ``modules`` drive it."""
     watch_optimizers()
+    watch_autograd()
     for module in modules:
         module.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
     return ManagedUnit(modules, params, plan, Tracker.adopt)

@@ -58,13 +58,27 @@ class Structure:
         self._note(root)
 
 
-def used_outside_their_unit(root: nn.Module) -> list[str]:
-    """Names of parameters of a unit of which a use is not below the unit's module."""
-    return [
-        repr(clean_name(name))
-        for name, param in root.named_parameters()
-        if owner_of(param) is not None
-    ]
+def used_outside_their_unit(root: nn.Module, owners: Mapping[int, ManagedUnit]) -> list[str]:
+    """Names of uses below ``root`` of parameters whose unit's module is not around that use.
+
+    ``owners`` has the units below ``root`` by the ids of their parameters.
+    """
+    found: dict[str, None] = {}
+    around: dict[str, frozenset[ManagedUnit]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        managed = managed_unit_of(module)
+        own = frozenset() if managed is None else frozenset([managed])
+        around[path] = around.get(path.rpartition(".")[0], frozenset()) | own
+        for key, param in module._parameters.items():
+            if param is None:
+                continue
+            if isinstance(param, ShardedParameter):
+                outside = owners.get(id(param)) not in around[path]
+            else:
+                outside = owner_of(param) is not None
+            if outside:
+                found[repr(clean_name(f"{path}.{key}" if path else key))] = None
+    return list(found)
 
 
 def leads_to_others(module: nn.Module, owners: Mapping[int, ManagedUnit]) -> bool:

@@ -84,9 +84,9 @@ class Tracker:
                     )
             managed.unit.rename(path)
         tracker = cls(list(found), prefetch)
-        tracker.unresolved = used_outside_their_unit(root)
-        tracker.structure = Structure(root)
         owners = {id(param): managed for managed in found for param in managed.unit.sharded}
+        tracker.unresolved = used_outside_their_unit(root, owners)
+        tracker.structure = Structure(root)
         for module in root.modules():
             managed = managed_unit_of(module)
             if managed is not None:

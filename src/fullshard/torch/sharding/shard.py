@@ -19,6 +19,7 @@ from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.ranks import Where, compute_device
 from fullshard.torch.optim.checks import watch_optimizers
 from fullshard.torch.sharding.find import TiedSites, find_parameters
+from fullshard.torch.sharding.refused_modules import check_modules
 from fullshard.torch.sharding.same_values import values_are_checked, verify_values
 from fullshard.torch.step.autograd_calls import watch_autograd
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
@@ -73,6 +74,7 @@ def shardable_parameters(
 ) -> ToShard:
     """What is to be sharded of ``modules``; nothing is changed yet."""
     params, tied = find_parameters(modules, ignored)
+    check_modules(modules, params)
     device = device_of(params) or torch.device("cpu")
     return ToShard(params, tied, compute_device(where, device, device_id))
 

@@ -125,6 +125,7 @@ class Tracker:
         step.running += 1
         self.executor.do(Moment.FORWARD_BEGIN, managed)
         unit.use()
+        unit.forward_begins()
         # Reentrant checkpointing runs a unit with gradients for the first time in backward.
         step.counts = torch.is_grad_enabled() and not (self._in_backward and step.phase.due)
         if step.counts:
@@ -189,6 +190,8 @@ class Tracker:
         step.running -= 1
         if self._marks.open:
             self._marks.end("forward", managed.unit)
+        if not step.running:
+            managed.unit.forward_ends()
         if not unseen:
             self.executor.do(Moment.FORWARD_END, managed)
         if not step.running and not step.phase.open:

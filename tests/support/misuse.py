@@ -261,6 +261,8 @@ def clip(it):
 def add_a_module(it):
     node = it.some_node()
     node.extra = nn.Linear(WIDTH, WIDTH)
+    nn.init.ones_(node.extra.weight)
+    nn.init.ones_(node.extra.bias)
     plainly(it)
 
 

@@ -152,6 +152,8 @@ class Tracker:
         self._forwards += 1
         if self._running or self._in_backward:
             self.recover()
+        if self.structure is not None:
+            self.structure.check()
         if self.executor.begin(training=torch.is_grad_enabled()):
             self._between_steps()
 
@@ -163,13 +165,12 @@ class Tracker:
                 "which do not contain this use, so it would not be trained; shard the nearest "
                 "module that contains all uses, too, before the first forward"
             )
-        if self.structure is not None:
-            self.structure.check()
         changed = False
         for managed in self.executor.units:
             if managed.unit.unchecked:
                 check_initialised(managed.unit)
             if managed.unit.shards.toggled:
+                managed.unit.check_shown()
                 changed |= follow_requires_grad(managed.unit)
         if changed:
             self.set_prefetch(self.prefetch)

@@ -148,6 +148,7 @@ def take_over(unit: Unit) -> None:
             mark_replaced(on_meta, name)
         known = {name: v for name, v in values.items() if isinstance(v, ShardedParameter)}
         unit.unchecked = True
+    unit.forget_lent()
     plan = replace(unit.plan, values=lambda each: values[each.spec.name])
     device = unit.plan.resting_device
     unit.rest_in(Shards(unit.params, unit.layout, plan, device, known))

@@ -82,6 +82,7 @@ class Unit:
         self._watch = watch
         self.settings = ReduceSettings()
         self.custom_gather: CustomGather | None = None
+        self._lent: set[tuple[int, str]] = set()  # sites that show what functional_call put there
         self.unchecked = False  # was on a meta device, and nobody has looked for values since
         layout = lay_out((each.spec for each in params), self.ranks.gather.size, plan.precision)
         on_meta = plan.values is own_value and any(each.param.is_meta for each in params)
@@ -106,7 +107,6 @@ class Unit:
         apart = any(each.spec.apart for each in self.params)
         self._writes = None if self.resident or apart else Writes(self.full.params)
         self._sites = [(*site, i) for i, each in enumerate(self.params) for site in each.sites]
-        self._lent: set[tuple[int, str]] = set()  # sites that show what functional_call put there
         cuts = enumerate(each.tensor_parallel for each in self.params)
         self._cuts = {index: cut for index, cut in cuts if cut is not None}
         self.show_sharded()
@@ -153,6 +153,10 @@ class Unit:
                 self._lent.add((id(parameters), key))
         if self._lent:
             self._check_lent_everywhere()
+
+    def forget_lent(self) -> None:
+        """Take what modules show now for the unit's own, whoever has put it there."""
+        self._lent.clear()
 
     def _check_lent_everywhere(self) -> None:
         lent = {index for table, key, index in self._sites if (id(table), key) in self._lent}

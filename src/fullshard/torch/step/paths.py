@@ -14,12 +14,18 @@ from fullshard.torch.unit.unit import owner_of
 
 __all__ = ["Structure", "leads_to_others", "used_outside_their_unit"]
 
+_STRUCTURE = "_fullshard_structure"
+
 
 class Structure:
-    """The modules and parameters below a root, to see if some have been added or replaced."""
+    """The modules and parameters below a root, to see if some have been added or replaced.
+
+    The root keeps it: whoever else did would keep the modules.
+    """
 
     def __init__(self, root: nn.Module):
         self._root = weakref.ref(root)
+        root.__dict__[_STRUCTURE] = self
         self._plain = {id(param) for param in root.parameters()}
         self._note(root)
 

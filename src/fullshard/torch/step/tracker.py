@@ -11,6 +11,7 @@ gathered and reduced with zeros, as the ranks that used it do; so are unused uni
 when that unit's backward ends.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ class Tracker:
         for number, managed in enumerate(units):
             managed.number = number
             managed.tracker = self
-        self.structure: Structure | None = None
+        self.structure: Callable[[], Structure | None] = lambda: None
         self.executor = Executor(units, prefetch)
 
     @classmethod
@@ -86,7 +87,7 @@ class Tracker:
         tracker = cls(list(found), prefetch)
         owners = {id(param): managed for managed in found for param in managed.unit.sharded}
         tracker.unresolved = used_outside_their_unit(root, owners)
-        tracker.structure = Structure(root)
+        tracker.structure = weakref.ref(Structure(root))
         for module in root.modules():
             managed = managed_unit_of(module)
             if managed is not None:
@@ -152,8 +153,9 @@ class Tracker:
         self._forwards += 1
         if self._running or self._in_backward:
             self.recover()
-        if self.structure is not None:
-            self.structure.check()
+        structure = self.structure()
+        if structure is not None:
+            structure.check()
         if self.executor.begin(training=torch.is_grad_enabled()):
             self._between_steps()
 

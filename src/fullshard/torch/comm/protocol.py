@@ -3,7 +3,7 @@
 
 `SoloComm` is a group of one rank; `WrappedComm` hands every call on to another communicator.
 
-Every collective is asynchronous: the call returns a `Work`, its outputs may be read, and its inputs
+Every collective is asynchronous: the call returns a `Work`. Its outputs may be read, and its inputs
 changed or freed, only after ``wait()``. On CUDA ``wait()`` makes the current stream wait, not the
 host. `fullshard.torch.comm.process_group` implements it on torch.distributed, and is the only file
 of the engine that calls collectives.

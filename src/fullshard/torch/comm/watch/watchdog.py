@@ -27,7 +27,7 @@ from fullshard.core.errors import CommunicationError
 from fullshard.torch.comm.watch.advice import LEFT, NOTHING_AWAITED, STORE_ENDED, way_out
 from fullshard.torch.comm.watch.forks import check_not_forked, current_pid, refuse_inherited_world
 
-__all__ = ["Place", "Progress", "Watchdog", "Witness"]
+__all__ = ["Progress", "Standing", "Watchdog", "Witness"]
 
 PERIOD_S = 1.0
 SILENT_S = 3 * PERIOD_S  # a rank that has not written for so long has died or hangs as a whole
@@ -52,7 +52,7 @@ class Progress:
 _progress = Progress()
 
 
-class Place(NamedTuple):
+class Standing(NamedTuple):
     """How far this rank has come in a family: roll calls completed, collectives issued since.
 
     All ranks of the family come through the same places in the same order.
@@ -89,8 +89,8 @@ class Witness:
         self.stop_if_failed(what)
         _progress.issued = (what, time.time())
         if self.watchdog is not None:
-            place = self.watchdog.places.get(self.family, Place())
-            self.watchdog.places[self.family] = Place(place.rolls, place.issued + 1)
+            place = self.watchdog.places.get(self.family, Standing())
+            self.watchdog.places[self.family] = Standing(place.rolls, place.issued + 1)
 
     def leaves_pending(self, what: str, works: Sequence[dist.Work]) -> None:
         """Note a collective for which the host will not wait, the last of those under way."""
@@ -190,7 +190,7 @@ class Watchdog:
     def __init__(self, store: Any):
         self.rank = dist.get_rank()
         self.announced: dict[str, _Event] = {}  # the first failure in each family, when heard
-        self.places: dict[str, Place] = {}  # by family
+        self.places: dict[str, Standing] = {}  # by family
         self.rolls: dict[str, str] = {}  # what this rank calls now, by family
         self._last_table = ""  # as the store may be gone when it is wanted
         self._lifeline = _connect_to_server_of(store)

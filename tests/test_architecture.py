@@ -394,6 +394,19 @@ def licence_is_named_once(source: Source) -> Iterator[str]:
             yield source.at(number, "a second licence line")
 
 
+def docstrings_are_sentences(source: Source) -> Iterator[str]:
+    """A file says what it holds; a function does something, a class is something: no "What ..."."""
+    if not ast.get_docstring(source.tree):
+        yield source.at(1, "no docstring that says what the file holds")
+    for node in ast.walk(source.tree):
+        if isinstance(node, Function | ast.ClassDef | ast.Module):
+            docstring = ast.get_docstring(node) or ""
+            if docstring.split(maxsplit=1)[:1] == ["What"]:
+                name = getattr(node, "name", "the file")
+                line = getattr(node, "lineno", 1)
+                yield source.at(line, f"the docstring of {name} begins with a clause: What ...")
+
+
 def collectives_stay_in_comm(source: Source) -> Iterator[str]:
     if source.inside in COLLECTIVE_CALLERS:
         return
@@ -421,6 +434,7 @@ CHECKS = {
     public_names_are_listed: (PACKAGE,),
     budgets_are_kept: (PACKAGE, "benchmarks", "examples"),
     licence_is_named_once: (PACKAGE, "tests", "benchmarks", "examples"),
+    docstrings_are_sentences: (PACKAGE + "torch",),
     collectives_stay_in_comm: (PACKAGE + "torch",),
 }
 
@@ -656,6 +670,15 @@ SAMPLES = """
     #!/usr/bin/env python3
     # SPDX-License-Identifier: Apache-2.0
 
+    == docstrings_are_sentences torch/a.py
+    import os  #! no docstring that says what the file holds
+    class A:
+        def f(self):  #! the docstring of f begins with a clause: What ...
+            '''What f makes of it.'''
+    == docstrings_are_sentences torch/a.py
+    '''A file.'''
+    def f():
+        '''Whatever it takes.'''
     == collectives_stay_in_comm torch/a.py
     import torch
     import torch.distributed as dist

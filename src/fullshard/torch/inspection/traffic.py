@@ -37,7 +37,7 @@ class Counted:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The bytes of all collectives."""
         return self.gather_bytes + self.reduce_bytes + self.all_reduce_bytes
 
 
@@ -59,7 +59,7 @@ class Communication:
 
     @property
     def total_bytes(self) -> int:
-        """All that is sent in the step."""
+        """The bytes of everything that is sent in the step."""
         return self.total.total_bytes
 
     def __str__(self) -> str:

@@ -108,7 +108,7 @@ def _comms_of(plans: Sequence[Plan]) -> list[Comm]:
 
 
 def _checksums(params: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """Those of ``params`` in their order, as one vector on ``device``."""
+    """Return the checksums of ``params`` in their order, as one vector on ``device``."""
     held = [plain_data(param) if is_extended(param) else held_here(param) for param in params]
     sums: list[Tensor | None] = [None] * len(held)
     by_device: dict[torch.device, list[int]] = {}

@@ -142,7 +142,7 @@ class ShardedParameter(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same elements without gradient; assigning copies into them."""
+        """The same elements without gradient; assignment copies into them."""
         return self.detach()
 
     @data.setter

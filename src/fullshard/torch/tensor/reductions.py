@@ -53,11 +53,11 @@ class GlobalScalar(torch.Tensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """As a replicated DTensor has them."""
+        """The placements of a replicated DTensor."""
         return (Replicate(),)
 
     def to_local(self) -> Tensor:
-        """The same number as a plain tensor, like `full_tensor`."""
+        """Return the same number as a plain tensor, like `full_tensor`."""
         return self.full_tensor()
 
     def full_tensor(self) -> Tensor:
@@ -169,7 +169,7 @@ def _local_norms(locals_: Sequence[Tensor], order: float) -> Tensor:
 
 
 def _pieces(local: Tensor) -> list[Tensor]:
-    """The same elements in parts that a CPU can widen one by one."""
+    """Split the elements into parts that a CPU can widen one by one."""
     if local.device.type != "cpu" or local.numel() <= _PIECE_NUMEL or not local.is_contiguous():
         return [local]
     return list(torch.split(local.view(-1), _PIECE_NUMEL))
@@ -202,7 +202,7 @@ def _combine(norms: Tensor, order: float, owners: Sequence[Ownership]) -> Tensor
 
 
 def _are_alike(owners: Sequence[Ownership], device: torch.device) -> Tensor:
-    """If all ranks are about to add up values of these same parameters, a 0-dim bool. Collective.
+    """Return, as a 0-dim bool, if all ranks are about to add up the same parameters. Collective.
 
     See [Note: Ranks that loop in their own order]. Raises `UsageError` on all ranks instead of
     False if that is known without waiting.

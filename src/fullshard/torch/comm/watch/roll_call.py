@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is everybody here? What people may call on one rank only asks first, without a collective."""
+"""The roll call: before a collective that people may call on one rank only, wait for all ranks."""
 
 import hashlib
 import random

@@ -38,11 +38,13 @@ class Layer(NamedTuple):
 # From the bottom up. A folder or file without a row is an offence.
 LAYERS = {
     "core": Layer(without_frameworks=True),
-    "plan": Layer({"core"}, without_frameworks=True),
+    "plan": Layer({"core"}, {"rich", "PIL"}, without_frameworks=True),
     "checkpoint": Layer({"core"}, {"numpy", "safetensors"}, without_frameworks=True),
     "wrap": Layer({"core"}, {"torch"}),
-    "torch": Layer({"core", "checkpoint", "wrap"}, {"torch", "numpy", "safetensors"}),
-    "jax": Layer({"core", "checkpoint", "launchers"}, {"jax", "flax", "optax", "orbax", "numpy"}),
+    "torch": Layer({"core", "plan", "checkpoint", "wrap"}, {"torch", "numpy", "safetensors"}),
+    "jax": Layer(
+        {"core", "plan", "checkpoint", "launchers"}, {"jax", "flax", "optax", "orbax", "numpy"}
+    ),
     "train": Layer(
         {"core", "plan", "checkpoint", "wrap", "launchers", "distributed", "local_ranks"}
         | {"torch", "jax"},
@@ -62,7 +64,7 @@ LAYERS = {
     "__init__": Layer(without_frameworks=True),
 }
 
-COMING = {"plan", "checkpoint"}  # they have their rows before they are there
+COMING = {"checkpoint"}  # they have their rows before they are there
 
 
 def floors(*rooms: str) -> dict[str, Set[str]]:
@@ -94,7 +96,13 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
 }
 
 # Edges at which something optional or heavy may load late.
-LATE_IMPORTS = {"cli.py", "__init__.py", "jax/__init__.py", "torch/__init__.py"}
+LATE_IMPORTS = {
+    "cli.py",
+    "__init__.py",
+    "jax/__init__.py",
+    "plan/draw/png.py",
+    "torch/__init__.py",
+}
 # Signatures that are somebody else's convention.
 MANY_ARGUMENTS = {
     "torch/fsdp1/wrapper.py: FullyShardedDataParallel.__init__",

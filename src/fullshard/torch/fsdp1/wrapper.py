@@ -146,10 +146,8 @@ class FullyShardedDataParallel(
         check_unit_options(unit_options, chosen)
         found = shardable_parameters([module], where, ignored_params, device_id)
         options = {each: {**unit_options, **its_own} for each, its_own in chosen.items()}
-        plans = {
-            each: plan_of(its_own, found.device, sync_module_states)
-            for each, its_own in options.items()
-        }
+        sync, device = sync_module_states, found.device
+        plans = {each: plan_of(own, device, sync) for each, own in options.items()}
         members = parameters_by_module(module, chosen, found.all_of_them)
         named = members_by_name(module, members)
         agree(named, list(plans.values()), check_values=check_values, meta_on_some=False)

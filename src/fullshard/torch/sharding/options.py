@@ -57,7 +57,7 @@ class MixedPrecisionPolicy:
     """FSDP2's precision options, for one call of `fully_shard`; see also `MixedPrecision`.
 
     Attributes:
-        param_dtype: of full parameters in forward and backward, and of their gathers.
+        param_dtype: the dtype of full parameters in forward and backward, and of their gathers.
         reduce_dtype: in which gradients travel, and are kept full by
             ``set_requires_gradient_sync(False)``; None is ``param_dtype``.
         output_dtype: floating-point outputs of the module are cast to it.

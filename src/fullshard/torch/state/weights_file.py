@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.layout import Span
 from fullshard.core.safetensors_format import Entry, FileWriter, Place, header_of, places_in
+from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.protocol import Comm, Parts, Work
 from fullshard.torch.comm.ranks import Ranks
 from fullshard.torch.comm.watch.roll_call import call_roll
@@ -147,6 +148,12 @@ class _Entries:
         """Wait until all ranks have called ``what``."""
         comms = [*self._comms, self._ranks.gather, self._ranks.replicas]
         call_roll(comms, what, "call it on every rank: rank 0 alone touches the file when saving")
+        lines = {
+            f"entry {number}": f"{name}, {tuple(tensor.shape)} {tensor.dtype}"
+            for number, (name, tensor) in enumerate(self.values.items())
+        }
+        for comm in (self._ranks.gather, self._ranks.replicas):
+            verify_agreement(comm, lines, self.device, f"the model's entries in {what}")
 
     def raise_together(self, what: str, failure: Exception | None) -> None:
         """Raise `ConfigurationError` on all ranks if one of them has a ``failure``. Collective."""

@@ -80,6 +80,7 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
     "torch": {
         **floors(*_TORCH),
         "inspection": frozenset(_TORCH) - {"sharding"},
+        "measuring": frozenset(_TORCH),
         "fsdp1": frozenset(_TORCH),
         "fsdp2": frozenset(_TORCH),
     },

@@ -502,6 +502,19 @@ def test_names_that_the_package_resolves_late_are_there():
     assert not hasattr(fullshard, "no_such_name")
 
 
+def test_names_of_earlier_versions_are_where_scripts_look_for_them():
+    for name in ("communication", "describe", "memory_of_rank", "memory_of_ranks"):
+        assert getattr(fullshard, name) is getattr(fullshard.torch.inspection, name)
+    for home in ("fsdp1", "fsdp2", "inspection"):
+        module = getattr(fullshard.torch, home)
+        for name in module.__all__:
+            assert getattr(fullshard.torch, name) is getattr(module, name)
+    assert fullshard.torch.RestingBytes is fullshard.torch.inspection.Bytes
+    assert fullshard.torch.Trace is not None
+    assert callable(fullshard.torch.pad_to_longest)
+    assert not hasattr(fullshard.torch, "no_such_name")
+
+
 def test_the_lists_of_exceptions_hold_nothing_stale():
     sources = {source.inside: source for source in read_sources(PACKAGE)}
     many = {

@@ -137,7 +137,7 @@ def _count(units: Sequence[NamedUnit], trace: Trace) -> Counted:
 def _cost_in(costs: Mapping[str, UnitCost], name: str) -> UnitCost:
     if name not in costs:
         raise ConfigurationError(
-            f"the trace has a unit {name!r}, which this model has not; its units are "
+            f"the trace has a unit {name!r}, which this model lacks; its units are "
             f"{', '.join(map(repr, costs)) or 'none: it is not sharded'}"
         )
     return costs[name]

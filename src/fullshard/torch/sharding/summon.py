@@ -54,8 +54,8 @@ def summon_full_params(
     """
     if writeback and rank0_only:
         raise ConfigurationError(
-            "writeback and rank0_only exclude each other: other ranks see no full parameters whose spans "
-            "they could keep; pass writeback=False, or change them on all ranks"
+            "writeback with rank0_only is impossible: other ranks see no full parameters whose "
+            "spans they could keep; pass writeback=False, or change them on all ranks"
         )
     chosen = list(managed_units(module, recurse=recurse))
     for managed in chosen:

@@ -403,6 +403,19 @@ def licence_is_named_once(source: Source) -> Iterator[str]:
             yield source.at(number, "a second licence line")
 
 
+def docstrings_are_sentences(source: Source) -> Iterator[str]:
+    """A file says what it holds; a function does something, a class is something: no "What ..."."""
+    if not ast.get_docstring(source.tree):
+        yield source.at(1, "no docstring that says what the file holds")
+    for node in ast.walk(source.tree):
+        if isinstance(node, Function | ast.ClassDef | ast.Module):
+            docstring = ast.get_docstring(node) or ""
+            if docstring.split(maxsplit=1)[:1] == ["What"]:
+                name = getattr(node, "name", "the file")
+                line = getattr(node, "lineno", 1)
+                yield source.at(line, f"the docstring of {name} begins with a clause: What ...")
+
+
 def collectives_stay_in_comm(source: Source) -> Iterator[str]:
     if source.inside in COLLECTIVE_CALLERS:
         return
@@ -430,6 +443,7 @@ CHECKS = {
     public_names_are_listed: (PACKAGE,),
     budgets_are_kept: (PACKAGE, "benchmarks", "examples"),
     licence_is_named_once: (PACKAGE, "tests", "benchmarks", "examples"),
+    docstrings_are_sentences: (PACKAGE + "torch",),
     collectives_stay_in_comm: (PACKAGE + "torch",),
 }
 
@@ -486,6 +500,19 @@ def test_names_that_the_package_resolves_late_are_there():
     assert not missing
     assert set(fullshard.__all__) <= set(dir(fullshard))
     assert not hasattr(fullshard, "no_such_name")
+
+
+def test_names_of_earlier_versions_are_where_scripts_look_for_them():
+    for name in ("communication", "describe", "memory_of_rank", "memory_of_ranks"):
+        assert getattr(fullshard, name) is getattr(fullshard.torch.inspection, name)
+    for home in ("fsdp1", "fsdp2", "inspection"):
+        module = getattr(fullshard.torch, home)
+        for name in module.__all__:
+            assert getattr(fullshard.torch, name) is getattr(module, name)
+    assert fullshard.torch.RestingBytes is fullshard.torch.inspection.Bytes
+    assert fullshard.torch.Trace is not None
+    assert callable(fullshard.torch.pad_to_longest)
+    assert not hasattr(fullshard.torch, "no_such_name")
 
 
 def test_the_lists_of_exceptions_hold_nothing_stale():
@@ -665,6 +692,15 @@ SAMPLES = """
     #!/usr/bin/env python3
     # SPDX-License-Identifier: Apache-2.0
 
+    == docstrings_are_sentences torch/a.py
+    import os  #! no docstring that says what the file holds
+    class A:
+        def f(self):  #! the docstring of f begins with a clause: What ...
+            '''What f makes of it.'''
+    == docstrings_are_sentences torch/a.py
+    '''A file.'''
+    def f():
+        '''Whatever it takes.'''
     == collectives_stay_in_comm torch/a.py
     import torch
     import torch.distributed as dist

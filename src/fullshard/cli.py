@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Train models that do not fit on one device: fully sharded data parallelism.",
         epilog="commands:\n  train   train a real model in one command, to see sharding work\n"
         "  run     start a script written for PyTorch's FSDP, unchanged, on fullshard\n"
+        "  plan    tell whether a run fits, how fast it will be and what to choose; needs no GPU\n"
         "  doctor  find problems on this machine, on links between ranks and in scripts\n\n"
         "'fullshard COMMAND --help' explains a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -109,6 +110,12 @@ def _run(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def _plan(argv: Sequence[str]) -> int:
+    with _needing("plan"):
+        from fullshard.plan.command.main import main as plan  # noqa: PLC0415
+    return plan(argv)
+
+
 def _doctor(argv: Sequence[str]) -> int:
     with _needing("torch,train"):
         from fullshard.doctor import main as doctor  # noqa: PLC0415
@@ -135,5 +142,6 @@ def _version() -> str:
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "run": _run,
+    "plan": _plan,
     "doctor": _doctor,
 }

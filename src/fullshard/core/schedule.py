@@ -227,14 +227,20 @@ class _State:
 _BACKWARD = (Moment.BACKWARD_BEGIN, Moment.BACKWARD_END)
 
 
-def _upcoming(events: Sequence[Event], position: int) -> Iterator[int]:
-    """The units whose use begins after ``events[position]``, up to the end of the same phase."""
-    in_backward = any(event.moment in _BACKWARD for event in events[: position + 1])
-    for moment, unit in events[position + 1 :]:
-        if moment in _BACKWARD and not in_backward:
-            return
+def _upcoming(events: Sequence[Event], position: int, turn: int) -> Iterator[int]:
+    """The units whose use begins after ``events[position]``, up to the end of the same phase.
+
+    ``turn`` is the position of the first event of backward.
+    """
+    for place in range(position + 1, turn if position < turn else len(events)):
+        moment, unit = events[place]
         if moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_BEGIN):
             yield unit
+
+
+def _turn(events: Sequence[Event]) -> int:
+    backward = (place for place, event in enumerate(events) if event.moment in _BACKWARD)
+    return next(backward, len(events))
 
 
 @dataclass(frozen=True)
@@ -247,11 +253,11 @@ class _Compiled:
 def _compile(
     events: Sequence[Event], policies: Mapping[int, UnitPolicy], prefetch: Prefetch
 ) -> _Compiled:
-    state = _State(policies, prefetch)
+    state, turn = _State(policies, prefetch), _turn(events)
     ops, before = [], []
     for position, event in enumerate(events):
         before.append(state.copy())
-        ops.append(tuple(state.decide(event, _upcoming(events, position))))
+        ops.append(tuple(state.decide(event, _upcoming(events, position, turn))))
     return _Compiled(tuple(events), tuple(ops), tuple(before))
 
 
@@ -262,7 +268,11 @@ def compile_step(
 
     ``policies`` holds one entry for each unit number in ``events``.
     """
-    return _compile(events, policies, prefetch).ops
+    state, turn = _State(policies, prefetch), _turn(events)
+    return tuple(
+        tuple(state.decide(event, _upcoming(events, position, turn)))
+        for position, event in enumerate(events)
+    )
 
 
 class Scheduler:

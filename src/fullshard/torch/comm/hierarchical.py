@@ -42,7 +42,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.process_group import ProcessGroupComm, witness_of
 from fullshard.torch.comm.protocol import Comm, Work, WrappedComm
 from fullshard.torch.comm.sibling_groups import sibling_group
-from fullshard.torch.comm.watchdog import Witness
+from fullshard.torch.comm.watch.watchdog import Witness
 
 __all__ = ["HierarchicalComm", "hierarchical_between_hosts", "ranks_per_host"]
 

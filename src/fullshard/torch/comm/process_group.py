@@ -19,7 +19,7 @@ from fullshard.torch.comm.protocol import (
     rank_order_sum,
 )
 from fullshard.torch.comm.sibling_groups import sibling_group, timeout_s_of
-from fullshard.torch.comm.watchdog import Witness
+from fullshard.torch.comm.watch.watchdog import Witness
 
 __all__ = ["ProcessGroupComm", "group_of", "witness_of"]
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.fsdp1.state_dicts import StateDictForms
 from fullshard.torch.state.broadcast_state import broadcast_state
 from fullshard.torch.state.forms import Form
@@ -240,11 +240,12 @@ def _to_load(model: nn.Module, groups: _Groups, given: Mapping[str, Any]) -> dic
             f"it has state of unknown {unknown or 'none'}"
         )
     numbers = {name: number for number, name in enumerate(names)}
+    # Cutting DTensors is collective: in an order that is the same on all ranks.
     state = {
-        numbers[name]: cut_state(each, params[name])
+        numbers[name]: cut_state(given["state"][name], params[name])
         if isinstance(params[name], ShardedParameter)
-        else each
-        for name, each in given["state"].items()
+        else given["state"][name]
+        for name in sorted(given["state"])
     }
     loaded = []
     for group in groups:

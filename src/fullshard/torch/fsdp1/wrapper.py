@@ -143,17 +143,11 @@ class FullyShardedDataParallel(
         check_unit_options(unit_options, chosen)
         found = shardable_parameters([module], where, ignored_params, device_id)
         options = {each: {**unit_options, **its_own} for each, its_own in chosen.items()}
-        plans = {
-            each: plan_of(its_own, found.device, sync_module_states)
-            for each, its_own in options.items()
-        }
+        sync, device = sync_module_states, found.device
+        plans = {each: plan_of(own, device, sync) for each, own in options.items()}
         members = parameters_by_module(module, chosen, found.all_of_them)
-        agree(
-            members_by_name(module, members),
-            list(plans.values()),
-            check_values=check_values,
-            meta_on_some=False,
-        )
+        named = members_by_name(module, members)
+        agree(named, list(plans.values()), check_values=check_values, meta_on_some=False)
         found.claim()  # from here on things change
         move_buffers(module, found.device)
         self._wrap_all(module, plans, members, param_init_fn, not sync_module_states)
@@ -168,7 +162,7 @@ class FullyShardedDataParallel(
             mark_flattened(each.shown for each in found.all_of_them)
         else:
             successors = [(ref(each.param), each.shown) for each in found.all_of_them]
-            del found, members  # whoever holds the originals now is somebody else
+            del found, members, named  # whoever holds the originals now is somebody else
             switch_optimizers(successors)
 
     def _note_choices(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.step.managed import ManagedUnit, managed_units
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.shards import span_of

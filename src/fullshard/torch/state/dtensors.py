@@ -19,7 +19,7 @@ from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.tensor.reslice import Cut, recut, rows_of_ranks
+from fullshard.torch.tensor.reslice import Cut, longest, reslice, rows_of_ranks
 
 __all__ = ["as_dtensors", "without_sharded_tensor"]
 
@@ -54,21 +54,22 @@ def _batches(values: Iterable[ShardedParameter]) -> Iterator[list[ShardedParamet
         batch: list[ShardedParameter] = []
         batch_bytes = 0
         for value in group:
-            longest = max(span.numel for span in value.ownership.spans) * value.element_size()
-            if batch and batch_bytes + longest > BATCH_BYTES:
+            value_bytes = longest(value.ownership.spans) * value.element_size()
+            if batch and batch_bytes + value_bytes > BATCH_BYTES:
                 yield batch
                 batch, batch_bytes = [], 0
             batch.append(value)
-            batch_bytes += longest
+            batch_bytes += value_bytes
         yield batch
 
 
 def _rows(batch: Sequence[ShardedParameter]) -> list[Tensor]:
     """This rank's rows of each value, shaped."""
     comm = batch[0].ownership.comm
+    shapes = [_held_shape(each.ownership) for each in batch]
     cuts = [
-        Cut(each.local, each.ownership.spans, rows_of_ranks(_held_shape(each.ownership), comm.size))
-        for each in batch
+        Cut(each.local, each.ownership.spans, rows_of_ranks(shape, comm.size))
+        for each, shape in zip(batch, shapes, strict=True)
     ]
     if batch[0].is_meta:
         flat = [each.local.new_empty(each.wanted[comm.rank].numel) for each in cuts]
@@ -76,11 +77,8 @@ def _rows(batch: Sequence[ShardedParameter]) -> list[Tensor]:
         flat = [each.local.clone() for each in cuts]
     else:
         names = batch[0].ownership.name, batch[-1].ownership.name
-        flat = recut(comm, cuts, f"rows of parameters {names[0]!r} to {names[1]!r}")
-    return [
-        rows.view(_rows_shape(_held_shape(each.ownership), comm))
-        for rows, each in zip(flat, batch, strict=True)
-    ]
+        flat = reslice(comm, cuts, f"rows of parameters {names[0]!r} to {names[1]!r}")
+    return [rows.view(_rows_shape(shape, comm)) for rows, shape in zip(flat, shapes, strict=True)]
 
 
 def _rows_shape(shape: tuple[int, ...], comm: Comm) -> tuple[int, ...]:

@@ -2,20 +2,31 @@
 """What ``state_dict()`` of a sharded model gives: whole tensors, DTensors, or spans."""
 
 import threading
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.agreement import verify_agreement
+from fullshard.torch.comm.protocol import Comm
+from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.state.dtensors import as_dtensors
 from fullshard.torch.state.state_dict_types import StateDictType
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["AS_DTENSORS", "Form", "ask_before_loading", "change_form", "collecting", "hand_out"]
+__all__ = [
+    "AS_DTENSORS",
+    "Form",
+    "ask_before_loading",
+    "change_form",
+    "collecting",
+    "hand_out",
+    "in_agreed_order",
+    "verify_same_values",
+]
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,8 @@ class Form:
     on_host: bool = False
     kept: bool = True
 
+
+K = TypeVar("K")
 
 AS_DTENSORS = Form(StateDictType.SHARDED_STATE_DICT)
 _INSTEAD = {
@@ -88,15 +101,18 @@ def change_form(values: MutableMapping[Any, Any], form: Form, what: str, instead
     tensors too; tied values stay one tensor. ``what`` and ``instead`` are
     for the error of a rank that calls alone, see `call_roll`.
     """
-    sharded = {key: each for key, each in values.items() if isinstance(each, ShardedParameter)}
+    sharded = in_agreed_order(values)
     if form.kind is not StateDictType.LOCAL_STATE_DICT:
-        moved = [each.ownership for each in sharded.values() if not each.is_meta]
-        call_roll([comm for owner in moved for comm in owner.comms], what, instead)
+        moved = {key: each for key, each in sharded.items() if not each.is_meta}
+        comms = [comm for each in moved.values() for comm in each.ownership.comms]
+        call_roll(comms, what, instead)
+        verify_same_values(moved, what)
     if form.kind is StateDictType.SHARDED_STATE_DICT:
         made = as_dtensors(list(sharded.values()))
         values.update(zip(sharded, made, strict=True))
     known: dict[int, Any] = {}  # of tied values the first
-    for key, value in list(values.items()):
+    for key in [*sharded, *(key for key in values if key not in sharded)]:
+        value = values[key]
         source = sharded.get(key)
         number = id(value) if source is None else id(source.local)
         if number not in known:
@@ -105,6 +121,38 @@ def change_form(values: MutableMapping[Any, Any], form: Form, what: str, instead
             values[key] = known[number]
         else:
             del values[key]
+
+
+def in_agreed_order(values: Mapping[K, Any]) -> dict[K, ShardedParameter]:
+    """The sharded ones of ``values`` in an order on which all ranks agree.
+
+    Users may have put them together in another order on each rank, as from a `set`. A key is a
+    name, or what belongs to one parameter and the name of a part of its state.
+    """
+    found = [
+        (each.ownership.place, str(key[-1] if isinstance(key, tuple) else key), key, each)
+        for key, each in values.items()
+        if isinstance(each, ShardedParameter)
+    ]
+    return {key: each for _, _, key, each in sorted(found, key=lambda each: each[:2])}
+
+
+def verify_same_values(values: Mapping[Any, ShardedParameter], what: str) -> None:
+    """Make sure that all ranks are about to send these same ``values``. Collective.
+
+    Raises `ConfigurationError` on all ranks, with those in which they differ.
+    """
+    by_comm: dict[Comm, dict[str, str]] = {}
+    for key, each in values.items():
+        owner = each.ownership
+        part = f", {key[-1]}" if isinstance(key, tuple) else ""
+        for comm in owner.comms:
+            lines = by_comm.setdefault(comm, {})
+            lines[f"{owner.name}{part} ({len(lines)})"] = f"{owner.shape} {each.dtype}"
+    for comm, lines in by_comm.items():
+        if comm.size > 1:
+            device = next(iter(values.values())).device
+            verify_agreement(comm, lines, device, f"what is in {what}")
 
 
 def _taken(value: Any, source: ShardedParameter | None, form: Form) -> Any:

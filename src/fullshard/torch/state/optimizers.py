@@ -9,20 +9,32 @@ put on an optimizer when it is first looked at, see [Note: Looking at optimizers
 before that is cut then.
 """
 
+import sys
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard.torch.comm.agreement import verify_agreement
+from fullshard.torch.comm.protocol import Comm
+from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.state.dtensors import without_sharded_tensor
-from fullshard.torch.state.forms import AS_DTENSORS, Form, ask_before_loading, change_form
+from fullshard.torch.state.forms import (
+    AS_DTENSORS,
+    Form,
+    ask_before_loading,
+    change_form,
+    in_agreed_order,
+)
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = ["adopt", "as_span", "cut_state", "in_form", "translate", "uncut_spans"]
 
 _TRANSLATED = "_fullshard_translates"
+_FRAMES = 8  # within which PyTorch's functions are found
 _NUMBERS = {"step", "mu_product", "mu", "eta"}  # of Adam and its kin, NAdam, ASGD
 _INSTEAD = (
     "call it on every rank; its state is DTensors, of which each rank has its rows. For one file: "
@@ -43,13 +55,21 @@ def translate(optimizer: Optimizer) -> None:
 
 def adopt(optimizer: Optimizer) -> None:
     """Cut what the optimizer holds of sharded parameters and is not cut. Collective if there is."""
-    for param, state in optimizer.state.items():
-        if isinstance(param, ShardedParameter):
-            optimizer.state[param] = cut_state(state, param)
+    for param in in_agreed_order({param: param for param in optimizer.state}).values():
+        optimizer.state[param] = cut_state(optimizer.state[param], param)
 
 
 def _hand_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    state = in_form(state_dict["state"], AS_DTENSORS, "optimizer.state_dict()", _INSTEAD)
+    state = state_dict["state"]
+    held = {key: param for key, param in _params_by_key(optimizer, state_dict) if key in state}
+    order = in_agreed_order(held)
+    if _asked_by_names():  # who may gather in the order in which the state comes
+        state = {
+            key: state[key] for key in (*order, *(each for each in state if each not in order))
+        }
+    else:
+        _verify_same_numbers(order)
+    state = in_form(state, AS_DTENSORS, "optimizer.state_dict()", _INSTEAD)
     return {**state_dict, "state": state}
 
 
@@ -58,10 +78,43 @@ def _cut_before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dic
     values = [value for each in state.values() for value in each.values()]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     ask_before_loading(values, params, "optimizer.load_state_dict() of DTensors")
-    for key, param in _params_by_key(optimizer, state_dict):
-        if key in state and isinstance(param, ShardedParameter):
-            state[key] = cut_state(state[key], param)
+    held = {key: param for key, param in _params_by_key(optimizer, state_dict) if key in state}
+    for key, param in in_agreed_order(held).items():
+        state[key] = cut_state(state[key], param)
     return {**state_dict, "state": state}
+
+
+def _asked_by_names() -> bool:
+    """True if PyTorch's functions ask that replace each rank's numbers by names."""
+    frame: FrameType | None = sys._getframe(2)  # of the optimizer's own state_dict
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _verify_same_numbers(numbered: Mapping[Any, ShardedParameter]) -> None:
+    """Raise if ranks number parameters differently: their DTensors would be of different ones.
+
+    Collective, of 32 bytes for each communicator.
+    """
+    by_comm: dict[Comm, dict[str, str]] = {}
+    for key, param in numbered.items():
+        by_comm.setdefault(param.ownership.comm, {})[f"parameter {key}"] = param.ownership.name
+    call_roll(list(by_comm), "optimizer.state_dict()", _INSTEAD)
+    for comm, lines in by_comm.items():
+        verify_agreement(
+            comm,
+            lines,
+            next(iter(numbered.values())).device,
+            "the optimizer's numbers of parameters, so that its state_dict() would mix them (give "
+            "it its parameters in one order, not as a set(); or take the state by name, from "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict or "
+            "FullyShardedDataParallel.optim_state_dict)",
+        )
 
 
 def _params_by_key(

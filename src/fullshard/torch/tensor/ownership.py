@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.core.layout import Span
 from fullshard.torch.comm.protocol import Comm, members_of
-from fullshard.torch.tensor.reslice import Cut, recut, rows_of_ranks
+from fullshard.torch.tensor.reslice import Cut, reslice, rows_of_ranks
 from fullshard.torch.tensor.tensor_parallel import TensorParallel
 
 __all__ = ["Ownership", "next_serial"]
@@ -93,7 +93,7 @@ class Ownership:
                 rows = full.to_local().detach().reshape(-1)
                 held = rows_of_ranks(self.shape, self.comm.size)
                 label = f"span of parameter {self.name!r} from rows"
-                return recut(self.comm, [Cut(rows, held, self.spans)], label)[0]
+                return reslice(self.comm, [Cut(rows, held, self.spans)], label)[0]
             full = full.full_tensor()
         return self.cut_part(full if cut is None else cut.part_of(full))
 

@@ -17,8 +17,9 @@ from torch.utils import _foreach_utils
 
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError
 from fullshard.core.layout import Span
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.tensor.ownership import Ownership
+from fullshard.torch.tensor.reslice import longest
 
 __all__ = ["RULES", "Args", "Kwargs", "Rule", "ShardedParameter"]
 
@@ -113,9 +114,9 @@ class ShardedParameter(torch.Tensor):
         """`full_tensor` for code that all ranks are known to run: nobody is asked first."""
         ownership = self.ownership
         comm, spans = ownership.comm, ownership.spans
-        longest, numel = max(span.numel for span in spans), spans[-1].stop
+        most, numel = longest(spans), spans[-1].stop
         local = self.local.detach()
-        if comm.size * longest > 2 * numel:
+        if comm.size * most > 2 * numel:
             # A few ranks hold it all: to gather equal parts would be mostly padding.
             full = local.new_empty(numel)
             full[self.span.start : self.span.stop].copy_(local)
@@ -123,12 +124,12 @@ class ShardedParameter(torch.Tensor):
                 if span.numel:
                     comm.broadcast([full[span.start : span.stop]], rank).wait()
             return ownership.whole(full)
-        mine = local.new_zeros(longest)
+        mine = local.new_zeros(most)
         mine[: local.numel()] = local
-        gathered = local.new_empty(comm.size * longest)
+        gathered = local.new_empty(comm.size * most)
         label = f"full tensor of parameter {ownership.name!r}"
         comm.all_gather([(gathered, mine)], label=label).wait()
-        rows = gathered.view(comm.size, longest)
+        rows = gathered.view(comm.size, most)
         pieces = [rows[rank, : span.numel] for rank, span in enumerate(spans)]
         return ownership.whole(torch.cat(pieces))
 

@@ -10,7 +10,7 @@ from typing import Any
 from fullshard.core.errors import FullshardError, UsageError
 from fullshard.torch.comm.process_group import witness_of
 from fullshard.torch.comm.protocol import Comm
-from fullshard.torch.comm.watchdog import PERIOD_S, Place, Watchdog, Witness
+from fullshard.torch.comm.watch.watchdog import PERIOD_S, Place, Watchdog, Witness
 
 __all__ = ["call_roll"]
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fullshard.core.errors import CommunicationError
-from fullshard.torch.comm.advice import LEFT, NOTHING_AWAITED, STORE_ENDED, way_out
-from fullshard.torch.comm.forks import check_not_forked, current_pid, refuse_inherited_world
+from fullshard.torch.comm.watch.advice import LEFT, NOTHING_AWAITED, STORE_ENDED, way_out
+from fullshard.torch.comm.watch.forks import check_not_forked, current_pid, refuse_inherited_world
 
 __all__ = ["Place", "Progress", "Watchdog", "Witness"]
 

@@ -16,7 +16,10 @@ EXTRAS = PROJECT["optional-dependencies"]
 # What the code of an extra imports, by the names under which it is installed.
 INSTALLED_AS = {"orbax": "orbax-checkpoint", "tomli_w": "tomli-w"}
 SOURCES = {
-    "torch": ("torch", "drop_in", "wrap.py", "run.py", "distributed.py", "local_ranks.py"),
+    "torch": (
+        *("torch", "drop_in", "wrap.py", "testing*"),
+        *("run.py", "distributed.py", "local_ranks.py"),
+    ),
     "jax": ("jax",),
     "train": ("train/*.py", "doctor/output.py"),
 }

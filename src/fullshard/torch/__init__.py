@@ -28,7 +28,7 @@ from fullshard.torch.sharding.options import (
     MixedPrecision,
     MixedPrecisionPolicy,
 )
-from fullshard.torch.sharding.shard import set_prefetch
+from fullshard.torch.sharding.shard import keep_for_double_backward, set_prefetch
 from fullshard.torch.sharding.summon import summon_full_params
 from fullshard.torch.state.weights_file import load_full_weights, save_full_weights
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -47,6 +47,7 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "inspection",
+    "keep_for_double_backward",
     "load_full_weights",
     "overlap_optimizer",
     "save_full_weights",

@@ -3,10 +3,11 @@
 
 import pytest
 import torch.distributed as dist
-from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.process_group_comm import ProcessGroupComm
 from support.planned_engine import Configuration, carried_out, planned
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fullshard.testing import LocalWorld
+from fullshard.torch.comm.process_group import ProcessGroupComm
 
 
 def compare(configuration, found, expected, rank):

@@ -5,9 +5,6 @@ import itertools
 
 import pytest
 import torch
-from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.runtime import runtime_of
-from fullshard.train.models import GPT
 from support.models import seeded
 from support.planned_engine import DEVICE, LINK
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +19,10 @@ from fullshard.plan.model.shape import shape_of
 from fullshard.plan.run import Recompute, Run, Wrap
 from fullshard.plan.step.script import write_script
 from fullshard.plan.step.units import unit_paths
+from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, tracing
+from fullshard.torch.sharding.shard import ensure_tracker
+from fullshard.train.torch.models import GPT
 
 SHAPE = Transformer(3, 8, 2, 1, 12, 11, context=4)
 TIED = Transformer(2, 8, 2, 2, 12, 11, context=4, tied=True)
@@ -62,7 +62,7 @@ def engine_trace(comm, shape, run, paths):
         run.strategy,
         auto_wrap_policy=lambda module, recurse, **_: recurse or module in chosen,
     )
-    runtime_of(wrapped).set_prefetch(run.prefetch)
+    ensure_tracker(wrapped).set_prefetch(run.prefetch)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.step()

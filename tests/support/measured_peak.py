@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from fullshard.train.models import GPT
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.presets import Transformer
 from fullshard.torch import fully_shard
+from fullshard.train.torch.models import GPT
 
 BEGIN, OVER = "the measured step begins", "the measured step is over"
 

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from fullshard.torch.runtime import runtime_of
 from support.models import CASES, loss_of, make, make_batches
 from torch import nn
 
@@ -24,6 +23,7 @@ from fullshard.torch import (
     tracing,
 )
 from fullshard.torch.measuring import record_step
+from fullshard.torch.sharding.shard import ensure_tracker
 
 LINK = Link(1e9, 1e-6)
 DEVICE = Device(
@@ -160,7 +160,7 @@ def carried_out(configuration: Configuration, where):
         lambda module, recurse, **_: recurse or module in chosen,
         mixed_precision=_mixed(run.precision),
     )
-    runtime_of(wrapped).set_prefetch(run.prefetch)
+    ensure_tracker(wrapped).set_prefetch(run.prefetch)
     trained = [param for param in wrapped.parameters() if param.requires_grad]
     optimizer = {
         "adamw": torch.optim.AdamW,

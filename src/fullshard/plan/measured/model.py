@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model made of recordings of its step."""
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,16 @@ class MeasuredModel:
     def of(
         cls, name: str, recording: StepRecording, blocks: Sequence[str], parts: Sequence[str] = ()
     ) -> "MeasuredModel":
-        """A model of which there is one recording, good for runs that compute in its dtype."""
+        """A model of which there is one recording, good for runs that compute in its dtype.
+
+        Raises `ConfigurationError` for a path in ``blocks`` or ``parts`` of no module that ran.
+        """
+        ran = {call.module for call in recording.calls}
+        for path in (*blocks, *parts):
+            if path not in ran:
+                near = difflib.get_close_matches(path, ran, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigurationError(f"{name} ran no module {path!r}{hint}")
 
         def record(run: Run) -> StepRecording:
             wanted = run.precision.compute

@@ -16,12 +16,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.core.recording import MarkKind, MemoryUse, StepRecording
 from fullshard.core.strategy import Precision
-from fullshard.plan.measured import MeasuredModel
-from fullshard.torch.buffers import dtype_name, dtype_of
 from fullshard.torch.measuring.tape import OpsMode, Tape, watch_module
-from fullshard.torch.modules import ParamSites, clean_name, find_parameters, map_tensors, tensors_in
+from fullshard.torch.sharding.find import find_parameters
+from fullshard.torch.step.structures import map_tensors, tensors_in
+from fullshard.torch.unit.buffers import dtype_name, dtype_of
+from fullshard.torch.unit.sites import ParamSites, clean_name
 
-__all__ = ["measure", "record_step"]
+__all__ = ["record_step"]
 
 
 def record_step(
@@ -81,24 +82,6 @@ def record_step(
         None if compute_dtype is None else dtype_name(compute_dtype),
         sum({id(each): each.nbytes for each in model.buffers()}.values()),
     )
-
-
-def measure(
-    model: nn.Module,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    blocks: Sequence[str],
-    parts: Sequence[str] = (),
-    **options: Any,
-) -> MeasuredModel:
-    """Record ``model`` for planning, see `record_step`; ``blocks`` are paths of what to wrap."""
-    known = {clean_name(path) for path, _ in model.named_modules()}
-    for path in (*blocks, *parts):
-        if path not in known:
-            raise ConfigurationError(f"{type(model).__name__} has no module {path!r}")
-    recording = record_step(model, args, kwargs, **options)
-    return MeasuredModel.of(type(model).__name__, recording, blocks, parts)
 
 
 def _step(

@@ -22,7 +22,7 @@ from fullshard.core.recording import (
     WatchedInput,
 )
 from fullshard.torch.measuring.workspace import workspace_bytes
-from fullshard.torch.modules import map_tensors, tensors_in
+from fullshard.torch.step.structures import map_tensors, tensors_in
 
 __all__ = ["CallToken", "Tape"]
 

@@ -54,13 +54,13 @@ def measure(
     def record(run: Run) -> StepRecording:
         compute = run.autocast or run.precision.compute
         again = tuple(path for number, path in enumerate(paths) if run.recomputed(number))
+        if again and run.recompute is Recompute.SELECTIVE:
+            raise NotSupportedError(
+                f"selective recomputation of {type(model).__name__} is not known; plan with "
+                "Recompute.FULL, or recompute inside the model and measure it as it is"
+            )
         key = (run.micro_batch, compute, again)
         if key not in recordings:
-            if again and run.recompute is Recompute.SELECTIVE:
-                raise NotSupportedError(
-                    f"selective recomputation of {type(model).__name__} is not known; plan with "
-                    "Recompute.FULL, or recompute inside the model and measure it as it is"
-                )
             with _recomputing(model, again):
                 recordings[key] = record_step(
                     model,

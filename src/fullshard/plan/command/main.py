@@ -75,7 +75,8 @@ def _say_what_was_given(asked: Asked, console: Console) -> None:
 
 def _timeline(console: Console, best: Prediction) -> None:
     script = write_script(best.model, best.run, best.cluster)
-    timeline = replay(script, best.run, best.cluster, fitted_constants(), record=True)
+    constants = best.cluster.device.constants or fitted_constants()
+    timeline = replay(script, best.run, best.cluster, constants, record=True)
     samples = memory_timeline(script, best.run, best.cluster)
     for line in memory_lines(
         samples,
@@ -90,7 +91,8 @@ def _timeline(console: Console, best: Prediction) -> None:
 
 def _draw(best: Prediction, folder: Path) -> None:
     script = write_script(best.model, best.run, best.cluster)
-    timeline = replay(script, best.run, best.cluster, fitted_constants(), record=True)
+    constants = best.cluster.device.constants or fitted_constants()
+    timeline = replay(script, best.run, best.cluster, constants, record=True)
     folder.mkdir(parents=True, exist_ok=True)
     title = f"{best.model.name}: {describe(best.run)}"
     samples = memory_timeline(script, best.run, best.cluster)

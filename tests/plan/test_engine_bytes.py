@@ -19,7 +19,6 @@ from fullshard.plan.step.units import units_of
 from fullshard.testing import LocalWorld
 from fullshard.torch.comm.process_group import ProcessGroupComm
 from fullshard.torch.measuring import record_step
-from fullshard.torch.unit.buffers import dtype_name
 
 
 def compare(configuration, found, expected, rank):

@@ -35,9 +35,10 @@ from fullshard.core.strategy import Precision, Prefetch, ShardingStrategy
 from fullshard.doctor.calibration import calibrate
 from fullshard.plan import Run, Wrap, cluster_of, named_device, predict
 from fullshard.plan.choose.words import describe
+from fullshard.plan.measured import MeasuredModel
 from fullshard.torch import FullyShardedDataParallel, set_prefetch
 from fullshard.torch.comm.process_group import ProcessGroupComm
-from fullshard.torch.measuring import measure
+from fullshard.torch.measuring import record_step
 from fullshard.wrap import ModuleWrapPolicy
 
 PORT = 29510
@@ -70,12 +71,8 @@ def predicted(calibration_file, hosts):
     """Seconds of a step of each candidate, by its words."""
     cluster = cluster_of(named_device(calibration_file), hosts, per_host=1)
     inputs = torch.randn(1, TOKENS, WIDTH)
-    model = measure(
-        build(),
-        (inputs,),
-        blocks=[str(number) for number in range(BLOCKS)],
-        loss=lambda output: output.float().square().mean(),
-    )
+    recording = record_step(build(), (inputs,), loss=lambda output: output.float().square().mean())
+    model = MeasuredModel.of("blocks", recording, [str(number) for number in range(BLOCKS)])
     return {name: predict(model, run, cluster).step_s for name, run in candidates().items()}
 
 

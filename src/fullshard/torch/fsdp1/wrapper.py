@@ -27,6 +27,7 @@ from fullshard.torch.fsdp1.units import (
 )
 from fullshard.torch.optim.checks import clip_grad_norm_
 from fullshard.torch.optim.original_params import switch_optimizers
+from fullshard.torch.sharding.auto_wrap import auto_wrap_policy
 from fullshard.torch.sharding.find import ignored_parts
 from fullshard.torch.sharding.initialisation import broadcast_buffers, initialise
 from fullshard.torch.sharding.module_buffers import cast_buffers, move_buffers
@@ -77,7 +78,7 @@ class FullyShardedDataParallel(
             slices within each host.
         sharding_strategy: FULL_SHARD if None.
         cpu_offload: see `CPUOffload`.
-        auto_wrap_policy: see `fullshard.wrap`.
+        auto_wrap_policy: see `fullshard.wrap`; "auto" lets the planner choose.
         backward_prefetch: BACKWARD_PRE gathers one unit ahead in backward, others none.
         mixed_precision: see `MixedPrecision`.
         ignored_modules: modules whose parameters stay as they are, on every rank, and whose
@@ -345,6 +346,8 @@ def _modules_below(
     if policy is None:
         return {}
     _check_nothing_is_sharded(root)
+    if policy == "auto":
+        policy = auto_wrap_policy(root, ignored)
     apart = in_full_precision(root, precision, ignored)
     chosen = {**apart, **modules_to_wrap(root, policy, ignored)}
     # What torch.compile(module) returns calls that very module, whatever takes its place below.

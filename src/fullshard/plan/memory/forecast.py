@@ -25,9 +25,11 @@ from fullshard.plan.step.script import Act, Phase, Script
 
 __all__ = [
     "CATEGORIES",
+    "Engine",
     "MemoryForecast",
     "Sample",
     "forecast_memory",
+    "label_of",
     "memory_timeline",
     "planned_trace",
 ]

@@ -20,8 +20,8 @@ LACKING = {
 }
 MORE = {  # parameters that ours has beyond theirs
     "CPUOffload": {"offload_optimizer"},
-    "FullyShardedDataParallel": {"compression"},
-    "fully_shard": {"compression"},
+    "FullyShardedDataParallel": {"check_values", "compression"},
+    "fully_shard": {"check_values", "compression"},
 }
 
 

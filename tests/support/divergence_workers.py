@@ -23,7 +23,7 @@ from fullshard.torch import fully_shard
 from fullshard.torch.comm.process_group import ProcessGroupComm
 from fullshard.torch.comm.protocol import Done
 from fullshard.torch.comm.sibling_groups import timeout_s_of
-from fullshard.torch.comm.watchdog import Witness
+from fullshard.torch.comm.watch.watchdog import Witness
 
 RANKS = 3
 TIMEOUT_S = 10.0

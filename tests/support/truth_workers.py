@@ -5,13 +5,14 @@ import os
 import select
 
 import torch
+from support.limits import PEERS_S
 from torch import nn
 
 from fullshard.torch import FullyShardedDataParallel, fully_shard
 from fullshard.torch.comm.process_group import ProcessGroupComm
 
 
-def _in_child(function, timeout_s=20):
+def _in_child(function, timeout_s=PEERS_S):
     """What ``function`` raises in a forked child, as text; None if it does not end in time."""
     reading, writing = os.pipe()
     child = os.fork()

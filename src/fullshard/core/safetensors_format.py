@@ -134,7 +134,7 @@ def _refuse_other_than_file(path: Path) -> None:
 
 
 def header_of(entries: Mapping[str, Entry]) -> bytes:
-    """What a file begins with that has the bytes of ``entries`` behind it, in their order.
+    """The header of a file in which the bytes of ``entries`` follow in their order.
 
     Raises `ConfigurationError` for a name that the format cannot hold.
     """
@@ -159,7 +159,7 @@ def header_of(entries: Mapping[str, Entry]) -> bytes:
 
 
 def places_in(source: Path, wanted: Mapping[str, Entry]) -> dict[str, Place]:
-    """Where in the file each entry begins, if it holds these entries and no others.
+    """The offset of each entry in a file that holds these entries and no others.
 
     Raises `ConfigurationError` if it does not fit, `OSError` if it cannot be read.
     """
@@ -223,7 +223,7 @@ def _places(described: Mapping[str, Any], first: int, data_bytes: int) -> dict[s
 
 
 def _header_in(source: Path) -> tuple[dict[str, Any], int, int]:
-    """What the header tells, where the data begin, and how many bytes of them there are."""
+    """Read the header; return its content, the offset of the data and their size in bytes."""
     if not stat.S_ISREG(source.stat().st_mode):  # a pipe would be waited for
         raise ConfigurationError("it is no regular file")
     with source.open("rb") as file:

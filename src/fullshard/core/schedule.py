@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ops follow which event: when units are gathered, freed and reduced.
+"""The schedule: which units to gather, free and reduce after each event of a step.
 
 The engine tells a `Scheduler` what happens (a unit's forward begins, its backward ends, ...) and
 gets back the ops to carry out, in order. Nothing here touches a tensor: the same function drives
@@ -25,7 +25,7 @@ __all__ = ["Event", "Moment", "Op", "OpKind", "Scheduler", "UnitPolicy", "compil
 
 
 class Moment(Enum):
-    """What can happen to a unit in a step."""
+    """An event of a unit in a step."""
 
     FORWARD_BEGIN = auto()
     FORWARD_END = auto()
@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 
 class OpKind(Enum):
-    """What the engine can do to a unit."""
+    """An action of the engine on a unit."""
 
     __hash__ = object.__hash__  # that of Enum is slow, and there is one look-up for each op
 
@@ -64,7 +64,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitPolicy:
-    """How one unit is treated.
+    """The settings of one unit's schedule.
 
     ``full_bytes`` is its size when it is full. ``gathered`` is false for one whose resting state is
     the full one (replicated, or empty); ``reduced`` is false for one without trainable parameters.
@@ -88,7 +88,7 @@ class UnitPolicy:
 
 
 class _State:
-    """What is where in the middle of a step, and the rules that move it."""
+    """The state of all units in the middle of a step, and the rules that change it."""
 
     def __init__(self, policies: Mapping[int, UnitPolicy], prefetch: Prefetch):
         self.policies = policies

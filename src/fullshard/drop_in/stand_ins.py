@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of torch's modules a script may take sharding from, and what it finds there instead.
+"""The modules of torch that a script may take sharding from, and their stand-ins.
 
 [Note: Stand-ins] A served module is not changed. Another module object takes its place in
 ``sys.modules`` and in its parent: public names of ours first, everything else passed on to
@@ -61,7 +61,7 @@ _OTHERWISE = "start the script without fullshard if it cannot do without"
 
 
 def replaced_names(original: ModuleType) -> dict[str, Any]:
-    """What a script finds under torch's public names in a served module, by name."""
+    """The replacements for torch's public names in a served module, by name."""
     return {name: _OURS[name] for name in _public(original) if name in _OURS}
 
 

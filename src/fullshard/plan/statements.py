@@ -137,7 +137,13 @@ def compare_parallelisms(model: Decoder, run: Run, devices: int) -> tuple[Parall
     bubble = (devices - 1) / (run.accumulate + devices - 1)
     return (
         Parallelism("data parallel", whole, sent["data parallel"], 0.0, "one all-reduce a step"),
-        Parallelism("FULL_SHARD", part, run.accumulate * sent["FULL_SHARD"], 0.0, "gathers hidden behind compute"),
+        Parallelism(
+            "FULL_SHARD",
+            part,
+            run.accumulate * sent["FULL_SHARD"],
+            0.0,
+            "gathers hidden behind compute",
+        ),
         Parallelism("pipeline", part, boundary, bubble, "activations between neighbours"),
         Parallelism("tensor", part, reduces, 0.0, "four all-reduces a layer, not hidden"),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP1's door: a module that wraps another one, and the submodules that a policy picks."""
+"""The interface of FSDP1: a module that wraps another one and what a policy picks inside it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +50,8 @@ from fullshard.wrap import modules_to_wrap
 
 __all__ = ["FullyShardedDataParallel"]
 
+_ONE_AHEAD = BackwardPrefetch.BACKWARD_PRE  # one unit is gathered ahead in backward
+
 
 class _OptionClasses:
     """FSDP1's options as attributes of its wrapper class: ``FSDP.ShardingStrategy.FULL_SHARD``."""
@@ -90,7 +92,7 @@ class FullyShardedDataParallel(
         sync_module_states: take parameters and buffers from the first rank before sharding; other
             ranks may have the module on the meta device.
         forward_prefetch: one unit is always gathered ahead in forward; True gathers two.
-        limit_all_gathers: accepted; the schedule always bounds what is gathered ahead.
+        limit_all_gathers: no effect; the schedule always bounds how much is gathered ahead.
         use_orig_params: let optimizers that were created before go on with the sharded
             parameters. Original names and shapes are always kept.
         ignored_states: as ``ignored_modules``, but may hold parameters too.
@@ -99,10 +101,11 @@ class FullyShardedDataParallel(
         check_values: compare the values that ranks start with. Not part of FSDP1.
 
     Raises:
-        ConfigurationError: parameters on several devices, a policy whose result is unknown, a group
-            that is none, ranks that start with different values. Nothing has been changed then.
-            Also a parameter on the meta device that nobody initialised.
-        UsageError: no process group and no launcher's environment.
+        ConfigurationError: if parameters are on several devices, a policy returns something
+            unknown, ``process_group`` is not a process group, or ranks start with different values
+            (nothing has been changed then); or if a parameter on the meta device is never
+            initialised.
+        UsageError: if there is neither a process group nor a launcher's environment.
     """
 
     def __init__(
@@ -144,32 +147,24 @@ class FullyShardedDataParallel(
         check_unit_options(unit_options, chosen)
         found = shardable_parameters([module], where, ignored_params, device_id)
         options = {each: {**unit_options, **its_own} for each, its_own in chosen.items()}
-        plans = {
-            each: plan_of(its_own, found.device, sync_module_states)
-            for each, its_own in options.items()
-        }
+        sync, device = sync_module_states, found.device
+        plans = {each: plan_of(own, device, sync) for each, own in options.items()}
         members = parameters_by_module(module, chosen, found.all_of_them)
-        agree(
-            members_by_name(module, members),
-            list(plans.values()),
-            check_values=check_values,
-            meta_on_some=False,
-        )
+        named = members_by_name(module, members)
+        agree(named, list(plans.values()), check_values=check_values, meta_on_some=False)
         found.claim()  # from here on things change
         move_buffers(module, found.device)
         self._wrap_all(module, plans, members, param_init_fn, not sync_module_states)
         if sync_module_states:
             broadcast_buffers([module], plans[module].ranks, found.device)
-        if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
-            cast_buffers(module, mixed_precision.buffer_dtype)
-        backward = int(backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
-        set_prefetch(self, 2 if forward_prefetch else 1, backward)
+        _cast_buffers(module, mixed_precision)
+        set_prefetch(self, 1 + forward_prefetch, int(backward_prefetch is _ONE_AHEAD))
         self._note_choices(options, plans, backward_prefetch)
         if not use_orig_params:
             mark_flattened(each.shown for each in found.all_of_them)
         else:
             successors = [(ref(each.param), each.shown) for each in found.all_of_them]
-            del found, members  # whoever holds the originals now is somebody else
+            del found, members, named  # whoever holds the originals now is somebody else
             switch_optimizers(successors)
 
     def _note_choices(
@@ -273,7 +268,7 @@ class FullyShardedDataParallel(
         return self
 
     def check_is_root(self) -> bool:
-        """True if no wrapper around this one is known to run it."""
+        """Return True unless a wrapper around this one is known to run it. Changes nothing."""
         managed = managed_unit_of(self)
         assert managed is not None
         return managed.tracker is None or managed.number == 0
@@ -368,6 +363,11 @@ def _one_of(process_group: Where, device_mesh: Where) -> Where:
     if process_group is not None and device_mesh is not None:
         raise ConfigurationError("pass process_group or device_mesh, not both")
     return process_group if device_mesh is None else device_mesh
+
+
+def _cast_buffers(module: nn.Module, precision: MixedPrecision | None) -> None:
+    if precision is not None and precision.buffer_dtype is not None:
+        cast_buffers(module, precision.buffer_dtype)
 
 
 def _check_prefetch(prefetch: object) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
-from fullshard.core.recording import MarkKind, MemoryUse, StepRecording
 from fullshard.core.strategy import Precision
+from fullshard.plan.measured.recording import MarkKind, MemoryUse, StepRecording
 from fullshard.torch.measuring.tape import OpsMode, Tape, watch_module
 from fullshard.torch.sharding.find import find_parameters
 from fullshard.torch.step.structures import map_tensors, tensors_in

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from fullshard.core.recording import (
+from fullshard.plan.measured.recording import (
     Mark,
     MarkKind,
     MemoryUse,

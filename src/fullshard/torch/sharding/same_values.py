@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do all ranks start with the same values? A checksum of each parameter is compared.
+"""The check that all ranks start with the same values, by a checksum of each parameter.
 
 [Note: Values of one rank]
 Each rank keeps slices of its own full parameters. If rank 0 has loaded a checkpoint and the others
@@ -34,15 +34,15 @@ _NO_VALUE = torch.iinfo(torch.int64).min  # of a parameter on the meta device; n
 
 
 def values_are_checked(wanted: bool) -> bool:
-    """False if the caller does not want the check, or ``FULLSHARD_CHECK_VALUES=0`` says so."""
+    """Return False if the caller, or ``FULLSHARD_CHECK_VALUES=0``, does not want the check."""
     return wanted and os.environ.get(SWITCH, "1") != "0"
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A 0-dim int64 of absolute value at most 2**62, on the device of ``tensor``.
+    """Return a 0-dim int64 of absolute value at most 2**62, on the device of ``tensor``.
 
-    Equal for equal bits, whatever the device and the strides; for others it differs as good as
-    always.
+    Equal bits have equal checksums, whatever the device and the strides; different bits have
+    different ones, almost always.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % 8:
@@ -108,7 +108,7 @@ def _comms_of(plans: Sequence[Plan]) -> list[Comm]:
 
 
 def _checksums(params: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """Those of ``params`` in their order, as one vector on ``device``."""
+    """Return the checksums of ``params`` in their order, as one vector on ``device``."""
     held = [plain_data(param) if is_extended(param) else held_here(param) for param in params]
     sums: list[Tensor | None] = [None] * len(held)
     by_device: dict[torch.device, list[int]] = {}

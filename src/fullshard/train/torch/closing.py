@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run on the torch engine ends: its weights, the table of bytes, a sample of text."""
+"""The end of a run on the torch engine: weights, the table of bytes, a sample of text."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="commands:\n  train   train a real model in one command, to see sharding work\n"
         "  run     start a script written for PyTorch's FSDP, unchanged, on fullshard\n"
         "  plan    tell whether a run fits, how fast it will be and what to choose; needs no GPU\n"
+        "  calibrate  measure this machine for plan, in about a minute\n"
         "  doctor  find problems on this machine, on links between ranks and in scripts\n\n"
         "'fullshard COMMAND --help' explains a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -116,6 +117,12 @@ def _plan(argv: Sequence[str]) -> int:
     return plan(argv)
 
 
+def _calibrate(argv: Sequence[str]) -> int:
+    with _needing("torch"):
+        from fullshard.doctor.calibration.command import main as calibrate  # noqa: PLC0415
+    return calibrate(argv)
+
+
 def _doctor(argv: Sequence[str]) -> int:
     with _needing("torch,train"):
         from fullshard.doctor import main as doctor  # noqa: PLC0415
@@ -143,5 +150,6 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "run": _run,
     "plan": _plan,
+    "calibrate": _calibrate,
     "doctor": _doctor,
 }

@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.cluster.read import Constants, fitted_constants, fitted_spread
+from fullshard.plan.cluster.cluster import Cluster, Constants
+from fullshard.plan.cluster.read import fitted_constants, fitted_spread
 from fullshard.plan.memory import MemoryForecast, forecast_memory
 from fullshard.plan.model.model import Model
 from fullshard.plan.run import Run
@@ -85,7 +85,7 @@ def predict(
     on that cluster. A configuration that does not fit into memory is predicted all the same: see
     `Prediction.fits`.
     """
-    constants = constants or fitted_constants()
+    constants = constants or cluster.device.constants or fitted_constants()
     script = script or write_script(model, run, cluster)
     memory = forecast_memory(script, model, run, cluster)
     timeline = replay(script, run, cluster, constants)

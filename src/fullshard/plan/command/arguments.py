@@ -49,6 +49,7 @@ class Asked:
     top: int
     as_json: bool
     timeline: bool
+    scale: bool
     draw: Path | None
     config: Path | None
 
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--tokens", type=float, default=0.0, help="tokens of the whole run")
     shown.add_argument("--top", type=int, default=8, metavar="N", help="rows of the table")
     shown.add_argument("--timeline", action="store_true", help="memory and streams over a step")
+    shown.add_argument("--scale", action="store_true", help="8 to 16,384 devices, with failures")
     shown.add_argument("--draw", type=Path, metavar="FOLDER", help="the same as SVG files")
     shown.add_argument("--config", type=Path, metavar="FILE", help="settings of fullshard train")
     shown.add_argument("--json", action="store_true", help="everything as JSON")
@@ -142,6 +144,7 @@ def parse(argv: Sequence[str]) -> Asked:
         given.top,
         given.json,
         given.timeline,
+        given.scale,
         given.draw,
         given.config,
     )

@@ -29,6 +29,7 @@ from fullshard.torch.fsdp1.units import (
 )
 from fullshard.torch.optim.checks import clip_grad_norm_
 from fullshard.torch.optim.original_params import switch_optimizers
+from fullshard.torch.sharding.auto_wrap import auto_wrap_policy
 from fullshard.torch.sharding.find import ignored_parts
 from fullshard.torch.sharding.initialisation import broadcast_buffers, initialise
 from fullshard.torch.sharding.module_buffers import cast_buffers, move_buffers
@@ -81,7 +82,7 @@ class FullyShardedDataParallel(
             slices within each host.
         sharding_strategy: FULL_SHARD if None.
         cpu_offload: see `CPUOffload`.
-        auto_wrap_policy: see `fullshard.wrap`.
+        auto_wrap_policy: see `fullshard.wrap`; "auto" lets the planner choose.
         backward_prefetch: BACKWARD_PRE gathers one unit ahead in backward, others none. A
             `CustomPolicy` may choose it for each unit: what is gathered while that one runs.
         mixed_precision: see `MixedPrecision`.
@@ -345,6 +346,8 @@ def _modules_below(
     if policy is None:
         return {}
     _check_nothing_is_sharded(root)
+    if policy == "auto":
+        policy = auto_wrap_policy(root, ignored)
     apart = in_full_precision(root, precision, ignored)
     chosen = {**apart, **modules_to_wrap(root, policy, ignored)}
     chosen |= {module: {**chosen[module], **options} for module, options in apart.items()}

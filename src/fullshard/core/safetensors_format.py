@@ -99,9 +99,12 @@ class FileWriter:
             self.failure = self.failure or error
 
 
-def header_of(entries: Mapping[str, Entry]) -> bytes:
-    """What a file begins with that has the bytes of ``entries`` behind it, in their order."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+    """What a file begins with that has the bytes of ``entries`` behind it, in their order.
+
+    ``metadata`` is told beside ``format``, which other readers look for.
+    """
+    described: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     start = 0
     for name, entry in entries.items():
         stop = start + entry.size_bytes

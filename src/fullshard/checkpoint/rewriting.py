@@ -2,7 +2,7 @@
 """A checkpoint written anew for another number of ranks, and two of them compared."""
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,7 +147,7 @@ def _short(value: object) -> str:
 
 
 def _same_checksums(a: StoredTensor, b: StoredTensor) -> bool:
-    def key(tensor: StoredTensor) -> list[object]:
+    def key(tensor: StoredTensor) -> Sequence[object]:
         return sorted((s.box.offsets, s.box.sizes, s.checksums) for s in tensor.boxes)
 
     return key(a) == key(b)

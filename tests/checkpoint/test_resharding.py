@@ -2,6 +2,7 @@
 """Any cut is read as any other cut, bit by bit; and the pure part of it."""
 
 import math
+from itertools import pairwise
 
 import ml_dtypes  # noqa: F401 (gives numpy bfloat16)
 import numpy
@@ -43,8 +44,8 @@ def grids(draw, shape):
         return [box for a, b in ends for box in boxes_of_interval(shape, a, b)]
     boxes = [Box((), ())]
     for size in shape:
-        cuts = sorted(set(draw(st.lists(st.integers(1, size), max_size=2)) + [0, size]))
-        parts = [(a, b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        cuts = sorted({*draw(st.lists(st.integers(1, size), max_size=2)), 0, size})
+        parts = [(a, b - a) for a, b in pairwise(cuts)]
         boxes = [
             Box((*box.offsets, at), (*box.sizes, count)) for box in boxes for at, count in parts
         ]
@@ -120,7 +121,9 @@ def test_replicas_are_written_once_and_the_work_is_shared(tmp_path):
 
     def work(ranks):
         pieces = [
-            Piece(f"model/{name}", array.shape, "F64", (whole_box(array.shape),), ArraySource(array))
+            Piece(
+                f"model/{name}", array.shape, "F64", (whole_box(array.shape),), ArraySource(array)
+            )
             for name, array in {"a": large, "b": large + 1, "c": small, "d": small}.items()
         ]
         return save(tmp_path, pieces, About(1), ranks)

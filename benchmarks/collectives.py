@@ -20,7 +20,7 @@ from report import write_report
 from rich.console import Console
 from rich.table import Table
 
-from fullshard.torch.process_group_comm import ProcessGroupComm
+from fullshard.torch.comm.process_group import ProcessGroupComm
 
 SIZES = (1 << 16, 1 << 21, 1 << 24)  # elements of float32
 

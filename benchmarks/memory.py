@@ -35,7 +35,7 @@ from torch.autograd.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_step import BLOCK
 
-from fullshard.torch.process_group_comm import ProcessGroupComm
+from fullshard.torch.comm.process_group import ProcessGroupComm
 
 WARM_UP_STEPS = 2
 FORWARD, BACKWARD, OVER = "the step's forward", "the step's backward", "the step is over"

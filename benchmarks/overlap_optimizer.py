@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from training_step import BLOCK, TOKENS, WARM_UP_ROUNDS, WIDTH, build, step, throughput_ratio
 
-from fullshard.torch import overlap_optimizer, resting_bytes
+from fullshard.torch import resting_bytes
+from fullshard.torch.optim import overlap_optimizer
 
 RANKS = 2
 ORDINARY, OVERLAPPED = "after backward", "in backward"

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from training_step import BLOCK, build, take_turns, throughput_ratio
 
 from fullshard.torch import CommunicationCompression
-from fullshard.torch.hierarchical_comm import PRETEND
+from fullshard.torch.comm.hierarchical import PRETEND
 
 ALONE = "plain, alone"
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16}

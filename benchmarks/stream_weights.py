@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from fullshard.torch import fully_shard, load_full_weights, save_full_weights
-from fullshard.torch.process_group_comm import ProcessGroupComm
-from fullshard.torch.roll_call import call_roll
+from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.comm.roll_call import call_roll
 
 WIDTH = 2048
 MIB = 2**20

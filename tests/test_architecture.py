@@ -61,10 +61,10 @@ LAYERS = {
 LATE_IMPORTS = {"cli.py", "__init__.py", "jax/__init__.py"}
 # Signatures that are somebody else's convention.
 MANY_ARGUMENTS = {
-    "torch/fsdp1.py: FullyShardedDataParallel.__init__",
-    "torch/fsdp2.py: fully_shard",
+    "torch/fsdp1/wrapper.py: FullyShardedDataParallel.__init__",
+    "torch/fsdp2/fully_shard.py: fully_shard",
 }
-COLLECTIVE_CALLERS = {"torch/process_group_comm.py"}
+COLLECTIVE_CALLERS = {"torch/comm/process_group.py"}
 
 FILE_LINES = 400
 FUNCTION_LINES = 60  # without its docstring
@@ -98,7 +98,7 @@ class Source:
 
     @property
     def inside(self) -> str:
-        """The path inside the package, such as ``torch/unit.py``."""
+        """The path inside the package, such as ``torch/unit/unit.py``."""
         return self.path.removeprefix(PACKAGE)
 
     @property
@@ -304,7 +304,7 @@ CHECKS = {
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_the_source(check):
     sources = read_sources(*CHECKS[check])
-    assert PACKAGE + "torch/process_group_comm.py" in {source.path for source in sources}, (
+    assert PACKAGE + "torch/comm/process_group.py" in {source.path for source in sources}, (
         "read too little"
     )
     offences = [offence for source in sources for offence in check(source)]
@@ -441,7 +441,7 @@ SAMPLES = """
     class A:
         @staticmethod
         def f(s, a, b, c, d, e, f, g): ...  #! A.f has 8 arguments, at most 7
-    == budgets_are_kept torch/fsdp2.py
+    == budgets_are_kept torch/fsdp2/fully_shard.py
     def fully_shard(a, b, c, d, e, f, g, h): ...
     class A:
         def f(self, a, b, c, d, e, f, g, *args, **kwargs): ...
@@ -470,7 +470,7 @@ SAMPLES = """
     dist.get_rank()
     self.comm.all_reduce(x)
     barrier.wait()
-    == collectives_stay_in_comm torch/process_group_comm.py
+    == collectives_stay_in_comm torch/comm/process_group.py
     import torch.distributed as dist
     dist.all_reduce(x)
 """

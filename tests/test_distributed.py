@@ -17,7 +17,7 @@ from torch import nn
 import fullshard as sft
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy
-from fullshard.torch.sibling_groups import timeout_s_of
+from fullshard.torch.comm.sibling_groups import timeout_s_of
 
 SCRIPT = Path(__file__).parent / "support" / "script_of_ranks.py"
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "OMPI_", "PMIX_", "SLURM_")

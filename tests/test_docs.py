@@ -30,8 +30,8 @@ from fullshard.torch import (
     set_prefetch,
     tracing,
 )
-from fullshard.torch.local_world import LocalComm, LocalWorld
-from fullshard.torch.shard_modules import managed_units
+from fullshard.torch.comm.local_world import LocalComm, LocalWorld
+from fullshard.torch.step.managed import managed_units
 
 DOCS = Path(__file__).parent.parent / "docs"
 MORE_PAGES = [DOCS / f"{name}.md" for name in ("data", "joining", "migration", "monitoring")]

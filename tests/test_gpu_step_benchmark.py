@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fullshard.torch.process_group_comm import ProcessGroupComm
+from fullshard.torch.comm.process_group import ProcessGroupComm
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TINY = ["--device=cpu", "--tokens=8", "--width=32", "--heads=2", "--layers=2"]

@@ -36,8 +36,8 @@ _HOMES = {
     "get_device": "distributed",
     "initialize_distributed_training": "distributed",
     "log": "distributed",
-    "memory_of_rank": "torch.memory",
-    "memory_of_ranks": "torch.memory",
+    "memory_of_rank": "torch.inspection",
+    "memory_of_ranks": "torch.inspection",
     "memory_summary": "torch.inspection",
 }
 

@@ -20,7 +20,7 @@ from fullshard.doctor.links import (
     unit_bytes_for_most_bandwidth,
 )
 from fullshard.doctor.output import Report, print_report, to_json
-from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.comm.local_world import LocalWorld
 
 MIB = 2**20
 

@@ -60,7 +60,7 @@ def test_a_script_finds_itself_as_python_alone_would_run_it(script):
     done = python("fullshard.drop_in", script, "fail", "--nproc", "9")
     argv = [str(script), "fail", "--nproc", "9"]
     assert done.stdout.splitlines() == [
-        "fullshard.torch.fsdp1",
+        "fullshard.torch.fsdp1.wrapper",
         str(argv),
         folder,
         str(script),
@@ -79,7 +79,7 @@ def test_a_script_finds_itself_as_python_alone_would_run_it(script):
 
 def test_the_exit_status_is_that_of_the_rank_that_failed(script):
     done = python("fullshard", "run", "--nproc", 2, script, "exit", 7)
-    assert done.stdout.count("fullshard.torch.fsdp1") == 2
+    assert done.stdout.count("fullshard.torch.fsdp1.wrapper") == 2
     assert "fullshard run: rank 1 ended with exit status 7" in done.stderr
     assert done.returncode == 7
 
@@ -90,7 +90,7 @@ def test_spawned_ranks_have_the_drop_in(unused_port):
     )
     assert done.returncode == 0, done.stderr
     first, second, kind = done.stdout.splitlines()
-    assert kind == "<class 'fullshard.torch.fsdp1.FullyShardedDataParallel'>"
+    assert kind == "<class 'fullshard.torch.fsdp1.wrapper.FullyShardedDataParallel'>"
     assert float(first.split()[-1]) > float(second.split()[-1])
 
 

@@ -25,9 +25,9 @@ from fullshard.torch import (
     summon_full_params,
     tracing,
 )
-from fullshard.torch.hooks import managed_unit_of
-from fullshard.torch.local_world import LocalWorld, LocalWorldError
-from fullshard.torch.unit import UnitState
+from fullshard.torch.comm.local_world import LocalWorld, LocalWorldError
+from fullshard.torch.step.managed import managed_unit_of
+from fullshard.torch.unit.unit import UnitState
 
 FSDP = FullyShardedDataParallel
 

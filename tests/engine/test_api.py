@@ -28,7 +28,7 @@ from fullshard.torch import (
     tracing,
 )
 from fullshard.torch import FullyShardedDataParallel as FSDP
-from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
 

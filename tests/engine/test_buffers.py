@@ -3,7 +3,7 @@
 
 import torch
 
-from fullshard.torch.buffers import FlatBuffer
+from fullshard.torch.unit.buffers import FlatBuffer
 
 CPU = torch.device("cpu")
 

@@ -21,13 +21,13 @@ from fullshard.torch import (
     resting_bytes,
     summon_full_params,
 )
-from fullshard.torch.checked_comm import CheckedComm
-from fullshard.torch.comm import Comm, rank_order_sum
-from fullshard.torch.compressed_comm import CompressedComm
-from fullshard.torch.local_world import LocalComm, LocalWorld
-from fullshard.torch.quantise import BlockCodec, CastCodec, decode, encode
-from fullshard.torch.shard_modules import managed_units
-from fullshard.torch.traffic import communication
+from fullshard.torch.comm.checked import CheckedComm
+from fullshard.torch.comm.codecs import BlockCodec, CastCodec, decode, encode
+from fullshard.torch.comm.compressed import CompressedComm
+from fullshard.torch.comm.local_world import LocalComm, LocalWorld
+from fullshard.torch.comm.protocol import Comm, rank_order_sum
+from fullshard.torch.inspection.traffic import communication
+from fullshard.torch.step.managed import managed_units
 from fullshard.wrap import CustomPolicy
 
 GATHERS = ("bf16", "int8", "fp8")

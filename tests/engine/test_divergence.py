@@ -14,10 +14,10 @@ from support import divergence_workers as workers
 from support.gloo_world import TIMEOUT
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
-from fullshard.torch.agreement import verify_agreement
-from fullshard.torch.checked_comm import CheckedComm, checked_in_debug_mode
-from fullshard.torch.comm import Comm, SoloComm
-from fullshard.torch.local_world import LocalWorld, LocalWorldError
+from fullshard.torch.comm.agreement import verify_agreement
+from fullshard.torch.comm.checked import CheckedComm, checked_in_debug_mode
+from fullshard.torch.comm.local_world import LocalWorld, LocalWorldError
+from fullshard.torch.comm.protocol import Comm, SoloComm
 
 CPU = torch.device("cpu")
 

@@ -21,8 +21,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 
 from fullshard.core.layout import Span
 from fullshard.torch import MixedPrecisionPolicy, ShardedGradScaler, fully_shard
-from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.parameter import Ownership, ShardedParameter
+from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.torch.tensor.ownership import Ownership
+from fullshard.torch.tensor.parameter import ShardedParameter
 
 FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 STEPS = 5

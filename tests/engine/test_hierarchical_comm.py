@@ -21,10 +21,10 @@ from support.hierarchical_workers import (
 from support.workers import collectives
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.torch.checked_comm import CheckedComm
-from fullshard.torch.comm import Comm, rank_order_sum
-from fullshard.torch.hierarchical_comm import HierarchicalComm, ranks_per_host
-from fullshard.torch.local_world import LocalComm, LocalWorld, LocalWorldError
+from fullshard.torch.comm.checked import CheckedComm
+from fullshard.torch.comm.hierarchical import HierarchicalComm, ranks_per_host
+from fullshard.torch.comm.local_world import LocalComm, LocalWorld, LocalWorldError
+from fullshard.torch.comm.protocol import Comm, rank_order_sum
 
 
 def sum_by_hosts(parts, per_host):

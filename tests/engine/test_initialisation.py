@@ -8,7 +8,7 @@ from torch import nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.torch import FullyShardedDataParallel, ShardedParameter, fully_shard
-from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.comm.local_world import LocalWorld
 
 
 def on_meta(build):

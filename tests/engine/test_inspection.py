@@ -23,10 +23,12 @@ from fullshard.torch import (
     summon_full_params,
     tracing,
 )
-from fullshard.torch.inspection import communication, describe, memory_summary
-from fullshard.torch.local_world import LocalComm, LocalWorld
-from fullshard.torch.memory import memory_of_ranks
-from fullshard.torch.shard_modules import managed_units
+from fullshard.torch.comm.local_world import LocalComm, LocalWorld
+from fullshard.torch.inspection import describe
+from fullshard.torch.inspection.memory import memory_of_ranks
+from fullshard.torch.inspection.memory_summary import memory_summary
+from fullshard.torch.inspection.traffic import communication
+from fullshard.torch.step.managed import managed_units
 from fullshard.wrap import ModuleWrapPolicy
 
 BF16, FP32 = torch.bfloat16, torch.float32

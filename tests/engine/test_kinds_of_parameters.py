@@ -15,9 +15,8 @@ from fullshard.torch import (
     resting_bytes,
     tracing,
 )
-from fullshard.torch.hooks import managed_unit_of
-from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.shard_modules import managed_units
+from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.torch.step.managed import managed_unit_of, managed_units
 
 
 class LoRA(nn.Module):

@@ -16,8 +16,8 @@ from fullshard.torch import (
     resting_bytes,
     tracing,
 )
-from fullshard.torch.hooks import managed_unit_of
-from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.torch.step.managed import managed_unit_of
 
 
 def traced(model):

@@ -13,10 +13,11 @@ from support.stack import Stack
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard.core.errors import NotSupportedError, UsageError
-from fullshard.torch import fully_shard, memory_pool, use_memory_pool
-from fullshard.torch.buffers import FlatBuffer, MemorySource
-from fullshard.torch.comm import SoloComm
-from fullshard.torch.hooks import managed_unit_of
+from fullshard.torch import fully_shard, use_memory_pool
+from fullshard.torch.comm.protocol import SoloComm
+from fullshard.torch.sharding import memory_pool
+from fullshard.torch.step.managed import managed_unit_of
+from fullshard.torch.unit.buffers import FlatBuffer, MemorySource
 
 CPU = torch.device("cpu")
 

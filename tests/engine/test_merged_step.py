@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from fullshard.core.layout import lay_out
 from fullshard.core.spec import ParamSpec
 from fullshard.torch import fully_shard
-from fullshard.torch.local_world import LocalComm, LocalWorld
-from fullshard.torch.merged_step import ELEMENTWISE, MergedStep
-from fullshard.torch.optim import mark_replaced
-from fullshard.torch.ownership import Ownership
-from fullshard.torch.parameter import ShardedParameter
+from fullshard.torch.comm.local_world import LocalComm, LocalWorld
+from fullshard.torch.optim.merged_step import ELEMENTWISE, MergedStep
+from fullshard.torch.tensor.ownership import Ownership
+from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.unit.replaced import mark_replaced
 
 SHAPES = [(4, 32), (32,), (), (64,), (33,), (8, 8), (1,), (7, 32), (32,)]
 

@@ -20,7 +20,7 @@ from fullshard.torch import (
     set_prefetch,
     summon_full_params,
 )
-from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.comm.local_world import LocalWorld
 
 STEPS = 4
 WORLDS = (2, 3, 4)

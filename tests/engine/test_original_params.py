@@ -10,8 +10,9 @@ from torch import nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch import FullyShardedDataParallel as FSDP
-from fullshard.torch import MixedPrecision, ShardedParameter, original_params
-from fullshard.torch.local_world import LocalWorld
+from fullshard.torch import MixedPrecision, ShardedParameter
+from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.torch.optim import original_params
 from fullshard.wrap import ModuleWrapPolicy
 
 NET = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3), nn.Linear(3, 1))

@@ -19,11 +19,11 @@ from fullshard.torch import (
     ShardedParameter,
     clip_grad_norm_,
     fully_shard,
-    overlap_optimizer,
     resting_bytes,
 )
-from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.shard_modules import managed_units
+from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.torch.optim import overlap_optimizer
+from fullshard.torch.step.managed import managed_units
 
 STEPS = 2
 

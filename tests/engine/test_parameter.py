@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError
 from fullshard.core.layout import ALIGN_NUMEL, Span, lay_out
 from fullshard.core.spec import ParamSpec
-from fullshard.torch.local_world import LocalComm, LocalWorld
-from fullshard.torch.parameter import GlobalScalar, Ownership, ShardedParameter
+from fullshard.torch.comm.local_world import LocalComm, LocalWorld
+from fullshard.torch.tensor.ownership import Ownership
+from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.tensor.reductions import GlobalScalar
 
 SHAPES = [(5, 7), (), (33,), (1,), (16, 4), (3, 2, 5), (2, 50), (4, 0)]
 

@@ -13,7 +13,7 @@ import torch
 from support.models import CASES
 from support.training import mean_losses, train_plain, train_sharded, train_split
 
-from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.comm.local_world import LocalWorld
 
 WORLDS = (1, 2, 3, 4, 5, 7, 8)
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")

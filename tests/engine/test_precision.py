@@ -17,8 +17,8 @@ from fullshard.torch import (
     fully_shard,
     tracing,
 )
-from fullshard.torch.comm import rank_order_sum
-from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.torch.comm.protocol import rank_order_sum
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = 3

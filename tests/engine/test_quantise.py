@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fullshard.torch import quantise
-from fullshard.torch.comm import rank_order_sum
-from fullshard.torch.quantise import BlockCodec, CastCodec, add_up, decode, encode
+from fullshard.torch.comm import codecs as quantise
+from fullshard.torch.comm.codecs import BlockCodec, CastCodec, add_up, decode, encode
+from fullshard.torch.comm.protocol import rank_order_sum
 
 FP8 = torch.float8_e4m3fn
 CODECS = {

@@ -16,8 +16,8 @@ from fullshard.torch import (
     fully_shard,
     set_prefetch,
 )
-from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.shard_modules import require_gradient_sync
+from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.torch.sharding.shard import require_gradient_sync
 
 STEPS = 3
 FOUND_FAULTS = (587, 1133, 2009)  # beyond those that are always tried

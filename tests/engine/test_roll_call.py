@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from support import roll_call_workers as workers
 
-from fullshard.torch.comm import SoloComm
-from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.roll_call import _Roll, call_roll
+from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.torch.comm.protocol import SoloComm
+from fullshard.torch.comm.roll_call import _Roll, call_roll
 
 
 def test_what_one_rank_calls_alone_is_told_and_training_goes_on(gloo_world):

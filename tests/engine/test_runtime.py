@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.torch import FullyShardedDataParallel, fully_shard, set_prefetch, tracing
-from fullshard.torch.hooks import managed_unit_of
-from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.unit import UnitState
+from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.torch.step.managed import managed_unit_of
+from fullshard.torch.unit.unit import UnitState
 
 SIGNS = {
     "gather": "G",

@@ -14,8 +14,8 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.layout import Span
 from fullshard.torch import FullyShardedDataParallel as FSDP
 from fullshard.torch import MixedPrecision
-from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.recut import Cut, recut, rows_of_ranks
+from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.torch.tensor.reslice import Cut, recut, rows_of_ranks
 
 DOORS = ("wrapper", "function")
 

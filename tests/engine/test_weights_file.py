@@ -22,8 +22,8 @@ from fullshard.torch import (
     load_full_weights,
     save_full_weights,
 )
-from fullshard.torch import weights_file as module
-from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.torch.state import weights_file as module
 
 
 @pytest.fixture

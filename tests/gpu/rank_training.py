@@ -6,7 +6,7 @@ import torch.distributed as dist
 from gpu.training import build, full_parameters, shard, train
 
 from fullshard.torch import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.torch.process_group_comm import ProcessGroupComm
+from fullshard.torch.comm.process_group import ProcessGroupComm
 
 OPTIONS = {
     "plain": {},

@@ -18,10 +18,10 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from fullshard.torch import full_parameters, gradients
-from fullshard.torch.buffers import FlatBuffer
-from fullshard.torch.comm import rank_order_sum
-from fullshard.torch.streams import CopyStream
+from fullshard.torch.comm.protocol import rank_order_sum
+from fullshard.torch.unit import full_parameters, gradients
+from fullshard.torch.unit.buffers import FlatBuffer
+from fullshard.torch.unit.streams import CopyStream
 
 SLEEP_CYCLES = 5_000_000  # some milliseconds: far longer than a step of a small model computes
 TIMEOUT_S = 60.0

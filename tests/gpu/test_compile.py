@@ -7,7 +7,7 @@ from gpu.stream_world import StreamWorld
 from gpu.training import build, shard, train
 
 from fullshard.torch import MixedPrecisionPolicy
-from fullshard.torch.comm import SoloComm
+from fullshard.torch.comm.protocol import SoloComm
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import torch
 from gpu.training import assert_same, build, full_parameters, plain, shard, train
 
 from fullshard.torch import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.torch.local_world import LocalWorld
+from fullshard.torch.comm.local_world import LocalWorld
 
 OPTIONS = {
     "plain": {},

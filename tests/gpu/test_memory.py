@@ -18,9 +18,9 @@ from fullshard.torch import (
     resting_bytes,
     tracing,
 )
-from fullshard.torch.comm import SoloComm
-from fullshard.torch.hooks import managed_unit_of
-from fullshard.torch.recorder import TraceRecorder
+from fullshard.torch.comm.protocol import SoloComm
+from fullshard.torch.step.executor import TraceRecorder
+from fullshard.torch.step.managed import managed_unit_of
 
 WIDTH, LAYERS = 256, 4
 BF16 = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)

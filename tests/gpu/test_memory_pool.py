@@ -12,9 +12,9 @@ from support.stack import Stack
 from torch import nn
 
 from fullshard.torch import MixedPrecisionPolicy, fully_shard, use_memory_pool
-from fullshard.torch.buffers import FlatBuffer, MemorySource
-from fullshard.torch.comm import SoloComm
-from fullshard.torch.hooks import managed_unit_of
+from fullshard.torch.comm.protocol import SoloComm
+from fullshard.torch.step.managed import managed_unit_of
+from fullshard.torch.unit.buffers import FlatBuffer, MemorySource
 
 WIDTH, LAYERS = 2048, 4  # a unit is 16 MiB in bf16, which has segments of its own
 BF16 = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)

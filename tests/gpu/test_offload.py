@@ -8,7 +8,7 @@ from gpu.training import assert_same, build, full_parameters, shard, train
 from support.models import loss_of, make_batches
 
 from fullshard.torch import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel
-from fullshard.torch.hooks import managed_unit_of
+from fullshard.torch.step.managed import managed_unit_of
 
 
 def wrapped(model, where, offload):

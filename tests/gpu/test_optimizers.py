@@ -6,9 +6,10 @@ import torch
 from gpu.training import build, full_parameters, shard
 from support.models import loss_of, make_batches
 
-from fullshard.torch import CPUOffloadPolicy, overlap_optimizer
-from fullshard.torch.local_world import LocalWorld
-from fullshard.torch.merged_step import MergedStep
+from fullshard.torch import CPUOffloadPolicy
+from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.torch.optim import overlap_optimizer
+from fullshard.torch.optim.merged_step import MergedStep
 
 
 class Apart(torch.optim.AdamW):

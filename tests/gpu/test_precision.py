@@ -9,7 +9,7 @@ from support.stack import LAYERS, WIDTH, Stack
 from torch import nn
 
 from fullshard.torch import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedGradScaler, fully_shard
-from fullshard.torch.comm import SoloComm
+from fullshard.torch.comm.protocol import SoloComm
 
 STEPS = 3
 

@@ -10,7 +10,7 @@ from gpu.training import assert_same, build, full_parameters, plain, shard, trai
 from support.models import loss_of, make_batches
 
 from fullshard.torch import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fullshard.torch.hooks import managed_unit_of
+from fullshard.torch.step.managed import managed_unit_of
 
 
 def named(device):

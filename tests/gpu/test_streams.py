@@ -21,7 +21,7 @@ from fullshard.torch import (
     fully_shard,
     set_prefetch,
 )
-from fullshard.torch.comm import SoloComm
+from fullshard.torch.comm.protocol import SoloComm
 
 
 def wrapped(model, where, **options):

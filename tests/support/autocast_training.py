@@ -9,7 +9,7 @@ from support.models import CASES, loss_of, make, make_batches
 from support.training import shard
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.torch.comm import rank_order_sum
+from fullshard.torch.comm.protocol import rank_order_sum
 
 STEPS = 4
 

@@ -19,10 +19,10 @@ from support.gloo_world import _loopback
 from torch import nn
 
 from fullshard.torch import fully_shard
-from fullshard.torch.comm import Done
-from fullshard.torch.process_group_comm import ProcessGroupComm
-from fullshard.torch.sibling_groups import timeout_s_of
-from fullshard.torch.watchdog import Witness
+from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.comm.protocol import Done
+from fullshard.torch.comm.sibling_groups import timeout_s_of
+from fullshard.torch.comm.watchdog import Witness
 
 RANKS = 3
 TIMEOUT_S = 6.0

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from support.stack import WIDTH, Stack
 from support.workers import collectives
 
-from fullshard.torch import fully_shard, hierarchical_comm
-from fullshard.torch.hierarchical_comm import HierarchicalComm, hierarchical_between_hosts
-from fullshard.torch.hooks import managed_unit_of
-from fullshard.torch.process_group_comm import ProcessGroupComm
-from fullshard.torch.sibling_groups import sibling_group
+from fullshard.torch import fully_shard
+from fullshard.torch.comm import hierarchical as hierarchical_comm
+from fullshard.torch.comm.hierarchical import HierarchicalComm, hierarchical_between_hosts
+from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.comm.sibling_groups import sibling_group
+from fullshard.torch.step.managed import managed_unit_of
 
 NUMEL = 320
 

@@ -17,8 +17,8 @@ from fullshard.torch import (
     save_full_weights,
     summon_full_params,
 )
-from fullshard.torch.process_group_comm import ProcessGroupComm
-from fullshard.torch.roll_call import call_roll
+from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.comm.roll_call import call_roll
 
 INSTEAD = "call it on every rank"
 

@@ -30,7 +30,7 @@ class ScriptWorld:
 
     def __init__(self, commands, *, drop_in):
         self._names = list(commands)
-        self._engine = "fullshard.torch.fsdp2" if drop_in else "torch.distributed.fsdp"
+        self._engine = "fullshard.torch.fsdp2.fully_shard" if drop_in else "torch.distributed.fsdp"
         # As with torchrun the launching process holds the store, a fresh one for each script.
         self._stores = [
             dist.TCPStore("127.0.0.1", 0, WORLD, is_master=True, wait_for_workers=False)

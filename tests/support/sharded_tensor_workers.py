@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 
 from fullshard.core.errors import NotSupportedError
-from fullshard.torch.sharded_tensors import without_sharded_tensor
+from fullshard.torch.state.dtensors import without_sharded_tensor
 
 CPU = torch.device("cpu")
 

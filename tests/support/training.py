@@ -10,7 +10,7 @@ from torch import nn
 from fullshard.core.layout import lay_out
 from fullshard.core.spec import ParamSpec
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard, set_prefetch
-from fullshard.torch.comm import rank_order_sum
+from fullshard.torch.comm.protocol import rank_order_sum
 
 STEPS = 5
 MAX_NORM = 0.25

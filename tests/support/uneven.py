@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What processes with different numbers of batches are given."""
 
-from fullshard.torch.uneven_inputs import any_rank, pad_to_longest, stop_together
+from fullshard.torch.comm.uneven_inputs import any_rank, pad_to_longest, stop_together
 
 
 def turns(group):

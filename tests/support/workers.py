@@ -14,8 +14,8 @@ from fullshard.torch import (
     ShardingStrategy,
     fully_shard,
 )
-from fullshard.torch.hooks import managed_unit_of
-from fullshard.torch.process_group_comm import ProcessGroupComm
+from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.step.managed import managed_unit_of
 
 
 def collectives_on_group(group):

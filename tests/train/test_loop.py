@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.torch.memory_summary import Bytes
+from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import OptimConfig, resolve
 from fullshard.train.learning_rate import learning_rate
 from fullshard.train.loop import agree, evaluate, train_step

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fullshard.doctor.findings import Finding
-from fullshard.torch.comm import Comm, Parts, Work
+from fullshard.torch.comm.protocol import Comm, Parts, Work
 
 __all__ = [
     "SIZES_BYTES",

@@ -24,7 +24,7 @@ from torch.multiprocessing.spawn import (
 from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.distributed import cleanup, get_device, join
 from fullshard.doctor.links import Links, measure_links
-from fullshard.torch.process_group_comm import ProcessGroupComm
+from fullshard.torch.comm.process_group import ProcessGroupComm
 
 __all__ = ["joined", "measure_locally"]
 

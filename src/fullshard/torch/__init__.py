@@ -7,19 +7,23 @@ same engine. Outside of forward and backward, parameters are `ShardedParameter`s
 
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.core.trace import Trace
-from fullshard.torch.fsdp1 import FullyShardedDataParallel
-from fullshard.torch.fsdp2 import fully_shard
-from fullshard.torch.fsdp_module import (
+from fullshard.torch.comm.compressed import CommunicationCompression
+from fullshard.torch.comm.uneven_inputs import any_rank, pad_to_longest, stop_together
+from fullshard.torch.fsdp1.wrapper import FullyShardedDataParallel
+from fullshard.torch.fsdp2.fully_shard import fully_shard
+from fullshard.torch.fsdp2.module import (
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from fullshard.torch.grad_scaler import ShardedGradScaler
-from fullshard.torch.memory_pool import use_memory_pool
-from fullshard.torch.optim import clip_grad_norm_
-from fullshard.torch.options import (
-    CommunicationCompression,
+from fullshard.torch.inspection.memory_summary import RestingBytes, resting_bytes
+from fullshard.torch.inspection.traffic import tracing
+from fullshard.torch.optim.checks import clip_grad_norm_
+from fullshard.torch.optim.grad_scaler import ShardedGradScaler
+from fullshard.torch.optim.overlap_optimizer import overlap_optimizer
+from fullshard.torch.sharding.memory_pool import use_memory_pool
+from fullshard.torch.sharding.options import (
     CPUOffload,
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -27,11 +31,9 @@ from fullshard.torch.options import (
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
-from fullshard.torch.overlap_optimizer import overlap_optimizer
-from fullshard.torch.parameter import ShardedParameter
-from fullshard.torch.shard_modules import set_prefetch
-from fullshard.torch.state import RestingBytes, resting_bytes, tracing
-from fullshard.torch.state_dict_types import (
+from fullshard.torch.sharding.shard import set_prefetch
+from fullshard.torch.sharding.summon import summon_full_params
+from fullshard.torch.state.state_dict_types import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -44,9 +46,8 @@ from fullshard.torch.state_dict_types import (
     StateDictSettings,
     StateDictType,
 )
-from fullshard.torch.summon import summon_full_params
-from fullshard.torch.uneven_inputs import any_rank, pad_to_longest, stop_together
-from fullshard.torch.weights_file import load_full_weights, save_full_weights
+from fullshard.torch.state.weights_file import load_full_weights, save_full_weights
+from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = [
     "BackwardPrefetch",

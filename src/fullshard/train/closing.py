@@ -7,7 +7,7 @@ import torch
 
 from fullshard.core.trace import Trace
 from fullshard.torch import resting_bytes, save_full_weights
-from fullshard.torch.memory_summary import Bytes
+from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.metrics import Reporter, bytes_table
 from fullshard.train.setup import Run
 from fullshard.train.summary import PROMPT, say_files, say_sample

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.core.presets import training_flops_per_token, transformer
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, load_full_weights
-from fullshard.torch.memory_summary import Bytes
+from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import Config, OptimConfig
 from fullshard.train.data import Dataset, load
 from fullshard.train.models import GPT, Block, DigitNet

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fullshard.core.presets import device_named
 from fullshard.distributed import cleanup, get_device, join
-from fullshard.torch.memory import memory_of_rank
+from fullshard.torch.inspection.memory import memory_of_rank
 
 __all__ = ["World", "joined"]
 

@@ -1,0 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks, and what they send each other."""
+
+__all__: list[str] = []

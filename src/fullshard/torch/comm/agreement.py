@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do all ranks of a group mean the same? A hash is compared; texts travel only if it differs."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.torch.comm.protocol import Comm
+
+__all__ = ["by_rank", "differing_texts", "verify_agreement"]
+
+_LINES_SHOWN = 20
+
+
+def verify_agreement(
+    comm: Comm, lines: Mapping[str, str], device: torch.device, subject: str = "what to shard"
+) -> None:
+    """Make sure that all ranks of ``comm`` pass equal ``lines``, such as {"strategy": "SHARD_OP"}.
+
+    Collective over ``comm``: one all-reduce of 32 bytes on ``device``, waited for on the host.
+    Raises `ConfigurationError` on all ranks if a line differs or is missing on one, and says which;
+    ``subject`` tells people what the lines are about.
+    """
+    texts = differing_texts(comm, json.dumps(dict(lines), sort_keys=True), device)
+    if texts is None:
+        return
+    told: list[dict[str, str]] = [json.loads(text) for text in texts]
+    differences = []
+    for name in dict.fromkeys(name for each in told for name in each):
+        values = [each.get(name, "(missing)") for each in told]
+        if len(set(values)) > 1:
+            differences.append(f"\n  {name}: {by_rank(comm, values)}")
+    more = len(differences) - _LINES_SHOWN
+    raise ConfigurationError(
+        f"the ranks disagree about {subject}; build the same module and pass the same arguments "
+        "on every rank" + "".join(differences[:_LINES_SHOWN]) + f"\n  and {more} more" * (more > 0)
+    )
+
+
+def differing_texts(comm: Comm, text: str, device: torch.device) -> list[str] | None:
+    """The texts of all ranks in rank order if any two differ, else None. Collective."""
+    if comm.size == 1:
+        return None
+    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    halves = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    # The largest complement is the complement of the smallest: one call gives both bounds.
+    bounds = torch.cat([halves, ~halves]).to(device)
+    comm.all_reduce([bounds], "max", label="comparison of hashes").wait()
+    largest, smallest = bounds[:2], ~bounds[2:]
+    if torch.equal(largest, smallest):
+        return None
+    return _all_texts(comm, text, device)
+
+
+def _all_texts(comm: Comm, text: str, device: torch.device) -> list[str]:
+    data = bytearray(text.encode())
+    longest = torch.tensor([len(data)], device=device)
+    comm.all_reduce([longest], "max", label="lengths of texts").wait()
+    size = int(longest.item())
+    shard = torch.frombuffer(data.ljust(size, b"\0"), dtype=torch.uint8).to(device)
+    full: Tensor = torch.empty(comm.size * size, dtype=torch.uint8, device=device)
+    comm.all_gather([(full, shard)], label="exchange of texts").wait()
+    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in full.cpu().chunk(comm.size)]
+
+
+def by_rank(comm: Comm, values: Sequence[str]) -> str:
+    """Which ranks say what: ``A on rank 0; B on ranks 1, 2``, counted in the world if possible."""
+    members: Sequence[int] = getattr(comm, "members", range(comm.size))
+    ranks: dict[str, list[int]] = {}
+    for rank, value in zip(members, values, strict=True):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(
+        f"{value} on rank{'s' * (len(which) > 1)} {', '.join(map(str, which))}"
+        for value, which in ranks.items()
+    )

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks as threads of one process: the `Comm` protocol with real values, made to be unkind.
+
+A step of four ranks takes milliseconds here, so the engine is tested by the hundred. What real
+networks do rarely, this world does always: outputs hold NaN until they are waited for, nothing is
+complete before that, an input that changes while it is under way is reported, and so are ranks that
+disagree about what they are doing. When one rank fails, those that wait for it fail too.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy
+import torch
+from torch import Tensor
+
+from fullshard.core.errors import ConfigurationError, FullshardError
+from fullshard.torch.comm.protocol import Done, Parts, ReduceOp, Work, rank_order_sum
+
+__all__ = ["LocalComm", "LocalWorld", "LocalWorldError"]
+
+T = TypeVar("T")
+
+_Channel = tuple[int, ...]  # the ranks of a group, and which of their communicators it is
+_Key = tuple[_Channel, int]
+
+
+class LocalWorldError(FullshardError, RuntimeError):
+    """Ranks of a local world disagree, or one of them has failed."""
+
+
+@dataclass
+class _Exchange:
+    """One collective: what every rank has put in, and the results once all have."""
+
+    signature: tuple[object, ...]
+    inputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    # On a GPU: what the stream that reads inputs, or later results, must wait for.
+    ready: list[torch.cuda.Event] = field(default_factory=list)
+    results: list[list[Tensor]] | None = None
+
+
+class LocalWorld:
+    """``size`` ranks as threads.
+
+    With ``eager=True`` every collective is complete when it is issued; else it completes as late as
+    the engine lets it, when it is waited for. ``timeout_s`` bounds every wait.
+    """
+
+    def __init__(self, size: int, *, eager: bool = False, timeout_s: float = 30.0):
+        if size < 1:
+            raise ConfigurationError(f"a local world needs at least 1 rank, got {size}")
+        self.size = size
+        self.eager = eager
+        self.timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._exchanges: dict[_Key, _Exchange] = {}
+        self._failure: BaseException | None = None
+
+    def run(self, body: Callable[["LocalComm"], T]) -> list[T]:
+        """Call ``body(comm)`` on every rank and return the results in rank order.
+
+        The first exception of any rank is raised here, after all threads have ended.
+        """
+        results: list[Any] = [None] * self.size
+        self._failure = None
+        self._exchanges.clear()
+
+        def rank_main(rank: int) -> None:
+            try:
+                # Autograd has one thread for each GPU, in which ranks would wait for each other.
+                with torch.autograd.set_multithreading_enabled(False):
+                    results[rank] = body(LocalComm(self, range(self.size), rank))
+            except BaseException as error:  # handed to the caller below
+                self._fail(error)
+
+        threads = [
+            threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(self.size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return results
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            self._changed.notify_all()
+
+    def _post(
+        self, key: _Key, comm: "LocalComm", signature: tuple[object, ...], inputs: list[Tensor]
+    ) -> _Exchange:
+        with self._changed:
+            exchange = self._exchanges.setdefault(key, _Exchange(signature))
+            if exchange.signature != signature:
+                raise LocalWorldError(
+                    f"rank {comm.rank} calls {signature} where another rank calls "
+                    f"{exchange.signature} (call {key[1]} of channel {key[0]})"
+                )
+            exchange.inputs[comm.rank] = inputs
+            exchange.ready += _marks(inputs)
+            if len(exchange.inputs) == comm.size:
+                del self._exchanges[key]
+            self._changed.notify_all()
+            return exchange
+
+    def _complete(
+        self,
+        exchange: _Exchange,
+        combine: Callable[[list[list[Tensor]]], list[list[Tensor]]],
+        comm: "LocalComm",
+    ) -> list[Tensor]:
+        deadline = time.monotonic() + self.timeout_s
+        with self._changed:
+            while len(exchange.inputs) < comm.size:
+                if self._failure is not None:
+                    raise LocalWorldError(f"rank {comm.rank} waits for a rank that has failed")
+                if not self._changed.wait(deadline - time.monotonic()):
+                    missing = sorted(set(range(comm.size)) - exchange.inputs.keys())
+                    raise LocalWorldError(
+                        f"rank {comm.rank} waited {self.timeout_s} s in {exchange.signature} "
+                        f"for ranks {missing}"
+                    )
+            for event in exchange.ready:
+                event.wait()
+            if exchange.results is None:
+                exchange.results = combine([exchange.inputs[r] for r in range(comm.size)])
+                exchange.ready = _marks(exchange.results[0])
+            return exchange.results[comm.rank]
+
+
+class LocalComm:
+    """The `Comm` of one thread in a `LocalWorld`; see there."""
+
+    def __init__(self, world: LocalWorld, members: Sequence[int], rank: int, number: int = 0):
+        self.members = tuple(members)
+        self.rank = rank
+        self.size = len(self.members)
+        self.world = world
+        self._number = number
+        self._calls = 0
+        self._derived = 0
+
+    def duplicate(self) -> "LocalComm":
+        """A further channel between the same threads."""
+        return self.subgroup(range(self.size))
+
+    def block(self, size: int) -> "LocalComm":
+        """See `Comm.block`."""
+        first = self.rank // size * size
+        return self.subgroup(range(first, first + size))
+
+    def subgroup(self, ranks: Sequence[int]) -> "LocalComm":
+        """A channel between those of this communicator's ranks, called by them alone."""
+        self._derived += 1
+        members = [self.members[rank] for rank in ranks]
+        number = self._number * 100 + self._derived
+        return LocalComm(self.world, members, list(ranks).index(self.rank), number)
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+        """See `Comm.all_gather`."""
+
+        def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
+            gathered = []
+            for shards in zip(*inputs, strict=True):
+                full = _unseen_empty((self.size, *shards[0].shape), shards[0])
+                for rank, shard in enumerate(shards):
+                    full[rank].copy_(shard)
+                gathered.append(full.flatten())
+            return [gathered] * self.size
+
+        fulls = [full for full, _ in pairs]
+        # A shard may lie in the output, which is poisoned until it is there.
+        shards = [
+            _unseen_copy(shard)
+            if shard.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+            else shard
+            for full, shard in pairs
+        ]
+        return self._issue("all_gather", label, shards, fulls, combine)
+
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+        """See `Comm.reduce_scatter`."""
+
+        def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
+            sums = [self._sum(fulls) for fulls in zip(*inputs, strict=True)]
+            return [[s.chunk(self.size)[rank] for s in sums] for rank in range(self.size)]
+
+        shards = [shard for shard, _ in pairs]
+        return self._issue("reduce_scatter", label, [full for _, full in pairs], shards, combine)
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
+        """See `Comm.all_reduce`."""
+
+        def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
+            columns = list(zip(*inputs, strict=True))
+            if op == "sum":
+                reduced = [self._sum(column) for column in columns]
+            else:
+                extreme = torch.amax if op == "max" else torch.amin
+                reduced = [extreme(torch.stack(column), 0) for column in columns]
+            return [reduced] * self.size
+
+        inputs = [_unseen_copy(tensor) for tensor in tensors]
+        return self._issue(f"all_reduce {op}", label, inputs, list(tensors), combine)
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """See `Comm.broadcast`."""
+
+        def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
+            return [inputs[source]] * self.size
+
+        inputs = [_unseen_copy(tensor) for tensor in tensors]
+        return self._issue(f"broadcast from {source}", "", inputs, list(tensors), combine)
+
+    def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
+        """See `Comm.all_to_all`."""
+
+        def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
+            parts = [torch.split(flat, numels.tolist()) for flat, numels in inputs]
+            return [[torch.cat([row[rank] for row in parts])] for rank in range(self.size)]
+
+        inputs = [sent.flat, torch.tensor(sent.numels)]
+        return self._issue("all_to_all", label, inputs, [received.flat], combine)
+
+    def reduce_scratch_bytes(self, full: Tensor) -> int:
+        """None: threads read each other's memory."""
+        return 0
+
+    @staticmethod
+    def _sum(column: Sequence[Tensor]) -> Tensor:
+        total = _unseen_empty(column[0].shape, column[0])
+        rank_order_sum(column, total)
+        return total
+
+    def _issue(
+        self,
+        name: str,
+        label: str,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        combine: Callable[[list[list[Tensor]]], list[list[Tensor]]],
+    ) -> Work:
+        # Only of an all-to-all sizes may differ from rank to rank.
+        described = inputs[1:] if name == "all_to_all" else inputs
+        signature = (name, label, *((tuple(t.shape), t.dtype) for t in described))
+        key = ((self._number, *self.members), self._calls)
+        self._calls += 1
+        inputs = [tensor.detach() for tensor in inputs]
+        outputs = [tensor.detach() for tensor in outputs]
+        if name in ("all_gather", "reduce_scatter"):
+            for tensor, output in zip(inputs, outputs, strict=True):
+                ratio = self.size if name == "all_gather" else 1 / self.size
+                if output.numel() != tensor.numel() * ratio or output.dtype != tensor.dtype:
+                    raise LocalWorldError(f"rank {self.rank}: {signature} into {output.shape}")
+        for output in outputs:
+            _poison(output)
+        exchange = self.world._post(key, self, signature, inputs)
+        work = _LateWork(self, exchange, inputs, outputs, combine)
+        if self.world.eager:
+            work.wait()
+            return Done()
+        return work
+
+
+class _LateWork:
+    """Completes when it is waited for, not before."""
+
+    def __init__(
+        self,
+        comm: LocalComm,
+        exchange: _Exchange,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        combine: Callable[[list[list[Tensor]]], list[list[Tensor]]],
+    ):
+        self._comm = comm
+        self._exchange: _Exchange | None = exchange
+        self._inputs = inputs
+        self._at_issue = [_unseen_copy(tensor) for tensor in inputs]
+        self._issued = _marks(inputs)
+        self._outputs = outputs
+        self._combine = combine
+
+    def wait(self) -> None:
+        if self._exchange is None:
+            return
+        comm = self._comm
+        for event in self._issued:
+            event.wait()
+        results = comm.world._complete(self._exchange, self._combine, comm)
+        for now, before in zip(self._inputs, self._at_issue, strict=True):
+            if now.untyped_storage().nbytes() == 0 < before.numel() or not _same_bits(now, before):
+                raise LocalWorldError(
+                    f"rank {comm.rank}: an input of {self._exchange.signature} was changed "
+                    "or freed before the collective was waited for"
+                )
+        for output, result in zip(self._outputs, results, strict=True):
+            output.copy_(result.view_as(output))
+        self._exchange = None
+        self._inputs = self._at_issue = self._outputs = []
+
+    def is_completed(self) -> bool:
+        return self._exchange is None
+
+
+def _marks(tensors: Sequence[Tensor]) -> list[torch.cuda.Event]:
+    """Where the current CUDA stream is now, if any of ``tensors`` is on a GPU."""
+    if not any(tensor.is_cuda for tensor in tensors):
+        return []
+    return [torch.cuda.current_stream().record_event()]
+
+
+def _unseen_empty(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Memory that a memory profile of the host does not know of, on the device of ``like``."""
+    if like.device.type != "cpu":
+        return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    dtype, numel = like.dtype, math.prod(shape)
+    memory = numpy.empty(max(1, numel) * dtype.itemsize, dtype=numpy.uint8)
+    return torch.from_numpy(memory).view(dtype)[:numel].view(tuple(shape))
+
+
+def _unseen_copy(tensor: Tensor) -> Tensor:
+    return _unseen_empty(tensor.shape, tensor).copy_(tensor.detach())
+
+
+def _poison(tensor: Tensor) -> None:
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        tensor.fill_(float("nan"))
+    elif tensor.dtype == torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dim() == 0:
+        a, b = a.reshape(1), b.reshape(1)
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Comm` on torch.distributed. This is the only file of the engine that calls collectives."""
+
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard.torch.comm.protocol import Parts, ReduceOp, Work, rank_order_sum
+from fullshard.torch.comm.sibling_groups import sibling_group, timeout_s_of
+from fullshard.torch.comm.watchdog import Witness
+
+__all__ = ["ProcessGroupComm"]
+
+
+class _Pending:
+    """Several works of torch.distributed as one, and what is to be done with their results."""
+
+    def __init__(
+        self,
+        witness: Witness,
+        what: str,
+        works: Sequence[dist.Work],
+        finish: Callable[[], None] | None = None,
+    ):
+        self._witness = witness
+        self._what = what
+        self._works = works
+        self._finish = finish
+
+    def wait(self) -> None:
+        if self._works:
+            self._witness.waits(self._what, self._works)
+            self._works = ()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def is_completed(self) -> bool:
+        return all([work.is_completed() for work in self._works])  # noqa: C419 - at every event
+
+
+class _Route(NamedTuple):
+    """How tensors of one kind of device travel."""
+
+    carrier: str | None  # the device from which they are sent, None for their own
+    on_gloo: bool
+
+
+# torch 2.13 renamed the tensor collectives and warns of the old names; 2.11 knows only those.
+_all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+
+
+class ProcessGroupComm:
+    """`Comm` over a process group of torch.distributed (NCCL, Gloo, ...).
+
+    A collective that fails raises `CommunicationError`, which names what the other ranks are doing,
+    and makes the group's other ranks fail at their next one. ``family`` is the name under which
+    derived communicators do so together, else the group's own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, family: str | None = None):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.members = tuple(dist.get_process_group_ranks(group))
+        self._family = family or group.group_name
+        self.witness = Witness(self._family, self.members, timeout_s_of(group))
+        self._exchanges = 0
+        # By device, since a group may have Gloo for the host and NCCL for CUDA at the same time.
+        self._routes: dict[torch.device, _Route] = {}
+
+    def _backend(self, device: torch.device) -> str | None:
+        """The name of the backend that carries this device's tensors, None if there is none."""
+        try:
+            return str(self.group._get_backend(device).name())
+        except RuntimeError:
+            return None
+
+    def _route_of(self, tensor: Tensor) -> _Route:
+        """How ``tensor`` travels.
+
+        NCCL reaches no host memory, and Gloo only that: its isend passes the address to a socket.
+        """
+        device = tensor.device
+        route = self._routes.get(device)
+        if route is None:
+            backend, carrier = self._backend(device), None
+            if backend is None:
+                carrier = "cuda" if device.type == "cpu" else "cpu"
+            elif backend == dist.Backend.GLOO and device.type != "cpu":
+                carrier = "cpu"
+            sender = self._backend(torch.device(carrier)) if carrier else backend
+            route = self._routes[device] = _Route(carrier, sender == dist.Backend.GLOO)
+        return route
+
+    def duplicate(self) -> "ProcessGroupComm":
+        """A new process group over the same ranks, made by them alone.
+
+        Itself in a version of torch in which that cannot be: gathers and reduces then share a
+        communicator, which is correct, as all ranks issue them in one order, but overlaps less.
+        """
+        group = sibling_group(self.group, self.members, "duplicate")
+        return self if group is None else ProcessGroupComm(group, self._family)
+
+    def block(self, size: int) -> "ProcessGroupComm":
+        """See `Comm.block`. A new process group, made by this communicator's ranks alone."""
+        first = self.rank // size * size
+        members = self.members[first : first + size]
+        group = sibling_group(self.group, members, f"block-of-{size}-from-{first}")
+        if group is None:
+            group = dist.new_group(list(members), use_local_synchronization=True)
+        return ProcessGroupComm(group, self._family)
+
+    def _start(
+        self,
+        what: str,
+        tensors: Sequence[Tensor],
+        start: Callable[[Sequence[Tensor]], Sequence[dist.Work]],
+        finish: Callable[[], None] | None = None,
+        inputs_between: bool = True,
+    ) -> Work:
+        """Issue what ``start`` does with ``tensors``, or with copies that the backend can reach.
+
+        These are outputs, with an input behind each of them if there are ``inputs_between``.
+        """
+        reachable, done = tensors, finish
+        route = self._route_of(tensors[0])
+        if route.carrier is not None:
+            reachable = [tensor.to(route.carrier, copy=True) for tensor in tensors]
+
+            def done() -> None:
+                if finish is not None:
+                    finish()
+                step = 2 if inputs_between else 1  # inputs stay untouched: shards count writes
+                for output, copy in zip(tensors[::step], reachable[::step], strict=True):
+                    output.copy_(copy)
+
+        self.witness.issues(what)
+        try:
+            works = start(reachable)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self.witness.failure(what, error) from error
+        if not route.on_gloo:
+            self.witness.leaves_pending(what, works)
+        return _Pending(self.witness, what, works, done)
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+        """See `Comm.all_gather`."""
+        what, on_gloo = label or "all_gather", self._route_of(pairs[0][0]).on_gloo
+
+        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+            works: list[dist.Work] = []
+            for full, shard in zip(tensors[::2], tensors[1::2], strict=True):
+                if on_gloo:
+                    works += self._all_gather_by_exchange(what, full, shard)
+                else:
+                    works.append(_all_gather_tensor(full, shard, group=self.group, async_op=True))
+            return works
+
+        return self._start(what, list(chain.from_iterable(pairs)), start)
+
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+        """See `Comm.reduce_scatter`."""
+        if self._route_of(pairs[0][0]).on_gloo:
+            return self._reduce_scatter_by_exchange(label or "reduce_scatter", pairs)
+
+        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+            return [
+                _reduce_scatter_tensor(shard, full, group=self.group, async_op=True)
+                for shard, full in zip(tensors[::2], tensors[1::2], strict=True)
+            ]
+
+        return self._start(label or "reduce_scatter", list(chain.from_iterable(pairs)), start)
+
+    # [Note: Direct exchange]
+    # Gloo's all-gather goes through a flat buffer of its own, twice the memory and a copy, and its
+    # reduce-scatter is an all-reduce underneath, which sends twice what is needed and adds in an
+    # order of its own. So ranks send each other slices directly: a gather receives every slice in
+    # its place; a reduce receives the other ranks' parts of this rank's slice and adds them in rank
+    # order, in fp32 for low precision. Both send (N-1)/N of the buffer, the least possible.
+
+    def _all_gather_by_exchange(self, what: str, full: Tensor, shard: Tensor) -> list[dist.Work]:
+        slices = full.chunk(self.size)
+        works = self._exchange(what, [shard] * self.size, slices)
+        if slices[self.rank].data_ptr() != shard.data_ptr():
+            slices[self.rank].copy_(shard)  # while the others' are on their way
+        return works
+
+    def _reduce_scatter_by_exchange(
+        self, what: str, pairs: Sequence[tuple[Tensor, Tensor]]
+    ) -> Work:
+        sums: list[tuple[list[Tensor], Tensor]] = []
+
+        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+            works: list[dist.Work] = []
+            for shard, full in zip(tensors[::2], tensors[1::2], strict=True):
+                slices = full.chunk(self.size)
+                parts = [
+                    slices[rank] if rank == self.rank else torch.empty_like(shard)
+                    for rank in range(self.size)
+                ]
+                works += self._exchange(what, slices, parts)
+                sums.append((parts, shard))
+            return works
+
+        def add_up() -> None:
+            for parts, shard in sums:
+                rank_order_sum(parts, shard)
+            sums.clear()
+
+        return self._start(what, list(chain.from_iterable(pairs)), start, add_up)
+
+    def _exchange(
+        self, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+    ) -> list[dist.Work]:
+        """Send ``outgoing[r]`` to each other rank r, receive ``incoming[r]`` from it."""
+        # Several exchanges may be under way between two ranks: the lower bits tell them apart. The
+        # upper bits keep ranks that are in different units from taking each other's slices.
+        self._exchanges = (self._exchanges + 1) % 2**12
+        tag = zlib.crc32(what.encode()) % 2**19 << 12 | self._exchanges
+        works = []
+        for step in range(1, self.size):
+            target, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            part, other = incoming[source], outgoing[target]
+            if part.numel():
+                works.append(dist.irecv(part, group=self.group, group_src=source, tag=tag))
+            if other.numel():
+                works.append(dist.isend(other, group=self.group, group_dst=target, tag=tag))
+        return [work for work in works if work is not None]
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
+        """See `Comm.all_reduce`."""
+
+        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+            return [
+                dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self.group, async_op=True)
+                for tensor in tensors
+            ]
+
+        return self._start(label or "all_reduce", tensors, start, inputs_between=False)
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """See `Comm.broadcast`."""
+
+        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+            return [
+                dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
+                for tensor in tensors
+            ]
+
+        return self._start("broadcast", tensors, start, inputs_between=False)
+
+    def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
+        """See `Comm.all_to_all`."""
+        what = label or "all_to_all"
+
+        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+            into, of = tensors
+            numels = received.numels, sent.numels
+            if not self._route_of(into).on_gloo:
+                work = dist.all_to_all_single(into, of, *numels, group=self.group, async_op=True)
+                return [work]
+            incoming, outgoing = torch.split(into, received.numels), torch.split(of, sent.numels)
+            incoming[self.rank].copy_(outgoing[self.rank])
+            return self._exchange(what, outgoing, incoming)
+
+        return self._start(what, [received.flat, sent.flat], start)
+
+    def reduce_scratch_bytes(self, full: Tensor) -> int:
+        """The other ranks' parts of this rank's slice if reduces are exchanges, else none."""
+        on_host = full.device.type == "cpu" and self._route_of(full).on_gloo
+        return full.nbytes * (self.size - 1) // self.size if on_host else 0

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one protocol in which the engine communicates, and what a single rank has for it.
+
+Every collective is asynchronous: the call returns a `Work`, its outputs may be read, and its inputs
+changed or freed, only after ``wait()``. On CUDA ``wait()`` makes the current stream wait, not the
+host. `fullshard.torch.comm.process_group` implements it on torch.distributed, and is the only file
+of the engine that calls collectives.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Comm", "Done", "Parts", "ReduceOp", "SoloComm", "Work", "rank_order_sum"]
+
+ReduceOp = Literal["sum", "max", "min"]
+
+
+class Parts(NamedTuple):
+    """A flat tensor with a part for each rank, in rank order; ``numels`` tells how large."""
+
+    flat: Tensor
+    numels: list[int]
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Block (on CUDA: make the current stream wait) until the outputs are there."""
+
+    def is_completed(self) -> bool:
+        """True if ``wait()`` would not block."""
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """A group of ranks and what they can do together.
+
+    Each method is collective: all ranks of the group call it, in the same order, with tensors of
+    the same sizes and dtypes. A method takes a list of tensors (or pairs) that travel in one call.
+    ``label`` says for people what the call is for; it too must be the same on all ranks.
+    """
+
+    rank: int
+    size: int
+
+    def duplicate(self) -> "Comm":
+        """A communicator over the same ranks whose calls may overlap with this one's.
+
+        May be this one where a further one cannot be had: calls keep one order over both.
+        """
+
+    def block(self, size: int) -> "Comm":
+        """A communicator over the ``size`` consecutive ranks among which this rank is.
+
+        ``size`` divides this one's. Called by all ranks.
+        """
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+        """For each (full, shard): write the shards of all ranks into ``full`` in rank order.
+
+        ``full`` has ``size`` times the elements of ``shard``, which may be this rank's slice of
+        ``full`` itself. It is contiguous, or on the host a matrix with a contiguous row a rank.
+        """
+
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+        """For each (shard, full): ``shard`` gets the sum over ranks of its slice of ``full``."""
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
+        """Replace every tensor by its sum, maximum or minimum over the ranks."""
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """Replace every tensor by that of rank ``source`` (counted in this group)."""
+
+    def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
+        """Send the r-th part of ``sent`` to each rank r, receive its part for this rank.
+
+        Sizes may differ; what one rank sends another is what that one expects.
+        """
+
+    def reduce_scratch_bytes(self, full: Tensor) -> int:
+        """Bytes that a `reduce_scatter` of ``full`` holds beside its tensors meanwhile."""
+
+
+def rank_order_sum(slices: Sequence[Tensor], out: Tensor) -> None:
+    """``out`` = the sum of ``slices``, added in rank order, low precision accumulated in fp32.
+
+    The fixed order makes a reduce reproducible bit by bit, on threads, processes and in a
+    reference.
+    """
+    total = out
+    if out.dtype in (torch.bfloat16, torch.float16):
+        total = torch.empty_like(out, dtype=torch.float32)
+    first, *others = slices
+    if others and first.dtype == total.dtype:
+        torch.add(first, others.pop(0), out=total)  # one pass over memory, not two
+    else:
+        total.copy_(first)
+    for piece in others:
+        total += piece
+    if total is not out:
+        out.copy_(total)
+
+
+class Done:
+    """The `Work` of something that was finished when it was issued."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def is_completed(self) -> bool:
+        """Always true."""
+        return True
+
+
+class SoloComm:
+    """A group of one rank: collectives are copies, or nothing."""
+
+    rank = 0
+    size = 1
+
+    def duplicate(self) -> "SoloComm":
+        """Itself: there is no order to keep."""
+        return self
+
+    def block(self, size: int) -> "SoloComm":
+        """Itself: the only block there is."""
+        return self
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+        """Copy each shard to its full tensor."""
+        for full, shard in pairs:
+            full.copy_(shard)
+        return Done()
+
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+        """Copy each full tensor to its shard."""
+        for shard, full in pairs:
+            shard.copy_(full)
+        return Done()
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
+        """Nothing to do: the sum over one rank."""
+        return Done()
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """Nothing to do: the source is this rank."""
+        return Done()
+
+    def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
+        """Copy: the only part is this rank's."""
+        received.flat.copy_(sent.flat)
+        return Done()
+
+    def reduce_scratch_bytes(self, full: Tensor) -> int:
+        """None."""
+        return 0

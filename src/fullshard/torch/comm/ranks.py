@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a caller names (a process group, a mesh, nothing) to the ranks that share a unit."""
+
+import os
+import sys
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.core.strategy import Sharding
+from fullshard.torch.comm.checked import checked_in_debug_mode
+from fullshard.torch.comm.compressed import CommunicationCompression, CompressedComm
+from fullshard.torch.comm.hierarchical import hierarchical_between_hosts
+from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.comm.protocol import Comm, SoloComm
+
+__all__ = ["Ranks", "Where", "compressed", "compute_device", "in_blocks", "ranks_of"]
+
+_OneGroup = dist.ProcessGroup | DeviceMesh | Comm | None
+Where = _OneGroup | tuple[_OneGroup, _OneGroup]
+"""What a caller may name as the ranks to shard over; a pair is (ranks that share slices, ranks that
+hold equal slices), a 2-D mesh the same with its axes in the order (replicate, shard)."""
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Communicators are made once for each group: every further one costs connections and memory.
+_communicators: "weakref.WeakKeyDictionary[Any, tuple[Comm, Comm, DeviceMesh | None]]"
+_communicators = weakref.WeakKeyDictionary()
+_blocks: "weakref.WeakKeyDictionary[Comm, dict[int, Comm]]" = weakref.WeakKeyDictionary()
+_host_meshes: "weakref.WeakKeyDictionary[Any, dict[int, DeviceMesh]]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who holds the slices of a unit, and who holds the same slice.
+
+    ``gather`` and ``reduce`` are communicators over the same ranks, so that gathers and reduces
+    need not queue behind each other. ``replicas`` joins the ranks with equal slices. ``block``, if
+    there is one, joins ranks among the first that together keep the whole unit between forward and
+    backward. ``compressing``, if there is one, gathers in steps; ``gather`` is exact for all else.
+    Gradients are averaged over slices and replicas.
+    """
+
+    gather: Comm
+    reduce: Comm
+    replicas: Comm
+    device_mesh: Any = None
+    block: Comm | None = None
+    compressing: Comm | None = None
+    compression: CommunicationCompression | None = None
+
+    @property
+    def gather_of_steps(self) -> Comm:
+        """What gathers full parameters for forward and backward."""
+        return self.compressing or self.gather
+
+    @property
+    def size(self) -> int:
+        """How many ranks contribute to a gradient."""
+        return self.gather.size * self.replicas.size
+
+    @property
+    def first(self) -> bool:
+        """True on the one rank that speaks for all, and writes files."""
+        return self.gather.rank == 0 and self.replicas.rank == 0
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Give all ranks the ``tensor`` of the first one, in place. Collective."""
+        for comm in (self.replicas, self.gather):
+            comm.broadcast([tensor]).wait()
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """True on every rank if ``flag`` is true on one of them. Collective."""
+        raised = torch.tensor(float(flag), device=device)
+        for comm in (self.gather, self.replicas):
+            comm.all_reduce([raised], "max").wait()
+        return bool(raised.item())
+
+
+def ranks_of(where: Where, sharding: Sharding) -> Ranks:
+    """The ranks that ``where`` stands for, sharing slices, holding replicas, or both.
+
+    Collective over those ranks the first time. Without ``where`` it is the default process group,
+    which is initialised from a launcher's environment if need be; hybrid sharding then shares
+    slices within each host. Raises `ConfigurationError` for something that is no group or does not
+    fit ``sharding``, `UsageError` where there is no group to be had.
+    """
+    hybrid = sharding.sharded and sharding.replicated
+    if hybrid and where is None:
+        where = _mesh_of_hosts()
+    if _is_pair(where) != hybrid:
+        raise ConfigurationError(
+            "hybrid sharding needs a 2-D DeviceMesh (replicate, shard) or a pair of process groups "
+            f"(within, across), other strategies one group; got {where!r} with {sharding}"
+        )
+    if not hybrid:
+        gather, reduce, mesh = _communicators_of(where)
+        if sharding.sharded:
+            return Ranks(gather, reduce, SoloComm(), mesh)
+        return Ranks(SoloComm(), SoloComm(), reduce, mesh)
+    if isinstance(where, DeviceMesh):
+        gather, reduce, _ = _communicators_of(where.get_group(1))
+        replicas, _, _ = _communicators_of(where.get_group(0))
+        return Ranks(gather, reduce, replicas, where)
+    assert isinstance(where, tuple)
+    gather, reduce, mesh = _communicators_of(where[0])
+    replicas, _, _ = _communicators_of(where[1])
+    return Ranks(gather, reduce, replicas, mesh)
+
+
+def _has_nccl(group: dist.ProcessGroup) -> bool:
+    if not torch.cuda.is_available():
+        return False
+    try:
+        name: str = group._get_backend(torch.device("cuda")).name()
+    except RuntimeError:  # none for that device
+        return False
+    return name == dist.Backend.NCCL
+
+
+def _is_pair(where: Where) -> bool:
+    if isinstance(where, DeviceMesh):
+        if where.ndim > 2:
+            raise ConfigurationError(
+                f"expected a mesh of 1 or 2 dims to shard over, got {where.ndim}: {where}"
+            )
+        return where.ndim == 2
+    return isinstance(where, tuple)
+
+
+def _mesh_of_hosts() -> DeviceMesh:
+    """Ranks of one host share slices, ranks with the same number on their hosts are replicas."""
+    _init_default_group()
+    world = dist.get_world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())) if world > 1 else 1
+    if local < 1 or world % local:
+        raise ConfigurationError(
+            f"cannot tell which of the {world} ranks share a host (LOCAL_WORLD_SIZE is {local}); "
+            "pass a 2-D device_mesh or a pair of process groups"
+        )
+    device = compute_device(None, torch.device("cpu")).type
+    made = _host_meshes.setdefault(dist.group.WORLD, {})
+    if local not in made:
+        shape = (world // local, local)
+        made[local] = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+    return made[local]
+
+
+def in_blocks(ranks: Ranks, size: int) -> Ranks:
+    """The same, with blocks of ``size`` consecutive ranks to gather from in backward. Collective.
+
+    Raises `ConfigurationError` if ``size`` does not divide the number of slices.
+    """
+    gather = ranks.gather
+    if size < 1 or gather.size % size:
+        raise ConfigurationError(
+            f"reshard_after_forward={size} must divide the {gather.size} ranks that share slices"
+        )
+    made = _blocks.setdefault(gather, {})
+    if size not in made:
+        made[size] = gather.block(size)
+    return replace(ranks, block=made[size])
+
+
+def compute_device(
+    where: Where, resting: torch.device, wanted: int | torch.device | None = None
+) -> torch.device:
+    """Where parameters that lie on ``resting`` now are to live.
+
+    On the device ``wanted`` (a number is that of a GPU), else, since NCCL needs them there, on the
+    current GPU, else where they are. Raises `ConfigurationError` if they are on another GPU than
+    the one wanted.
+    """
+    if wanted is not None:
+        device = torch.device("cuda", wanted) if isinstance(wanted, int) else torch.device(wanted)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if resting.type == "cuda" and resting != device:
+            raise ConfigurationError(
+                f"device_id names {device}, but the module is on {resting}; call "
+                "torch.cuda.set_device first and build the module there or on the CPU"
+            )
+        return device
+    if _is_pair(where):
+        where = where[0] if isinstance(where, tuple) else where.get_group(1)  # type: ignore[union-attr]
+    group = _group_of(where)
+    if resting.type == "meta":
+        resting = torch.device("cpu")
+    if group is not None and _has_nccl(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return resting
+
+
+def _communicators_of(where: Any) -> tuple[Comm, Comm, DeviceMesh | None]:
+    if not isinstance(where, (dist.ProcessGroup, DeviceMesh, type(None))):
+        if not isinstance(where, Comm):
+            raise ConfigurationError(
+                "expected a process group, a 1-D DeviceMesh or None to shard over, "
+                f"got {type(where).__name__}: {where!r}"
+            )
+        key: Any = where
+    else:
+        key = _group_of(where)
+    if key not in _communicators:
+        gather, mesh = key, where
+        if isinstance(key, dist.ProcessGroup):
+            gather = checked_in_debug_mode(hierarchical_between_hosts(ProcessGroupComm(key)))
+            if not isinstance(mesh, DeviceMesh):
+                mesh = DeviceMesh.from_group(key, compute_device(where, torch.device("cpu")).type)
+        reduce = gather.duplicate() if gather.size > 1 else gather
+        _communicators[key] = (gather, reduce, mesh if isinstance(mesh, DeviceMesh) else None)
+    gather, reduce, mesh = _communicators[key]
+    return gather, reduce, where if isinstance(where, DeviceMesh) else mesh
+
+
+def _group_of(where: Any) -> dist.ProcessGroup | None:
+    """The process group meant, None for a `Comm`."""
+    if isinstance(where, DeviceMesh):
+        return where.get_group()
+    if where is None:
+        _init_default_group()
+        return dist.group.WORLD
+    return where if isinstance(where, dist.ProcessGroup) else None
+
+
+def _init_default_group() -> None:
+    if dist.is_initialized():
+        return
+    missing = [name for name in _LAUNCHED if name not in os.environ]
+    if missing:
+        raise UsageError(
+            "no process group to shard over: call torch.distributed.init_process_group first, or "
+            f"start the script with torchrun, which sets {', '.join(missing)}, missing here"
+        )
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"  # offloaded gradients have norms, too
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend)
+    if dist.get_rank() == 0:
+        world = dist.get_world_size()
+        print(f"fullshard: initialised {backend} over {world} ranks", file=sys.stderr)
+
+
+def compressed(ranks: Ranks, compression: CommunicationCompression | None) -> Ranks:
+    """The same ranks, for one unit whose steps gather and reduce as ``compression`` says.
+
+    The sum over replicas, gathers within a block (see `Ranks`), and all that is no step's gather or
+    reduce (state dicts, norms, votes) stay exact. Raises `ConfigurationError` where ranks only sum
+    over replicas. A single rank sends nothing, so there is nothing to compress.
+    """
+    if compression is None:
+        return ranks
+    if ranks.gather.size == 1:
+        if ranks.replicas.size == 1:
+            return ranks
+        raise ConfigurationError(
+            f"compression is of gathers and reduces, and here {ranks.replicas.size} ranks hold all "
+            "parameters each and only sum gradients by an all-reduce, which is not compressed; "
+            "choose a strategy that shards over several ranks, or leave compression out"
+        )
+    return replace(
+        ranks,
+        compression=compression,
+        compressing=CompressedComm(ranks.gather, compression),
+        reduce=CompressedComm(ranks.reduce, compression),
+    )

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP1's state dicts of optimizers: keyed by name, whole or sharded, for any number of ranks.
+
+Such a dict has ``state``, from a parameter's name in the plain model to the optimizer's state of
+it, and ``param_groups``, whose ``params`` are names. What is to be loaded has numbers in place of
+names, as `torch.optim.Optimizer.load_state_dict` wants it.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.fsdp1.state_dicts import StateDictForms
+from fullshard.torch.state.broadcast_state import broadcast_state
+from fullshard.torch.state.forms import Form
+from fullshard.torch.state.optimizers import cut_state, in_form, uncut_spans
+from fullshard.torch.state.state_dict_types import OptimStateKeyType, StateDictType
+from fullshard.torch.step.managed import managed_units, speaks_for_all
+from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.unit.sites import clean_name
+
+__all__ = ["OptimizerStateDicts"]
+
+_INSTEAD = (
+    "call it on every rank (with rank0_only=True in the settings others get an empty dict), "
+    "and write on one"
+)
+_INSTEAD_OF_LOADING = "call it on every rank; only the first one needs to have the state dict"
+_Groups = list[dict[str, Any]]
+
+
+class OptimizerStateDicts(StateDictForms):
+    """The part of FSDP1's wrapper that is about state dicts of optimizers."""
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The state of ``optim`` by name, in the form that `set_state_dict_type` has chosen.
+
+        Collective. ``optim_state_dict`` may hold what ``optim.state_dict()`` gave. ``group`` is
+        accepted: the model knows its ranks.
+        """
+        settings = StateDictForms.get_state_dict_type(model)
+        config = settings.optim_state_dict_config
+        kept = not getattr(config, "rank0_only", False) or speaks_for_all(model)
+        form = Form(settings.state_dict_type, config.offload_to_cpu, kept)
+        return _saved(model, optim, optim_state_dict, form)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict`` takes, from a dict by name, whole or sharded. Collective.
+
+        With ``rank0_only`` in the settings only the first rank needs to have ``optim_state_dict``.
+        ``load_directly``: load it, too. ``is_named_optimizer``, ``group`` are accepted.
+
+        Raises:
+            ConfigurationError: parameters without a group in it, or state of unknown ones.
+        """
+        settings = StateDictForms.get_state_dict_type(model)
+        if getattr(settings.optim_state_dict_config, "rank0_only", False):
+            optim_state_dict = _from_first_rank(
+                model, optim_state_dict, "optim_state_dict_to_load()"
+            )
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            state = uncut_spans(optim_state_dict["state"], _params_by_name(model))
+            optim_state_dict = {**optim_state_dict, "state": state}
+        result = _to_load(model, optim.param_groups, optim_state_dict)
+        if load_directly:
+            optim.load_state_dict(result)
+        return result
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The whole state by name in host memory, whatever is chosen. Collective.
+
+        ``rank0_only``: other ranks get an empty dict. ``optim_input``, ``group`` are accepted.
+        """
+        kept = not rank0_only or speaks_for_all(model)
+        return _saved(model, optim, None, Form(StateDictType.FULL_STATE_DICT, True, kept))
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: Optimizer, group: Any = None
+    ) -> dict[str, Any]:
+        """The state by name as DTensors, whatever is chosen. Collective."""
+        return _saved(model, optim, None, Form(StateDictType.SHARDED_STATE_DICT))
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """This rank's part of a whole state that every rank has, for ``optim.load_state_dict``.
+
+        Without ``optim`` the parameters are in the order of ``optim_input`` (as the optimizer got
+        them), else in the model's.
+        """
+        return _to_load(model, _groups_of(model, optim, optim_input), full_optim_state_dict)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+    ) -> dict[str, Any]:
+        """The same for a state of DTensors, from any number of ranks. Collective."""
+        return _to_load(model, optim.param_groups, sharded_optim_state_dict)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The same for a whole state that the first rank alone has. Collective.
+
+        It is sent tensor by tensor, of which each rank keeps its span.
+        """
+        state = _from_first_rank(model, full_optim_state_dict, "scatter_full_optim_state_dict()")
+        return _to_load(model, _groups_of(model, optim, optim_input), state)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """A state by name as one by number, or the other way; for a plain ``model`` too."""
+        if not isinstance(optim_state_key_type, OptimStateKeyType):
+            raise ConfigurationError(f"expected an OptimStateKeyType, got {optim_state_key_type!r}")
+        names = dict(enumerate(_names(model, _groups_of(model, optim, optim_input))))
+        if optim_state_key_type is OptimStateKeyType.PARAM_NAME:
+            return _rekeyed(optim_state_dict, names)
+        return _rekeyed(optim_state_dict, {name: number for number, name in names.items()})
+
+
+def _params_by_name(model: nn.Module) -> dict[str, Any]:
+    return {clean_name(name): param for name, param in model.named_parameters()}
+
+
+def _names(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Of the parameters in ``groups``, in the order in which optimizers number them."""
+    known = {id(param): name for name, param in _params_by_name(model).items()}
+    params = [param for group in groups for param in group["params"]]
+    if any(id(param) not in known for param in params):
+        raise ConfigurationError(
+            "the optimizer has parameters that are not the model's; create it from the sharded "
+            "model's parameters()"
+        )
+    return [known[id(param)] for param in params]
+
+
+def _groups_of(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> _Groups:
+    if optim is not None:
+        return optim.param_groups
+    given = list(model.parameters() if optim_input is None else optim_input)
+    if given and isinstance(given[0], dict):
+        return [{**group, "params": list(group["params"])} for group in given]
+    return [{"params": given}]
+
+
+def _packed(optim: Optimizer) -> dict[str, Any]:
+    """As ``optim.state_dict()``, but with the values as they are."""
+    params = [param for group in optim.param_groups for param in group["params"]]
+    numbers = {id(param): number for number, param in enumerate(params)}
+    groups = [
+        {**group, "params": [numbers[id(param)] for param in group["params"]]}
+        for group in optim.param_groups
+    ]
+    state = {numbers[id(param)]: each for param, each in optim.state.items()}
+    return {"state": state, "param_groups": groups}
+
+
+def _rekeyed(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
+    """With the keys of parameters replaced; those that have their new form already stay."""
+    known = {**{new: new for new in keys.values()}, **keys}
+    groups = [
+        {**group, "params": [known[key] for key in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    return {
+        **state,
+        "state": {known[key]: each for key, each in state["state"].items()},
+        "param_groups": groups,
+    }
+
+
+def _saved(
+    model: nn.Module, optim: Optimizer, given: dict[str, Any] | None, form: Form
+) -> dict[str, Any]:
+    names = dict(enumerate(_names(model, optim.param_groups)))
+    named = _rekeyed(_packed(optim) if given is None else given, names)
+    state = in_form(named["state"], form, "FullyShardedDataParallel.optim_state_dict()", _INSTEAD)
+    return {**named, "state": state} if form.kept else {}
+
+
+def _from_first_rank(model: nn.Module, state: dict[str, Any] | None, what: str) -> dict[str, Any]:
+    unit = next(managed_units(model)).unit
+    call_roll([unit.ranks.gather, unit.ranks.replicas], what, _INSTEAD_OF_LOADING)
+    return broadcast_state(unit.ranks, state or {}, _params_by_name(model), unit.device)
+
+
+@torch.no_grad()
+def _to_load(model: nn.Module, groups: _Groups, given: Mapping[str, Any]) -> dict[str, Any]:
+    params = _params_by_name(model)
+    names = _names(model, groups)
+    saved = {name: group for group in given["param_groups"] for name in group["params"]}
+    missing = sorted(set(names) - set(saved))
+    unknown = sorted(set(given["state"]) - set(names))
+    if missing or unknown:
+        raise ConfigurationError(
+            "the state dict is not one of this optimizer: "
+            f"in no group of it are {missing or 'none'}; "
+            f"it has state of unknown {unknown or 'none'}"
+        )
+    numbers = {name: number for number, name in enumerate(names)}
+    state = {
+        numbers[name]: cut_state(each, params[name])
+        if isinstance(params[name], ShardedParameter)
+        else each
+        for name, each in given["state"].items()
+    }
+    loaded = []
+    for group in groups:
+        own = _names(model, [group])
+        settings = saved[own[0]] if own else group
+        loaded.append({**settings, "params": [numbers[name] for name in own]})
+    return {"state": state, "param_groups": loaded}

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP1's state dicts: the form that was chosen, by wrapper."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.torch.sharding.module_buffers import buffer_dtypes
+from fullshard.torch.state.forms import Form, ask_before_loading, collecting, hand_out
+from fullshard.torch.state.optimizers import as_span
+from fullshard.torch.state.state_dict_types import (
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    settings_of,
+)
+from fullshard.torch.step.managed import speaks_for_all
+from fullshard.torch.unit.sites import WRAPPED
+
+__all__ = ["StateDictForms", "wrappers_in"]
+
+_STATE_DICT_SETTINGS = "_fullshard_state_dict_settings"
+
+
+class StateDictForms(nn.Module):
+    """The part of FSDP1's wrapper that is about state dicts."""
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """The wrapped module's state dict in the form that `set_state_dict_type` has chosen.
+
+        Collective. Without a choice every rank gets whole tensors, gathered one by one, as from
+        FSDP1, and `torch.distributed.checkpoint` DTensors; its ``get_state_dict`` and their like
+        get DTensors whatever is chosen. With ``keep_vars`` entries are the sharded parameters
+        themselves.
+        """
+        if args:
+            destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[:3]
+        wrapped = self._modules[WRAPPED]
+        assert wrapped is not None
+        chosen: StateDictSettings | None = self.__dict__.get(_STATE_DICT_SETTINGS)
+        asking = _asking_module()
+        if asking == _DCP_STATE_DICT or (chosen is None and asking.startswith(_DCP)):
+            chosen = settings_of(StateDictType.SHARDED_STATE_DICT)
+        with collecting() as outermost:
+            state = wrapped.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if outermost and not keep_vars:
+            for name, dtype in buffer_dtypes(self).items():
+                if (key := f"{prefix}{name}") in state:  # others are not persistent
+                    state[key] = state[key].to(dtype)
+            hand_out(state, prefix, _form(chosen or StateDictSettings(), self))
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load whole tensors, DTensors or, if LOCAL_STATE_DICT is chosen, this rank's spans.
+
+        Collective for DTensors.
+        """
+        chosen: StateDictSettings | None = self.__dict__.get(_STATE_DICT_SETTINGS)
+        if chosen is not None and chosen.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            params = dict(self.named_parameters(remove_duplicate=False))
+            state_dict = {key: as_span(v, params.get(key)) for key, v in state_dict.items()}
+        ask_before_loading(state_dict.values(), self.parameters())
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """For `torch.distributed.checkpoint`: the level that names of entries do not have."""
+        return {"": WRAPPED}
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose the form of state dicts of the wrappers in ``module``.
+
+        Returns the former choice.
+        """
+        chosen = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
+        former = StateDictForms.get_state_dict_type(module)
+        for wrapper in wrappers_in(module, StateDictForms, root_only=False):
+            wrapper.__dict__[_STATE_DICT_SETTINGS] = chosen
+        return former
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The form of state dicts of the first outermost wrapper in ``module``."""
+        for wrapper in wrappers_in(module, StateDictForms, root_only=True):
+            settings: StateDictSettings | None = wrapper.__dict__.get(_STATE_DICT_SETTINGS)
+            return settings or StateDictSettings()
+        raise ConfigurationError(f"{type(module).__name__} holds no FullyShardedDataParallel")
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """`set_state_dict_type` for a while."""
+        wrappers = wrappers_in(module, StateDictForms, root_only=False)
+        former = [wrapper.__dict__.get(_STATE_DICT_SETTINGS) for wrapper in wrappers]
+        StateDictForms.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for wrapper, settings in zip(wrappers, former, strict=True):
+                wrapper.__dict__[_STATE_DICT_SETTINGS] = settings
+
+
+W = TypeVar("W", bound=nn.Module)
+
+
+def wrappers_in(module: nn.Module, kind: type[W], *, root_only: bool) -> list[W]:
+    """The modules of class ``kind`` in ``module``; ``root_only``: those not inside another."""
+    wrappers = [each for each in module.modules() if isinstance(each, kind)]
+    if not root_only:
+        return wrappers
+    inner = {below for each in wrappers for below in each.modules() if below is not each}
+    return [each for each in wrappers if each not in inner]
+
+
+def _form(settings: StateDictSettings, wrapper: nn.Module) -> Form:
+    config = settings.state_dict_config
+    kept = not getattr(config, "rank0_only", False) or speaks_for_all(wrapper)
+    return Form(settings.state_dict_type, config.offload_to_cpu, kept)
+
+
+# [Note: Who asks for a state dict]
+# FSDP1's default is whole tensors. torch.distributed.checkpoint knows torch's own class and chooses
+# the sharded form for it by itself; our wrapper it takes for an ordinary module whose entries it
+# expects to be DTensors. Nothing in its call tells that apart from a user's, but where it comes
+# from. Its `state_dict` module chooses for torch's class even over a user's choice; the others take
+# what a user has chosen.
+_DCP = "torch.distributed.checkpoint."
+_DCP_STATE_DICT = f"{_DCP}state_dict"
+
+
+def _asking_module() -> str:
+    """The name of the module whose code wants the state dict."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _passes_on(_module_of(frame)):
+        frame = frame.f_back
+    return _module_of(frame)
+
+
+def _passes_on(module: str) -> bool:
+    """True for code by which modules ask those inside them."""
+    return module.startswith(("torch.nn.", "fullshard.torch."))
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2's door: a function that shards modules in place, bottom-up."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.core.strategy import Sharding
+from fullshard.torch.comm.compressed import CommunicationCompression, check_compression
+from fullshard.torch.comm.ranks import Ranks, Where, compressed, in_blocks, ranks_of
+from fullshard.torch.fsdp2.module import FSDPModule
+from fullshard.torch.sharding.find import ignored_parts
+from fullshard.torch.sharding.module_buffers import move_buffers
+from fullshard.torch.sharding.options import (
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    offload_of,
+    precision_of,
+)
+from fullshard.torch.sharding.shard import agree, shard_modules, shardable_parameters
+from fullshard.torch.step.managed import managed_unit_of
+from fullshard.torch.unit.plan import Plan
+from fullshard.torch.unit.sites import ParamSites
+
+__all__ = ["fully_shard"]
+
+
+_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: Where = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    compression: CommunicationCompression | None = None,
+) -> Any:
+    """Shard the parameters of ``module`` that are not sharded yet, in place, as one unit.
+
+    Call it bottom-up: first on the blocks, then on the root, which takes what is left. Of a list of
+    modules the parameters form one unit, gathered when the first of them runs. Collective over the
+    ranks of ``mesh``; every rank must hold the same values.
+
+    Args:
+        module: the module or modules; their parameters must be on one device.
+        mesh: a 1-D ``DeviceMesh`` (or a process group); None is the default group. A 2-D mesh
+            (replicate, shard), or a pair of groups (shard, replicate), is hybrid sharding.
+        reshard_after_forward: drop full parameters between forward and backward. None: yes, but not
+            for the root, whose parameters backward needs at once. A number: keep this rank's part
+            of what so many neighbouring ranks hold together, so that backward gathers from them
+            alone (1 is False, all ranks are True); it must divide the ranks that share slices.
+        shard_placement_fn: accepted if it wants ``Shard(0)`` (or None) for every parameter.
+        mp_policy: see `MixedPrecisionPolicy`.
+        offload_policy: see `CPUOffloadPolicy`.
+        ignored_params: parameters that stay as they are on every rank, their gradients unreduced.
+        dp_mesh_dims: which dims of a larger ``mesh`` to shard and to replicate over.
+        compression: see `CommunicationCompression`; not part of FSDP2.
+
+    Parameters on the meta device stay there until ``to_empty`` or
+    ``load_state_dict(assign=True)``; what is not initialised by the first forward is found then.
+
+    Returns:
+        ``module``; its class is now a subclass of its own class and of `FSDPModule`.
+
+    Raises:
+        ConfigurationError: parameters on several devices, or a mesh that is none.
+        NotSupportedError: a placement other than ``Shard(0)``.
+        UsageError: no process group, or a module that is sharded already.
+    """
+    precision = precision_of("mp_policy", mp_policy)
+    offload = offload_of("offload_policy", offload_policy)
+    check_compression(compression)
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    _check_modules(modules)
+    _, ignored = ignored_parts({"ignored_params": ignored_params})
+    where = _chosen_dims(mesh, dp_mesh_dims)
+    found = shardable_parameters(modules, where, ignored)
+    if shard_placement_fn is not None:
+        _check_placements(found.params, shard_placement_fn)
+    hybrid = isinstance(where, tuple) or (isinstance(where, DeviceMesh) and where.ndim == 2)
+    ranks = ranks_of(where, Sharding(True, True, replicated=hybrid))
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        ranks, reshard_after_forward = _in_blocks(ranks, reshard_after_forward)
+    ranks = compressed(ranks, compression)
+    plan = Plan(ranks, found.device, reshard_after_forward, precision, offload)
+    agree({type(modules[0]).__name__: found.all_of_them}, [plan])
+    params = found.claim()
+    for each in modules:
+        move_buffers(each, found.device)
+        each.__class__ = _sharded_class(type(each))
+    shard_modules(modules, params, plan)
+    return module
+
+
+def _in_blocks(ranks: Ranks, size: Any) -> tuple[Ranks, bool]:
+    if not isinstance(size, int):
+        raise ConfigurationError(
+            f"reshard_after_forward must be True, False, None or a number of ranks, got {size!r}"
+        )
+    blocks = in_blocks(ranks, size)
+    if size in (1, ranks.gather.size):
+        return ranks, size != 1
+    return blocks, True
+
+
+def _chosen_dims(mesh: Where, dims: DataParallelMeshDims | None) -> Where:
+    """The 1-D or 2-D mesh that ``dims`` picks out of a larger one."""
+    if dims is None:
+        return mesh
+    if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
+        raise ConfigurationError("dp_mesh_dims needs a DeviceMesh with names as mesh")
+    axes = []
+    for names in (dims.replicate_names, dims.shard_names):
+        if unknown := set(names) - set(mesh.mesh_dim_names):
+            raise ConfigurationError(f"dp_mesh_dims names {sorted(unknown)}, not dims of {mesh}")
+        if names:
+            axis = mesh[names]
+            axes.append(axis if len(names) == 1 else axis._flatten("_".join(names)))
+    if not dims.shard_names:
+        raise NotSupportedError(
+            "dp_mesh_dims without shard replicates everything: use FullyShardedDataParallel with "
+            "NO_SHARD for that"
+        )
+    if len(axes) == 1:
+        return axes[0]
+    return axes[1].get_group(), axes[0].get_group()
+
+
+def _check_placements(
+    params: Sequence[ParamSites], placement: Callable[[nn.Parameter], Any]
+) -> None:
+    for each in params:
+        wanted = placement(each.param)
+        wanted = getattr(wanted, "placement", wanted)
+        if wanted is not None and wanted != Shard(0):
+            raise NotSupportedError(
+                f"shard_placement_fn asks for {wanted} of parameter {each.spec.name!r}; slices are "
+                "cut by element from flat storage, which is as even as can be, so only Shard(0) is "
+                "accepted (its rows do not fall on whole ranks either)"
+            )
+
+
+def _check_modules(modules: Sequence[nn.Module]) -> None:
+    if not modules:
+        raise ConfigurationError("fully_shard needs at least one module, got an empty list")
+    for each in modules:
+        if not isinstance(each, nn.Module) or isinstance(each, (nn.ModuleList, nn.ModuleDict)):
+            raise ConfigurationError(
+                "fully_shard needs modules that have a forward, got "
+                f"{type(each).__name__}; shard the modules inside it"
+            )
+        if managed_unit_of(each) is not None:
+            raise UsageError(f"this {type(each).__name__} is sharded already")
+
+
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    if cls not in _sharded_classes:
+        # Libraries look at which module a class is from to tell their own models from others.
+        members = {"__module__": cls.__module__}
+        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
+    return _sharded_classes[cls]

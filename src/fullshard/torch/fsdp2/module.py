@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a module's class gains from `fully_shard`: FSDP2's methods.
+
+Unless a method says otherwise it is called between steps, with the same arguments on all ranks, and
+concerns the module's own unit; with ``recurse`` also those below.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.core.strategy import Prefetch
+from fullshard.torch.sharding.initialisation import filled_with_nan
+from fullshard.torch.sharding.shard import (
+    refuse_copy,
+    refuse_pickle,
+    require_gradient_sync,
+    take_over_below,
+)
+from fullshard.torch.state.forms import AS_DTENSORS, ask_before_loading, collecting, hand_out
+from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
+from fullshard.torch.step.tracker import runtime_of
+from fullshard.torch.unit.sites import clean_name
+
+__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
+
+
+class UnshardHandle:
+    """A gather that `FSDPModule.unshard` has started."""
+
+    def __init__(self, managed: ManagedUnit):
+        self._managed = managed
+
+    def wait(self) -> None:
+        """Wait until the full parameters are there, and let the module show them."""
+        self._managed.unit.await_gather()
+        self._managed.unit.show_full()
+
+
+class FSDPModule:
+    """The base of every class that `fully_shard` makes."""
+
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """The module's state dict with DTensors, placed as ``Shard(0)``. Collective.
+
+        They have elements of their own: to load into them is not to load into the model. With
+        ``keep_vars`` entries are the sharded parameters themselves.
+        """
+        if args:
+            destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[:3]
+        _show_sharded(_module(self))
+        with collecting() as outermost:
+            state = super().state_dict(  # type: ignore[misc]
+                destination=destination, prefix=prefix, keep_vars=keep_vars
+            )
+        if outermost and not keep_vars:
+            hand_out(state, prefix, AS_DTENSORS)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load whole tensors or DTensors. Collective for DTensors."""
+        _show_sharded(_module(self))
+        ask_before_loading(state_dict.values(), _module(self).parameters())
+        return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+
+    # ---- full parameters by hand ----------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the unit's parameters and show them, until `reshard` or the unit's next use.
+
+        Collective. With ``async_op`` the gather is only started: wait on the handle before use.
+        """
+        managed = _managed(self)
+        if managed.unit.stale:
+            managed.unit.free()
+        if not managed.unit.is_full:
+            managed.unit.gather()
+        handle = UnshardHandle(managed)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Drop the unit's full parameters now and show the sharded ones."""
+        unit = _managed(self).unit
+        if not unit.resident and (unit.is_full or unit.shrunk):
+            unit.free()
+        unit.show_sharded()
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose if full parameters are dropped after forward and gathered again in backward."""
+        for managed in _managed_below(self, recurse):
+            managed.change("reshard_after_forward", reshard_after_forward)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose if full parameters are dropped after backward.
+
+        With False they stay, P bytes a unit, for the next micro-batch; the forward after an
+        optimizer's step gathers them again.
+        """
+        for managed in _managed_below(self, recurse):
+            managed.change("reshard_after_backward", reshard_after_backward)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Choose if backward gathers the unit: False if it needs no parameters (an embedding)."""
+        _managed(self).change("unshard_in_backward", unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: "list[FSDPModule]") -> None:
+        """Gather the units of ``modules`` when this one's forward begins, not those next in order.
+
+        Every unit in the list costs its full parameters' memory until it has run.
+        """
+        _managed(self).change("prefetch_forward", [_managed(module) for module in modules])
+
+    def set_modules_to_backward_prefetch(self, modules: "list[FSDPModule]") -> None:
+        """The same when this one's backward begins."""
+        _managed(self).change("prefetch_backward", [_managed(module) for module in modules])
+
+    # ---- gradients ------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose if the next backwards reduce gradients, or keep them full for a later one.
+
+        With False, gradients of several micro-batches add up without communication, at the price
+        of the full gradients' memory on every rank; the first backward with True again reduces
+        their sum. Until then ``.grad`` has none of it.
+        """
+        require_gradient_sync(_module(self), requires_gradient_sync, recurse=recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Choose if hybrid sharding sums gradients over replicas in the next backwards.
+
+        With False they are reduced within the group that shares slices only, and kept as a slice in
+        the reduce dtype; the first backward with True sums what was kept over the replicas. Until
+        then ``.grad`` has none of it.
+        """
+        for managed in _managed_below(self, recurse):
+            managed.unit.settings.all_reduce = requires_all_reduce
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say if the next backward is the last before the optimizer steps.
+
+        After others, reduces may still be under way when ``backward()`` returns, and overlap the
+        next micro-batch's forward.
+        """
+        runtime_of(_module(self)).execution.is_last_backward = is_last_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor``, not by the number of ranks."""
+        if not factor > 0:
+            raise ConfigurationError(f"gradients must be divided by more than 0, got {factor!r}")
+        _managed(self).unit.settings.divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The former name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[Tensor], None], *, stream: "torch.cuda.Stream | None" = None
+    ) -> None:
+        """Call ``hook`` with each flat reduced slice (1-D, in the reduce dtype), to change it.
+
+        It runs when the unit's sums are there and before they are averaged, for an all-reduce of
+        one's own. On CUDA it is issued on ``stream``, which the compute stream then waits for.
+        """
+        if stream is None:
+            _managed(self).unit.settings.all_reduce_hook = hook
+            return
+
+        def on_stream(reduced: Tensor) -> None:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                hook(reduced)
+            torch.cuda.current_stream().wait_stream(stream)
+
+        _managed(self).unit.settings.all_reduce_hook = on_stream
+
+    # ---- communication --------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Callable[..., Any]) -> None:
+        """Gather by ``comm(output_tensor, input_tensor, group, async_op=True)``.
+
+        Both tensors are 1-D and flat; the input may be this rank's slice of the output. Memory is
+        not taken from ``comm.allocate``: full parameters have a storage of their own, always.
+        """
+        unit = _managed(self).unit
+        group = _group(unit.ranks.gather)
+        unit.custom_gather = lambda full, shard: comm(
+            output_tensor=full, input_tensor=shard, group=group, async_op=True
+        )
+
+    def set_custom_reduce_scatter(self, comm: Callable[..., Any]) -> None:
+        """Reduce by ``comm(output_tensor, input_tensor, group, op, async_op=True)``; op: sum."""
+        unit = _managed(self).unit
+        group = _group(unit.ranks.reduce)
+        unit.settings.reduce_scatter = lambda shard, full: comm(
+            output_tensor=shard,
+            input_tensor=full,
+            group=group,
+            op=dist.ReduceOp.SUM,
+            async_op=True,
+        )
+
+    def set_post_optim_event(self, event: "torch.Event") -> None:
+        """Let the next steps' first gather wait for ``event``, recorded after the optimizer."""
+        runtime_of(_module(self)).wait_before_gather = event
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Choose how many units' reduces may be under way at once in the whole step (1 if not set).
+
+        Each costs the unit's full gradients. The engine knows one number for all units of a root.
+        """
+        runtime = runtime_of(_module(self))
+        now = runtime.prefetch
+        runtime.set_prefetch(Prefetch(now.forward, now.backward, max_input_buffers))
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Accepted: unused parameters always take part with zeros; no rank waits in vain."""
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Accepted: reduces have a communicator of their own wherever one can be had."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted: gradients are always summed, and divided apart."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accepted: nothing is staged, gathers write to the parameters' own storage."""
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Accepted as a wish about speed; storages are not in symmetric memory."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters under the names that they have in the plain model and its state dict."""
+        for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
+            yield clean_name(name), param
+
+    # ---- recovery, and what torch's own methods must do -----------------------------------------
+
+    def reset_iter_state(self) -> None:
+        """Forget a step that an exception has ended, with its gradients; on the root.
+
+        The next forward does so by itself; this gives the memory back at once.
+        """
+        managed = _managed(self)
+        if managed.number != 0:
+            raise UsageError("reset_iter_state is for the root module, the one that runs first")
+        runtime_of(_module(self)).recover()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # to() and its kin, and to_empty(), which gives units on the meta device their memory
+        module = _module(self)
+        on_meta = any(m.unit.shards.device.type == "meta" for m in managed_units(module))
+        with filled_with_nan() if on_meta else nullcontext():
+            applied = super()._apply(fn, recurse)  # type: ignore[misc]
+        take_over_below(module)
+        return applied
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refuse: buffers, communicators and hooks are one rank's share of something common."""
+        refuse_copy(_module(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: one rank's spans would be saved as if they were the model."""
+        refuse_pickle(_module(self))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.method_name(...)`` gather and free like forward does (``generate``, ``encode``).
+
+    Does nothing for a module that is no unit's. Raises `ConfigurationError` if there is no such
+    method.
+    """
+    managed = managed_unit_of(module)
+    if managed is None:
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ConfigurationError(f"{type(module).__name__} has no method {method_name!r}")
+
+    def as_forward(*args: Any, **kwargs: Any) -> Any:
+        return managed.run(module, method, args, kwargs)
+
+    module.__dict__[method_name] = as_forward
+
+
+def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
+    """Accepted: units of one group of ranks share their communicators and streams already.
+
+    Raises `ConfigurationError` for a module that is not sharded.
+    """
+    for module in modules:
+        _managed(module)
+
+
+def _module(module: object) -> nn.Module:
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _show_sharded(module: nn.Module) -> None:
+    """Take back what `FSDPModule.unshard` shows; not in a step, nor what has been summoned."""
+    for managed in managed_units(module):
+        if not managed.summoned and (managed.runtime is None or managed.runtime.idle):
+            managed.unit.show_sharded()
+
+
+def _managed(module: object) -> ManagedUnit:
+    managed = managed_unit_of(module) if isinstance(module, nn.Module) else None
+    if managed is None:
+        raise ConfigurationError(f"expected a module that is a unit's, got {type(module).__name__}")
+    return managed
+
+
+def _managed_below(module: object, recurse: bool) -> list[ManagedUnit]:
+    return list(managed_units(_module(module), recurse=recurse))
+
+
+def _group(comm: Any) -> Any:
+    return getattr(comm, "group", comm)

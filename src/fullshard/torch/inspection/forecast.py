@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prices the units of a model as they stand, so that the next step can be foreseen."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from fullshard.core.forecast import Sent, UnitCost, forecast, step_events
+from fullshard.core.strategy import Prefetch
+from fullshard.torch.comm.compressed import CompressedComm
+from fullshard.torch.step.executor import unit_policy
+from fullshard.torch.step.managed import ManagedUnit, managed_unit_of
+from fullshard.torch.step.tracker import Runtime
+from fullshard.torch.unit.buffers import dtype_of
+from fullshard.torch.unit.sites import clean_name
+from fullshard.torch.unit.unit import Unit
+
+__all__ = ["NamedUnit", "StepForecast", "cost_of", "forecast_step", "named_units"]
+
+
+@dataclass(frozen=True)
+class NamedUnit:
+    """A unit by its name in the model at hand; ``around`` numbers the unit that encloses it."""
+
+    name: str
+    managed: ManagedUnit
+    around: int | None
+
+    @property
+    def unit(self) -> Unit:
+        """The unit itself."""
+        return self.managed.unit
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """What the units of a model will hold beyond their shards, and send, in one step."""
+
+    peak_bytes: int
+    sent: dict[str, Sent]  # by the unit's name
+
+
+def named_units(model: nn.Module) -> list[NamedUnit]:
+    """The units of ``model``, in the order of its modules; one of several modules has the first's.
+
+    Nothing is changed: `fullshard.torch.step.tracker.runtime_of` would make ``model`` a root.
+    """
+    found: list[NamedUnit] = []
+    numbers: dict[ManagedUnit, int] = {}
+
+    def visit(module: nn.Module, path: str, around: int | None, seen: set[nn.Module]) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        managed = managed_unit_of(module)
+        if managed is not None:
+            if managed not in numbers:
+                numbers[managed] = len(found)
+                found.append(NamedUnit(clean_name(path) or "(root)", managed, around))
+            around = numbers[managed]
+        for name, child in module.named_children():
+            visit(child, f"{path}.{name}" if path else name, around, seen)
+
+    visit(model, "", None, set())
+    return found
+
+
+def forecast_step(units: Sequence[NamedUnit]) -> StepForecast:
+    """What one forward and backward holds and sends with the settings as they are now.
+
+    It is a step after an optimizer's (full parameters that were kept are gathered again), and not
+    the very first, in which nothing is gathered ahead.
+    """
+    around = [each.around for each in units]
+    trained = [each.unit.trainable for each in units]
+    numbers = {each.managed: number for number, each in enumerate(units)}
+    policies = {}
+    for number, each in enumerate(units):
+        managed = each.managed
+        reduced = each.unit.trainable and managed.requires_gradient_sync
+        root = managed.number == 0 if managed.runtime is not None else each.around is None
+        policy = unit_policy(managed, reduced=reduced, root=root)
+        policies[number] = replace(
+            policy,
+            prefetch_forward=_numbered(managed.prefetch_forward, numbers),
+            prefetch_backward=_numbered(managed.prefetch_backward, numbers),
+        )
+    costs = {number: cost_of(each.unit) for number, each in enumerate(units)}
+    runtime = units[0].managed.runtime if units else None
+    prefetch = runtime.prefetch if isinstance(runtime, Runtime) else Prefetch()
+    found = forecast(step_events(around, trained), policies, costs, prefetch)
+    sent = {units[number].name: each for number, each in found.sent.items()}
+    return StepForecast(found.peak_bytes, sent)
+
+
+def _numbered(
+    chosen: list[ManagedUnit] | None, numbers: dict[ManagedUnit, int]
+) -> tuple[int, ...] | None:
+    return None if chosen is None else tuple(numbers[each] for each in chosen if each in numbers)
+
+
+def cost_of(unit: Unit) -> UnitCost:
+    """What the ops on ``unit`` hold and send, by its layout.
+
+    An all-reduce of b bytes over R ranks sends 2 (R-1)/R b, as a ring does; the other collectives
+    send the other ranks' slices, or the slice to the other ranks, whichever way they go.
+    """
+    layout, ranks, settings = unit.layout, unit.ranks, unit.settings
+    slices, replicas = ranks.gather.size, ranks.replicas.size
+    block = ranks.block.size if ranks.block is not None else 1
+    part = layout.full_bytes // block
+    own = settings.hook is not None  # a communication hook of the user's takes the sums' place
+    grad_slice = layout.grad_full_bytes // slices
+    all_reduces = replicas > 1 and settings.all_reduce and not own
+    fulls = [
+        _of_size(each.grad_dtype, each.full_numel, unit)
+        for each in layout.segments
+        if each.trainable
+    ]
+    steps, reduce = ranks.gather_of_steps, ranks.reduce
+    gathered, reduced = layout.full_bytes // slices, grad_slice
+    if isinstance(steps, CompressedComm) and isinstance(reduce, CompressedComm):
+        shards = [_of_size(each.full_dtype, each.full_numel, unit) for each in layout.segments]
+        gathered = sum(map(steps.gather_part_bytes, shards))
+        reduced = sum(map(reduce.reduce_part_bytes, fulls))
+    return UnitCost(
+        full_bytes=0 if unit.resident else layout.full_bytes,
+        grad_full_bytes=layout.grad_full_bytes,
+        part_bytes=part,
+        scratch_bytes=sum(map(ranks.reduce.reduce_scratch_bytes, fulls)),
+        gather_bytes=gathered * (slices - 1),
+        part_gather_bytes=part * (block - 1),
+        reduce_bytes=0 if own else reduced * (slices - 1),
+        all_reduce_bytes=2 * grad_slice * (replicas - 1) // replicas if all_reduces else 0,
+        solo=slices == 1,
+    )
+
+
+def _of_size(dtype: str, numel: int, unit: Unit) -> torch.Tensor:
+    """A tensor of that many elements, which take no memory."""
+    return torch.empty((), dtype=dtype_of(dtype), device=unit.device).expand(numel)

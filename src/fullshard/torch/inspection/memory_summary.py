@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model costs a rank in memory, beside what it would cost one process without shards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fullshard.core.spec import item_bytes
+from fullshard.core.text import bytes_text, in_columns
+from fullshard.torch.comm.compressed import CompressedComm
+from fullshard.torch.inspection.forecast import forecast_step, named_units
+from fullshard.torch.optim.checks import optimizer_state_bytes
+from fullshard.torch.step.managed import managed_units
+from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.unit.unit import Unit
+
+__all__ = ["Bytes", "MemorySummary", "RestingBytes", "memory_summary", "resting_bytes"]
+
+_STEP_COUNT_BYTES = 4  # AdamW counts the steps of each parameter in a float32
+_MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What one process holds for the model: at rest, and at most beyond that within a step."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    transient: int
+
+    @classmethod
+    def unsharded(cls, model: nn.Module) -> "Bytes":
+        """What one process needs for ``model`` without shards, with AdamW, from its shapes.
+
+        AdamW keeps two moments like the parameter and a float32 step count for each one that is
+        trained. Tied parameters count once.
+        """
+        params = list(model.parameters())
+        trained = [param for param in params if param.requires_grad]
+        size = sum(map(_global_bytes, trained))
+        optimizer = _MOMENTS * size + _STEP_COUNT_BYTES * len(trained)
+        return cls(sum(map(_global_bytes, params)), size, optimizer, 0)
+
+    @property
+    def at_rest(self) -> int:
+        """All but what comes and goes within a step."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.at_rest + self.transient
+
+
+@dataclass(frozen=True)
+class MemorySummary:
+    """Bytes of one rank and of one process without shards; ``str()`` is a table.
+
+    ``measured`` says if optimizer state was counted, else it is AdamW's by its definition.
+    ``on_host`` is the part of this rank's bytes at rest that is offloaded to host memory.
+    """
+
+    rank: Bytes
+    unsharded: Bytes
+    measured: bool
+    on_host: int = 0
+
+    @property
+    def savings(self) -> float:
+        """The share of bytes at rest that a rank is spared, 0 to 1."""
+        return 1 - self.rank.at_rest / self.unsharded.at_rest if self.unsharded.at_rest else 0.0
+
+    @property
+    def peak_savings(self) -> float:
+        """The same with full units at their most; below 0 if few units hold the whole model."""
+        return 1 - self.rank.total / self.unsharded.total if self.unsharded.total else 0.0
+
+    @property
+    def times_larger(self) -> float:
+        """How many times larger a model the same bytes at rest of each rank could hold.
+
+        Without shards over with shards, both at rest: parameters, gradients and optimizer state. Of
+        a larger model the full units and activations are larger too; they are not in this figure.
+        """
+        return self.unsharded.at_rest / self.rank.at_rest if self.rank.at_rest else 1.0
+
+    def __str__(self) -> str:
+        state = "measured" if self.measured else "AdamW's"
+        rows: list[tuple[object, ...]] = [("bytes", "this rank", "without shards", "share")]
+        for name, mine, whole in (
+            ("parameters", self.rank.parameters, self.unsharded.parameters),
+            ("gradients", self.rank.gradients, self.unsharded.gradients),
+            (f"optimizer state ({state})", self.rank.optimizer, self.unsharded.optimizer),
+            ("at rest", self.rank.at_rest, self.unsharded.at_rest),
+            ("full units in a step, at most", self.rank.transient, self.unsharded.transient),
+            ("peak, without activations", self.rank.total, self.unsharded.total),
+        ):
+            rows.append((name, mine, whole, f"{mine / whole:.1%}" if whole else ""))
+        lines = [in_columns(rows, right=(1, 2, 3))]
+        if self.on_host:
+            lines.append(f"{bytes_text(self.on_host)} of what rests is in host memory.")
+        lines.append(
+            f"Saves {self.savings:.1%} at rest, {self.peak_savings:.1%} at the peak. In the same "
+            f"bytes at rest, ranks can train a model {self.times_larger:.2f} times larger\n"
+            "(its full units and activations, larger too, are not counted)."
+        )
+        return "\n".join(lines)
+
+
+def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> MemorySummary:
+    """What parameters, gradients and optimizer state of ``model`` take on this rank, and would
+    without sharding.
+
+    At rest means after a backward: parameters and gradients by the units' layouts, padding
+    included, and whatever is not sharded as it is. Optimizer state is counted if ``optimizer`` has
+    stepped (or is an SGD that never has any), else said for AdamW. "Full units in a step" is the
+    peak of the engine's own schedule for a step that runs each unit once, with every reduce ending
+    as late as it may; copies on their way to the host, activations and buffers are not in it. A
+    plain model saves nothing. Both doors; not collective, so ranks may differ by padding and by
+    where parameters end.
+    """
+    units = named_units(model)
+    sharded = {id(param) for each in units for param in each.unit.sharded}
+    others = [param for param in model.parameters() if id(param) not in sharded]
+    all_units = [each.unit for each in units]
+    whole = Bytes.unsharded(model)
+    plain = sum(param.nbytes for param in others)
+    trained = sum(param.nbytes for param in others if param.requires_grad)
+    parameters = plain + sum(map(_parameter_bytes, all_units))
+    gradients = trained + sum(map(_gradient_bytes, all_units))
+    measured = optimizer is not None and (bool(optimizer.state) or _keeps_none(optimizer))
+    if optimizer is not None and measured:
+        mine, of_all = optimizer_state_bytes(optimizer), _unsharded_state_bytes(optimizer)
+        whole = Bytes(whole.parameters, whole.gradients, of_all, 0)
+    else:
+        mine = _adamw_bytes(list(model.parameters()))
+    rank = Bytes(parameters, gradients, mine, forecast_step(units).peak_bytes)
+    return MemorySummary(rank, whole, measured, _bytes_on_host(all_units))
+
+
+def _global_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()  # of a sharded one, both are global
+
+
+def _held_bytes(tensor: Tensor) -> int:
+    return tensor.local.nbytes if isinstance(tensor, ShardedParameter) else tensor.nbytes
+
+
+def _adamw_bytes(params: Sequence[Tensor]) -> int:
+    trained = [param for param in params if param.requires_grad]
+    return _MOMENTS * sum(map(_held_bytes, trained)) + _STEP_COUNT_BYTES * len(trained)
+
+
+def _unsharded_state_bytes(optimizer: Optimizer) -> int:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(_global_bytes(value) for value in values if isinstance(value, Tensor))
+
+
+def _keeps_none(optimizer: Optimizer) -> bool:
+    """True if it has no state whether or not it has stepped."""
+    groups = optimizer.param_groups
+    return isinstance(optimizer, torch.optim.SGD) and not any(g["momentum"] for g in groups)
+
+
+def _parameter_bytes(unit: Unit) -> int:
+    """Its shard, and the copy of it that stays on the device if only optimizer state is away."""
+    offload = unit.plan.offload
+    copies = offload.to_host and not offload.params
+    working = sum(s.slice_numel * item_bytes(s.full_dtype) for s in unit.layout.segments)
+    return unit.layout.shard_bytes + (working if copies else 0)
+
+
+def _gradient_bytes(unit: Unit) -> int:
+    if not unit.plan.precision.keep_low_grads:
+        return unit.layout.grad_shard_bytes
+    return unit.layout.grad_full_bytes // unit.layout.shards
+
+
+def _bytes_on_host(units: Sequence[Unit]) -> int:
+    total = 0
+    for unit in units:
+        if unit.plan.offload.to_host and unit.device != torch.device("cpu"):
+            total += unit.layout.shard_bytes + _gradient_bytes(unit) + _adamw_bytes(unit.sharded)
+    return total
+
+
+@dataclass(frozen=True)
+class RestingBytes:
+    """What one rank holds between steps, in bytes, padding included."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
+
+
+def resting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> RestingBytes:
+    """Bytes that this rank holds now for parameters, gradients and optimizer state.
+
+    Counted from the storages there are, not from the layout; what error feedback of compressed
+    reduces keeps counts as gradients. Works for plain models too.
+    """
+    params = list(model.parameters())
+    grads = [param.grad for param in params if param.grad is not None]
+    reduces = [managed.unit.ranks.reduce for managed in managed_units(model)]
+    residuals = sum(each.residual_bytes for each in reduces if isinstance(each, CompressedComm))
+    return RestingBytes(
+        _storage_bytes(params),
+        _storage_bytes(grads) + residuals,
+        optimizer_state_bytes(optimizer),
+    )
+
+
+def _storage_bytes(tensors: list[Any]) -> int:
+    local = [t.local if isinstance(t, ShardedParameter) else t for t in tensors]
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}
+    return sum(storages.values())

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes a rank sends in a training step, foreseen from layouts or counted from a trace."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+
+from torch import nn
+
+from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.core.forecast import Sent, UnitCost
+from fullshard.core.schedule import OpKind
+from fullshard.core.text import bytes_text, in_columns
+from fullshard.core.trace import Trace
+from fullshard.torch.inspection.forecast import NamedUnit, cost_of, forecast_step, named_units
+from fullshard.torch.step.executor import TraceRecorder
+from fullshard.torch.step.tracker import runtime_of
+
+__all__ = ["Communication", "Counted", "communication", "tracing"]
+
+_HEADS = ("unit", "gather in forward", "gather in backward", "reduce", "all-reduce", "total")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a trace says was sent: how often each collective was called, and its bytes together.
+
+    An all-reduce over replicas follows its unit's reduce, so there is no number of its own.
+    """
+
+    gathers: int
+    gather_bytes: int
+    reduces: int
+    reduce_bytes: int
+    all_reduce_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.gather_bytes + self.reduce_bytes + self.all_reduce_bytes
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes that this rank sends in one step, unit by unit; ``str()`` is a table.
+
+    ``not_counted`` names the units whose gathers or reduces a user's own function does.
+    """
+
+    units: Mapping[str, Sent]
+    not_counted: tuple[str, ...] = ()
+    counted: Counted | None = None
+
+    @property
+    def total(self) -> Sent:
+        """The sum over all units."""
+        return sum(self.units.values(), Sent())
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is sent in the step."""
+        return self.total.total_bytes
+
+    def __str__(self) -> str:
+        rows: list[tuple[object, ...]] = [_HEADS]
+        for name, sent in [*self.units.items(), ("all units", self.total)]:
+            rows.append((name, *astuple(sent), sent.total_bytes))
+        lines = ["bytes that this rank sends in a step", in_columns(rows, right=range(1, 6))]
+        if self.not_counted:
+            names = ", ".join(self.not_counted)
+            lines.append(f"not counted, as functions of yours do it: {names}")
+        if self.counted is not None:
+            each = self.counted
+            lines.append(
+                f"in the trace: {each.gathers} gathers {bytes_text(each.gather_bytes)}, "
+                f"{each.reduces} reduces {bytes_text(each.reduce_bytes)}, "
+                f"all-reduces {bytes_text(each.all_reduce_bytes)}"
+            )
+        return "\n".join(lines)
+
+
+def communication(model: nn.Module, trace: Trace | None = None) -> Communication:
+    """What this rank sends in a forward and backward of ``model``, with the settings as they are.
+
+    Within ``no_sync()`` that is a micro-batch without reduces; outside, one with them. Foreseen is
+    a step that runs each unit once, follows an optimizer's step, and is not the very first; frozen
+    units before the first trained one are taken to have no backward. Gathers of b bytes of full
+    parameters (in the dtype of computation) over N ranks send b (N-1)/N, reduces the same of full
+    gradients (in the dtype of the reduce), the all-reduce of a slice s over R replicas 2 s (R-1)/R,
+    as a ring sends it. Norms, votes on uneven inputs, tensor parallelism, and what users call
+    themselves are not in it; parameters with ``fsdp_pre_all_gather`` count as if plain. Nothing
+    is sent by a model without units.
+
+    With the trace of a step (``with fullshard.torch.tracing(model) as trace``) what has happened is
+    counted beside it, at the prices of now. Not collective.
+
+    Raises:
+        ConfigurationError: if the trace has units that ``model`` has not.
+    """
+    units = named_units(model)
+    own = [each for each in units if _does_it_itself(each)]
+    return Communication(
+        forecast_step(units).sent,
+        tuple(each.name for each in own),
+        None if trace is None else _count(units, trace),
+    )
+
+
+def _does_it_itself(each: NamedUnit) -> bool:
+    settings = each.unit.settings
+    chosen = (settings.hook, settings.reduce_scatter, each.unit.custom_gather)
+    return any(function is not None for function in chosen)
+
+
+def _count(units: Sequence[NamedUnit], trace: Trace) -> Counted:
+    costs = {each.unit.name: cost_of(each.unit) for each in units}
+    shrunk: set[str] = set()
+    gathers, reduces, gather_bytes = 0, 0, 0
+    reduced = Sent()
+    for record in trace:
+        cost = _cost_in(costs, record.unit)
+        if record.op == OpKind.GATHER.value:
+            gathers += 1
+            gather_bytes += cost.part_gather_bytes if record.unit in shrunk else cost.gather_bytes
+        elif record.op == OpKind.REDUCE.value:
+            reduces += 1
+            reduced += Sent(0, 0, cost.reduce_bytes, cost.all_reduce_bytes)
+        elif record.op == OpKind.SHRINK.value:
+            shrunk.add(record.unit)
+            continue
+        if record.op in (OpKind.GATHER.value, OpKind.FREE.value):
+            shrunk.discard(record.unit)
+    return Counted(gathers, gather_bytes, reduces, reduced.reduce_bytes, reduced.all_reduce_bytes)
+
+
+def _cost_in(costs: Mapping[str, UnitCost], name: str) -> UnitCost:
+    if name not in costs:
+        raise ConfigurationError(
+            f"the trace has a unit {name!r}, which this model has not; its units are "
+            f"{', '.join(map(repr, costs)) or 'none: it is not sharded'}"
+        )
+    return costs[name]
+
+
+@contextmanager
+def tracing(model: nn.Module) -> Iterator[Trace]:
+    """Record the ops of the units below the root ``model``; the trace is filled on leaving.
+
+    Begin and end it between steps. On CUDA, times are those of the compute stream.
+    """
+    execution = runtime_of(model).execution
+    if execution.recorder is not None:
+        raise UsageError("this model is being traced already")
+    trace = Trace()
+    device = next(iter(execution.units)).unit.device
+    execution.recorder = recorder = TraceRecorder(device)
+    try:
+        yield trace
+    finally:
+        execution.recorder = None
+        recorder.fill(trace)

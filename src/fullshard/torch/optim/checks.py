@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers over sharded parameters: which are refused, what they hold, and gradient clipping.
+
+[Note: Looking at optimizers]
+An optimizer that was created before the model was sharded holds parameters which nothing uses any
+more: it would train nothing, in silence. And one that needs whole tensors must not see spans. So
+from the first sharding on, every optimizer is looked at when it steps: once, and again when it has
+more parameters or more parameters have been sharded since.
+"""
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.torch.optim.merged_step import MergedStep
+from fullshard.torch.state.optimizers import adopt, translate
+from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.unit.replaced import last_replacement, name_of_replacement
+
+__all__ = [
+    "NEEDS_WHOLE_TENSORS",
+    "clip_grad_norm_",
+    "look_at",
+    "optimizer_state_bytes",
+    "watch_optimizers",
+]
+
+NEEDS_WHOLE_TENSORS = {
+    "Adafactor",
+    "DistributedShampoo",
+    "KFAC",
+    "LBFGS",
+    "Lamb",
+    "LAMB",
+    "LARS",
+    "Muon",
+    "SOAP",
+    "Shampoo",
+}
+"""Classes of optimizers, by name, that use rows, matrices or norms of whole parameters. Others of
+their kind are stopped by the operations that they call on a `ShardedParameter`."""
+
+_CHECKED = "_fullshard_checked"
+
+_watching = False
+_lock = threading.Lock()
+
+
+def watch_optimizers() -> None:
+    """Look at every optimizer before it steps, from now on. See [Note: Looking at optimizers]."""
+    global _watching
+    with _lock:
+        if not _watching:
+            register_optimizer_step_pre_hook(look_at)
+            _watching = True
+
+
+def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
+    """Raise, before anything has changed, if ``optimizer`` cannot work on what it holds.
+
+    Else make it ready for sharded parameters. See [Note: Looking at optimizers].
+    """
+    groups = optimizer.param_groups
+    seen = (last_replacement(), sum(len(group["params"]) for group in groups))
+    if getattr(optimizer, _CHECKED, None) == seen:
+        return
+    kind = type(optimizer).__name__
+    params = [param for group in groups for param in group["params"]]
+    for param in params:
+        name = name_of_replacement(param)
+        if name is not None:
+            raise UsageError(
+                f"{kind} was created before the model was sharded: its parameter {name!r} has been "
+                "replaced, and stepping would train nothing. Create the optimizer afterwards, "
+                "from the sharded model's parameters()"
+            )
+    sharded = next((param for param in params if isinstance(param, ShardedParameter)), None)
+    names = {cls.__name__ for cls in type(optimizer).__mro__} & NEEDS_WHOLE_TENSORS
+    if sharded is not None and names:
+        raise NotSupportedError(
+            f"{kind} needs whole tensors ({', '.join(sorted(names))}), but "
+            f"{sharded.ownership.name!r} is sharded by element. Use an elementwise optimizer (SGD, "
+            "Adam, AdamW, Adagrad, RMSprop, ...), or leave these parameters out of sharding"
+        )
+    if sharded is not None:
+        translate(optimizer)
+        adopt(optimizer)
+        MergedStep.of(optimizer)
+    setattr(optimizer, _CHECKED, seen)
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Scale the gradients so that their global norm is at most ``max_norm``.
+
+    Returns the norm before clipping, the same on every rank. Gradients of plain parameters count
+    once: every rank is taken to have the same. Collective. The same as `torch.nn.utils`' function.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+
+
+def optimizer_state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of this rank's state of ``optimizer``: spans, and plain tensors as they are."""
+    return sum(
+        _bytes_of(value)
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    held = tensor.local if isinstance(tensor, ShardedParameter) else tensor
+    return held.numel() * held.element_size()

@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch's elementwise optimizers step on a few plain tensors instead of on every parameter.
+
+[Note: Runs of spans]
+The spans of a unit lie one behind the other in its shard, and their gradients in the reduced ones.
+An optimizer that treats every element by itself may take such a run for one plain tensor: it has
+less to do for each parameter, and nothing goes through the dispatch of `ShardedParameter`.
+
+torch's optimizers collect parameters, gradients and state into lists (``_init_group``), and work on
+these. So the lists are what is changed: what belongs to a run becomes one view. Hooks, closures,
+``param_groups`` and the state of each parameter are as ever: each has its own tensors, whose memory
+is moved so that it lies in runs, too. Numbers beside the state (``step``) must be equal in a run;
+the step changes those of the first parameter, and the others are given a copy. What does not fit (a
+plain parameter, a gradient of another kind) stays as it is.
+
+A run ends where padding lies: behind a span that is no multiple of 32 elements. So every element
+keeps its place in vectorised loops: see [Note: Thirty-two elements] in `fullshard.core.layout`.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from fullshard.torch.tensor.elementwise import count_change
+from fullshard.torch.tensor.parameter import ShardedParameter
+
+__all__ = ["ELEMENTWISE", "MergedStep"]
+
+ELEMENTWISE = frozenset(
+    {SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, ASGD, Rprop}
+)
+"""Classes of optimizers whose step is known to treat every element by itself. Classes derived from
+them are not meant: nobody knows what they do."""
+
+_ATTRIBUTE = "_fullshard_merged_step"
+_MOST_READS = 64
+"""How often numbers are read from a device to find out which are equal. Each read waits for it."""
+_MOST_MISSES = 8
+"""After so many steps on end that each need another plan, one is made only now and then."""
+
+_version = attrgetter("_version")
+
+Lists = Sequence[list[Any]]
+"""What ``_init_group`` has filled: parameters, gradients, then state by kind. Empty for a kind that
+the optimizer does without, else with a place for each parameter."""
+
+
+class MergedStep:
+    """Merges what one optimizer collects for its steps; see [Note: Runs of spans]."""
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = weakref.ref(optimizer)
+        self._collect: Callable[..., Any] = type(optimizer)._init_group  # type: ignore[attr-defined]
+        self._plans: dict[int, _Plan] = {}  # by the first parameter collected
+        self._misses: dict[int, int] = {}  # for how many steps on end there was none that fits
+        self._unfinished: _Plan | None = None
+        self._reads = 0
+        self.prepare: Callable[[list[Tensor]], None] | None = None  # sees parameters to collect
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> "MergedStep | None":
+        """That of ``optimizer``, made with the first call; None if its class is not known."""
+        known: MergedStep | None = optimizer.__dict__.get(_ATTRIBUTE)
+        if known is not None or type(optimizer) not in ELEMENTWISE:
+            return known
+        merged = cls(optimizer)
+        optimizer.__dict__[_ATTRIBUTE] = merged
+        optimizer._init_group = merged._collect_merged  # type: ignore[attr-defined]
+        # Before hooks of users, who may look at the state.
+        handle = optimizer.register_step_post_hook(merged.finish)
+        optimizer._optimizer_step_post_hooks.move_to_end(  # type: ignore[attr-defined]
+            handle.id, last=False
+        )
+        return merged
+
+    def _collect_merged(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+        """Stands for the optimizer's ``_init_group``."""
+        self.finish()  # the group before this one, or a step that failed
+        if self.prepare is not None:
+            self.prepare(group["params"])
+        result = self._collect(self._optimizer(), group, *lists)
+        if lists[0] and not group.get("differentiable") and not torch.compiler.is_compiling():
+            self._merge(lists)
+        return result
+
+    def _merge(self, lists: Lists) -> None:
+        key = id(lists[0][0])
+        plan = self._plans.get(key)
+        grads = None if plan is None else plan.merged_grads(lists)
+        if plan is not None and grads is not None:
+            self._misses.pop(key, None)
+        else:
+            self._plans.pop(key, None)
+            misses = self._misses[key] = self._misses.get(key, 0) + 1
+            if misses > _MOST_MISSES and misses % _MOST_MISSES:
+                return  # other gradients in each step: plans cost more than they bring
+            plan = _Plan(lists, self._equal_numbers)
+            grads = plan.merged_grads(lists)
+            if grads is None:  # no plan fits this
+                return
+            self._plans[key] = plan
+            self._watch(plan, lists, key)
+        self._unfinished = plan
+        plan.apply(lists, grads)
+
+    def _watch(self, plan: "_Plan", lists: Lists, key: int) -> None:
+        reference = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            merged = reference()
+            if merged is not None:
+                merged._plans.pop(key, None)
+
+        plan.watch(lists, forget)
+
+    def finish(self, *_: Any) -> None:
+        """Give all parameters of a run the numbers of the first, when a group has been stepped."""
+        plan, self._unfinished = self._unfinished, None
+        if plan is None:
+            return
+        plan.finish()
+        optimizer = self._optimizer()
+        if type(optimizer) is SGD:  # which puts its buffers back by what it takes for parameters
+            for run in plan.runs:
+                optimizer.state.pop(run.param, None)
+
+    def _equal_numbers(self, numbers: list[Tensor]) -> list[Any]:
+        """For each of ``numbers`` something that is equal for those of which the value is."""
+        classes: list[Any] = [None] * len(numbers)
+        by_kind: dict[Any, list[int]] = {}
+        for i, number in enumerate(numbers):
+            by_kind.setdefault((number.device, number.dtype), []).append(i)
+        for kind, indices in by_kind.items():
+            if kind[0].type != "cpu":
+                self._reads += 1
+            if kind[0].type == "cpu":
+                values: list[Any] = [numbers[i].item() for i in indices]
+            elif self._reads > _MOST_READS or _is_capturing(kind[0]):
+                values = indices  # nobody knows: each for itself
+            else:
+                values = torch.stack([numbers[i] for i in indices]).tolist()
+            for i, value in zip(indices, values, strict=True):
+                classes[i] = (kind, value)
+        return classes
+
+
+def _is_capturing(device: torch.device) -> bool:
+    """True if a CUDA graph is being captured, in which nothing can be read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class _Run:
+    """Parameters whose spans, and the gradients of these, follow each other in memory."""
+
+    def __init__(self, first: int, kind: Any):
+        self.kind = kind  # dtypes and devices, and values of the numbers, equal for all
+        self.first = first  # whose numbers the step changes
+        self.members = [first]
+        self.held: list[int] = []  # those of which this rank has elements
+        self.numel = 0
+        self.param: Tensor  # all spans as one, when the run is complete
+        self._ends: list[tuple[int, int]] = []  # of spans and gradients: see `_where`
+
+    def takes(self, kind: Any, span: Tensor, grad: Tensor) -> bool:
+        """True if this span and gradient go on where the run ends; empty ones go anywhere."""
+        if kind != self.kind:
+            return False
+        if not span.numel() or not self.held:
+            return True
+        return self._ends == [_where(span), _where(grad)]
+
+    def add(self, place: int, span: Tensor, grad: Tensor) -> None:
+        """Append the span at ``place``."""
+        if span.numel():
+            self.held.append(place)
+            self.numel += span.numel()
+            self._ends = [_where(each, behind=True) for each in (span, grad)]
+
+    def view(self, items: Sequence[Any]) -> Tensor:
+        """The memory of the run in ``items``, which have a place for each parameter."""
+        first: Tensor = items[self.held[0] if self.held else self.first].local
+        return first if len(self.held) < 2 else first.as_strided((self.numel,), (1,))
+
+    def fits_storage(self, items: Sequence[Any]) -> bool:
+        """True if the storage of the first of ``items`` goes on for the length of the run.
+
+        What lies at an address within a storage belongs to it.
+        """
+        first: Tensor = items[self.held[0]].local
+        numel = first.storage_offset() + self.numel
+        return numel * first.element_size() <= first.untyped_storage().nbytes()
+
+    def joined(self, items: Sequence[Any]) -> Tensor:
+        """As `view`, of state, which is moved if it does not lie in a run yet."""
+        if len(self.held) < 2:
+            return self.view(items)
+        parts: list[Tensor] = [items[i].local for i in self.held]
+        ends = [_where(part, behind=True) for part in parts]
+        if ends[:-1] == [_where(part) for part in parts[1:]]:
+            return self.view(items)
+        together = torch.cat(parts)
+        start = 0
+        for i, part in zip(self.held, parts, strict=True):
+            items[i].local = together[start : start + part.numel()]
+            start += part.numel()
+        return together
+
+
+def _where(part: Tensor, *, behind: bool = False) -> tuple[int, int]:
+    """Storage and address at which ``part`` begins, or ends."""
+    end = part.numel() * part.element_size() if behind else 0
+    return part.untyped_storage().data_ptr(), part.data_ptr() + end
+
+
+class _Plan:
+    """What replaces what in the lists of one group, as long as they hold the same tensors."""
+
+    def __init__(self, lists: Lists, equal: Callable[[list[Tensor]], list[Any]]):
+        self._columns = [k for k in range(2, len(lists)) if lists[k]]  # of state
+        self.runs: list[_Run] = []
+        self._rows: list[_Run | int] = []  # what the lists become: a run, or what is at a place
+        self._find_runs(lists, equal)
+        self._members = [i for run in self.runs for i in run.members]
+        self._held = [i for run in self.runs for i in run.held]
+        # For each span held, where its gradient lies behind the first one of its run.
+        firsts = [run.held[0] for run in self.runs for _ in run.held]
+        self._firsts = [self._held.index(i) for i in firsts]
+        self._offsets = [
+            lists[1][i].local.data_ptr() - lists[1][first].local.data_ptr()
+            for i, first in zip(self._held, firsts, strict=True)
+        ]
+        self._long_runs = [run for run in self.runs if len(run.held) > 1]
+        self._numbers: list[Tensor] = []
+        self._leaders: list[Tensor] = []
+        self._followers: list[Tensor] = []
+        self._state: dict[int, list[Tensor]] = {}  # by column, for each run
+        for run in self.runs:
+            run.param = run.view(lists[0])
+        for k in self._columns if self.runs else ():
+            if type(lists[k][self.runs[0].first]) is ShardedParameter:
+                self._state[k] = [run.joined(lists[k]) for run in self.runs]
+            else:
+                self._state[k] = self._take_numbers(lists[k])
+        self._ids = _ids(lists)
+        self._versions = list(map(_version, self._numbers))
+        self._watched: list[weakref.ref[Any]] = []
+
+    def _find_runs(self, lists: Lists, equal: Callable[[list[Tensor]], list[Any]]) -> None:
+        params, grads, *_ = lists
+        kinds = [
+            _kind(param, grad, [lists[k][i] for k in self._columns])
+            for i, (param, grad) in enumerate(zip(params, grads, strict=True))
+        ]
+        # One that has numbers where others have spans stays as it is.
+        cut = next((kind[0] for kind in kinds if kind is not None), ())
+        kinds = [kind if kind is not None and kind[0] == cut else None for kind in kinds]
+        columns = [k for k, is_cut in zip(self._columns, cut, strict=False) if not is_cut]
+        fitting = [i for i, kind in enumerate(kinds) if kind is not None]
+        values = {
+            k: dict(zip(fitting, equal([lists[k][i] for i in fitting]), strict=True))
+            for k in columns
+        }
+        run: _Run | None = None
+        for i, kind in enumerate(kinds):
+            if kind is None:
+                self._rows.append(i)
+                run = None
+                continue
+            span, grad = params[i].local, grads[i].local
+            kind = (*kind, *(values[k][i] for k in columns))
+            if run is not None and run.takes(kind, span, grad):
+                run.members.append(i)
+            else:
+                run = _Run(i, kind)
+                self.runs.append(run)
+                self._rows.append(run)
+            run.add(i, span, grad)
+
+    def _take_numbers(self, items: Sequence[Tensor]) -> list[Tensor]:
+        for run in self.runs:
+            followers = [items[i] for i in run.members if i != run.first]
+            self._followers += followers
+            self._leaders += [items[run.first]] * len(followers)
+            self._numbers += [items[run.first], *followers]
+        return [items[run.first] for run in self.runs]
+
+    def watch(self, lists: Lists, forget: Callable[[Any], None]) -> None:
+        """Call ``forget`` when a tensor is no more that the plan was made for.
+
+        So the plan keeps no memory alive, and the identities that it knows are those of the living.
+        """
+        state = [item for k in self._columns for item in lists[k] if item is not None]
+        spans = [getattr(item, "local", item) for item in (*lists[0], *state)]
+        tensors = [*spans, *(item for item in state if isinstance(item, ShardedParameter))]
+        self._watched = [weakref.ref(tensor, forget) for tensor in tensors]
+
+    def merged_grads(self, lists: Lists) -> list[Tensor] | None:
+        """The gradients of the runs as they are now; None if the plan does not fit ``lists``."""
+        if not self.runs or _ids(lists) != self._ids:
+            return None
+        if list(map(_version, self._numbers)) != self._versions:
+            return None  # somebody has changed them, and they may differ
+        params, grads, *_ = lists
+        mine = [grads[i] for i in self._members]
+        if not all(map(_goes_with, mine, [params[i] for i in self._members])):
+            return None
+        parts: list[Tensor] = [grads[i].local for i in self._held]
+        at = [part.data_ptr() for part in parts]
+        offsets = [here - at[first] for here, first in zip(at, self._firsts, strict=True)]
+        if offsets != self._offsets or not all(run.fits_storage(grads) for run in self._long_runs):
+            return None
+        return [run.view(grads) for run in self.runs]
+
+    def apply(self, lists: Lists, merged_grads: list[Tensor]) -> None:
+        """Change ``lists``, which the plan fits."""
+        merged = {0: [run.param for run in self.runs], 1: merged_grads, **self._state}
+        for k, tensors in merged.items():
+            of_runs = iter(tensors)
+            lists[k][:] = [
+                lists[k][row] if isinstance(row, int) else next(of_runs) for row in self._rows
+            ]
+        # Fused steps count no change of their own.
+        count_change(*merged[0])
+
+    def finish(self) -> None:
+        """After the step: numbers that are equal stay equal."""
+        if self._followers:
+            torch._foreach_copy_(self._followers, self._leaders)
+        self._versions = list(map(_version, self._numbers))
+
+
+def _ids(lists: Lists) -> list[list[int]]:
+    params, _, *state = lists
+    # Of what is sharded its span: that may become another one, moved by another plan too.
+    return [[id(getattr(item, "local", item)) for item in items] for items in (params, *state)]
+
+
+def _goes_with(value: Any, param: ShardedParameter) -> bool:
+    """True if ``value`` is cut as ``param`` is, and lies in memory as that does."""
+    if type(value) is not ShardedParameter:
+        return False
+    owner, local = value.ownership, value.local
+    return (
+        owner is param.ownership or owner.agrees_with(param.ownership)
+    ) and local.is_contiguous()
+
+
+def _kind(param: Any, grad: Any, state: Sequence[Any]) -> tuple[Any, ...] | None:
+    """What must be equal in a run, beginning with which of ``state`` are cut; None if odd."""
+    if type(param) is not ShardedParameter or not _goes_with(grad, param):
+        return None
+    cut = tuple(_goes_with(each, param) for each in state)
+    for each, is_cut in zip(state, cut, strict=True):
+        if not is_cut and (type(each) is not Tensor or each.dim() or each.requires_grad):
+            return None
+    tensors = (param, grad, *(each for each, is_cut in zip(state, cut, strict=True) if is_cut))
+    return cut, *((tensor.dtype, tensor.device) for tensor in tensors)

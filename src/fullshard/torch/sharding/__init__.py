@@ -1,0 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a user's module to units."""
+
+__all__: list[str] = []

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The option classes of FSDP1 and FSDP2, and what the engine understands by them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.strategy import Offload, Precision
+from fullshard.torch.unit.buffers import dtype_name
+
+__all__ = [
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "offload_of",
+    "precision_of",
+]
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """FSDP1's precision options. None keeps the dtype that things have.
+
+    Parameters, optimizer state and gradients at rest keep the parameters' own dtype, fp32 as a
+    rule: only what is gathered, computed with and reduced changes. A model that is bf16 *before* it
+    is sharded also rests and is optimised in bf16, where small updates are lost; shard it in fp32.
+
+    Attributes:
+        param_dtype: of full parameters in forward and backward, and of their gathers.
+        reduce_dtype: in which gradients travel; None is ``param_dtype``.
+        buffer_dtype: floating-point buffers are cast to it when the model is sharded.
+        keep_low_precision_grads: leave reduced gradients in ``reduce_dtype``.
+        cast_forward_inputs: cast floating-point inputs of every wrapped module to ``param_dtype``.
+        cast_root_forward_inputs: the same for the outermost one.
+        _module_classes_to_ignore: with an ``auto_wrap_policy``, modules of these classes become
+            units of their own that compute in fp32 and return ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (nn.modules.batchnorm._BatchNorm,)
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """FSDP2's precision options, for one call of `fully_shard`; see also `MixedPrecision`.
+
+    Attributes:
+        param_dtype: of full parameters in forward and backward, and of their gathers.
+        reduce_dtype: in which gradients travel, and are kept full by
+            ``set_requires_gradient_sync(False)``; None is ``param_dtype``.
+        output_dtype: floating-point outputs of the module are cast to it.
+        cast_forward_inputs: cast floating-point inputs of the module to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class CPUOffload:
+    """FSDP1's offload options, and one that it lacks.
+
+    ``offload_params``: shards, their gradients and optimizer state rest in host memory, every
+    gather begins with a copy to the device. ``offload_optimizer`` alone: the same rest there, but
+    the device keeps a working shard in the dtype of computation.
+    """
+
+    offload_params: bool = False
+    offload_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """FSDP2's offload options: nothing is offloaded."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """FSDP2's offload of shards, gradients and optimizer state to host memory.
+
+    ``pin_memory`` locks that memory, so that copies run beside computation.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which dims of a larger mesh `fully_shard` shards over, and which it replicates over.
+
+    Several names are one flattened axis. Raises `ConfigurationError` without any name.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ConfigurationError("DataParallelMeshDims needs a name for shard or replicate")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The dims sharded over."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The dims replicated over."""
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+T = TypeVar("T")
+
+
+def _checked(name: str, value: Any, expected: type[T]) -> T:
+    if value is None:
+        return expected()
+    if not isinstance(value, expected):
+        raise ConfigurationError(
+            f"{name} must be a {expected.__name__} or None, got {value!r} "
+            "(take the class from fullshard.torch)"
+        )
+    return value
+
+
+def _float_name(name: str, dtype: Any) -> str | None:
+    if dtype is None:
+        return None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ConfigurationError(
+            f"{name} must be a floating-point torch.dtype of at least 2 bytes, got {dtype!r}"
+        )
+    return dtype_name(dtype)
+
+
+def precision_of(name: str, options: Any) -> Precision:
+    """What a `MixedPrecision`, a `MixedPrecisionPolicy` or None, given as ``name``, asks for.
+
+    Raises `ConfigurationError` naming the argument for anything else.
+    """
+    output, keep = None, False
+    policy: MixedPrecision | MixedPrecisionPolicy
+    if name == "mp_policy":
+        policy = _checked(name, options, MixedPrecisionPolicy)
+        cast = cast_root = policy.cast_forward_inputs
+        output = policy.output_dtype
+    else:
+        policy = _checked(name, options, MixedPrecision)
+        _float_name(f"{name}.buffer_dtype", policy.buffer_dtype)
+        cast, cast_root = policy.cast_forward_inputs, policy.cast_root_forward_inputs
+        output = getattr(policy, "output_dtype", None)  # FSDP1 itself has no such option
+        keep = policy.keep_low_precision_grads
+    return Precision(
+        compute=_float_name(f"{name}.param_dtype", policy.param_dtype),
+        reduce=_float_name(f"{name}.reduce_dtype", policy.reduce_dtype),
+        output=_float_name(f"{name}.output_dtype", output),
+        cast_inputs=cast,
+        cast_root_inputs=cast_root,
+        keep_low_grads=keep,
+    )
+
+
+def offload_of(name: str, options: Any) -> Offload:
+    """What a `CPUOffload`, an `OffloadPolicy` or None, given as ``name``, asks for."""
+    if name == "cpu_offload":
+        chosen = _checked(name, options, CPUOffload)
+        return Offload(params=chosen.offload_params, optimizer=chosen.offload_optimizer)
+    policy = _checked(name, options, OffloadPolicy)
+    if isinstance(policy, CPUOffloadPolicy):
+        return Offload(params=True, pin=policy.pin_memory)
+    return Offload()

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the two front doors share: the check of what is to be sharded, and the act.
+
+The doors (`fullshard.torch.fsdp1`, `fullshard.torch.fsdp2`) differ in who chooses the units, a
+policy or the caller, and in what is left standing, a wrapper or the module with another class.
+"""
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.core.strategy import Prefetch
+from fullshard.torch.comm.agreement import verify_agreement
+from fullshard.torch.comm.ranks import Where, compute_device
+from fullshard.torch.optim.checks import watch_optimizers
+from fullshard.torch.sharding.find import TiedSites, find_parameters
+from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
+from fullshard.torch.step.tracker import Runtime, runtime_of
+from fullshard.torch.unit.changes import give_up, take_over
+from fullshard.torch.unit.plan import Plan
+from fullshard.torch.unit.sites import ParamSites, device_of
+from fullshard.torch.unit.unit import Unit
+
+__all__ = [
+    "ToShard",
+    "agree",
+    "refuse_copy",
+    "refuse_pickle",
+    "require_gradient_sync",
+    "set_prefetch",
+    "shard_modules",
+    "shardable_parameters",
+    "take_over_below",
+]
+
+
+@dataclass(frozen=True)
+class ToShard:
+    """The parameters that are to be sharded now, all checked, and where they shall compute."""
+
+    params: list[ParamSites]
+    tied: list[TiedSites]
+    device: torch.device
+
+    @property
+    def all_of_them(self) -> list[ParamSites]:
+        """Those that no unit has yet, and those that units below have to give up."""
+        return [*self.params, *(each.everywhere for each in self.tied)]
+
+    def claim(self) -> list[ParamSites]:
+        """All of them, after units below have given up what is used outside them. Collective."""
+        by_owner: dict[Unit, dict[str, nn.Parameter]] = {}
+        for each in self.tied:
+            by_owner.setdefault(each.owner, {})[each.name_in_owner] = each.everywhere.param
+        for owner, originals in by_owner.items():
+            give_up(owner, originals)
+        return self.all_of_them
+
+
+def shardable_parameters(
+    modules: Sequence[nn.Module],
+    where: Where,
+    ignored: AbstractSet[nn.Parameter] = frozenset(),
+    device_id: int | torch.device | None = None,
+) -> ToShard:
+    """What is to be sharded of ``modules``; nothing is changed yet."""
+    params, tied = find_parameters(modules, ignored)
+    device = device_of(params) or torch.device("cpu")
+    return ToShard(params, tied, compute_device(where, device, device_id))
+
+
+def agree(units: Mapping[str, Sequence[ParamSites]], plans: Sequence[Plan]) -> None:
+    """Make sure, before anything is changed, that all ranks mean the same. Collective.
+
+    ``units`` are the parameters of each by its name, ``plans`` what goes with them. Where
+    parameters are (a device, the meta device) may differ. Raises `ConfigurationError` on all ranks
+    if they do not agree, with the lines in which they differ, `NotSupportedError` for compression
+    of what decides itself how it is gathered.
+    """
+    lines: dict[str, str] = {}
+    for (name, params), plan in zip(units.items(), plans, strict=True):
+        ranks = plan.ranks
+        block = ranks.block.size if ranks.block else None
+        lines[f"unit {name!r}"] = (
+            f"{ranks.gather.size} slices, {ranks.replicas.size} replicas, blocks of {block}, "
+            f"reshard_after_forward={plan.reshard_after_forward}, {plan.precision}, "
+            f"{plan.offload}, {ranks.compression}"
+        )
+        for each in params:
+            spec = each.spec
+            trained = "trained" if spec.trainable else "frozen"
+            where = f"parameter {name + '.' if name else ''}{spec.name}"
+            lines[where] = f"{spec.shape} {spec.dtype} {trained}, also as {spec.aliases}"
+    comms = dict.fromkeys(c for plan in plans for c in (plan.ranks.gather, plan.ranks.replicas))
+    for comm in comms:
+        verify_agreement(comm, lines, plans[0].device)
+    for params, plan in zip(units.values(), plans, strict=True):
+        _check_compressible(params, plan)
+
+
+def _check_compressible(params: Sequence[ParamSites], plan: Plan) -> None:
+    compression = plan.ranks.compression
+    own = [each.spec.name for each in params if each.spec.apart]
+    if own and compression is not None and compression.gather is not None:
+        raise NotSupportedError(
+            f"parameters with fsdp_pre_all_gather choose themselves what is gathered: {own}; give "
+            "their unit a compression of reduces only (gather=None)"
+        )
+
+
+def shard_modules(
+    modules: Sequence[nn.Module], params: Sequence[ParamSites], plan: Plan
+) -> ManagedUnit:
+    """Make one unit of ``params`` and let the forwards of ``modules`` drive it."""
+    watch_optimizers()
+    unit = Unit(type(modules[0]).__name__, params, plan)
+    for module in modules:
+        module.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+    return ManagedUnit(unit, modules, plan.reshard_after_forward, Runtime.adopt)
+
+
+def _after_loading(module: nn.Module, _incompatible: object) -> None:
+    managed = managed_unit_of(module)
+    if managed is not None:
+        take_over(managed.unit)
+
+
+def take_over_below(module: nn.Module) -> None:
+    """Let the units of ``module`` and below adopt what modules show. See `take_over`."""
+    for managed in managed_units(module):
+        take_over(managed.unit)
+
+
+def refuse_copy(module: nn.Module) -> NoReturn:
+    """Raise: what makes a sharded module work cannot be copied."""
+    raise UsageError(
+        f"a sharded {type(module).__name__} cannot be copied: its hooks and communicators belong "
+        "to this instance. Copy the plain module before sharding, or build a second one and load "
+        "this one's state dict"
+    )
+
+
+def refuse_pickle(module: nn.Module) -> NoReturn:
+    """Raise: one rank's spans would be saved as if they were the model."""
+    raise UsageError(
+        f"a sharded {type(module).__name__} cannot be pickled: one rank holds a part of it. Save "
+        "fullshard.torch.save_full_weights(model, path), or its state dict"
+    )
+
+
+def require_gradient_sync(module: nn.Module, required: bool, *, recurse: bool = True) -> None:
+    """Say if the units of ``module`` (``recurse``: and below) are reduced after backward."""
+    for managed in managed_units(module, recurse=recurse):
+        managed.requires_gradient_sync = required
+
+
+def set_prefetch(
+    module: nn.Module, forward: int = 1, backward: int = 1, *, least_bytes: int = 0
+) -> None:
+    """Set how many units are gathered ahead of use below the root ``module``, between steps.
+
+    ``forward`` and ``backward`` count units beyond the one in use: 0 gathers each when it is
+    needed. Every unit more costs the memory of one full unit. With ``least_bytes`` further units
+    are gathered ahead, and further reduces left under way, until those beside the last hold so many
+    bytes: it keeps a link busy where units are small. All ranks must choose the same.
+    """
+    runtime = runtime_of(module)
+    if not runtime.idle:
+        raise UsageError("prefetch can only be changed between steps, not in the middle of one")
+    reduces = runtime.prefetch.reduces_in_flight
+    runtime.set_prefetch(Prefetch(forward, backward, reduces, least_bytes))

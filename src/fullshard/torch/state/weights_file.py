@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a sharded model as one safetensors file, written and read in small pieces."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.layout import Span
+from fullshard.core.safetensors_format import Entry, FileWriter, Place, header_of, places_in
+from fullshard.torch.comm.protocol import Comm, Parts, Work
+from fullshard.torch.comm.ranks import Ranks
+from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.step.tracker import runtime_of
+from fullshard.torch.tensor.elementwise import count_change
+from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.tensor.tensor_parallel import tensor_parallel_of
+from fullshard.torch.unit.sites import clean_name
+
+__all__ = ["DTYPE_NAMES", "entries_of", "load_full_weights", "save_full_weights"]
+
+# The format's names: https://github.com/huggingface/safetensors#format
+DTYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
+
+PIECE_BYTES = 8 * 2**20  # two of them are under way at the same time
+
+
+@torch.no_grad()
+def save_full_weights(model: nn.Module, path: str | Path) -> None:
+    """Write all parameters and buffers of ``model`` to one safetensors file. Collective.
+
+    Names, shapes and values are those of the plain model's ``state_dict()``, so
+    ``plain.load_state_dict(safetensors.torch.load_file(path))`` restores it (a tied parameter is
+    there under each of its names). Elements go to rank 0 in pieces of at most 8 MiB, of which it
+    holds two at a time while it writes; other ranks need no memory. (Parameters that are cut along
+    a tensor axis too are gathered one by one instead.) The file appears at ``path`` when it is
+    complete.
+
+    Raises:
+        ConfigurationError: on all ranks, if rank 0 cannot write the file, or the format cannot hold
+            a dtype, or a parameter is on the meta device.
+        UsageError: called on some ranks only, see `fullshard.torch.comm.roll_call`.
+    """
+    entries = _Entries(model)
+    entries.call_roll("save_full_weights()")
+    target = Path(path)
+    writer = FileWriter(target, header_of(entries_of(entries.values))) if entries.first else None
+    # One piece travels while the one before it is written.
+    before: _Piece | None = None
+    for piece in _pieces(entries):
+        if before is not None:
+            before.finish(writer)
+        before = piece
+    if before is not None:
+        before.finish(writer)
+    failure = None
+    if writer is not None:
+        writer.finish()
+        failure = writer.failure
+    entries.raise_together(f"could not write the weights to {target}", failure)
+
+
+@torch.no_grad()
+def load_full_weights(model: nn.Module, path: str | Path) -> None:
+    """Read all parameters and buffers of ``model`` from one safetensors file. Collective.
+
+    The file has the names, shapes and dtypes of the plain model's ``state_dict()``, as from
+    `save_full_weights` or ``safetensors.torch.save_file``, and every rank can read it. A rank reads
+    only its spans, in pieces of at most 8 MiB. (A parameter that is cut along a tensor axis is read
+    whole, one at a time.)
+
+    Raises:
+        ConfigurationError: on all ranks, if one of them cannot read the file (parts may have been
+            loaded) or it does not fit; then nothing has been changed.
+        UsageError: called on some ranks only, see `fullshard.torch.comm.roll_call`.
+    """
+    entries = _Entries(model)
+    entries.call_roll("load_full_weights()")
+    source = Path(path)
+    failure: Exception | None = None
+    places: dict[str, Place] = {}
+    try:
+        places = places_in(source, entries_of(entries.values))
+    except (OSError, ConfigurationError) as error:
+        failure = error
+    entries.raise_together(f"cannot load the weights in {source}", failure)
+    try:
+        buffer = _buffer(PIECE_BYTES, torch.device("cpu"))
+        with source.open("rb", buffering=0) as file:
+            for name, tensor in entries.values.items():
+                _read_into(name, tensor, file, places[name].start, buffer)
+    except (OSError, ConfigurationError) as error:
+        failure = error
+    entries.raise_together(f"could not read all weights in {source}", failure)
+
+
+class _Entries:
+    """The parameters and buffers of a model by name, and the ranks that have parts of them."""
+
+    def __init__(self, model: nn.Module):
+        held = model.state_dict(keep_vars=True)
+        self.values: dict[str, Tensor] = {clean_name(name): held[name] for name in held}
+        for name, tensor in self.values.items():
+            if not isinstance(tensor, Tensor):
+                raise ConfigurationError(
+                    f"{name!r} is a {type(tensor).__name__}, and the file holds tensors only"
+                )
+            if tensor.dtype not in DTYPE_NAMES:
+                raise ConfigurationError(
+                    f"{name!r} is {tensor.dtype}, which safetensors cannot hold"
+                )
+            if tensor.is_meta:
+                raise ConfigurationError(
+                    f"{name!r} is on the meta device; call to_empty on the model first"
+                )
+        self.device = next((t.device for t in self.values.values()), torch.device("cpu"))
+        self._ranks: Ranks = next(runtime_of(model).execution.units).unit.ranks
+        owners = [t.ownership for t in self.values.values() if isinstance(t, ShardedParameter)]
+        self.shard_comms = list(dict.fromkeys(owner.comm for owner in owners))
+        self._comms = list(dict.fromkeys(comm for owner in owners for comm in owner.comms))
+        cuts = dict.fromkeys(o.tensor_parallel for o in owners if o.tensor_parallel is not None)
+        self.first = self._ranks.first and all(cut.first for cut in cuts)
+
+    def call_roll(self, what: str) -> None:
+        """Wait until all ranks have called ``what``."""
+        comms = [*self._comms, self._ranks.gather, self._ranks.replicas]
+        call_roll(comms, what, "call it on every rank: rank 0 alone touches the file when saving")
+
+    def raise_together(self, what: str, failure: Exception | None) -> None:
+        """Raise `ConfigurationError` on all ranks if one of them has a ``failure``. Collective."""
+        failed = torch.tensor(float(failure is not None), device=self.device)
+        for comm in self._comms:
+            comm.all_reduce([failed], "max").wait()
+        if self._ranks.any(bool(failed), failed.device):
+            detail = failure or "the error is on another rank"
+            raise ConfigurationError(f"{what}: {detail}") from failure
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Piece:
+    """Consecutive bytes on their way to the rank that writes them."""
+
+    data: Tensor
+    work: Work | None = None
+
+    def finish(self, writer: FileWriter | None) -> None:
+        if self.work is not None:
+            self.work.wait()
+        if writer is not None:
+            writer.append(self.data.cpu().numpy().data)
+
+
+def _pieces(entries: _Entries) -> Iterator[_Piece]:
+    """All bytes in the order of the file, each piece under way when it is handed out. Collective.
+
+    One that is not for this rank is empty.
+    """
+    destinations, room = _destinations(entries), _Room()
+    for name, tensor in entries.values.items():
+        if isinstance(tensor, ShardedParameter) and tensor.ownership.tensor_parallel is None:
+            destination = destinations[tensor.ownership.comm]
+            if destination is not None:  # else the ranks that have these elements write nothing
+                yield from _sent_pieces(name, tensor, destination, room)
+            continue
+        if isinstance(tensor, ShardedParameter):
+            tensor = tensor.gathered()
+        elif isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if entries.first:
+            yield from (_Piece(part) for part in torch.split(_bytes_of(tensor), PIECE_BYTES))
+
+
+def _destinations(entries: _Entries) -> dict[Comm, int | None]:
+    """Which rank of each communicator writes the file; None if it is not among them. Collective."""
+    found: dict[Comm, int | None] = {}
+    for comm in entries.shard_comms:
+        rank = torch.tensor(comm.rank if entries.first else -1, device=entries.device)
+        comm.all_reduce([rank], "max", label="search for the rank that writes").wait()
+        found[comm] = int(rank) if rank >= 0 else None
+    return found
+
+
+class _Room:
+    """Where pieces arrive: two buffers in turn, which an allocator cannot scatter."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.device, list[Tensor]] = {}
+
+    def take(self, size_bytes: int, device: torch.device) -> Tensor:
+        """Memory that was handed out two calls ago."""
+        if size_bytes == 0:
+            return _buffer(0, device)
+        if device not in self._buffers:
+            self._buffers[device] = list(_buffer(2 * PIECE_BYTES, device).chunk(2))
+        self._buffers[device].reverse()
+        return self._buffers[device][0][:size_bytes]
+
+
+def _buffer(size_bytes: int, device: torch.device) -> Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
+
+
+def _sent_pieces(
+    name: str, tensor: ShardedParameter, destination: int, room: _Room
+) -> Iterator[_Piece]:
+    ownership, item = tensor.ownership, tensor.element_size()
+    comm, total_bytes = ownership.comm, ownership.spans[-1].stop * item
+    spans = [Span(span.start * item, span.stop * item) for span in ownership.spans]
+    local, mine = _bytes_of(tensor.local), spans[comm.rank]
+    for start in range(0, total_bytes, PIECE_BYTES):
+        piece = Span(start, min(start + PIECE_BYTES, total_bytes))
+        common = [_common(span, piece) for span in spans]
+        sent, received = [0] * comm.size, [0] * comm.size
+        sent[destination] = common[comm.rank].numel
+        if comm.rank == destination:
+            received = [span.numel for span in common]
+        begin = common[comm.rank].start - mine.start
+        data = room.take(sum(received), local.device)
+        outgoing = local[begin : begin + sent[destination]] if sent[destination] else local[:0]
+        label = f"a piece of {name!r} for the file"
+        work = comm.all_to_all(Parts(data, received), Parts(outgoing, sent), label)
+        yield _Piece(data, work)
+
+
+def _common(span: Span, other: Span) -> Span:
+    start = max(span.start, other.start)
+    return Span(start, max(start, min(span.stop, other.stop)))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The elements as flat bytes, in the memory of ``tensor`` if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def _read_into(name: str, tensor: Tensor, file: IO[bytes], start: int, buffer: Tensor) -> None:
+    """Fill ``tensor``, or what this rank has of it, from the bytes that begin at ``start``."""
+    cut = tensor.ownership.tensor_parallel if isinstance(tensor, ShardedParameter) else None
+    if isinstance(tensor, ShardedParameter) and cut is None:
+        begin = start + tensor.span.start * tensor.element_size()
+        _read_pieces(tensor.local, file, begin, buffer)
+        count_change(tensor.local)
+    elif isinstance(tensor, ShardedParameter | DTensor):
+        full = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+        _read_pieces(full, file, start, buffer)
+        if isinstance(tensor, ShardedParameter):
+            tensor.local.copy_(tensor.ownership.cut(full))
+            count_change(tensor.local)
+        else:
+            of_dtensor = tensor_parallel_of(name, tensor)
+            assert of_dtensor is not None
+            tensor.to_local().copy_(of_dtensor.part_of(full))
+    else:
+        _read_pieces(tensor, file, start, buffer)
+
+
+def _read_pieces(into: Tensor, file: IO[bytes], start: int, buffer: Tensor) -> None:
+    """Fill ``into`` with consecutive bytes, by way of ``buffer``."""
+    file.seek(start)
+    in_place = into.is_contiguous()
+    flat = into.detach().view(-1) if in_place else into.new_empty(into.numel())
+    for part in torch.split(flat, len(buffer) // flat.element_size()):
+        piece = buffer[: part.numel() * part.element_size()]
+        view = piece.numpy().data
+        filled = 0
+        while filled < len(view):
+            count = file.readinto(view[filled:])  # type: ignore[attr-defined]
+            if not count:
+                raise ConfigurationError(f"it ends {len(view) - filled} bytes early")
+            filled += count
+        part.copy_(piece.view(part.dtype))
+    if not in_place:
+        into.detach().copy_(flat.view(into.shape))
+
+
+def entries_of(tensors: dict[str, Tensor]) -> dict[str, Entry]:
+    """What a header tells of ``tensors``, which have dtypes of `DTYPE_NAMES`."""
+    return {
+        name: Entry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find and replace the tensors in nested arguments and outputs of modules."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from numbers import Number
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["holds_unknown", "map_tensors", "tensors_in"]
+
+
+def tensors_in(structure: Any, keep: Callable[[Tensor], bool]) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists, dicts and dataclasses for which ``keep`` holds."""
+    if isinstance(structure, Tensor):
+        if keep(structure):
+            yield structure
+    elif isinstance(structure, (tuple, list)):
+        for item in structure:
+            yield from tensors_in(item, keep)
+    elif isinstance(structure, dict):
+        for item in structure.values():
+            yield from tensors_in(item, keep)
+    elif dataclasses.is_dataclass(structure) and not isinstance(structure, type):
+        for spec in dataclasses.fields(structure):
+            yield from tensors_in(getattr(structure, spec.name), keep)
+
+
+def map_tensors(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``structure`` with every tensor replaced that ``change`` changes; itself if none was."""
+    if isinstance(structure, Tensor):
+        return change(structure)
+    if isinstance(structure, (tuple, list)):
+        items = [map_tensors(item, change) for item in structure]
+        if all(new is old for new, old in zip(items, structure, strict=True)):
+            return structure
+        if hasattr(structure, "_fields"):  # a named tuple
+            return type(structure)(*items)
+        return type(structure)(items)
+    if isinstance(structure, dict):
+        values = {key: map_tensors(value, change) for key, value in structure.items()}
+        if all(values[key] is structure[key] for key in structure):
+            return structure
+        changed = copy.copy(structure)
+        for key, value in values.items():
+            changed[key] = value
+        return changed
+    if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
+        fields = {f.name: getattr(structure, f.name) for f in dataclasses.fields(structure)}
+        new = {name: map_tensors(value, change) for name, value in fields.items()}
+        if all(new[name] is fields[name] for name in fields):
+            return structure
+        twin: Any = copy.copy(structure)
+        for name, value in new.items():
+            object.__setattr__(twin, name, value)
+        return twin
+    return structure
+
+
+def holds_unknown(structure: Any) -> bool:
+    """True if something in ``structure`` may hide tensors that `tensors_in` does not find."""
+    if structure is None or isinstance(structure, (Tensor, str, bytes, bool, Number)):
+        return False
+    if isinstance(structure, (tuple, list)):
+        return any(map(holds_unknown, structure))
+    if isinstance(structure, dict):
+        return any(map(holds_unknown, structure.values()))
+    return not dataclasses.is_dataclass(structure)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parameter that a sharded model shows: of global shape, holding one rank's span.
+
+The same type serves as parameter, as gradient and as optimizer state. What operations do on it is
+in `fullshard.torch.tensor.rules`.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+
+from fullshard.core.errors import NotSupportedError, UnshardedOperationError
+from fullshard.core.layout import Span
+from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.tensor.ownership import Ownership
+from fullshard.torch.tensor.reductions import GlobalScalar
+from fullshard.torch.tensor.rules import RULES
+
+__all__ = ["GlobalScalar", "Ownership", "ShardedParameter"]
+
+
+class ShardedParameter(torch.Tensor):
+    """A tensor of global shape of which this rank holds ``local``, the flat elements ``span``.
+
+    Elementwise operations, and so optimizers, run on ``local``; norms are those of the whole
+    parameter (collective); random initialisation and ``copy_`` from a tensor of the global shape
+    give what one process would have. ``new_empty(size)`` and its kin give plain tensors. Operations
+    that need other ranks' elements raise `UnshardedOperationError`.
+    """
+
+    local: Tensor
+    ownership: Ownership
+
+    # Attributes and operations go straight to C++; only real operations come back, to dispatch.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def parameter(
+        local: Tensor, ownership: Ownership, *, requires_grad: bool = True
+    ) -> "ShardedParameter":
+        """A parameter whose elements on this rank are ``local``, which is used, not copied."""
+        made = _make(local, ownership, requires_grad)
+        made._is_param = True  # what isinstance(x, nn.Parameter) looks at
+        return made
+
+    @staticmethod
+    def value(local: Tensor, ownership: Ownership) -> "ShardedParameter":
+        """A gradient or a state that is cut as its parameter is; ``local`` is not copied."""
+        return _make(local, ownership, False)
+
+    @property
+    def span(self) -> Span:
+        """Which elements of the flattened parameter this rank holds."""
+        return self.ownership.span
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh that the parameter is sharded over, None if it was given as a group."""
+        return self.ownership.device_mesh
+
+    def to_local(self) -> Tensor:
+        """This rank's elements, flat: ``local``, under the name that a DTensor has for its own."""
+        return self.local
+
+    @property
+    def placements(self) -> NoReturn:
+        """Refuse: an interval of elements is no placement of `torch.distributed.tensor`."""
+        raise AttributeError(
+            f"{self.ownership}: that is no placement. Use .span and .local, or model.state_dict(), "
+            "which has DTensors"
+        )
+
+    def full_tensor(self) -> Tensor:
+        """The whole parameter as a new plain tensor without gradient. Collective.
+
+        Raises `UsageError` on a rank that calls it alone.
+        """
+        what = f"full_tensor() of {self.ownership.name!r}"
+        call_roll(self.ownership.comms, what, "call it on every rank, and use it on one")
+        return self.gathered()
+
+    @torch.no_grad()
+    def gathered(self) -> Tensor:
+        """`full_tensor` for code that all ranks are known to run: nobody is asked first."""
+        ownership = self.ownership
+        comm, spans = ownership.comm, ownership.spans
+        longest, numel = max(span.numel for span in spans), spans[-1].stop
+        local = self.local.detach()
+        if comm.size * longest > 2 * numel:
+            # A few ranks hold it all: to gather equal parts would be mostly padding.
+            full = local.new_empty(numel)
+            full[self.span.start : self.span.stop].copy_(local)
+            for rank, span in enumerate(spans):
+                if span.numel:
+                    comm.broadcast([full[span.start : span.stop]], rank).wait()
+            return ownership.whole(full)
+        mine = local.new_zeros(longest)
+        mine[: local.numel()] = local
+        gathered = local.new_empty(comm.size * longest)
+        label = f"full tensor of parameter {ownership.name!r}"
+        comm.all_gather([(gathered, mine)], label=label).wait()
+        rows = gathered.view(comm.size, longest)
+        pieces = [rows[rank, : span.numel] for rank, span in enumerate(spans)]
+        return ownership.whole(torch.cat(pieces))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """See `fullshard.torch.tensor.rules`."""
+        return RULES[func](cls, args, kwargs or {})
+
+    @property
+    def data(self) -> Tensor:
+        """The same elements without gradient; assigning copies into them."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise NotSupportedError(
+                f"{self.ownership}: .data is {self.dtype} on {self.device} and cannot become "
+                f"{value.dtype} of shape {tuple(value.shape)} on {value.device}; convert or move "
+                "the model before it is sharded"
+            )
+        if not (
+            type(value) is ShardedParameter and value.local.data_ptr() == self.local.data_ptr()
+        ):
+            self.detach().copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
+        """A copy with elements of its own; like `torch.nn.Parameter`, without ``grad``."""
+        if id(self) in memo:
+            known: ShardedParameter = memo[id(self)]
+            return known
+        made = _make(self.local.detach().clone(), self.ownership, self.requires_grad)
+        if getattr(self, "_is_param", False):
+            made._is_param = True
+        memo[id(self)] = made
+        return made
+
+    def __copy__(self) -> "ShardedParameter":
+        made = _make(self.local, self.ownership, self.requires_grad)
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def share_memory_(self) -> "ShardedParameter":
+        """Refuse: memory is shared by the unit's buffer or not at all."""
+        self._refuse_memory_access("share_memory_")
+
+    def apply_(self, function: Any) -> "ShardedParameter":
+        """Refuse, with the way out."""
+        self._refuse_memory_access("apply_")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """Refuse, with the way out."""
+        self._refuse_memory_access("__dlpack__")
+
+    def _refuse_memory_access(self, name: str) -> NoReturn:
+        # torch would not come to dispatch here but follow a pointer that a wrapper has not got
+        raise UnshardedOperationError(
+            f"{name} needs the memory of {self.ownership}. Use it on .local or .full_tensor()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: one rank's span would be saved as if it were the parameter."""
+        raise UnshardedOperationError(
+            f"cannot pickle {self.ownership}: other ranks' elements would be lost. Save "
+            ".full_tensor(), or the whole model with fullshard.torch.save_full_weights"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        span = self.ownership.span
+        return (
+            f"ShardedParameter({self.ownership.name!r}, shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, span=[{span.start}, {span.stop}), local={span.numel} elements)"
+        )
+
+
+def _make(local: Tensor, ownership: Ownership, requires_grad: bool) -> ShardedParameter:
+    made: ShardedParameter = torch.Tensor._make_wrapper_subclass(
+        ShardedParameter,
+        ownership.shape,
+        dtype=local.dtype,
+        device=local.device,
+        requires_grad=requires_grad,
+    )
+    made.local = local
+    made.ownership = ownership
+    return made
+
+
+# Optimizers and gradient clipping choose their fast forms by looking the type up in these lists.
+for _module in (torch_optimizer, _foreach_utils):
+    _supported = getattr(_module, "_foreach_supported_types", None)
+    if _supported is not None and ShardedParameter not in _supported:
+        _supported.append(ShardedParameter)

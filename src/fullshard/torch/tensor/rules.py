@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each torch operation means on a sharded parameter: a rule, decided once.
+
+Elementwise operations run on the spans. Norms, sums, extremes and truth values are global. Random
+fills draw the full tensor and keep the span, so that values and generator are those of one process,
+at the price of the full tensor's memory for a moment. A new shape of the same elements keeps the
+span; rows are cut out of it. All else would be shard-local maths in silence, and is refused.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fullshard.core.layout import Span
+from fullshard.torch.tensor.elementwise import (
+    Args,
+    Kwargs,
+    Rule,
+    count_change,
+    need_whole,
+    on_lists,
+    on_spans,
+    owner_of,
+    refused,
+)
+from fullshard.torch.tensor.ownership import Ownership
+from fullshard.torch.tensor.reductions import (
+    global_extreme,
+    global_norms,
+    global_sum,
+    global_truth,
+    unscale,
+)
+
+__all__ = ["RULES"]
+
+_aten = torch.ops.aten
+
+
+class _Rules(dict[OpOverload, Rule]):
+    """The rule for each operation, decided when it is first asked for.
+
+    Threads may decide the same at the same time; they decide alike.
+    """
+
+    def __missing__(self, func: OpOverload) -> Rule:
+        rule = self[func] = _decide(func)
+        return rule
+
+
+RULES = _Rules()
+"""How to carry out an operation of whose operands at least one is sharded. Rules raise
+`UnshardedOperationError` for what needs more than this rank's span."""
+
+
+def _decide(func: OpOverload) -> Rule:
+    packet = func.overloadpacket
+    name = packet.__name__
+    if name.startswith("_foreach_"):
+        base = name.removeprefix("_foreach_").removesuffix("_")
+        if name == "_foreach_norm":
+            return _foreach_norm
+        return on_lists(func) if _elementwise_name(base) else refused(func)
+    if name.startswith("_fused_") and name.endswith("_"):
+        return on_lists(func)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _draw(func) if name.endswith(("_", "_like")) else refused(func)
+    if packet in _BY_PACKET:
+        return _BY_PACKET[packet](func)
+    if torch.Tag.pointwise in func.tags and func is not _aten.equal.default:
+        return on_spans(func)
+    return refused(func)
+
+
+def _elementwise_name(name: str) -> bool:
+    packet = getattr(_aten, name, None)
+    if packet is None:
+        return False
+    # Not just any overload: max of two tensors is elementwise, max of one is not.
+    mains = (getattr(packet, overload, None) for overload in _MAIN_OVERLOADS)
+    return packet in _SPAN_WISE or any(
+        main is not None and torch.Tag.pointwise in main.tags for main in mains
+    )
+
+
+# ---- global -------------------------------------------------------------------------------------
+
+
+def _foreach_norm(cls: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    given = {**dict(zip(("self", "ord", "dtype"), args, strict=False)), **kwargs}
+    return global_norms(_parts(cls, given["self"]), float(given.get("ord", 2)), given.get("dtype"))
+
+
+def _parts(cls: Any, tensors: list[Any]) -> list[tuple[Tensor, Ownership | None]]:
+    return [(x.local, x.ownership) if type(x) is cls else (x, None) for x in tensors]
+
+
+def _norm(func: OpOverload) -> Rule:
+    names = [argument.name for argument in func._schema.arguments]
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensor = given["self"]
+        owner = owner_of(cls, func, args, kwargs)
+        dims = given.get("dim")
+        whole = dims in (None, [], ()) or {d % max(1, tensor.dim()) for d in dims} == set(
+            range(tensor.dim())
+        )
+        if not whole or given.get("keepdim") or "out" in given:
+            need_whole(func, owner)
+        order = given.get("ord", given.get("p", 2))
+        order = 2.0 if order is None else float(order)
+        return global_norms([(tensor.local, owner)], order, given.get("dtype"))[0]
+
+    return rule
+
+
+def _truth(func: OpOverload) -> Rule:
+    if func._overloadname != "default":
+        return refused(func)
+    every = func.overloadpacket is _aten.all
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
+        return global_truth(args[0].local, args[0].ownership, every=every)
+
+    return rule
+
+
+def _sum(func: OpOverload) -> Rule:
+    if func._overloadname != "default":
+        return refused(func)
+    mean = func.overloadpacket is _aten.mean
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
+        local, owner = args[0].local, args[0].ownership
+        if not mean:
+            return global_sum(local, owner, kwargs.get("dtype"))
+        dtype = func(local.new_zeros(1), **kwargs).dtype  # torch's error for a mean of integers
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        average: Tensor = (global_sum(local, owner, wide) / owner.numel).to(dtype)
+        return average
+
+    return rule
+
+
+def _extreme(func: OpOverload) -> Rule:
+    largest = func.overloadpacket is _aten.max
+    if func._overloadname != "default":
+        # Of two tensors it is elementwise.
+        return on_spans(func) if func._overloadname == "other" else refused(func)
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
+        return global_extreme(args[0].local, args[0].ownership, largest=largest)
+
+    return rule
+
+
+def _unscale(func: OpOverload) -> Rule:
+    """What `torch.amp.GradScaler` does to gradients."""
+    if func._overloadname != "default":
+        return refused(func)
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> None:
+        grads, found_inf, inv_scale = args
+        unscale(_parts(cls, grads), found_inf, inv_scale)
+        count_change(*(grad.local for grad in grads if type(grad) is cls))
+
+    return rule
+
+
+# ---- drawn in full, kept in part ----------------------------------------------------------------
+
+
+def _draw(func: OpOverload) -> Rule:
+    in_place = func.overloadpacket.__name__.endswith("_")
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        target = args[0]
+        others = (*args[1:], *kwargs.values())
+        if type(target) is not cls or any(type(other) is cls for other in others):
+            need_whole(func, owner_of(cls, func, args, kwargs))
+        owner = target.ownership
+        full = torch.empty(owner.shape, dtype=target.dtype, device=target.device)
+        drawn = owner.cut(func(full, *args[1:], **kwargs))
+        if not in_place:
+            return cls.value(drawn.clone(), owner)
+        target.local.copy_(drawn)
+        count_change(target.local)
+        return target
+
+    return rule
+
+
+def _eye(func: OpOverload) -> Rule:
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        out = kwargs["out"]
+        rows, columns = (*args, args[0])[:2]
+        if (rows, columns) != tuple(out.shape):
+            need_whole(func, out.ownership)
+        full = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        out.local.copy_(out.ownership.cut(func(*args, out=full)))
+        count_change(out.local)
+        return out
+
+    return rule
+
+
+# ---- shapes, and new tensors --------------------------------------------------------------------
+
+
+def _reshape(func: OpOverload) -> Rule:
+    """Another shape of the same elements in the same order: the span stays what it is."""
+    if func._overloadname == "dtype":
+        return refused(func)
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        owner = args[0].ownership
+        shape = func(torch.empty(owner.shape, device="meta"), *args[1:], **kwargs).shape
+        if shape == owner.shape:
+            return cls.value(args[0].local, owner)
+        _need_flat_spans(func, owner)
+        return cls.value(args[0].local, owner.reshaped(shape))
+
+    return rule
+
+
+def _need_flat_spans(func: OpOverload, owner: Ownership) -> None:
+    """Refuse views of what is cut along a tensor axis: spans are not those of the whole there."""
+    if owner.tensor_parallel is not None:
+        need_whole(func, owner)
+
+
+def _reinterpret(func: OpOverload) -> Rule:
+    """Complex numbers as pairs of real ones, and back: spans count twice or half as much."""
+    to_real = func.overloadpacket is _aten.view_as_real
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        local, owner = args[0].local, args[0].ownership
+        _need_flat_spans(func, owner)
+        if to_real:
+            shape, local = (*owner.shape, 2), func(local).view(-1)
+            spans = tuple(Span(2 * span.start, 2 * span.stop) for span in owner.spans)
+        else:
+            shape, local = owner.shape[:-1], func(local.view(-1, 2))
+            spans = tuple(Span(span.start // 2, span.stop // 2) for span in owner.spans)
+        return cls.value(local, replace(owner, shape=shape, spans=spans))
+
+    return rule
+
+
+def _rows(func: OpOverload) -> Rule:
+    """``x[i]`` and ``x[i:j]``: elements that follow each other, of which each rank has a span."""
+    names = [argument.name for argument in func._schema.arguments]
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        owner: Ownership = given["self"].ownership
+        _need_flat_spans(func, owner)
+        shape = func(torch.empty(owner.shape, device="meta"), *args[1:], **kwargs).shape
+        if given.get("dim", 0) % len(owner.shape) or given.get("step", 1) != 1:
+            need_whole(func, owner)
+        rows = owner.shape[0]
+        first = given["index"] if "index" in given else given.get("start") or 0
+        start = slice(first, None).indices(rows)[0] * (owner.numel // max(1, rows))
+        part = _part(owner, start, shape)
+        offset = max(0, start - owner.span.start)
+        # What is written to the view is to count as a change of the buffer, as outside of dispatch.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            held = given["self"].local[offset : offset + part.span.numel]
+        return cls.value(held, part)
+
+    return rule
+
+
+def _part(owner: Ownership, start: int, shape: Sequence[int]) -> Ownership:
+    """Where the flat elements from ``start`` on are that make up a tensor of ``shape``."""
+    numel = math.prod(shape)
+    ends = (
+        [min(max(end - start, 0), numel) for end in (span.start, span.stop)] for span in owner.spans
+    )
+    name = f"{owner.name}[{start}:{start + numel} of the flat elements]"
+    return replace(owner, name=name, shape=tuple(shape), spans=tuple(Span(*each) for each in ends))
+
+
+def _pad(func: OpOverload) -> Rule:
+    """Nothing added is a copy, which libraries make where sizes may differ; else it is refused."""
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        if any(args[1]):
+            need_whole(func, args[0].ownership)
+        return cls.value(args[0].local.clone(), args[0].ownership)
+
+    return rule
+
+
+def _alias(func: OpOverload) -> Rule:
+    return lambda cls, args, kwargs: cls.value(args[0].local, args[0].ownership)
+
+
+def _new_plain(func: OpOverload) -> Rule:
+    """``new_empty(size)`` and its kin name a size of their own: a plain tensor of that size."""
+    return lambda cls, args, kwargs: func(args[0].local, *args[1:], **kwargs)
+
+
+def _index_put(func: OpOverload) -> Rule:
+    """``x[mask] = number``, with a mask that is cut as x is."""
+    in_place = func.overloadpacket is _aten.index_put_
+
+    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+        target, indices, value = args[:3]
+        owner = owner_of(cls, func, args, kwargs)
+        mask: Any = indices[0] if len(indices) == 1 else None
+        plain_number = type(value) is not cls and value.numel() == 1
+        if not (
+            type(target) is cls is type(mask)
+            and mask.dtype is torch.bool
+            and owner.agrees_with(mask.ownership)
+            and plain_number
+            and not any(args[3:])
+        ):
+            need_whole(func, owner)
+        result = func(target.local, [mask.local], value)
+        if not in_place:
+            return cls.value(result, owner)
+        count_change(target.local)
+        return target
+
+    return rule
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+
+def _without_memory_format(func: OpOverload) -> Rule:
+    return on_spans(func, drop=("memory_format",))
+
+
+_MAIN_OVERLOADS = ("default", "Tensor", "Scalar", "Tensor_Scalar")
+
+_SPAN_WISE = {_aten.copy, _aten.zero, _aten.fill, _aten.clone}
+"""Element by element, but not tagged so by torch (names without the underscore)."""
+
+_BY_PACKET: dict[Any, Callable[[OpOverload], Rule]] = {
+    **dict.fromkeys(
+        (_aten.copy_, _aten.copy, _aten.zero_, _aten.fill_, _aten.fill, _aten.masked_fill_),
+        on_spans,
+    ),
+    **dict.fromkeys(
+        (
+            _aten.clone,
+            _aten._to_copy,
+            _aten.empty_like,
+            _aten.zeros_like,
+            _aten.ones_like,
+            _aten.full_like,
+        ),
+        _without_memory_format,
+    ),
+    **dict.fromkeys((_aten.detach, _aten.alias, _aten.lift_fresh), _alias),
+    **dict.fromkeys(
+        (_aten.view, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze, _aten._reshape_alias),
+        _reshape,
+    ),
+    **dict.fromkeys((_aten.view_as_real, _aten.view_as_complex), _reinterpret),
+    _aten.select: _rows,
+    _aten.slice: _rows,
+    _aten.constant_pad_nd: _pad,
+    **dict.fromkeys((_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full), _new_plain),
+    **dict.fromkeys((_aten.index_put_, _aten.index_put), _index_put),
+    **dict.fromkeys((_aten.linalg_vector_norm, _aten.norm), _norm),
+    **dict.fromkeys((_aten.any, _aten.all), _truth),
+    **dict.fromkeys((_aten.sum, _aten.mean), _sum),
+    **dict.fromkeys((_aten.max, _aten.min), _extreme),
+    _aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    _aten.eye: _eye,
+}

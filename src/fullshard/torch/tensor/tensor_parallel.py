@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are DTensors already, as `parallelize_module` makes them: the tensor axis.
+
+A unit lays out what this rank has of such a parameter. Inside forward the module sees a DTensor
+again, made of the gathered elements; its gradient comes as one. Outside, the parameter has the
+shape of the whole, and what is global is so over both axes.
+"""
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from fullshard.core.errors import NotSupportedError
+from fullshard.torch.comm.checked import checked_in_debug_mode
+from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.comm.protocol import Comm
+
+__all__ = ["TensorParallel", "held_here", "tensor_parallel_of"]
+
+_communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, Comm]"
+_communicators = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a parameter of global ``shape`` and ``stride`` is cut before units cut it further.
+
+    This rank's part is of ``local_shape``; ``comms`` join the ranks that have different parts, dim
+    by dim of ``mesh``.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]  # Shard or Replicate
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    comms: tuple[Comm, ...]
+
+    @property
+    def first(self) -> bool:
+        """True on the one rank of the mesh that speaks for all."""
+        return not any(self.mesh.get_coordinate() or ())
+
+    def part_of(self, full: Tensor) -> Tensor:
+        """This rank's part of a tensor of the global shape."""
+        part = full
+        for dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                chunks = part.chunk(self.mesh.size(dim), placement.dim)
+                number = self.mesh.get_local_rank(dim)
+                # Dims that are shorter than the mesh leave ranks without anything.
+                empty = part.narrow(placement.dim, 0, 0)
+                part = chunks[number] if number < len(chunks) else empty
+        return part
+
+    def dtensor(self, part: Tensor) -> DTensor:
+        """The DTensor of which this rank has ``part``; shares its memory."""
+        return DTensor.from_local(
+            part,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=self.stride,
+        )
+
+    def whole(self, part: Tensor) -> Tensor:
+        """All parts together as a plain tensor. Collective over the mesh."""
+        return self.dtensor(part).full_tensor()
+
+    def part_of_dtensor(self, value: Tensor) -> Tensor:
+        """This rank's part of a DTensor. Collective over the mesh if it is placed otherwise."""
+        assert isinstance(value, DTensor)
+        if value.device_mesh != self.mesh or tuple(value.placements) != self.placements:
+            # A gradient may be a sum over ranks that nobody has taken yet.
+            value = value.redistribute(self.mesh, self.placements)
+        return value.to_local()
+
+
+def tensor_parallel_of(name: str, param: Tensor) -> TensorParallel | None:
+    """How ``param`` is cut if it is a DTensor.
+
+    Raises `NotSupportedError` for placements other than ``Shard`` and ``Replicate``.
+    """
+    if not isinstance(param, DTensor):
+        return None
+    mesh, placements = param.device_mesh, tuple(param.placements)
+    if any(type(placement) not in (Shard, Replicate) for placement in placements):
+        raise NotSupportedError(
+            f"parameter {name!r} is a DTensor placed as {placements}; only Shard and Replicate "
+            "can be sharded over further ranks"
+        )
+    comms = tuple(
+        _communicator(mesh.get_group(dim))
+        for dim, placement in enumerate(placements)
+        if isinstance(placement, Shard)
+    )
+    return TensorParallel(
+        mesh,
+        placements,
+        tuple(param.shape),
+        param.stride(),
+        tuple(held_here(param).shape),
+        comms,
+    )
+
+
+def held_here(param: Tensor) -> Tensor:
+    """What this rank has of a parameter: of a DTensor its local tensor, of others everything."""
+    return param.to_local().detach() if isinstance(param, DTensor) else param
+
+
+def _communicator(group: dist.ProcessGroup) -> Comm:
+    if group not in _communicators:
+        _communicators[group] = checked_in_debug_mode(ProcessGroupComm(group))
+    return _communicators[group]

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flat storage: one allocation for a unit's parameters or gradients, and the views into it.
+
+[Note: Storage identity]
+Autograd saves views of the full parameters in forward (a linear layer saves ``weight.t()``) and
+reads them in backward. Full parameters must therefore come back in the very storage in which they
+were, though its memory was given away in between. A `FlatBuffer` is created once; `allocate` and
+`release` resize its storage, and every view made of it stays valid. Nobody may touch a view while
+the storage is empty: torch does not check that. The states of `fullshard.torch.unit.unit.Unit` see
+to it.
+"""
+
+import ctypes
+import sys
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+__all__ = ["FlatBuffer", "MemorySource", "dtype_name", "dtype_of"]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that `fullshard.core` knows a dtype by: "float32" for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that `dtype_name` names."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+class MemorySource:
+    """Where flat buffers on one device get memory from, if not from torch's general pool.
+
+    [Note: A pool of their own]
+    Units are large, all of the same few sizes, and come and go in every step. Among activations of
+    all sizes a free block of a unit is soon cut for something small, and the next unit needs new
+    memory from the device. In a `torch.cuda.MemPool` of their own nobody else cuts them. Buffers
+    that live from step to step stay out of it and cut nothing either, unless ``everything`` is
+    asked for, because all that travels has to lie in the pool.
+
+    A thread's allocations go to a pool while `torch.cuda.use_mem_pool` is entered: also those of
+    ``resize_``, which asks the allocator that made the storage, on the current stream.
+    """
+
+    _of: "dict[torch.device, MemorySource]" = {}  # noqa: RUF012 - the devices' own, not a default
+
+    is_set = False  # for any device
+
+    def __init__(self, pool: Any, *, everything: bool):
+        self.pool = pool
+        self.everything = everything
+
+    @classmethod
+    def of(cls, device: torch.device) -> "MemorySource | None":
+        """The one of ``device``, if it has one."""
+        return cls._of.get(_with_index(device)) if cls._of else None
+
+    def serve(self, device: torch.device) -> None:
+        """Serve flat buffers on ``device`` from now on; those that have memory keep it."""
+        self._of[_with_index(device)] = self
+        MemorySource.is_set = True
+
+    @classmethod
+    def taking(cls, device: torch.device, *, anew: bool) -> AbstractContextManager[None]:
+        """Within, this thread's allocations are those of a buffer, ``anew`` or made before."""
+        source = cls.of(device)
+        if source is None or (anew and not source.everything):
+            return nullcontext()
+        return torch.cuda.use_mem_pool(source.pool, device)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+# [Note: Huge pages]
+# The C library gives blocks of 32 MiB and more back to the system when they are released, and each
+# gather then touches new memory: a page fault for every 4 KiB. Writing 100 MB took 57 ms so, where
+# it takes 11 in memory that was kept. Linux gives pages of 2 MiB to who asks for them: 17 ms.
+_PAGE_BYTES, _LARGE_BYTES, _MADV_HUGEPAGE = 2**12, 2**25, 14
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def _ask_for_huge_pages(address: int, size: int) -> None:
+    """Advice only: where it is not followed, nothing is different."""
+    if _libc is not None:
+        begin = -(-address // _PAGE_BYTES) * _PAGE_BYTES
+        whole = (address + size - begin) // _PAGE_BYTES * _PAGE_BYTES
+        _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(whole), _MADV_HUGEPAGE)
+
+
+class FlatBuffer:
+    """Several flat tensors in one storage.
+
+    ``flats`` are 1-D views of the given (numel, dtype), in their order; each begins on 16 bytes if
+    those before it end there. Content is undefined at first. ``pin`` asks for page-locked memory.
+    """
+
+    def __init__(
+        self,
+        sizes: Iterable[tuple[int, torch.dtype]],
+        device: torch.device,
+        *,
+        pin: bool = False,
+    ):
+        sizes = list(sizes)
+        self.bytes = sum(numel * dtype.itemsize for numel, dtype in sizes)
+        numel, dtype = sizes[0] if len(sizes) == 1 else (self.bytes, torch.uint8)
+        with MemorySource.taking(device, anew=True):
+            memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
+        self._storage = memory.untyped_storage()
+        self._advise()
+        self.flats = [memory]
+        if len(sizes) != 1:
+            raw = memory.split_with_sizes([numel * dtype.itemsize for numel, dtype in sizes])
+            self.flats = [part.view(dtype) for part, (_, dtype) in zip(raw, sizes, strict=True)]
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the storage has its memory now."""
+        return self._storage.nbytes() > 0
+
+    def allocate(self) -> None:
+        """Get the memory; its content is undefined."""
+        if self._storage.nbytes() != self.bytes:
+            if MemorySource.is_set:
+                with MemorySource.taking(self._storage.device, anew=False):
+                    self._storage.resize_(self.bytes)
+            else:
+                self._storage.resize_(self.bytes)
+            self._advise()
+
+    def _advise(self) -> None:
+        if self.bytes >= _LARGE_BYTES and self._storage.device.type == "cpu":
+            _ask_for_huge_pages(self._storage.data_ptr(), self.bytes)
+
+    def release(self) -> None:
+        """Give the memory back; views stay, and must not be touched until it is allocated again."""
+        if self._storage.nbytes() != 0:
+            self._storage.resize_(0)
+
+    @torch.no_grad()
+    def take_memory_anew(self) -> None:
+        """Move the content to memory from where buffers get it now; views move with it."""
+        if not self.allocated:
+            return
+        kept = [flat.clone() for flat in self.flats]
+        self.release()
+        self.allocate()
+        for flat, value in zip(self.flats, kept, strict=True):
+            flat.copy_(value)

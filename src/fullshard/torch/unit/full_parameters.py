@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The full parameters of one unit: gathered into one flat buffer, and dropped again.
+
+Every step brings new values into the same storage, see [Note: Storage identity] in
+`fullshard.torch.unit.buffers`. What gathers need is made once; a gather is then one call.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.core.errors import NotSupportedError
+from fullshard.torch.comm.protocol import Work
+from fullshard.torch.unit.arrivals import Arrivals
+from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
+from fullshard.torch.unit.extensions import Extension
+from fullshard.torch.unit.plan import Plan
+from fullshard.torch.unit.shards import Place, Shards
+from fullshard.torch.unit.sites import notes_on
+from fullshard.torch.unit.streams import CopyStream
+
+__all__ = ["CustomGather", "FullParameters", "view_of"]
+
+CustomGather = Callable[[Tensor, Tensor], Any]
+"""What users may set instead of the communicator's gather: (full, shard) -> work or None."""
+
+_NOT_YET = nn.Parameter(torch.empty(0), requires_grad=False)
+"""Stands for a full parameter that is made when it has been gathered for the first time."""
+
+
+class FullParameters:
+    """What ``shards`` of all ranks are gathered into, and the parameters that look into it.
+
+    ``params`` are in the order of the layout; none as long as the shards are on the meta device.
+    The gradient of a trainable one goes to what ``hook_for`` makes for its index, and is counted by
+    ``arrivals``. A ``resident`` unit is always full: with one slice its shard serves as both.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shards: Shards,
+        plan: Plan,
+        arrivals: Arrivals,
+        hook_for: Callable[[int], Callable[[Tensor], None]],
+    ):
+        self.rename(name)
+        self._shards = shards
+        self._plan = plan
+        self._ranks = plan.ranks
+        self._arrivals = arrivals
+        self._hook_for = hook_for
+        self._fetch = CopyStream(plan.device, "to the device")
+        self._extensions = self._find_extensions()
+        segments = shards.layout.segments
+        converted = bool(self._extensions) or any(s.full_dtype != s.dtype for s in segments)
+        self._as_they_rest = not (converted or plan.offload.to_host)
+        self.resident = self._ranks.gather.size == 1 and self._as_they_rest
+        self._gathering: Work | None = None
+        self._version = -1  # of the shards, when they were gathered
+        self._part: FlatBuffer | None = None  # kept from forward to backward, of several slices
+        self.working: FlatBuffer | None = None  # the shard on the device, if it rests elsewhere
+        self.working_version = -1
+        self.params: list[nn.Parameter] = []
+        if shards.device.type != "meta":
+            self._make_buffer()
+
+    # ---- building -------------------------------------------------------------------------------
+
+    def _make_buffer(self) -> None:
+        shards, segments = self._shards, self._shards.layout.segments
+        sizes = [
+            (0 if number in self._extensions else s.full_numel, dtype_of(s.full_dtype))
+            for number, s in enumerate(segments)
+        ]
+        self._buffer = shards.buffer if self.resident else FlatBuffer(sizes, self._plan.device)
+        self.params = [
+            # .data: a parameter that is a plain view shares its version counter with the buffer,
+            # and writing gathered values into that would then trip autograd's in-place check.
+            _NOT_YET
+            if place.number in self._extensions
+            else self._as_parameter(index, view_of(self._buffer, place).data)
+            for index, place in enumerate(shards.places)
+        ]
+        # Views are made once: they stay valid while the memory comes and goes.
+        rank = self._ranks.gather.rank
+        self._own_slices = [
+            flat[rank * segment.slice_numel : (rank + 1) * segment.slice_numel]
+            for flat, segment in zip(self._buffer.flats, segments, strict=True)
+        ]
+        self._pairs = list(zip(self._buffer.flats, shards.flats, strict=True))
+        if not self.resident:
+            self._buffer.release()
+
+    def _find_extensions(self) -> dict[int, Extension]:
+        """By number of segment, what decides about its gathers."""
+        shards = self._shards
+        if any(s.slots[0].spec.apart for s in shards.layout.segments) and self._ranks.block:
+            raise NotSupportedError(
+                f"unit {self._name!r} has parameters with fsdp_pre_all_gather, which go with "
+                "reshard_after_forward=True or False, not with a number"
+            )
+        return {
+            place.number: Extension(
+                each.param,
+                place.slot,
+                self._ranks.gather.size,
+                self._ranks.device_mesh,
+                dtype_of(place.segment.full_dtype),
+            )
+            for each, place in zip(shards.params, shards.places, strict=True)
+            if each.spec.apart
+        }
+
+    def _as_parameter(self, index: int, data: Tensor) -> nn.Parameter:
+        sharded, each = self._shards.sharded[index], self._shards.params[index]
+        data = data if each.tensor_parallel is None else each.tensor_parallel.dtensor(data)
+        full = nn.Parameter(data, requires_grad=sharded.requires_grad)
+        full.__dict__.update(notes_on(each.param))
+        if sharded.requires_grad:
+            hook = self._hook_for(index)
+            full.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._arrivals.watch(index, full)
+        return full
+
+    def rename(self, name: str) -> None:
+        """Take the name of the unit."""
+        self._name = name
+        self._label = f"gather of unit {name!r}"
+
+    # ---- gather ---------------------------------------------------------------------------------
+
+    def gather(self, custom: CustomGather | None) -> None:
+        """Start to gather, as ``custom`` does it if it is given (collective)."""
+        self._buffer.allocate()
+        self._version = self._shards.version
+        if self._part is not None:
+            block = self._ranks.block
+            assert block is not None
+            pairs = list(zip(self._buffer.flats, self._part.flats, strict=True))
+            self._gathering = block.all_gather(pairs, label=self._label)
+        elif self._as_they_rest:
+            self._gathering = self._all_gather(self._pairs, custom)
+        elif not self._plan.offload.to_host:
+            self._gathering = self._all_gather(self._converted(self._shards.flats), custom)
+        else:
+            if not self._plan.offload.params and self.working is None:
+                segments = self._shards.layout.segments
+                sizes = [(s.slice_numel, dtype_of(s.full_dtype)) for s in segments]
+                # On the compute stream, like all.
+                self.working = FlatBuffer(sizes, self._plan.device)
+            with self._fetch.behind_compute():
+                offloaded = self._plan.offload.params
+                source = self._shards.flats if offloaded else self._refreshed_working()
+                self._gathering = self._all_gather(self._converted(source), custom)
+
+    def _all_gather(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], custom: CustomGather | None
+    ) -> Work:
+        if custom is None:
+            return self._ranks.gather_of_steps.all_gather(pairs, label=self._label)
+        return _Works([custom(full, shard) for full, shard in pairs])
+
+    def _converted(self, shards: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Pairs for a gather; slices in another dtype, or elsewhere, are first put in place."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for number, (full, shard) in enumerate(zip(self._buffer.flats, shards, strict=True)):
+            if number in self._extensions:
+                pairs += self._extensions[number].send(shard.to(self._plan.device))
+                continue
+            if shard.dtype != full.dtype or shard.device != full.device:
+                # First across, then into the other dtype: torch casts on the host, unpinned.
+                across = shard.to(full.device, non_blocking=True)
+                shard = self._own_slices[number].copy_(across)
+            pairs.append((full, shard))
+        return pairs
+
+    def _refreshed_working(self) -> list[Tensor]:
+        """The shard on the device in the dtype of computation, as of the optimizer's last step."""
+        assert self.working is not None
+        if self.working_version != self._shards.version:
+            self.working_version = self._shards.version
+            for to, shard in zip(self.working.flats, self._shards.flats, strict=True):
+                to.copy_(shard.to(self._plan.device, non_blocking=True))
+        return self.working.flats
+
+    def wait(self) -> None:
+        """Wait until what was gathered is there."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._fetch.join()
+            self._gathering = self._part = None
+            if self._extensions:
+                self._receive()
+
+    def _receive(self) -> None:
+        for index, place in enumerate(self._shards.places):
+            extension = self._extensions.get(place.number)
+            if extension is not None and extension.receive():
+                assert extension.full is not None
+                self.params[index] = self._as_parameter(index, extension.full)
+                extension.full = self.params[index]
+
+    # ---- what there is --------------------------------------------------------------------------
+
+    @property
+    def shrunk(self) -> bool:
+        """True if `shrink` has left a part."""
+        return self._part is not None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held now beyond the shards."""
+        total = sum(extension.bytes for extension in self._extensions.values())
+        if not self.resident and self.params and self._buffer.allocated:
+            total += self._buffer.bytes
+        return total + (self._part.bytes if self._part is not None else 0)
+
+    @property
+    def outdated(self) -> bool:
+        """True if the shards have been changed since they were gathered."""
+        return not self.resident and self._version != self._shards.version
+
+    # ---- drop -----------------------------------------------------------------------------------
+
+    def shrink(self) -> None:
+        """Drop all but this rank's part among those of its block."""
+        self.wait()
+        block, flats = self._ranks.block, self._buffer.flats
+        assert block is not None
+        sizes = [(flat.numel() // block.size, flat.dtype) for flat in flats]
+        self._part = FlatBuffer(sizes, self._plan.device)
+        for part, full in zip(self._part.flats, flats, strict=True):
+            part.copy_(full[block.rank * part.numel() : (block.rank + 1) * part.numel()])
+        self._buffer.release()
+
+    def drop_part(self) -> None:
+        """Drop what `shrink` has left."""
+        self._part = None
+
+    def drop(self) -> None:
+        """Drop everything."""
+        self.wait()
+        self._buffer.release()
+        for extension in self._extensions.values():
+            extension.release()
+
+    def synchronize(self) -> None:
+        """Hold up the host until it may write to shards that rest there."""
+        self._fetch.synchronize()
+
+
+class _Works:
+    """The works of a custom collective as one."""
+
+    def __init__(self, works: Sequence[Any]):
+        self._works = [work for work in works if work is not None]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def view_of(buffer: FlatBuffer, place: Place) -> Tensor:
+    """The parameter at ``place`` in a buffer of full segments."""
+    flat = buffer.flats[place.number]
+    return flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradients of one unit on their way: full as autograd makes them, reduced, sharded, delivered.
+
+[Note: Two sums]
+Gradients are summed over the ranks that share slices by a reduce-scatter, and the result over those
+that hold equal slices by an all-reduce. Sums travel in the reduce dtype. They are divided by the
+number of ranks after they have been cast to the dtype in which they rest; in fp16, whose range is
+small, by the power of two next to its square root before, and by the rest after.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard.core.errors import NotSupportedError
+from fullshard.torch.comm.protocol import Done, Work
+from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.unit.arrivals import Arrivals
+from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
+from fullshard.torch.unit.plan import Plan
+from fullshard.torch.unit.shards import Shards
+from fullshard.torch.unit.streams import CopyStream
+
+__all__ = ["Gradients", "ReduceSettings"]
+
+
+class ReduceSettings:
+    """What users may change about how a unit's gradients are reduced; the same on all ranks."""
+
+    def __init__(self) -> None:
+        self.all_reduce = True  # over the replicas; else sums are kept until it is wanted
+        self.divide_factor: float | None = None  # instead of the number of ranks
+        self.hook: Callable[[Tensor, Tensor], None] | None = None  # (full, shard) -> fills shard
+        self.all_reduce_hook: Callable[[Tensor], None] | None = None  # changes a reduced slice
+        self.reduce_scatter: Callable[[Tensor, Tensor], Any] | None = None  # (shard, full) -> work
+        self.on_delivered: list[Callable[[], None]] = []  # called when ``.grad`` has the result
+
+
+class Gradients:
+    """Full gradients of a unit in one flat buffer, and their reduce."""
+
+    def __init__(self, name: str, shards: Shards, plan: Plan, settings: ReduceSettings):
+        self.rename(name)
+        self.settings = settings
+        self.arrivals = Arrivals()
+        self._shards = shards
+        self._plan = plan
+        segments = shards.trainable
+        travel = [dtype_of(s.grad_dtype) for s in segments]
+        keep = plan.precision.keep_low_grads
+        rest = travel if keep else [dtype_of(s.dtype) for s in segments]
+        self._full_sizes = [(s.full_numel, d) for s, d in zip(segments, travel, strict=True)]
+        self._slice_sizes = [(s.slice_numel, d) for s, d in zip(segments, travel, strict=True)]
+        self._rest_sizes = [(s.slice_numel, d) for s, d in zip(segments, rest, strict=True)]
+        self._pieces = _pieces(shards)
+        self._full: FlatBuffer | None = None
+        self._views: dict[int, Tensor] = {}
+        self._padding: list[Tensor] = []  # what lies between the views, and behind them
+        self._delivered: set[int] = set()  # parameters that the buffer holds
+        self._reduced: FlatBuffer | None = None
+        self._work: Work | None = None
+        self._scattered = False  # the first of the two sums is there
+        self._kept: FlatBuffer | None = None  # sums over slices that replicas have not seen yet
+        self._to_host = CopyStream(plan.device, "to the host")
+        self._leaving: list[FlatBuffer] = []  # being copied to the host
+
+    def rename(self, name: str) -> None:
+        """Take the name of the unit."""
+        self.name = name
+        self._label = f"reduce of unit {name!r}"
+
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes that gradients hold now, and what a reduce needs, but for shards at rest."""
+        elsewhere = sum(each.bytes for each in self._leaving)
+        if self._kept is not None:
+            elsewhere += self._kept.bytes
+        if self._full is None or not self._full.allocated:
+            return elsewhere
+        scratch = elsewhere
+        if self._work is not None and not self._scattered:
+            scratch = sum(map(self._plan.ranks.reduce.reduce_scratch_bytes, self._full.flats))
+        return self._full.bytes + scratch
+
+    # ---- full gradients -------------------------------------------------------------------------
+
+    def fill(self) -> None:
+        """Get the memory for full gradients."""
+        self.await_all()  # a gradient that comes late must not touch a buffer under way
+        if self._full is not None:
+            self._full.allocate()
+            return
+        self._full = FlatBuffer(self._full_sizes, self._plan.device)
+        for index, place in enumerate(self._shards.places):
+            if place.grad_number >= 0:
+                flat = self._full.flats[place.grad_number]
+                view = flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)
+                self._views[index] = view
+        self._padding = []
+        for segment, flat in zip(self._shards.trainable, self._full.flats, strict=True):
+            ends = [0, *(slot.stop for slot in segment.slots)]
+            starts = [*(slot.start for slot in segment.slots), flat.numel()]
+            between = zip(ends, starts, strict=True)
+            self._padding += [flat[end:start] for end, start in between if end < start]
+
+    def deliver(self, index: int, grad: Tensor) -> None:
+        """Put a parameter's gradient, or a further part of it, into the buffer."""
+        if grad.layout is not torch.strided:
+            raise NotSupportedError(
+                f"parameter {self._shards.sharded[index].ownership.name!r} got a {grad.layout} "
+                "gradient; only dense gradients can be reduced (use sparse=False in embeddings)"
+            )
+        self.arrivals.note(index)
+        if index in self._delivered:
+            self._views[index].add_(grad)
+        else:
+            self._views[index].copy_(grad)
+            self._delivered.add(index)
+
+    def drop(self) -> None:
+        """Forget full gradients, under way or not, after a backward that failed."""
+        self._delivered.clear()
+        self.arrivals.end_backward()
+        if self._work is not None:
+            self._work.wait()
+        self._work, self._reduced, self._scattered, self._kept = None, None, False, None
+        if self._full is not None:
+            self._full.release()
+
+    def _zero_what_did_not_come(self) -> None:
+        if self._padding:
+            torch._foreach_zero_(self._padding)
+        if len(self._delivered) < len(self._views):
+            for index, view in self._views.items():
+                if index not in self._delivered:
+                    view.zero_()
+
+    # ---- the reduce -----------------------------------------------------------------------------
+
+    @property
+    def reducing(self) -> bool:
+        """True while a reduce is under way."""
+        return self._work is not None
+
+    @property
+    def kept(self) -> bool:
+        """True if sums over slices wait for those over replicas."""
+        return self._kept is not None
+
+    @property
+    def completed(self) -> bool:
+        """True if a reduce is under way of which nothing is left to wait for."""
+        if self._work is None or not (self._scattered or self._plan.ranks.replicas.size == 1):
+            return False
+        if self.settings.all_reduce_hook is not None:
+            return False  # it may be collective, and what is complete differs from rank to rank
+        return self._work.is_completed()
+
+    def reduce(self) -> None:
+        """Start to sum full gradients over the slices; what did not come is zero (collective)."""
+        full = self._full
+        assert full is not None
+        self._zero_what_did_not_come()
+        self._delivered.clear()
+        before, _ = self._divisors()
+        if before != 1:
+            for flat in full.flats:
+                flat.div_(before)
+        if self._plan.ranks.gather.size == 1:
+            # With one slice the full gradient is the shard: its memory goes with it.
+            self._reduced, self._full, self._views, self._padding = full, None, {}, []
+            self._work = Done()
+            if self.settings.hook is not None:
+                for flat in full.flats:
+                    self.settings.hook(flat, flat)
+            self.all_reduce()
+            return
+        self._reduced = FlatBuffer(self._slice_sizes, self._plan.device)
+        pairs = list(zip(self._reduced.flats, full.flats, strict=True))
+        self._work = self._reduce_scatter(pairs)
+
+    def _reduce_scatter(self, pairs: list[tuple[Tensor, Tensor]]) -> Work:
+        settings = self.settings
+        if settings.hook is not None:
+            for shard, flat in pairs:
+                settings.hook(flat, shard)
+            return Done()
+        if settings.reduce_scatter is not None:
+            for shard, flat in pairs:
+                work = settings.reduce_scatter(shard, flat)
+                if work is not None:
+                    work.wait()
+            return Done()
+        return self._plan.ranks.reduce.reduce_scatter(pairs, label=self._label)
+
+    def all_reduce(self) -> None:
+        """Await the sum over slices, drop full gradients, start to sum over replicas."""
+        if self._work is None or self._scattered:
+            return
+        self._work.wait()
+        self._scattered = True
+        if self._full is not None:
+            self._full.release()
+        reduced = self._reduced
+        assert reduced is not None
+        if self._kept is not None:
+            for flat, earlier in zip(reduced.flats, self._kept.flats, strict=True):
+                flat.add_(earlier)
+            self._kept = None
+        replicas = self._plan.ranks.replicas
+        if replicas.size == 1 or self.settings.hook is not None:
+            self._work = Done()
+        elif not self.settings.all_reduce:
+            self._kept, self._work = reduced, Done()
+        else:
+            label = f"all-reduce of unit {self.name!r}"
+            self._work = replicas.all_reduce(reduced.flats, label=label)
+
+    def await_all(self) -> None:
+        """Await what is under way and add the result, averaged over the ranks, to ``.grad``."""
+        if self._work is None:
+            return
+        self.all_reduce()
+        self._work.wait()
+        reduced = self._reduced
+        self._work, self._reduced, self._scattered = None, None, False
+        assert reduced is not None
+        if self._kept is not None:
+            return
+        if self.settings.all_reduce_hook is not None:
+            for flat in reduced.flats:
+                self.settings.all_reduce_hook(flat)
+        resting = self._to_rest(reduced)
+        for flat, (numels, indices) in zip(resting.flats, self._pieces, strict=True):
+            for index, local in zip(indices, flat.split_with_sizes(numels), strict=True):
+                if index >= 0:
+                    _accumulate(self._shards.sharded[index], local)
+        for tell in self.settings.on_delivered:
+            tell()
+
+    def _divisors(self) -> tuple[float, float]:
+        """By what gradients are divided before and after their sums. See [Note: Two sums]."""
+        if self.settings.hook is not None:
+            return 1, 1  # a communication hook divides as it likes
+        factor = self.settings.divide_factor or self._plan.ranks.size
+        if all(segment.grad_dtype != "float16" for segment in self._shards.trainable):
+            return 1, factor
+        before = 2.0 ** round(math.log2(factor) / 2)
+        return before, factor / before
+
+    def _to_rest(self, reduced: FlatBuffer) -> FlatBuffer:
+        """Reduced gradients, averaged, in the dtype and on the device in which they rest."""
+        plan = self._plan
+        _, after = self._divisors()
+        moves = plan.resting_device != plan.device
+        resting = reduced
+        if self._rest_sizes != self._slice_sizes:
+            resting = FlatBuffer(self._rest_sizes, plan.device)
+            for to, flat in zip(resting.flats, reduced.flats, strict=True):
+                to.copy_(flat)
+        if after != 1:
+            for flat in resting.flats:
+                flat.div_(after)
+        return self._evict(resting) if moves else resting
+
+    def _evict(self, onboard: FlatBuffer) -> FlatBuffer:
+        """A copy in host memory, which is there after `synchronize`."""
+        sizes = [(flat.numel(), flat.dtype) for flat in onboard.flats]
+        host = FlatBuffer(sizes, self._plan.resting_device, pin=self._plan.pin)
+        with self._to_host.behind_compute():
+            for to, flat in zip(host.flats, onboard.flats, strict=True):
+                to.copy_(flat, non_blocking=True)
+        self._leaving.append(onboard)
+        if any(param.grad is not None or _has_hooks(param) for param in self._shards.sharded):
+            self.synchronize()  # the host adds to them, or looks at them, at once
+        return host
+
+    def let_go(self) -> None:
+        """Give back the device's copies of gradients that leave it: what follows waits for them."""
+        if self._leaving:
+            self._to_host.join()
+            self._leaving.clear()
+
+    def synchronize(self) -> None:
+        """Hold up the host until gradients that rest there are there."""
+        self._to_host.synchronize()
+        self._leaving.clear()
+
+
+def _pieces(shards: Shards) -> list[tuple[list[int], list[int]]]:
+    """How this rank's slice of each trainable segment falls apart: into spans and padding.
+
+    For each piece its elements, and the index of the parameter whose span it is, -1 for padding.
+    """
+    pieces: list[tuple[list[int], list[int]]] = []
+    for number, segment in enumerate(shards.trainable):
+        numels, indices, end = [], [], 0
+        for index, place in enumerate(shards.places):
+            if place.grad_number == number:
+                start = place.in_slice.start if place.span.numel else end
+                numels += [start - end, place.span.numel]
+                indices += [-1, index]
+                end = start + place.span.numel
+        pieces.append(([*numels, segment.slice_numel - end], [*indices, -1]))
+    return pieces
+
+
+def _has_hooks(param: ShardedParameter) -> bool:
+    return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def _accumulate(param: ShardedParameter, local: Tensor) -> None:
+    """Add a reduced gradient to ``param.grad`` as autograd would, users' hooks included."""
+    if not param.requires_grad:
+        return
+    grad: Tensor = ShardedParameter.value(local, param.ownership)
+    if param._backward_hooks:
+        for hook in param._backward_hooks.values():
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+    if param.grad is None:
+        if grad.dtype != param.dtype:
+            param.grad_dtype = None
+        param.grad = grad
+    else:
+        param.grad.add_(grad)
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        for hook in hooks.values():
+            hook(param)

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is decided about a unit before its parameters are touched."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fullshard.core.strategy import Offload, Precision
+from fullshard.torch.comm.ranks import Ranks
+from fullshard.torch.unit.extensions import plain_data
+from fullshard.torch.unit.sites import ParamSites
+
+__all__ = ["Plan", "Values", "own_value"]
+
+Values = Callable[[ParamSites], Tensor]
+"""Gives the values that a parameter is to have: a full tensor, or one that is sharded alike."""
+
+
+def own_value(param: ParamSites) -> Tensor:
+    """The values that the parameter itself has."""
+    return plain_data(param.param)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one unit is to be treated.
+
+    ``device`` is where it computes. ``reshard_after_forward`` is None if that depends on whether
+    the unit turns out to be the root's.
+    """
+
+    ranks: Ranks
+    device: torch.device
+    reshard_after_forward: bool | None = None
+    precision: Precision = field(default_factory=Precision)
+    offload: Offload = field(default_factory=Offload)
+    values: Values = own_value
+
+    @property
+    def resting_device(self) -> torch.device:
+        """Where shards, their gradients and the optimizer's state are between steps."""
+        return torch.device("cpu") if self.offload.to_host else self.device
+
+    @property
+    def pin(self) -> bool:
+        """True if host memory that a device copies from or to shall be page-locked."""
+        return self.offload.to_host and self.offload.pin and self.device.type == "cuda"

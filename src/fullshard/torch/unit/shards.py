@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank keeps of a unit between steps: slices, and the parameters that look into them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.layout import Layout, Segment, Slot, Span
+from fullshard.torch.tensor.ownership import Ownership
+from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
+from fullshard.torch.unit.extensions import is_extended, plain_data, without_values
+from fullshard.torch.unit.plan import Plan, Values
+from fullshard.torch.unit.replaced import mark_replaced
+from fullshard.torch.unit.sites import ParamSites, notes_on
+
+__all__ = ["Place", "Shards", "span_of"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the layout puts one parameter, and this rank's span of it."""
+
+    segment: Segment
+    slot: Slot
+    number: int  # of the segment in the layout, and so of its flat view in a buffer
+    grad_number: int  # of the segment among the trainable ones, -1 if frozen
+    span: Span
+    in_slice: slice  # where the span lies in this rank's slice of the segment
+
+
+class Shards:
+    """This rank's slices of a unit's segments in one buffer, and the `ShardedParameter`s.
+
+    ``params``, ``places`` and ``sharded`` go together, in the order of the layout. Parameters in
+    ``known`` (by their name in the unit) stay the same objects and look into the new buffer.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ParamSites],
+        layout: Layout,
+        plan: Plan,
+        device: torch.device,
+        known: Mapping[str, ShardedParameter],
+    ):
+        self.layout = layout
+        self.device = device
+        self._plan = plan
+        self.trainable = [segment for segment in layout.segments if segment.trainable]
+        self.places = list(self._find_places())
+        by_name = {each.spec.name: each for each in params}
+        self.params = [by_name[place.slot.spec.name] for place in self.places]
+        sizes = [(each.slice_numel, dtype_of(each.dtype)) for each in layout.segments]
+        self.buffer = FlatBuffer(sizes, device, pin=plan.pin and device.type == "cpu")
+        for flat in self.buffer.flats:
+            flat.zero_()  # padding must be a number
+        values = plan.values
+        self.sharded: list[ShardedParameter] = []
+        for each, place in zip(self.params, self.places, strict=True):
+            self.sharded.append(self._shard_one(each, place, values, known.get(each.spec.name)))
+        # The originals are not needed any more, and must not keep their memory.
+        self.params = [replace(each, param=_stub(each.param)) for each in self.params]
+        self.seen_trainable = [param.requires_grad for param in self.sharded]
+
+    @property
+    def flats(self) -> list[Tensor]:
+        """This rank's slice of each segment."""
+        return self.buffer.flats
+
+    @property
+    def version(self) -> int:
+        """Grows when the shard is written to."""
+        return sum(flat._version for flat in self.buffer.flats)
+
+    @property
+    def toggled(self) -> bool:
+        """True if ``requires_grad`` of a parameter is not what it was when last looked at."""
+        return [param.requires_grad for param in self.sharded] != self.seen_trainable
+
+    def _find_places(self) -> Iterator[Place]:
+        rank = self._plan.ranks.gather.rank
+        for number, segment in enumerate(self.layout.segments):
+            grad_number = self.trainable.index(segment) if segment.trainable else -1
+            for slot in segment.slots:
+                span, start = segment.span(slot, rank), segment.offset_in_slice(slot, rank)
+                in_slice = slice(start, start + span.numel)
+                yield Place(segment, slot, number, grad_number, span, in_slice)
+
+    def _shard_one(
+        self, each: ParamSites, place: Place, values: Values, known: ShardedParameter | None
+    ) -> ShardedParameter:
+        local = self.buffer.flats[place.number][place.in_slice]
+        spec, ranks = place.slot.spec, self._plan.ranks
+        ownership = Ownership(
+            name=spec.name,
+            shape=spec.shape if each.tensor_parallel is None else each.tensor_parallel.shape,
+            spans=place.segment.spans(place.slot),
+            comm=ranks.gather,
+            device_mesh=ranks.device_mesh,
+            tensor_parallel=each.tensor_parallel,
+        )
+        value = values(each)
+        if not (value.device.type == "meta" and self.device.type != "meta"):
+            local.copy_(span_of(value, ownership))
+        if known is not None and (known.device, known.dtype) == (local.device, local.dtype):
+            known.local, known.ownership = local, replace(ownership, name=known.ownership.name)
+            return known
+        param = ShardedParameter.parameter(local, ownership, requires_grad=spec.trainable)
+        param.__dict__.update(notes_on(each.param))
+        mark_replaced(each.param, spec.name)
+        return param
+
+    def rename(self, prefix: str) -> None:
+        """Let the parameters go by the name that the whole model has for them."""
+        for place, param in zip(self.places, self.sharded, strict=True):
+            full_name = f"{prefix}.{place.slot.spec.name}" if prefix else place.slot.spec.name
+            param.ownership = replace(param.ownership, name=full_name)
+
+    def show(self) -> None:
+        """Let the modules show the sharded parameters."""
+        for each, sharded in zip(self.params, self.sharded, strict=True):
+            each.put(sharded)
+
+    def shown(self) -> list[Tensor]:
+        """What the modules show now in the places of the parameters."""
+        return [each.shown for each in self.params]
+
+    def write(self, fulls: Sequence[Tensor]) -> None:
+        """Take this rank's spans from full tensors, one for each segment."""
+        rank = self._plan.ranks.gather.rank
+        for flat, full in zip(self.flats, fulls, strict=True):
+            flat.copy_(full[rank * flat.numel() : (rank + 1) * flat.numel()])
+
+
+def _stub(original: Tensor) -> Any:
+    """What is known of a parameter beside its values: class, shape, dtype, notes of users."""
+    if is_extended(original):
+        return without_values(original)
+    nothing = torch.zeros((), dtype=original.dtype, device=original.device)
+    stub = nn.Parameter(nothing.expand(original.shape), requires_grad=False)
+    stub.__dict__.update(notes_on(original))
+    return stub
+
+
+def span_of(value: Tensor, ownership: Ownership) -> Tensor:
+    """This rank's elements of a full tensor, or of one that is sharded.
+
+    Collective if the tensor is sharded otherwise than ``ownership`` says. Raises
+    `ConfigurationError` for another shape.
+    """
+    if isinstance(value, ShardedParameter):
+        if value.ownership.agrees_with(ownership):
+            return value.local
+        value = value.gathered()
+    value = plain_data(value)
+    if tuple(value.shape) != ownership.shape:
+        raise ConfigurationError(
+            f"parameter {ownership.name!r} has shape {ownership.shape}, got a value of shape "
+            f"{tuple(value.shape)}"
+        )
+    return ownership.cut(value)

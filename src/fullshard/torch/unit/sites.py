@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From ``nn.Module`` to specs: which parameters there are, where each is used, how to swap them.
+
+Outside of forward and backward a module shows its sharded parameters, inside its full ones.
+Swapping writes to ``module._parameters`` directly: going through ``setattr`` costs more than
+everything else that the engine does for a parameter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.spec import ParamSpec
+from fullshard.torch.tensor.tensor_parallel import TensorParallel
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["WRAPPED", "ParamSites", "clean_name", "device_of", "notes_on"]
+
+
+WRAPPED = "_fsdp_wrapped_module"
+"""The attribute under which FSDP1 wrappers keep the wrapped module; users see it in ``print``."""
+
+
+_WRAPPING = {WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"}
+
+
+@dataclass(frozen=True)
+class ParamSites:
+    """One parameter and every place where a module holds it (several if it is tied)."""
+
+    spec: ParamSpec
+    param: nn.Parameter
+    sites: tuple[tuple[dict[str, Any], str], ...]
+    tensor_parallel: TensorParallel | None = None
+
+    def put(self, param: Tensor) -> None:
+        """Let all modules show ``param`` in this parameter's place."""
+        for parameters, key in self.sites:
+            parameters[key] = param
+
+    @property
+    def shown(self) -> Any:
+        """What the first of those modules shows in its place now."""
+        parameters, key = self.sites[0]
+        return parameters[key]
+
+    def relative_to(self, path: str) -> "ParamSites":
+        """The same parameter, named as the module at ``path`` names it."""
+        start = len(path) + 1 if path else 0
+        aliases = tuple(alias[start:] for alias in self.spec.aliases)
+        return replace(self, spec=replace(self.spec, name=self.spec.name[start:], aliases=aliases))
+
+
+def clean_name(name: str) -> str:
+    """A name as the plain model has it, without what wrappers of several kinds add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPING)
+
+
+def notes_on(param: Tensor) -> dict[str, Any]:
+    """The attributes that users have put on a parameter."""
+    return {key: value for key, value in param.__dict__.items() if "_fullshard" not in key}
+
+
+def device_of(sites: Sequence[ParamSites]) -> torch.device | None:
+    """The one device of all the parameters, None if there are none.
+
+    Raises `ConfigurationError` naming two parameters if they are on several devices.
+    """
+    first: ParamSites | None = None
+    for each in sites:
+        first = first or each
+        if each.param.device != first.param.device:
+            raise ConfigurationError(
+                f"all parameters of a unit must be on one device, but {first.spec.name!r} is on "
+                f"{first.param.device} and {each.spec.name!r} on {each.param.device}; move the "
+                "module to one device before sharding it"
+            )
+    return first.param.device if first else None

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One unit: parameters that are gathered, freed and reduced by one call.
+
+A unit knows its buffers and the state they are in, not when anything should happen: that is decided
+by `fullshard.core.schedule` and carried out by `fullshard.torch.step.executor`. What rests is in
+`fullshard.torch.unit.shards`, what is gathered in `fullshard.torch.unit.full_parameters`, the way
+of gradients in `fullshard.torch.unit.gradients`.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fullshard.core.errors import UsageError
+from fullshard.core.layout import lay_out
+from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
+from fullshard.torch.unit.full_parameters import CustomGather, FullParameters, view_of
+from fullshard.torch.unit.gradients import Gradients, ReduceSettings
+from fullshard.torch.unit.plan import Plan, own_value
+from fullshard.torch.unit.shards import Shards
+from fullshard.torch.unit.sites import ParamSites
+
+__all__ = ["Unit", "UnitState", "owner_of", "set_owner"]
+
+_OWNER = "_fullshard_unit"
+
+
+class UnitState(Enum):
+    """What a unit has in memory beside its shard."""
+
+    __hash__ = object.__hash__  # that of Enum is slow
+
+    RESTING = "nothing"
+    FULL = "full parameters"
+    FULL_WITH_GRADS = "full parameters and full gradients"
+    GRADS = "full gradients"
+
+
+_MOVES = {
+    ("gather", UnitState.RESTING): UnitState.FULL,
+    ("gather", UnitState.GRADS): UnitState.FULL_WITH_GRADS,
+    ("free", UnitState.FULL): UnitState.RESTING,
+    ("free", UnitState.FULL_WITH_GRADS): UnitState.GRADS,
+    ("fill", UnitState.RESTING): UnitState.GRADS,
+    ("fill", UnitState.FULL): UnitState.FULL_WITH_GRADS,
+    ("reduce", UnitState.GRADS): UnitState.RESTING,
+    ("reduce", UnitState.FULL_WITH_GRADS): UnitState.FULL,
+    ("drop", UnitState.GRADS): UnitState.RESTING,
+    ("drop", UnitState.FULL_WITH_GRADS): UnitState.FULL,
+}
+"""The only legal moves. A unit whose shard serves as its full parameters is always full."""
+
+_FULL_STATES = (UnitState.FULL, UnitState.FULL_WITH_GRADS)
+_STATES_WITHOUT_GRADS = (UnitState.RESTING, UnitState.FULL)
+
+
+class Unit:
+    """Parameters that travel together, sharded over ``plan.ranks.gather``.
+
+    Building one replaces the parameters in their modules by `ShardedParameter`s that hold this
+    rank's spans. ``name`` is for people: the path of the unit's module once the root is known.
+    """
+
+    def __init__(self, name: str, params: Sequence[ParamSites], plan: Plan):
+        self.name = name
+        self.plan = plan
+        self.ranks = plan.ranks
+        self.device = plan.device
+        self.on_gradient: Callable[[int, Tensor], None] = self.deliver
+        self.settings = ReduceSettings()
+        self.custom_gather: CustomGather | None = None
+        self.unchecked = False  # was on a meta device, and nobody has looked for values since
+        layout = lay_out((each.spec for each in params), self.ranks.gather.size, plan.precision)
+        on_meta = plan.values is own_value and any(each.param.is_meta for each in params)
+        device = torch.device("meta") if on_meta else plan.resting_device
+        for each in params:
+            set_owner(each.param, self, each.spec.name)
+        self.rest_in(Shards(params, layout, plan, device, {}))
+
+    # ---- building -------------------------------------------------------------------------------
+
+    def rest_in(self, shards: Shards) -> None:
+        """Rest in ``shards``; make what they are gathered into, and what gradients need."""
+        self.shards = shards
+        self.layout = shards.layout
+        self.params, self.sharded = shards.params, shards.sharded
+        self.gradients = Gradients(self.name, shards, self.plan, self.settings)
+        # Weak, so that a model which is deleted gives its memory back without the garbage collector
+        hook_for = partial(_gradient_hook, weakref.ref(self))
+        arrivals = self.gradients.arrivals
+        self.full = FullParameters(self.name, shards, self.plan, arrivals, hook_for)
+        self.state = UnitState.FULL if self.resident else UnitState.RESTING
+        self._sites = [(*site, i) for i, each in enumerate(self.params) for site in each.sites]
+        cuts = enumerate(each.tensor_parallel for each in self.params)
+        self._cuts = {index: cut for index, cut in cuts if cut is not None}
+        self.show_sharded()
+
+    def rename(self, name: str) -> None:
+        """Take the name by which the whole model knows the unit's module; parameters follow."""
+        self.shards.rename(name)
+        self.name = name or "(root)"
+        self.full.rename(self.name)
+        self.gradients.rename(self.name)
+
+    @property
+    def trainable(self) -> bool:
+        """True if any parameter is trained, so that there is something to reduce."""
+        return any(self.shards.seen_trainable)
+
+    # ---- what modules show ----------------------------------------------------------------------
+
+    def show_full(self) -> None:
+        """Let the modules use the full parameters."""
+        full = self.full.params
+        for parameters, key, index in self._sites:
+            parameters[key] = full[index]
+
+    def show_sharded(self) -> None:
+        """Let the modules show the sharded parameters."""
+        sharded = self.sharded
+        for parameters, key, index in self._sites:
+            parameters[key] = sharded[index]
+
+    # ---- gather and free ------------------------------------------------------------------------
+
+    def _move(self, op: str) -> None:
+        after = _MOVES.get((op, self.state))
+        if after is None:
+            raise UsageError(
+                f"unit {self.name!r}: cannot {op} while it holds {self.state.value}; "
+                "this is a defect of fullshard's schedule, please report it with a trace"
+            )
+        self.state = after
+
+    @property
+    def is_full(self) -> bool:
+        """True if the full parameters are there, or on their way."""
+        return self.state in _FULL_STATES
+
+    @property
+    def resident(self) -> bool:
+        """True if the shard serves as the full unit, which then is always full."""
+        return self.full.resident
+
+    @property
+    def shrunk(self) -> bool:
+        """True if `shrink` has left a part."""
+        return self.full.shrunk
+
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes held now beyond the shards: full parameters, full gradients, reduce scratch."""
+        return self.full.bytes + self.gradients.transient_bytes
+
+    @property
+    def stale(self) -> bool:
+        """True if the full parameters were gathered before the shard was last changed."""
+        return (self.is_full or self.shrunk) and self.full.outdated
+
+    def gather(self) -> None:
+        """Start to gather the full parameters (collective)."""
+        if not self.full.params and self.params:
+            raise UsageError(
+                f"unit {self.name!r} is on the meta device still: give its module real memory and "
+                "values first (to_empty and an initialisation, or load_state_dict(assign=True))"
+            )
+        self._move("gather")
+        self.full.gather(self.custom_gather)
+
+    def await_gather(self) -> None:
+        """Wait until the full parameters are there."""
+        self.full.wait()
+
+    def shrink(self) -> None:
+        """Drop the full parameters but for this rank's part among those of its block."""
+        self._move("free")
+        self.full.shrink()
+
+    def free(self) -> None:
+        """Drop the full parameters, or the part that `shrink` has left."""
+        self.full.wait()
+        if self.full.shrunk:
+            self.full.drop_part()
+            return
+        self._move("free")
+        self.full.drop()
+
+    # ---- gradients ------------------------------------------------------------------------------
+
+    def deliver(self, index: int, grad: Tensor) -> None:
+        """Take a parameter's gradient, or a further part of it."""
+        if self.state in _STATES_WITHOUT_GRADS:
+            self._fill()
+        if index in self._cuts:
+            grad = self._cuts[index].part_of_dtensor(grad)
+        self.gradients.deliver(index, grad)
+
+    def _fill(self) -> None:
+        self.gradients.fill()
+        self._move("fill")
+
+    def reduce(self) -> None:
+        """Start to reduce the full gradients; what did not come counts as zero (collective)."""
+        if self.state in _STATES_WITHOUT_GRADS:
+            self._fill()
+        self._move("reduce")
+        self.gradients.reduce()
+
+    def all_reduce(self) -> None:
+        """Await the sum over slices and start the one over replicas (collective)."""
+        self.gradients.all_reduce()
+
+    def await_reduce(self) -> None:
+        """Wait for the reduce and add its result, averaged over the ranks, to ``.grad``."""
+        self.gradients.await_all()
+
+    def drop_gradients(self) -> None:
+        """Forget full gradients, under way or not, after a backward that failed."""
+        self.gradients.drop()
+        if self.state not in _STATES_WITHOUT_GRADS:
+            self._move("drop")
+
+    def synchronize(self) -> None:
+        """Hold up the host until it may read gradients and write shards that rest there."""
+        self.full.synchronize()
+        self.gradients.synchronize()
+
+    # ---- between steps --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def gather_values(self) -> FlatBuffer:
+        """All segments in full, in the dtypes in which they rest, in new memory. Collective."""
+        sizes = [(s.full_numel, dtype_of(s.dtype)) for s in self.layout.segments]
+        if self.shards.device.type == "meta":
+            return FlatBuffer(sizes, self.shards.device)
+        full, rank, pairs = FlatBuffer(sizes, self.device), self.ranks.gather.rank, []
+        for flat, shard in zip(full.flats, self.shards.flats, strict=True):
+            mine = flat[rank * shard.numel() : (rank + 1) * shard.numel()]
+            pairs.append((flat, mine.copy_(shard)))
+        if pairs:
+            label = f"gather of values of unit {self.name!r}"
+            self.ranks.gather.all_gather(pairs, label=label).wait()
+        return full
+
+    def full_views(self, full: FlatBuffer) -> list[Tensor]:
+        """The parameters in what `gather_values` gave, in the order of ``params``."""
+        views = [view_of(full, place) for place in self.shards.places]
+        cuts = [each.tensor_parallel for each in self.params]
+        return [v if c is None else c.dtensor(v) for v, c in zip(views, cuts, strict=True)]
+
+
+def _gradient_hook(unit: "weakref.ref[Unit]", index: int) -> Callable[[Tensor], None]:
+    def take(param: Tensor) -> None:
+        grad, param.grad = param.grad, None
+        owner = unit()
+        if owner is not None and grad is not None:
+            owner.on_gradient(index, grad)
+
+    return take
+
+
+def owner_of(param: Tensor) -> "tuple[Unit, int] | None":
+    """The unit that a parameter was given to, if it still exists, and its number there."""
+    reference, name = getattr(param, _OWNER, (None, ""))
+    unit = None if reference is None else reference()
+    if unit is None:
+        return None
+    return unit, next(i for i, each in enumerate(unit.params) if each.spec.name == name)
+
+
+def set_owner(param: Tensor, unit: "Unit", name: str) -> None:
+    """Note on an original parameter which unit has it now, and its name there."""
+    setattr(param, _OWNER, (weakref.ref(unit), name))

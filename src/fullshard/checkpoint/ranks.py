@@ -2,10 +2,14 @@
 """What a checkpoint needs of the ranks that write it together: two calls with bytes."""
 
 import json
-from collections.abc import Sequence
 from typing import Any, Protocol
 
-from fullshard.core.errors import CheckpointError, FullshardError
+from fullshard.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    FullshardError,
+    NotSupportedError,
+)
 
 __all__ = ["Ranks", "SoloRanks", "agree", "failure_text"]
 
@@ -56,25 +60,32 @@ def failure_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def agree(ranks: Ranks, what: str, failures: Sequence[BaseException]) -> None:
-    """Raise `CheckpointError` on all ranks if one of them has a failure. Collective.
+def agree(ranks: Ranks, what: str, failure: Exception | None) -> None:
+    """Raise on all ranks if one of them has a failure. Collective.
 
-    The first failure of the lowest rank is told, after ``what``, which says what cannot be done.
+    `ConfigurationError` if that of the lowest rank is one, else `CheckpointError`. Its text stands
+    after ``what``, which says what cannot be done.
     """
-    told = ranks.gather(json.dumps([failure_text(each) for each in failures[:1]]).encode())
-    failed: list[Any] = [
-        [rank, texts[0]] for rank, texts in enumerate(map(json.loads, told)) if texts
-    ]
-    failed = json.loads(ranks.broadcast(json.dumps([len(failed), *failed[:1]]).encode()))
-    if failed[0]:
-        rank, text = failed[1]
-        more = f" ({failed[0] - 1} other ranks failed too)" if failed[0] > 1 else ""
-        where = f" on rank {rank} of {ranks.size}" if ranks.size > 1 else ""
-        cause = failures[0] if failures else None
-        known = cause if isinstance(cause, CheckpointError) and ranks.rank == rank else None
-        raise CheckpointError(
-            f"{what}{where}: {text}{more}",
-            file=known.file if known else None,
-            tensor=known.tensor if known else None,
-            byte_range=known.byte_range if known else None,
-        ) from cause
+    mine: list[Any] = []
+    if failure is not None:
+        refused = isinstance(failure, ConfigurationError | NotSupportedError)
+        mine = [failure_text(failure), refused, *_place_of(failure)]
+    told = [json.loads(each) for each in ranks.gather(json.dumps(mine).encode())]
+    failed = [[rank, len(told), *each] for rank, each in enumerate(told) if each]
+    first = json.loads(ranks.broadcast(json.dumps([len(failed), *failed[:1]]).encode()))
+    if not first[0]:
+        return
+    rank, size, text, refused, file, tensor, span = first[1]
+    where = f" on rank {rank} of {size}" if size > 1 else ""
+    more = f" ({first[0] - 1} other ranks failed too)" if first[0] > 1 else ""
+    message = f"{what}{where}: {text}{more}"
+    if refused:
+        raise ConfigurationError(message) from failure
+    byte_range = (span[0], span[1]) if span else None
+    raise CheckpointError(message, file=file, tensor=tensor, byte_range=byte_range) from failure
+
+
+def _place_of(failure: Exception) -> list[Any]:
+    if isinstance(failure, CheckpointError):
+        return [failure.file, failure.tensor, failure.byte_range]
+    return [None, None, None]

@@ -7,6 +7,15 @@ same engine. Outside of forward and backward, parameters are `ShardedParameter`s
 
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.core.trace import Trace
+from fullshard.torch.checkpoint import (
+    Background,
+    Keep,
+    Loaded,
+    RunFolder,
+    Saving,
+    load_checkpoint,
+    save_checkpoint,
+)
 from fullshard.torch.comm.compressed import CommunicationCompression
 from fullshard.torch.comm.uneven_inputs import any_rank, pad_to_longest, stop_together
 from fullshard.torch.fsdp1.wrapper import FullyShardedDataParallel
@@ -50,6 +59,7 @@ from fullshard.torch.state.weights_file import load_full_weights, save_full_weig
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = [
+    "Background",
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
@@ -59,6 +69,8 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "Keep",
+    "Loaded",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -67,6 +79,8 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "RestingBytes",
+    "RunFolder",
+    "Saving",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedParameter",
@@ -80,11 +94,13 @@ __all__ = [
     "any_rank",
     "clip_grad_norm_",
     "fully_shard",
+    "load_checkpoint",
     "load_full_weights",
     "overlap_optimizer",
     "pad_to_longest",
     "register_fsdp_forward_method",
     "resting_bytes",
+    "save_checkpoint",
     "save_full_weights",
     "set_prefetch",
     "share_comm_ctx",

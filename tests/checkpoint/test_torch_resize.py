@@ -12,6 +12,7 @@ from support.checkpoint_cases import FULL
 from support.models import CASES, loss_of, make, make_batches
 from support.training import _choose
 
+from fullshard.checkpoint import open_checkpoint
 from fullshard.torch import (
     FullyShardedDataParallel,
     ShardingStrategy,
@@ -128,7 +129,7 @@ def test_saved_at_one_number_of_ranks_loaded_at_another(tmp_path, a):
         assert_goes_on(saved, loaded, same=a == b)
 
 
-KINDS = [each for each in itertools.product(STRATEGIES, DOORS)]
+KINDS = list(itertools.product(STRATEGIES, DOORS))
 
 
 @pytest.mark.parametrize(("strategy", "door"), KINDS)
@@ -149,8 +150,6 @@ def test_any_strategy_and_door_reads_any_other(tmp_path, strategy, door):
 
 def written_once(run):
     """No more bytes of data than the tensors have."""
-    from fullshard.checkpoint import open_checkpoint  # noqa: PLC0415
-
     manifest = open_checkpoint(run).manifest
     held = sum(each.size_bytes for each in manifest.tensors.values())
     return sum(each.size_bytes - each.header_bytes for each in manifest.files) == held

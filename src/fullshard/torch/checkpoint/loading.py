@@ -193,6 +193,7 @@ class _Plan:
         self._checkpoint = checkpoint
         self._state = decode(checkpoint.manifest.state) or {}
         self._targets: list[tuple[str, Held]] = []
+        self._known: list[str] = []  # all names of tensors that the models have
         self._missing: list[str] = []
         self._values: list[tuple[nn.Module, str, Any]] = []
         names: dict[int, str] = {}
@@ -203,7 +204,9 @@ class _Plan:
             self._plan_optimizer(key, optimizer, names) for key, optimizer in optimizers.items()
         ]
         self._random = self._plan_random(ranks)
-        wanted = {checkpoint.manifest.aliases.get(name, name) for name, _ in self._targets}
+        aliases = checkpoint.manifest.aliases
+        wanted = {aliases.get(name, name) for name in self._known}
+        wanted |= {aliases.get(name, name) for name, _ in self._targets}
         parts = {*models, *optimizers}
         self._unexpected = sorted(
             name
@@ -273,6 +276,7 @@ class _Plan:
                 if not (partial and frozen):
                     self._missing.append(full)
                 continue
+            self._known.append(full)
             self._check_shape(full, stored.shape, tuple(value.shape))
             if known.setdefault(identity(value), full) == full:  # tied values: once
                 self._targets.append((full, held_here(full, value)))

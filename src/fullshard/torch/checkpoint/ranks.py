@@ -82,9 +82,10 @@ def _gathered(comm: Comm, data: bytes) -> list[bytes]:
     full = torch.zeros(sum(received), dtype=torch.uint8)
     sent = _tensor(data)
     comm.all_to_all(Parts(full, received), Parts(sent, to_first), label).wait()
-    return (
-        [bytes(part.numpy().tobytes()) for part in full.split(received)] if comm.rank == 0 else []
-    )
+    if comm.rank:
+        return []
+    ends = accumulate(received)
+    return [full[b - n : b].numpy().tobytes() for n, b in zip(received, ends, strict=True)]
 
 
 def _broadcast(comm: Comm, data: bytes) -> bytes:

@@ -24,10 +24,9 @@ from torch.nn import functional as F
 
 from fullshard.core.presets import transformer
 from fullshard.torch import CommunicationCompression, clip_grad_norm_, fully_shard
-from fullshard.train.config import resolve
+from fullshard.train.config import learning_rate, resolve
 from fullshard.train.data import load, rank_slice
-from fullshard.train.learning_rate import learning_rate
-from fullshard.train.models import GPT
+from fullshard.train.torch.models import GPT
 
 PLAIN = "none"
 SETTINGS = {

@@ -35,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard.core.presets import TRANSFORMERS, Transformer
 from fullshard.torch import FullyShardedDataParallel, fully_shard
-from fullshard.train.models import GPT, Block
+from fullshard.train.torch.models import GPT, Block
 from fullshard.wrap import ModuleWrapPolicy
 
 SMALLER = 16

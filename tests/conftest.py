@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import contextlib
 import os
 import socket
 
 import pytest
 import torch
 from hypothesis import settings
-from support.gloo_world import GlooWorld
-from support.launched_world import LaunchedWorld
+from support.world import World
 
 # Read when JAX first looks for devices: eight of them are simulated on the CPU. The programs are
 # small, so most of their time is LLVM's, which this level cuts short.
@@ -21,16 +21,14 @@ settings.load_profile("fullshard")
 
 @pytest.fixture(scope="session")
 def gloo_world():
-    world = GlooWorld()
-    yield world
-    world.close()
+    with contextlib.closing(World()) as world:
+        yield world
 
 
 @pytest.fixture(scope="session")
-def launched_world():
-    world = LaunchedWorld()
-    yield world
-    world.close()
+def drop_in_world():
+    with contextlib.closing(World(2, drop_in=True)) as world:
+        yield world
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from support.limits import PROCESS_S
 
 import fullshard
 
@@ -42,14 +43,19 @@ LAYERS = {
     "torch": Layer({"core", "checkpoint", "wrap"}, {"torch", "numpy", "safetensors"}),
     "jax": Layer({"core", "checkpoint", "launchers"}, {"jax", "flax", "optax", "orbax", "numpy"}),
     "train": Layer(
-        {"core", "plan", "checkpoint", "wrap", "launchers", "distributed", "torch", "jax"},
-        {"torch", "jax", "flax", "optax", "numpy", "rich"},
+        {"core", "plan", "checkpoint", "wrap", "launchers", "distributed", "local_ranks"}
+        | {"torch", "jax"},
+        {"torch", "jax", "flax", "optax", "numpy", "rich", "tomli_w"},
     ),
     "launchers": Layer({"core"}, without_frameworks=True),
+    "local_ranks": Layer({"core"}, {"torch"}),
     "distributed": Layer({"core", "launchers"}, {"torch"}),
+    "testing": Layer({"core", "torch"}, {"torch", "numpy"}),
     "drop_in": Layer({"core", "wrap", "torch"}, {"torch"}),
     "run": Layer({"core", "launchers", "distributed"}, {"torch"}),
-    "doctor": Layer({"core", "launchers", "distributed", "torch"}, {"torch", "rich"}),
+    "doctor": Layer(
+        {"core", "launchers", "distributed", "local_ranks", "torch"}, {"torch", "rich"}
+    ),
     "cli": Layer(
         {"core", "plan", "checkpoint", "report", "train", "run", "doctor"}, without_frameworks=True
     ),
@@ -333,7 +339,7 @@ for name in sys.argv[1:]:
         [sys.executable, "-c", program, *modules],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PROCESS_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -3,29 +3,36 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.limits import PROCESS_S
 
 from fullshard.core.presets import TRANSFORMERS
-from fullshard.train.models import GPT
+from fullshard.train.torch.models import GPT
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "OMP_NUM_THREADS")
 
 
+def alone(**more):
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHED} | more
+
+
 def fullshard(*arguments, cwd=None):
-    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     return subprocess.run(
         [sys.executable, "-m", "fullshard", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PROCESS_S,
         cwd=cwd,
-        env=environ,
+        env=alone(),
         check=False,
     )
 
@@ -34,6 +41,7 @@ def test_help_says_what_there_is():
     done = fullshard("--help")
     assert done.returncode == 0
     assert "train a real model in one command" in done.stdout
+    assert fullshard().stdout == done.stdout
     done = fullshard("train", "--help")
     assert done.returncode == 0
     for word in ("--nproc", "--model", "--engine", "CONFIG.toml", "optim.lr=0.003", "torchrun"):
@@ -93,8 +101,59 @@ def test_two_ranks_train_and_leave_everything_behind(tmp_path):
     assert not list(tmp_path.glob("**/*.partial"))
 
 
+def listening(pids):
+    """The local addresses, as /proc has them, at which one of these processes waits for others."""
+    sockets = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                sockets.add(os.readlink(fd))
+            except OSError:
+                continue  # closed meanwhile
+    texts = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    return {
+        row[1].partition(":")[0]
+        for row in map(str.split, "".join(texts).splitlines())
+        if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
+    }
+
+
+def children(pid):
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's /proc")
+def test_local_ranks_keep_to_this_host_and_leave_nothing_when_killed(tmp_path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    steps = ["model.context=16", "train.batch=2", "log.every=1", "data.validation_samples=2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fullshard", "train", "--nproc", "2", *steps],
+        cwd=tmp_path,
+        env=alone(TMPDIR=str(temporary)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
+    )
+    try:
+        assert any(line.startswith("step 1 ") for line in process.stdout)
+        ranks = children(process.pid)
+        assert len(ranks) >= 2
+        assert listening([process.pid, *ranks]) == {"0100007F"}
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    ended_by = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < ended_by, "ranks outlive the process that started them"
+        time.sleep(0.1)
+    left = [each.name for each in temporary.iterdir()]
+    assert not [name for name in left if not name.startswith("torchinductor_")]  # torch's own cache
+
+
 def test_a_failing_rank_is_shown_once_and_ends_the_others(tmp_path):
-    overrides = ["optim.lr=1e35", "optim.warmup_steps=0", "train.steps=9"]
+    overrides = ["optim.lr=1e35", "optim.warmup_steps=0", "train.steps=9", "model.context=16"]
     done = fullshard("train", "--nproc", "2", *overrides, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("loss or gradient is not finite on rank") == 1

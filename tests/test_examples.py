@@ -10,19 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from support.launched_world import run_script
+from support.limits import PROCESS_S
+from support.world import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LAUNCH = EXAMPLES / "launch"
 
 
 @pytest.fixture
-def run_example(launched_world, tmp_path):
+def run_example(gloo_world, tmp_path):
     """Runs an example on two ranks in an empty folder; what each of them printed."""
 
     def run(name, *arguments):
         script = str(EXAMPLES / name)
-        return launched_world.run(2, run_script, script, arguments, str(tmp_path))
+        return gloo_world.launch(2, run_script, script, arguments, str(tmp_path))
 
     return run
 
@@ -86,7 +87,7 @@ def test_article_features_survives_the_loss_of_a_rank(tmp_path):
         env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PROCESS_S,
     )
     assert result.returncode == 0, result.stderr
     before, after = result.stdout.split("goes on after step 10, with sample 160")
@@ -101,7 +102,7 @@ def test_article_features_survives_the_loss_of_a_rank(tmp_path):
 def run_alone(name, *arguments):
     """What an example prints in a process of its own, with eight simulated devices for JAX."""
     script = [sys.executable, EXAMPLES / name, *arguments]
-    result = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(script, capture_output=True, text=True, timeout=PROCESS_S)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fullshard.core.errors import ConfigurationError, FullshardError
-from fullshard.train.config import describe_options, resolve
 
 __all__ = ["main"]
 
@@ -42,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=sorted(_COMMANDS), metavar="COMMAND", help="see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help()
+        return 0
     chosen = parser.parse_args(argv)
     try:
         return _COMMANDS[chosen.command](chosen.arguments)
@@ -53,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(argv: Sequence[str]) -> int:
+    with _needing("torch,train"):
+        from fullshard.train.config import describe_options, resolve  # noqa: PLC0415
     parser = argparse.ArgumentParser(
         prog="fullshard train",
         usage="fullshard train [CONFIG.toml] [--model NAME] [--engine NAME] [--nproc N] "
@@ -95,7 +99,7 @@ def _train(argv: Sequence[str]) -> int:
             from fullshard.train.jax.launch import launch as launch_jax  # noqa: PLC0415
         return launch_jax(config, given.nproc)
     with _needing("torch,train"):
-        from fullshard.train.launch import launch  # noqa: PLC0415
+        from fullshard.train.torch.launch import launch  # noqa: PLC0415
     return launch(config, given.nproc)
 
 

@@ -10,7 +10,7 @@ import torch
 from fullshard.core.errors import ConfigurationError
 from fullshard.doctor import check_hosts, parse_size
 from fullshard.doctor.findings import Finding
-from fullshard.doctor.links import (
+from fullshard.doctor.links.measure import (
     Links,
     LinkTime,
     bus_bytes_per_s,
@@ -20,7 +20,7 @@ from fullshard.doctor.links import (
     unit_bytes_for_most_bandwidth,
 )
 from fullshard.doctor.output import Report, print_report, to_json
-from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.testing import LocalWorld
 
 MIB = 2**20
 

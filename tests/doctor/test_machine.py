@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from fullshard.doctor.environment import check_environment
-from fullshard.doctor.machine import Gpu, Machine, Space, facts, read_machine
-from fullshard.doctor.machine_checks import check_machine, files_needed
+from fullshard.doctor.machine.checks import check_machine, files_needed
+from fullshard.doctor.machine.environment import check_environment
+from fullshard.doctor.machine.snapshot import Gpu, Machine, Space, facts, read_machine
 
 GIB = 2**30
 PACKAGES = {"torch": "2.13.0+cpu", "fullshard": "0.1.0", "numpy": "2.0", "safetensors": "0.5"}

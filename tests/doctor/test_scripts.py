@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.doctor.scripts import check_script, check_scripts
+from fullshard.doctor.scripts.linter import check_script, check_scripts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -434,6 +434,84 @@ WRONG = {
         "note",
         "CPUOffload(offload_optimizer=...) is not in PyTorch",
     ),
+    "a global rank as device": (
+        HEAD,
+        """
+        rank = dist.get_rank()
+        model = FSDP(Net(), device_id=rank)  # here
+        """,
+        "warning",
+        "rank chooses a GPU, but counts the ranks of all hosts",
+    ),
+    "a global rank in torch.device": (
+        HEAD,
+        """
+        device = torch.device("cuda", int(os.environ["RANK"]))
+        model = FSDP(Net(), device_id=torch.device("cuda", int(os.environ["RANK"])))  # here
+        """,
+        "warning",
+        "chooses a GPU",
+    ),
+    "a global rank made current": (
+        FSDP1,
+        "torch.cuda.set_device(dist.get_rank())  # here\n",
+        "warning",
+        "dist.get_rank() chooses a GPU",
+    ),
+    "a plain scaler": (
+        FSDP1,
+        'scaler = torch.amp.GradScaler("cuda")  # here\n',
+        "warning",
+        "a plain GradScaler for an FSDP model",
+    ),
+    "clipped before unscale_": (
+        FSDP2,
+        """
+        def step(self, loss):
+            self.scaler.scale(loss).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
+            self.scaler.unscale_(optim)
+            self.scaler.step(optim)
+        """,
+        "severe",
+        "clipped while they carry the factor of self.scaler",
+    ),
+    "clipped and never unscaled": (
+        FSDP1,
+        """
+        amp = ShardedGradScaler()
+        for batch in loader:
+            amp.scale(model(batch).sum()).backward()
+            model.clip_grad_norm_(1.0)  # here
+            amp.step(optimizer)
+        """,
+        "severe",
+        "clipped while they carry the factor of amp",
+    ),
+    "a break on one rank": (
+        FSDP1,
+        """
+        for batch in loader:
+            loss = model(batch).sum()
+            loss.backward()
+            if rank == 0 and stopper.is_done(loss):
+                break  # here
+        """,
+        "severe",
+        "this break ends the loop on one rank only",
+    ),
+    "a break of its own loss": (
+        FSDP1,
+        """
+        while True:
+            loss = criterion(model(next(batches)), targets)
+            if not torch.isfinite(loss):
+                break  # here
+            loss.backward()
+        """,
+        "severe",
+        "this break ends the loop where not torch.isfinite(loss)",
+    ),
     "a local norm": (
         FSDP1,
         "nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here\n",
@@ -540,6 +618,47 @@ RIGHT = {
         if rank == 0:
             torch.save(whole, "state.pt")
         """,
+    "a local rank as device": """
+        local_rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        net = FSDP(Net(), device_id=local_rank)
+        """,
+    "a rank that mp.spawn has given": """
+        def main(rank, world_size):
+            torch.cuda.set_device(rank)
+            net = FSDP(Net(), device_id=rank)
+        """,
+    "scalers that are right": """
+        scaler = ShardedGradScaler()
+        off = torch.amp.GradScaler(enabled=False)
+        def step(loss):
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+    "a break that all ranks take": """
+        for batch in loader:
+            loss = model(batch).sum()
+            loss.backward()
+            dist.all_reduce(loss)
+            if loss.item() < 0.1:
+                break
+        for batch in loader:
+            own_loss = model(batch).sum()
+            if any_rank(own_loss.isnan()):
+                break
+        """,
+    "a break from a loop without collectives": """
+        for line in lines:
+            if rank == 0:
+                break
+        for batch in loader:
+            if not batch:
+                break
+            model(batch)
+        """,
     "names and modules of others": """
         ddp.module(batch)
         model(batch)
@@ -565,6 +684,33 @@ def test_files_are_read_as_python_reads_them(tmp_path):
     latin.write_bytes(b"# coding: nonsense\n")
     (found,) = check_scripts([str(latin)])
     assert found.severity == "severe"
+
+
+def test_of_files_given_together_one_that_shards_is_enough(tmp_path):
+    paths = [tmp_path / f"{name}.py" for name in ("shards", "data", "metrics")]
+    paths[0].write_text("from torch.distributed.fsdp import wrap\n")
+    for path in paths[1:]:
+        path.write_text("import torch\n")
+    assert check_scripts([str(path) for path in paths]) == []
+    (found,) = check_scripts([str(path) for path in paths[1:]])
+    assert found.what == "nothing of FSDP in these files"
+
+
+def test_a_condition_is_negated_once():
+    text = """
+        if not self.is_main:
+            return_early()
+        else:
+            print(model.state_dict())
+        if not rank == 0:
+            sys.exit()
+        dist.barrier()
+        """
+    first, second = findings(FSDP1, text)
+    assert "(line 13: self.is_main)" in first.what
+    assert "(line 17: rank == 0)" in second.what
+    (found,) = findings(FSDP1, "if rank == 0:\n    print(1)\nelse:\n    dist.barrier()\n")
+    assert "rank != 0)" in found.what
 
 
 def test_what_is_too_deep_to_follow_is_said():

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.limits import PROCESS_S
 
 import fullshard.run
 from fullshard.cli import main as command
@@ -49,7 +50,7 @@ def python(*arguments, **environ):
         [sys.executable, "-m", *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PROCESS_S,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
         check=False,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import drop_in_checks
+from support.limits import PROCESS_S
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +17,7 @@ def failures():
         [sys.executable, Path(drop_in_checks.__file__)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PROCESS_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from support.stack import LAYERS, WIDTH, shard_stack
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.testing import LocalWorld, LocalWorldError
 from fullshard.torch import (
     CPUOffload,
     FullStateDictConfig,
@@ -25,7 +26,6 @@ from fullshard.torch import (
     summon_full_params,
     tracing,
 )
-from fullshard.torch.comm.local_world import LocalWorld, LocalWorldError
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.unit.unit import UnitState
 

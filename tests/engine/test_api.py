@@ -10,12 +10,14 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.fsdp as torch_fsdp
+from support.limits import PROCESS_S
 from support.models import GPT, loss_of, make, make_batches
 from support.training import shard
 from support.workers import meshes, ways_to_name_axes
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     BackwardPrefetch,
     CPUOffload,
@@ -28,7 +30,6 @@ from fullshard.torch import (
     tracing,
 )
 from fullshard.torch import FullyShardedDataParallel as FSDP
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
 
@@ -453,7 +454,11 @@ torch.distributed.destroy_process_group()
 
 def run_script(environment):
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_S,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.autocast_training import STEPS, train_sharded, train_split
 
-from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.testing import LocalWorld
 
 WAYS = [
     *(("wrapper", strategy) for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")),

@@ -16,8 +16,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, fully_shard, tracing
-from fullshard.torch.comm.local_world import LocalWorld
 
 # What torch says of a reentrant checkpoint in another one, which runs it without gradients first.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

@@ -2,7 +2,6 @@
 """Ranks that die, hang, or do not do the same: everybody is told, nobody waits forever."""
 
 import json
-import multiprocessing
 import re
 import subprocess
 import sys
@@ -11,12 +10,13 @@ import threading
 import pytest
 import torch
 from support import divergence_workers as workers
-from support.gloo_world import TIMEOUT
+from support.limits import PEERS_S, PROCESS_S
+from support.world import TIMEOUT, ranks_context
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
+from fullshard.testing import LocalWorld, LocalWorldError
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.checked import CheckedComm, checked_in_debug_mode
-from fullshard.torch.comm.local_world import LocalWorld, LocalWorldError
 from fullshard.torch.comm.protocol import Comm, SoloComm
 
 CPU = torch.device("cpu")
@@ -26,10 +26,9 @@ CPU = torch.device("cpu")
 def endings(tmp_path_factory):
     """How each rank of each bad world ended: {(case, rank): (step, after_s, class, text)}."""
     folder = tmp_path_factory.mktemp("endings")
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=workers.run_cases, args=(str(folder), list(sys.path)))
+    process = ranks_context().Process(target=workers.run_cases, args=(str(folder), list(sys.path)))
     process.start()
-    process.join(90)
+    process.join(PROCESS_S)
     if process.is_alive():
         process.kill()
     found = {}
@@ -46,7 +45,7 @@ def test_the_others_end_with_an_error_that_names_ranks_and_units(endings, case):
         step, after_s, kind, text = endings[case, rank]
         assert step == workers.BAD_STEP
         assert kind == CommunicationError.__name__, text
-        assert after_s < workers.TIMEOUT_S + 5
+        assert after_s < workers.TIMEOUT_S + PEERS_S / 2
         assert f"rank {rank}" in text or "debug" in case
         assert "unit 'blocks." in text
 
@@ -244,7 +243,11 @@ def test_a_collective_that_a_device_does_not_complete_is_printed_once(gloo_world
 def test_importing_starts_no_thread():
     program = "import threading, fullshard.torch; print(threading.active_count())"
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_S,
+        check=True,
     )
     assert result.stdout.split() == ["1"]
     assert not [each for each in threading.enumerate() if each.name == "fullshard watchdog"]

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
 
 from fullshard.core.layout import Span
+from fullshard.testing import LocalWorld
 from fullshard.torch import MixedPrecisionPolicy, ShardedGradScaler, fully_shard
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 

@@ -18,12 +18,13 @@ from support.hierarchical_workers import (
     trained_over,
     without_further_groups,
 )
+from support.limits import PEERS_S
 from support.workers import collectives
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.testing import LocalComm, LocalWorld, LocalWorldError
 from fullshard.torch.comm.checked import CheckedComm
 from fullshard.torch.comm.hierarchical import HierarchicalComm, ranks_per_host
-from fullshard.torch.comm.local_world import LocalComm, LocalWorld, LocalWorldError
 from fullshard.torch.comm.protocol import Comm, rank_order_sum
 
 
@@ -151,7 +152,7 @@ def test_calls_may_be_waited_for_in_any_order_on_each_rank():
             work.wait()  # again: nothing
             assert work.is_completed()
 
-    LocalWorld(4, timeout_s=15).run(body)
+    LocalWorld(4, timeout_s=PEERS_S).run(body)
 
 
 def test_what_fails_between_stages_is_raised_where_it_is_waited_for():
@@ -183,7 +184,7 @@ def test_the_thread_ends_with_its_communicator():
 
     gc.collect()
     assert min(LocalWorld(4).run(body)) > 0
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PEERS_S
     while threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threads() == 0

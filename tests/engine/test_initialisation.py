@@ -7,8 +7,8 @@ from support.models import GPT, loss_of, make_batches, seeded
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, ShardedParameter, fully_shard
-from fullshard.torch.comm.local_world import LocalWorld
 
 
 def on_meta(build):

@@ -12,6 +12,7 @@ from torch import nn
 import fullshard
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.trace import Trace, TraceRecord
+from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import (
     CPUOffload,
     FullyShardedDataParallel,
@@ -23,7 +24,6 @@ from fullshard.torch import (
     summon_full_params,
     tracing,
 )
-from fullshard.torch.comm.local_world import LocalComm, LocalWorld
 from fullshard.torch.inspection import describe
 from fullshard.torch.inspection.memory import memory_of_ranks
 from fullshard.torch.inspection.memory_summary import memory_summary

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from support.models import GPT, Block, loss_of, make_batches, seeded
 from torch import nn
 
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -15,7 +16,6 @@ from fullshard.torch import (
     resting_bytes,
     tracing,
 )
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.step.managed import managed_unit_of, managed_units
 
 

@@ -6,7 +6,7 @@ import torch
 from support.workers import collectives, collectives_on_group
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.torch.comm.local_world import LocalWorld, LocalWorldError
+from fullshard.testing import LocalWorld, LocalWorldError
 from fullshard.torch.comm.protocol import Comm, SoloComm, rank_order_sum
 
 

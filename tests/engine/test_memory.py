@@ -11,8 +11,8 @@ from support.workers import copies_in_forward
 
 from fullshard.core.layout import ALIGN_NUMEL, lay_out
 from fullshard.core.spec import ParamSpec
+from fullshard.testing import LocalWorld
 from fullshard.torch import resting_bytes, tracing
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.step.managed import managed_unit_of
 
 

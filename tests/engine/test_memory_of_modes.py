@@ -8,6 +8,7 @@ import torch
 from support.stack import LAYERS, WIDTH, Stack, shard_stack, step
 from torch import nn
 
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffload,
     FullyShardedDataParallel,
@@ -16,7 +17,6 @@ from fullshard.torch import (
     resting_bytes,
     tracing,
 )
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.step.managed import managed_unit_of
 
 

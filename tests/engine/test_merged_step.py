@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fullshard.core.layout import lay_out
 from fullshard.core.spec import ParamSpec
+from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import fully_shard
-from fullshard.torch.comm.local_world import LocalComm, LocalWorld
 from fullshard.torch.optim.merged_step import ELEMENTWISE, MergedStep
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter

@@ -9,6 +9,7 @@ from support.models import GPT, loss_of, make_batches, seeded
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -20,7 +21,6 @@ from fullshard.torch import (
     set_prefetch,
     summon_full_params,
 )
-from fullshard.torch.comm.local_world import LocalWorld
 
 STEPS = 4
 WORLDS = (2, 3, 4)

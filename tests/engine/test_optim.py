@@ -12,12 +12,14 @@ from torch.optim.optimizer import _default_to_fused_or_foreach
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError, UsageError
 from fullshard.core.layout import lay_out
 from fullshard.core.spec import ParamSpec
-from fullshard.torch.comm.local_world import LocalComm, LocalWorld
-from fullshard.torch.optim.checks import clip_grad_norm_, optimizer_state_bytes
+from fullshard.testing import LocalComm, LocalWorld
+from fullshard.torch.optim.checks import clip_grad_norm_, optimizer_state_bytes, watch_optimizers
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.reductions import GlobalScalar
 from fullshard.torch.unit.replaced import mark_replaced, name_of_replacement
+
+watch_optimizers()  # as the first sharding does
 
 SHAPES = [(5, 7), (), (33,), (1,), (16, 4), (3, 2, 5), (2, 50)]
 

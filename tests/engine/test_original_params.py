@@ -9,9 +9,9 @@ from support.sharded_tensor_workers import as_dtensor, cut_otherwise
 from torch import nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel as FSDP
 from fullshard.torch import MixedPrecision, ShardedParameter
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.optim import original_params
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -13,6 +13,7 @@ from support.models import GPT, seeded
 from torch import nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -21,7 +22,6 @@ from fullshard.torch import (
     fully_shard,
     resting_bytes,
 )
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.optim import overlap_optimizer
 from fullshard.torch.step.managed import managed_units
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError
 from fullshard.core.layout import ALIGN_NUMEL, Span, lay_out
 from fullshard.core.spec import ParamSpec
-from fullshard.torch.comm.local_world import LocalComm, LocalWorld
+from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.reductions import GlobalScalar

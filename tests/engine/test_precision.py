@@ -8,6 +8,7 @@ from support.training import shard
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffload,
     FullyShardedDataParallel,
@@ -17,7 +18,6 @@ from fullshard.torch import (
     fully_shard,
     tracing,
 )
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.comm.protocol import rank_order_sum
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.random_models import WIDTH, build
 
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -16,7 +17,6 @@ from fullshard.torch import (
     fully_shard,
     set_prefetch,
 )
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.sharding.shard import require_gradient_sync
 
 STEPS = 3

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from fullshard.core.errors import UnshardedOperationError
 from fullshard.core.layout import Span
-from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.testing import LocalWorld
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.reductions import GlobalScalar

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, fully_shard, set_prefetch, tracing
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.unit.unit import UnitState
 
@@ -533,7 +533,7 @@ def test_forwards_without_backward_do_not_pile_up():
         for _ in range(200):
             model(torch.ones(1, WIDTH))
         step(model)
-        return managed_unit_of(model).runtime.execution._training._compiled.events
+        return managed_unit_of(model).tracker.executor._training._compiled.events
 
     for events in LocalWorld(2).run(body):
         assert len(events) < 64 * 6

@@ -12,9 +12,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.layout import Span
+from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel as FSDP
 from fullshard.torch import MixedPrecision
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.tensor.reslice import Cut, recut, rows_of_ranks
 
 DOORS = ("wrapper", "function")

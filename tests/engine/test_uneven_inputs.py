@@ -8,7 +8,7 @@ from support.training import shard
 from support.uneven import turns
 
 from fullshard.core.errors import ConfigurationError, UsageError
-from fullshard.torch.comm.local_world import LocalWorld
+from fullshard.testing import LocalWorld
 from fullshard.torch.comm.uneven_inputs import any_rank, pad_to_longest, stop_together
 
 DTYPE = torch.float64

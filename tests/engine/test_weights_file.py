@@ -15,6 +15,7 @@ from support.training import shard
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     FullyShardedDataParallel,
     ShardingStrategy,
@@ -22,7 +23,6 @@ from fullshard.torch import (
     load_full_weights,
     save_full_weights,
 )
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.state import weights_file as module
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed.fsdp.wrap as theirs
 from hypothesis import given
 from hypothesis import strategies as st
+from support.limits import PEERS_S
 from torch import nn
 
 import fullshard.wrap as ours
@@ -413,7 +414,7 @@ def test_nested_contexts_restore_the_outer_one_also_after_an_error():
 
 
 def test_each_thread_has_its_own_context():
-    seen, both_inside = {}, threading.Barrier(2, timeout=30)
+    seen, both_inside = {}, threading.Barrier(2, timeout=PEERS_S)
 
     def rank(number):
         with ours.enable_wrap(wrapper_cls=Wrapper, rank=number):

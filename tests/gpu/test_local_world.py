@@ -5,8 +5,8 @@ import pytest
 import torch
 from gpu.training import assert_same, build, full_parameters, plain, shard, train
 
+from fullshard.testing import LocalWorld
 from fullshard.torch import CPUOffloadPolicy, MixedPrecisionPolicy
-from fullshard.torch.comm.local_world import LocalWorld
 
 OPTIONS = {
     "plain": {},

@@ -6,8 +6,8 @@ import torch
 from gpu.training import build, full_parameters, shard
 from support.models import loss_of, make_batches
 
+from fullshard.testing import LocalWorld
 from fullshard.torch import CPUOffloadPolicy
-from fullshard.torch.comm.local_world import LocalWorld
 from fullshard.torch.optim import overlap_optimizer
 from fullshard.torch.optim.merged_step import MergedStep
 

@@ -17,8 +17,8 @@ from fullshard.jax.mesh import create_mesh
 from fullshard.jax.step import make_train_step
 from fullshard.jax.torch_names import TorchName, torch_names
 from fullshard.jax.weights import load_weights, save_weights
-from fullshard.train import models as in_torch
 from fullshard.train.jax import models as in_jax
+from fullshard.train.torch import models as in_torch
 
 
 def never(model, batch):

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accelerate and Lightning Fabric train under the drop-in as over PyTorch's own FSDP.
 
-Two worlds of two processes run the same cases at the same time, one with the drop-in; then each
-loads what the other has saved.
+Two ranks run each case with the drop-in and two without; then each loads what the other has saved.
 """
 
-import socket
+import functools
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 from support.library_cases import CASES, SAVED_AT
-from support.library_world import LibraryWorld
+from support.library_training import train
 
 PACKAGES = {"accelerate": "accelerate", "fabric": "lightning_fabric"}
 
@@ -41,59 +40,29 @@ def as_params(*only):
     ]
 
 
-def installed(*only):
-    return [f"{library}/{name}" for library, name, missing in chosen(*only) if not missing]
-
-
 def saved_by_both(case):
     return case.torch_can_save
 
 
 @pytest.fixture(scope="module")
-def worlds():
-    started = {each: LibraryWorld(drop_in=each, port=free_port()) for each in (False, True)}
-    yield started
-    for world in started.values():
-        world.close()
+def answers(gloo_world, drop_in_world, tmp_path_factory):
+    """Gives what each rank says of a case, with the drop-in or without; runs each once."""
+    worlds = {False: gloo_world, True: drop_in_world}
+    folders = {drop_in: tmp_path_factory.mktemp("saved") for drop_in in worlds}
 
+    @functools.cache
+    def get(name, drop_in, resumes_other=False):
+        function = "resume" if resumes_other else "run"
+        folder = str(folders[drop_in != resumes_other] / name.replace("/", "-"))
+        return worlds[drop_in].run_joined(2, train, function, name, folder)
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {drop_in: tmp_path_factory.mktemp("saved") for drop_in in (False, True)}
-
-
-@pytest.fixture(scope="module")
-def answers(worlds, folders):
-    """What each rank says, by whether the drop-in is on and by case."""
-    for drop_in, world in worlds.items():
-        world.start("run", installed(), folders[drop_in])
-    return {drop_in: world.answers() for drop_in, world in worlds.items()}
-
-
-@pytest.fixture(scope="module")
-def answers_of_others(worlds, folders, answers):
-    """The same of losses after loading what the other one has saved."""
-    for drop_in, world in worlds.items():
-        world.start("resume", installed(saved_by_both), folders[not drop_in])
-    return {drop_in: world.answers() for drop_in, world in worlds.items()}
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def good(answers, name, drop_in):
-    ranks = answers[drop_in][name]
-    assert all(ok for ok, _ in ranks), "\n".join(str(text) for ok, text in ranks if not ok)
-    return [answer for _, answer in ranks]
+    return get
 
 
 @pytest.mark.parametrize("name", as_params())
 def test_training_is_that_of_pytorch(answers, name):
-    theirs = good(answers, name, drop_in=False)
-    ours = good(answers, name, drop_in=True)
+    theirs = answers(name, drop_in=False)
+    ours = answers(name, drop_in=True)
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.engine, other.engine) == ("fullshard", "torch")
         assert mine.losses[-1] < 0.6 * mine.losses[0] or "gpt2" in case_of(name).model
@@ -108,8 +77,8 @@ def test_training_is_that_of_pytorch(answers, name):
 @pytest.mark.parametrize("name", as_params())
 def test_what_was_saved_is_loaded(answers, name):
     case = case_of(name)
-    theirs = good(answers, name, drop_in=False)
-    for mine, other in zip(good(answers, name, drop_in=True), theirs, strict=True):
+    theirs = answers(name, drop_in=False)
+    for mine, other in zip(answers(name, drop_in=True), theirs, strict=True):
         expected = mine.losses[SAVED_AT * case.accumulation :]
         if loses_optimizer_state(name):
             assert other.resumed != pytest.approx(expected, abs=1e-5)
@@ -118,10 +87,11 @@ def test_what_was_saved_is_loaded(answers, name):
 
 
 @pytest.mark.parametrize("name", as_params(saved_by_both))
-def test_what_one_has_saved_the_other_loads(answers, answers_of_others, name):
-    for drop_in in (False, True):
-        resumed = [answer.resumed for answer in good(answers, name, drop_in)]
-        for mine, expected in zip(good(answers_of_others, name, drop_in), resumed, strict=True):
+def test_what_one_has_saved_the_other_loads(answers, name):
+    saved = {drop_in: answers(name, drop_in) for drop_in in (False, True)}
+    for drop_in, said in saved.items():
+        resumed = [answer.resumed for answer in said]
+        for mine, expected in zip(answers(name, drop_in, True), resumed, strict=True):
             assert mine == pytest.approx(expected, abs=1e-5)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with compiled blocks, run on the ranks of a `support.gloo_world.GlooWorld`."""
+"""Training with compiled blocks, run on the ranks of a `support.world.World`."""
 
 import warnings
 

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from support.gloo_world import _loopback
+from support.limits import PEERS_S, PROCESS_S
+from support.world import loopback
 from torch import nn
 
 from fullshard.torch import fully_shard
@@ -25,7 +26,7 @@ from fullshard.torch.comm.sibling_groups import timeout_s_of
 from fullshard.torch.comm.watchdog import Witness
 
 RANKS = 3
-TIMEOUT_S = 6.0
+TIMEOUT_S = 10.0
 BAD_STEP = 2
 
 
@@ -80,7 +81,7 @@ def run_cases(folder, path):
     }
     for process in processes.values():
         process.start()
-    deadline = time.monotonic() + 70
+    deadline = time.monotonic() + PROCESS_S / 2
     for (case, rank), process in processes.items():
         if CASES[case] != (asleep, rank):
             process.join(max(0.0, deadline - time.monotonic()))
@@ -92,7 +93,7 @@ def run_cases(folder, path):
 def _rank_main(case, rank, folder):
     if case.endswith("debug mode"):
         os.environ["FULLSHARD_DEBUG"] = "1"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     torch.set_num_threads(1)
     step, begin = -1, time.monotonic()
     try:
@@ -163,17 +164,18 @@ def late_collective(group, wanted):
     comm = ProcessGroupComm(group)
     comm.all_reduce([torch.ones(1)], label="all-reduce of unit 'a'").wait()
     if comm.rank > 0:
-        time.sleep(5)  # long enough to be asked
+        dist.barrier(group)
         return ""
     witness = Witness("late", comm.members, timeout_s=3.0)  # others tell once a second
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
         witness.leaves_pending("gather of unit 'b'", [Done()])
         witness.leaves_pending("gather of unit 'c'", [Done(), SimpleNamespace(is_completed=bool)])
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PEERS_S / 2
         while wanted not in printed.getvalue() and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(1.2)  # it is not printed twice
+    dist.barrier(group)
     return printed.getvalue()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs what documentation shows; importable by the processes of `support.gloo_world`."""
+"""Runs what documentation shows; importable by the processes of `support.world`."""
 
 import warnings
 

@@ -12,7 +12,7 @@ from support.workers import collectives
 from fullshard.torch import fully_shard
 from fullshard.torch.comm import hierarchical as hierarchical_comm
 from fullshard.torch.comm.hierarchical import HierarchicalComm, hierarchical_between_hosts
-from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.comm.process_group import ProcessGroupComm, witness_of
 from fullshard.torch.comm.sibling_groups import sibling_group
 from fullshard.torch.step.managed import managed_unit_of
 
@@ -80,7 +80,8 @@ def without_further_groups(group):
 def calls_counted(group):
     """How many collectives a roll call takes for issued: after each of a few calls, and at last."""
     comm = HierarchicalComm(ProcessGroupComm(group), 2)
-    places, family = comm.witness.watchdog.places, comm.witness.family
+    witness = witness_of(comm)
+    places, family = witness.watchdog.places, witness.family
     before, counts, works = places[family].issued, [], []
     for _ in range(3):
         works.append(comm.all_gather([(torch.empty(8), torch.ones(2))]))

@@ -42,7 +42,7 @@ SMALL = {
     **IDS,
 }
 
-FP32_INSIDE = 1e-6
+LEARNING_RATE = 1e-2
 NO_DROPOUT = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
@@ -51,12 +51,13 @@ NO_DROPOUT = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model, the class of its blocks, how it is trained and how close to one process it ends."""
+    """A model, the class of its blocks, and how it is trained."""
 
     build: Callable[[], nn.Module]
     block: type[nn.Module]
     optimizer: Callable[..., torch.optim.Optimizer]
-    tolerance: float = 1e-9
+    inside: torch.dtype = torch.float64
+    """The shortest dtype to which the model casts by itself."""
 
 
 def _gpt2():
@@ -107,7 +108,7 @@ def _t5():
     return transformers.T5ForConditionalGeneration(config)
 
 
-_adamw = partial(torch.optim.AdamW, lr=1e-2)
+_adamw = partial(torch.optim.AdamW, lr=LEARNING_RATE)
 # Without decay: an expert that no token chose may be left without gradient in one process, and
 # AdamW would leave it alone there, while sharded its gradient is zero and AdamW would decay it.
 _sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -115,9 +116,9 @@ _sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 CASES = {
     "gpt2": Case(_gpt2, GPT2Block, _adamw),
     "bert": Case(_bert, BertLayer, _adamw),
-    "llama": Case(_llama, LlamaDecoderLayer, _adamw, FP32_INSIDE),
-    "t5": Case(_t5, T5Block, _adamw, FP32_INSIDE),
-    "mixtral": Case(_mixtral, MixtralDecoderLayer, _sgd, FP32_INSIDE),
+    "llama": Case(_llama, LlamaDecoderLayer, _adamw, torch.float32),
+    "t5": Case(_t5, T5Block, _adamw, torch.float32),
+    "mixtral": Case(_mixtral, MixtralDecoderLayer, _sgd, torch.float32),
 }
 
 _alone = threading.Lock()  # torch's generator and default dtype are one for all threads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines whose stages are sharded, run on the four ranks of a `support.gloo_world.GlooWorld`."""
+"""Pipelines whose stages are sharded, run on the four ranks of a `support.world.World`."""
 
 import torch
 import torch.distributed as dist

@@ -81,14 +81,17 @@ def late(group):
 def for_different_things(group):
     """Half of the ranks save, half look; then all look."""
     comm = ProcessGroupComm(group)
-    first = attempt(comm, "look()" if comm.rank % 2 else "save()")
-    dist.barrier(group)
+    what = "look()" if comm.rank % 2 else "save()"
+    first = attempt(comm, what)
+    # Who is told first must not be gone, unseen, before the others have looked.
+    with comm.witness.watchdog.calling(what, [comm.witness.family]):
+        dist.barrier(group)
     return first, attempt(comm)
 
 
 def nobody_comes(group):
     """Rank 0 waits for others that are in a barrier of torch's own; then all come."""
-    few = dist.new_group(range(group.size()), timeout=timedelta(seconds=1.5))
+    few = dist.new_group(range(group.size()), timeout=timedelta(seconds=3))
     comm = ProcessGroupComm(few)
     first = attempt(comm) if comm.rank == 0 else None
     dist.barrier(group)

@@ -11,7 +11,7 @@ import sys
 import fullshard as sft
 
 sft.log("before joining")
-sft.initialize_distributed_training(timeout_s=20)
+sft.initialize_distributed_training(timeout_s=60)
 sft.initialize_distributed_training()
 
 import torch  # noqa: E402

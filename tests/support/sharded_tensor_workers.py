@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ShardedTensors on the ranks of a `support.gloo_world.GlooWorld`."""
+"""ShardedTensors on the ranks of a `support.world.World`."""
 
 import torch
 import torch.distributed as dist

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models cut along a tensor axis first, then sharded, on the ranks of a `GlooWorld`: 2 x 2."""
+"""Models cut along a tensor axis, then sharded, on a `support.world.World` of 2 x 2 ranks."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that tests run on the ranks of a `support.gloo_world.GlooWorld`."""
+"""Functions that tests run on the ranks of a `support.world.World`."""
 
 import os
 

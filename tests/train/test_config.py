@@ -53,7 +53,12 @@ def test_an_override_is_read_as_its_field_wants_it(override, section, key, value
         ("train.dtype=float16", "one of float32, bfloat16"),
         ("model.preset=nanno", "did you mean 'nano'?"),
         ("optim.beta2=1", "optim.beta2 must be below 1"),
+        ("shard.strategy=full_shard", "did you mean 'FULL_SHARD'?"),
+        ("train.dtype=BF16", "did you mean 'bfloat16'?"),
         ("log.name=../up", "set log.folder for the place"),
+        ("log.name=..", "log.name is one folder's name, got '..'"),
+        ("log.name=two\nlines", "log.name is one folder's name, got 'two\\nlines'"),
+        ("log.folder=two\nlines", "log.folder is a folder's path on one line"),
         ("lr=1", "expected section.key=value"),
         ("optim.lr", "expected section.key=value"),
     ],
@@ -93,6 +98,7 @@ def test_mnist_has_defaults_of_its_own_that_the_user_can_change():
     assert config.train.batch != Config().train.batch
     assert resolve(overrides=["train.batch=4"], model="mnist").train.batch == 4
     assert resolve(overrides=["model.name=mnist"]) == config
+    assert resolve(overrides=['model.name="mnist"']) == config
 
 
 def test_a_batch_must_divide():

@@ -25,7 +25,7 @@ for name in sys.argv[2:]:
     [
         ("torch,jax,flax", [f"fullshard.train.{name}" for name in SHARED]),
         ("torch", [f"fullshard.train.jax.{name}" for name in OF_JAX]),
-        ("jax,flax", ["fullshard.train.launch"]),
+        ("jax,flax", ["fullshard.train.torch.launch"]),
     ],
 )
 def test_what_is_loaded(refused, modules):

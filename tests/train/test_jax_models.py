@@ -11,13 +11,12 @@ from torch.nn import functional as F
 
 from fullshard.core.presets import Transformer
 from fullshard.jax.torch_names import torch_names
-from fullshard.train.config import OptimConfig, resolve
+from fullshard.train.config import OptimConfig, learning_rate, resolve
 from fullshard.train.jax import models as in_jax
 from fullshard.train.jax.optimizer import adamw
 from fullshard.train.jax.setup import build_model, loss_of
-from fullshard.train.learning_rate import learning_rate
-from fullshard.train.models import GPT, DigitNet
-from fullshard.train.setup import build_model as build_torch_model
+from fullshard.train.torch.models import GPT, DigitNet
+from fullshard.train.torch.setup import build_model as build_torch_model
 
 SHAPE = Transformer(2, 32, 4, 2, 48, 64, context=16)
 TIED = Transformer(1, 32, 4, 4, 48, 64, context=16, tied=True)

@@ -17,8 +17,6 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import TRANSFORMERS, Transformer
 from fullshard.jax.mesh import devices_of_process
 from fullshard.torch.inspection.memory_summary import Bytes
-from fullshard.train import loop as torch_loop
-from fullshard.train import setup as torch_setup
 from fullshard.train.config import resolve
 from fullshard.train.data import load
 from fullshard.train.jax.closing import bytes_of, conclude
@@ -26,8 +24,10 @@ from fullshard.train.jax.launch import launch
 from fullshard.train.jax.loop import evaluate, train_step
 from fullshard.train.jax.setup import prepare
 from fullshard.train.metrics import Reporter
-from fullshard.train.nonfinite import NonFiniteError
-from fullshard.train.world import World
+from fullshard.train.summary import NonFiniteError
+from fullshard.train.torch import loop as torch_loop
+from fullshard.train.torch import setup as torch_setup
+from fullshard.train.torch.world import World
 
 STEPS, DEVICES = 20, 4
 ONE = World(0, 1, torch.device("cpu"))

@@ -5,16 +5,16 @@ import threading
 
 import pytest
 import torch
+from support.limits import PEERS_S
 from torch import nn
 
 from fullshard.torch.inspection.memory_summary import Bytes
-from fullshard.train.config import OptimConfig, resolve
-from fullshard.train.learning_rate import learning_rate
-from fullshard.train.loop import agree, evaluate, train_step
-from fullshard.train.metrics import Reporter, Speed, new_run_folder
-from fullshard.train.nonfinite import NonFiniteError
-from fullshard.train.setup import Run
-from fullshard.train.world import World
+from fullshard.train.config import OptimConfig, learning_rate, resolve
+from fullshard.train.metrics import Reporter, RunFolderError, Speed, new_run_folder
+from fullshard.train.summary import NonFiniteError
+from fullshard.train.torch.loop import agree, evaluate, train_step
+from fullshard.train.torch.setup import Run
+from fullshard.train.torch.world import World
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def on_ranks(size, function):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PEERS_S)
     return results
 
 
@@ -187,6 +187,13 @@ def test_metrics_are_json_even_where_a_value_is_not_finite(tmp_path):
         {"kind": "train", "step": 1, "loss": None, "grad_norm": 2.5},
         {"kind": "validation", "step": 2, "loss": 1.25, "accuracy": 0.5},
     ]
+
+
+def test_a_full_disk_is_said_in_a_sentence(tmp_path):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    reporter = Reporter(World(0, 1, CPU), tmp_path, 1)
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl': No space left .*set log.folder"):
+        reporter.record("train", 1, {"loss": 1.0})
 
 
 def test_speed_counts_only_the_time_of_steps(monkeypatch):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fullshard.doctor.findings import Finding, is_severe
-from fullshard.doctor.links import Links, bus_bytes_per_s
+from fullshard.doctor.links.measure import Links, bus_bytes_per_s
 
 try:
     from rich.console import Console

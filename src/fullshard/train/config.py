@@ -3,11 +3,15 @@
 
 import dataclasses
 import difflib
+import math
+import operator
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import tomli_w
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import transformer
@@ -22,14 +26,22 @@ __all__ = [
     "TrainConfig",
     "check_world",
     "describe_options",
+    "learning_rate",
     "parse_overrides",
     "resolve",
     "to_toml",
 ]
 
 
-def _option(default: Any, meaning: str, least: float | None = None) -> Any:
-    return field(default=default, metadata={"meaning": meaning, "least": least})
+_LIMITS = {
+    "least": (operator.ge, "at least"),
+    "most": (operator.le, "at most"),
+    "below": (operator.lt, "below"),
+}
+
+
+def _option(default: Any, meaning: str, **limits: float) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "limits": limits})
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,7 @@ class DataConfig:
     validation_paths: tuple[str, ...] = _option(
         (), "held-back files or folders; none: a share of the files"
     )
-    validation_share: float = _option(0.05, "share of the files that is held back", least=0)
+    validation_share: float = _option(0.05, "share of the files that is held back", least=0, most=1)
     validation_samples: int = _option(128, "samples that validation looks at", least=1)
 
 
@@ -61,9 +73,9 @@ class OptimConfig:
 
     lr: float = _option(3e-3, "highest learning rate, reached after the warm-up", least=0)
     warmup_steps: int = _option(60, "steps in which the learning rate rises from 0", least=0)
-    final_lr_share: float = _option(0.02, "share of lr that the cosine ends at", least=0)
-    beta1: float = _option(0.9, "memory of the mean gradient", least=0)
-    beta2: float = _option(0.95, "memory of the squared gradient", least=0)
+    final_lr_share: float = _option(0.02, "share of lr that the cosine ends at", least=0, most=1)
+    beta1: float = _option(0.9, "memory of the mean gradient", least=0, below=1)
+    beta2: float = _option(0.95, "memory of the squared gradient", least=0, below=1)
     weight_decay: float = _option(0.1, "decay of matrices (not of norms and biases)", least=0)
     clip_norm: float = _option(1.0, "longest gradient, as global norm; 0: no clipping", least=0)
 
@@ -162,20 +174,17 @@ def resolve(
     ``--engine`` did, the same as ``train.engine=``. Raises `ConfigurationError` for a file that
     cannot be read, an unknown key or a value that does not fit.
     """
+    short = {"model.name": model, "train.engine": engine}
+    overrides = [*overrides, *(f"{key}={value}" for key, value in short.items() if value)]
     given = _read_toml(Path(file)) if file is not None else {}
     _merge(given, parse_overrides(overrides))
-    if model is not None:
-        _merge(given, {"model": {"name": model}})
-    if engine is not None:
-        _merge(given, {"train": {"engine": engine}})
-    name = given.get("model", {}).get("name", "gpt")
-    settings: Settings = {}
-    _merge(settings, _MODEL_DEFAULTS.get(name, {}) if isinstance(name, str) else {})
-    _merge(settings, given)
     sections = get_type_hints(Config)
-    for section in settings:
+    for section in given:
         if section not in sections:
             raise _unknown("section", section, sections)
+    settings: Settings = {}
+    _merge(settings, _MODEL_DEFAULTS[_build("model", ModelConfig, given.get("model", {})).name])
+    _merge(settings, given)
     built = {name: _build(name, cls, settings.get(name, {})) for name, cls in sections.items()}
     config = Config(**built)
     _check(config)
@@ -238,30 +247,36 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> ConfigurationError:
 
 
 def _build(section: str, cls: Any, given: Mapping[str, Any]) -> Any:
+    """A section of the settings; each value fits its field's type and limits."""
     wanted = get_type_hints(cls)
-    for key in given:
-        if key not in wanted:
-            raise _unknown("key", f"{section}.{key}", [f"{section}.{name}" for name in wanted])
-    options = {option.name: option for option in dataclasses.fields(cls)}
     values = {}
-    for key, value in given.items():
-        if isinstance(value, _Text):
-            value = value.value(wanted[key])
-        values[key] = _fit(f"{section}.{key}", value, wanted[key])
-        least = options[key].metadata["least"]
-        if least is not None and not values[key] >= least:
-            raise ConfigurationError(f"{section}.{key} must be at least {least}, got {value!r}")
+    for name, value in given.items():
+        key = f"{section}.{name}"
+        if name not in wanted:
+            raise _unknown("key", key, [f"{section}.{each}" for each in wanted])
+        values[name] = _fit(key, value, wanted[name])
+        for limit, bound in cls.__dataclass_fields__[name].metadata["limits"].items():
+            holds, words = _LIMITS[limit]
+            if not holds(values[name], bound):  # as it is for NaN
+                raise ConfigurationError(f"{key} must be {words} {bound}, got {value!r}")
     return cls(**values)
+
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
 def _fit(key: str, value: Any, wanted: Any) -> Any:
     """The value as the field's type, if it is one without loss."""
+    if isinstance(value, _Text):
+        value = value.value(wanted)
     if get_origin(wanted) is Literal:
-        if value in get_args(wanted):
+        choices = get_args(wanted)
+        if value in choices:
             return value
-        expected = "one of " + ", ".join(get_args(wanted))
-        near = difflib.get_close_matches(str(value), get_args(wanted), n=1)
-        expected += f" (did you mean {near[0]!r}?)" if near else ""
+        alike = {choice.lower(): choice for choice in choices}
+        near = difflib.get_close_matches(str(value).lower(), alike, n=1)
+        hint = f" (did you mean {alike[near[0]]!r}?)" if near else ""
+        expected = f"one of {', '.join(choices)}{hint}"
     elif get_origin(wanted) is tuple:
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             return tuple(value)
@@ -271,31 +286,23 @@ def _fit(key: str, value: Any, wanted: Any) -> Any:
             return float(value)
         if type(value) is wanted:
             return value
-        expected = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[
-            wanted
-        ]
+        expected = _KINDS[wanted]
     raise ConfigurationError(f"{key} must be {expected}, got {value!r}")
 
 
 def _check(config: Config) -> None:
-    """What holds between values, beyond each one's own range."""
+    """Refuse settings that do not go together, or that name what there is not."""
     if config.model.name == "gpt":
         transformer(config.model.preset)
-    for key, value in (
-        ("data.validation_share", config.data.validation_share),
-        ("optim.final_lr_share", config.optim.final_lr_share),
-    ):
-        if not value <= 1:
-            raise ConfigurationError(f"{key} is a share: at most 1, got {value}")
-    for key, value in (("optim.beta1", config.optim.beta1), ("optim.beta2", config.optim.beta2)):
-        if not value < 1:
-            raise ConfigurationError(f"{key} must be below 1, got {value}")
     if config.train.engine == "jax" and config.log.trace:
         raise ConfigurationError("log.trace is kept by the torch engine only: leave it out")
-    if Path(config.run_name).name != config.run_name:
+    name, folder = config.run_name, config.log.folder
+    if Path(name).name != name or name == ".." or not name.isprintable():
         raise ConfigurationError(
-            f"log.name is one folder's name, got {config.run_name!r}; set log.folder for the place"
+            f"log.name is one folder's name, got {name!r}; set log.folder for the place"
         )
+    if not (folder and folder.isprintable()):
+        raise ConfigurationError(f"log.folder is a folder's path on one line, got {folder!r}")
 
 
 def check_world(config: Config, world: int) -> None:
@@ -310,27 +317,18 @@ def check_world(config: Config, world: int) -> None:
         )
 
 
+def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
+    """The rate of ``step`` (from 0): linear warm-up to ``lr``, then a cosine to its final share."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    progress = (step - optim.warmup_steps) / max(1, steps - 1 - optim.warmup_steps)
+    wave = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return optim.lr * (optim.final_lr_share + (1 - optim.final_lr_share) * wave)
+
+
 def to_toml(config: Config) -> str:
     """All settings as TOML that `resolve` reads back to an equal config."""
-    lines = []
-    for section in dataclasses.fields(config):
-        lines.append(f"[{section.name}]")
-        values = getattr(config, section.name)
-        lines += [f"{key} = {_toml(value)}" for key, value in vars(values).items()]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        control = {code: f"\\u{code:04x}" for code in (*range(32), 127)}
-        return f'"{escaped.translate(control)}"'
-    return f"[{', '.join(map(_toml, value))}]"
+    return tomli_w.dumps(dataclasses.asdict(config))
 
 
 def describe_options() -> str:
@@ -338,6 +336,6 @@ def describe_options() -> str:
     lines = []
     for section, cls in get_type_hints(Config).items():
         for option in dataclasses.fields(cls):
-            key = f"{section}.{option.name}={_toml(option.default)}"
-            lines.append(f"  {key:<34} {option.metadata['meaning']}")
+            setting = tomli_w.dumps({option.name: option.default}).strip().replace(" = ", "=", 1)
+            lines.append(f"  {f'{section}.{setting}':<34} {option.metadata['meaning']}")
     return "\n".join(lines)

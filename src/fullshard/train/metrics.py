@@ -3,7 +3,8 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,9 +13,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, FullshardError
 
-__all__ = ["Reporter", "Speaker", "Speed", "bytes_table", "new_run_folder"]
+__all__ = [
+    "Reporter",
+    "RunFolderError",
+    "Speaker",
+    "Speed",
+    "bytes_table",
+    "new_run_folder",
+    "writing",
+]
 
 _GIB = 2**30
 
@@ -25,6 +34,23 @@ class Speaker(Protocol):
     @property
     def is_first(self) -> bool:
         """Whether this process prints and writes."""
+
+
+class RunFolderError(FullshardError, OSError):
+    """A file of the run cannot be written: the disk is full, or may not be written to."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise `RunFolderError` where ``path`` cannot be written, in place of a bare `OSError`."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot write {str(path)!r}: {error.strerror or error}; free space there, or set "
+            "log.folder to a place with more (a run keeps its weights, 4 bytes a parameter in "
+            "float32)"
+        ) from error
 
 
 def new_run_folder(folder: str, name: str) -> Path:
@@ -120,7 +146,8 @@ class Reporter:
         # JSON has no NaN; null stands for it.
         plain = {key: value if abs(value) < float("inf") else None for key, value in values.items()}
         line = json.dumps({"kind": kind, "step": step, **plain})
-        with open(self.folder / "metrics.jsonl", "a", encoding="utf-8") as lines:
+        path = self.folder / "metrics.jsonl"
+        with writing(path), open(path, "a", encoding="utf-8") as lines:
             lines.write(line + "\n")
 
     def step(self, step: int, values: Mapping[str, float], token: str = "tokens") -> None:

@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run on either engine says before it begins and leaves behind when it ends."""
+"""The sentences of a run on either engine: settings, refused steps, sample, files written."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from fullshard.core.errors import FullshardError
 from fullshard.train.config import Config, to_toml
 from fullshard.train.data import Dataset
-from fullshard.train.metrics import Reporter, Speaker, new_run_folder
+from fullshard.train.metrics import Reporter, Speaker, new_run_folder, writing
 
-__all__ = ["PROMPT", "Facts", "introduce", "open_folder", "say_files", "say_sample"]
+__all__ = [
+    "PROMPT",
+    "Facts",
+    "NonFiniteError",
+    "introduce",
+    "open_folder",
+    "say_files",
+    "say_sample",
+    "turn_away",
+]
 
 PROMPT = b"def "  # what a sample of text begins with
 
@@ -23,12 +33,17 @@ class Facts:
     where: str
 
 
+class NonFiniteError(FullshardError, ArithmeticError):
+    """A loss or gradient is infinite or NaN; the optimizer has not used it."""
+
+
 def open_folder(config: Config, world: Speaker) -> Path | None:
     """Make the run's folder on rank 0 and keep the settings there; None on the other ranks."""
     if not world.is_first:
         return None
     folder = new_run_folder(config.log.folder, config.run_name)
-    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    with writing(folder / "config.toml"):
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     return folder
 
 
@@ -46,6 +61,20 @@ def introduce(config: Config, facts: Facts, reporter: Reporter) -> None:
         f"{facts.flops_per_token * tokens * train.steps / 1e12:,.1f} TFLOP in all; "
         f"validation every {train.eval_every} steps.\n"
     )
+
+
+def turn_away(choice: str, step: int, where: str, reporter: Reporter) -> None:
+    """Raise `NonFiniteError` for ``step`` (from 0) if ``choice`` is "stop", else say it is skipped.
+
+    ``where`` names the ranks or devices, as in "rank 0, 3".
+    """
+    what = f"step {step + 1}: loss or gradient is not finite on {where}"
+    if choice == "stop":
+        raise NonFiniteError(
+            f"{what}; stopped before the optimizer used it. A lower optim.lr or a longer "
+            "optim.warmup_steps may help; train.on_nonfinite=skip leaves such steps out"
+        )
+    reporter.say(f"{what}; skipped on all ranks")
 
 
 def say_sample(text: bytes, reporter: Reporter) -> None:

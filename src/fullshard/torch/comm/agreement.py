@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.torch.comm.protocol import Comm
+from fullshard.torch.comm.protocol import Comm, members_of
 
 __all__ = ["by_rank", "differing_texts", "verify_agreement"]
 
@@ -69,9 +69,8 @@ def _all_texts(comm: Comm, text: str, device: torch.device) -> list[str]:
 
 def by_rank(comm: Comm, values: Sequence[str]) -> str:
     """Which ranks say what: ``A on rank 0; B on ranks 1, 2``, counted in the world if possible."""
-    members: Sequence[int] = getattr(comm, "members", range(comm.size))
     ranks: dict[str, list[int]] = {}
-    for rank, value in zip(members, values, strict=True):
+    for rank, value in zip(members_of(comm), values, strict=True):
         ranks.setdefault(value, []).append(rank)
     return "; ".join(
         f"{value} on rank{'s' * (len(which) > 1)} {', '.join(map(str, which))}"

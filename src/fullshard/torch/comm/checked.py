@@ -4,14 +4,13 @@
 import os
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fullshard.core.errors import CommunicationError
 from fullshard.torch.comm.agreement import by_rank, differing_texts
-from fullshard.torch.comm.protocol import Comm, Parts, ReduceOp, Work
+from fullshard.torch.comm.protocol import Comm, Parts, ReduceOp, Work, WrappedComm
 
 __all__ = ["CheckedComm", "checked_in_debug_mode"]
 
@@ -22,7 +21,7 @@ def checked_in_debug_mode(comm: Comm) -> Comm:
     return CheckedComm(comm) if debug and comm.size > 1 else comm
 
 
-class CheckedComm:
+class CheckedComm(WrappedComm):
     """A `Comm` whose collectives are compared over the ranks before they are issued.
 
     Each costs a further small all-reduce that the host waits for. If ranks are about to call
@@ -31,56 +30,44 @@ class CheckedComm:
     """
 
     def __init__(self, comm: Comm, checks: Comm | None = None):
-        self.rank = comm.rank
-        self.size = comm.size
-        self._comm = comm
+        super().__init__(comm)
         # Duplicates compare over one channel: ranks that differ in which they use find out too.
         self._checks = checks or comm
-
-    def __getattr__(self, name: str) -> Any:
-        """What the communicator has beside the protocol, such as ``group`` and ``members``."""
-        if name == "_comm":  # asked for before there is one: by copying, say
-            raise AttributeError(name)
-        return getattr(self._comm, name)
 
     def duplicate(self) -> "CheckedComm":
         """See `Comm.duplicate`."""
         self._check("duplicate", "", ())
-        return CheckedComm(self._comm.duplicate(), self._checks)
+        return CheckedComm(self.inner.duplicate(), self._checks)
 
     def block(self, size: int) -> "CheckedComm":
         """See `Comm.block`."""
         self._check(f"block({size})", "", ())
-        return CheckedComm(self._comm.block(size))
+        return CheckedComm(self.inner.block(size))
 
     def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
         self._check("all_gather", label, chain.from_iterable(pairs))
-        return self._comm.all_gather(pairs, label)
+        return super().all_gather(pairs, label)
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`."""
         self._check("reduce_scatter", label, chain.from_iterable(pairs))
-        return self._comm.reduce_scatter(pairs, label)
+        return super().reduce_scatter(pairs, label)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
         """See `Comm.all_reduce`."""
         self._check(f"all_reduce {op}", label, tensors)
-        return self._comm.all_reduce(tensors, op, label)
+        return super().all_reduce(tensors, op, label)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """See `Comm.broadcast`."""
         self._check(f"broadcast from {source}", "", tensors)
-        return self._comm.broadcast(tensors, source)
+        return super().broadcast(tensors, source)
 
     def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
         """See `Comm.all_to_all`."""
         self._check(f"all_to_all of {sent.flat.dtype}", label, ())
-        return self._comm.all_to_all(received, sent, label)
-
-    def reduce_scratch_bytes(self, full: Tensor) -> int:
-        """See `Comm.reduce_scratch_bytes`."""
-        return self._comm.reduce_scratch_bytes(full)
+        return super().all_to_all(received, sent, label)
 
     def _check(self, operation: str, label: str, tensors: Iterable[Tensor]) -> None:
         tensors = list(tensors)
@@ -91,5 +78,5 @@ class CheckedComm:
         if texts is not None:
             raise CommunicationError(
                 "the ranks want different collectives, so none was issued: "
-                f"{by_rank(self._comm, texts)}. Make all ranks use the same units in the same order"
+                f"{by_rank(self.inner, texts)}. Make all ranks use the same units in the same order"
             )

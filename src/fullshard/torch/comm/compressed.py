@@ -16,7 +16,7 @@ was meant, and rounding is no bias. A rank keeps that for the slices of all othe
 bfloat16. Its own slice it adds exactly.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.codecs import BlockCodec, CastCodec, Codec, add_up, decode, encode
-from fullshard.torch.comm.protocol import Comm, Parts, ReduceOp, Work
+from fullshard.torch.comm.protocol import Comm, Parts, Together, Work, WrappedComm
 
 __all__ = ["CommunicationCompression", "CompressedComm", "check_compression"]
 
@@ -103,7 +103,7 @@ def check_compression(given: Any) -> None:
         )
 
 
-class CompressedComm:
+class CompressedComm(WrappedComm):
     """A `Comm` whose gathers and reduces send compressed floating-point numbers.
 
     Made for one unit: it keeps what error feedback needs of the unit's reduces. Tensors of dtypes
@@ -111,19 +111,11 @@ class CompressedComm:
     """
 
     def __init__(self, comm: Comm, compression: CommunicationCompression):
-        self.rank = comm.rank
-        self.size = comm.size
+        super().__init__(comm)
         self.compression = compression
-        self._comm = comm
         self._gather = _codec_of(compression.gather, compression.block_numel)
         self._reduce = _codec_of(compression.reduce, compression.block_numel)
         self._residuals: list[Tensor] = []
-
-    def __getattr__(self, name: str) -> Any:
-        """What the communicator has beside the protocol, such as ``group`` and ``members``."""
-        if name == "_comm":  # asked for before there is one: by copying, say
-            raise AttributeError(name)
-        return getattr(self._comm, name)
 
     @property
     def residual_bytes(self) -> int:
@@ -146,7 +138,7 @@ class CompressedComm:
             encode(codec, shard.view(1, numel), messages[self.rank : self.rank + 1])
             sent.append((messages.view(-1), messages[self.rank]))
             coded.append((messages, full.view(self.size, numel)))
-        work = self._comm.all_gather(sent, label)
+        work = super().all_gather(sent, label)
         if codec is None or not coded:
             return work
 
@@ -154,18 +146,18 @@ class CompressedComm:
             for messages, full in coded:
                 decode(codec, messages, full)
 
-        return _Finished([work], finish)
+        return Together([work], finish)
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`. Other ranks' parts come as messages; sums are in float32."""
         codec = self._reduce
         chosen = [pair for pair in pairs if codec is not None and _takes(codec, pair[1])]
         if codec is None or not chosen:
-            return self._comm.reduce_scatter(pairs, label)
+            return super().reduce_scatter(pairs, label)
         works = []
         if len(chosen) < len(pairs):
             others = [pair for pair in pairs if not _takes(codec, pair[1])]
-            works.append(self._comm.reduce_scatter(others, label))
+            works.append(super().reduce_scatter(others, label))
         sizes = [codec.message_bytes(shard.numel()) for shard, _ in chosen]
         # One row for each other rank, in which the messages of all pairs lie side by side.
         sent = _bytes(self.size - 1, sum(sizes), chosen[0][0].device)
@@ -173,14 +165,14 @@ class CompressedComm:
         self._encode_parts(codec, chosen, torch.split(sent, sizes, dim=1))
         numels = [0 if rank == self.rank else sum(sizes) for rank in range(self.size)]
         parts = Parts(received.view(-1), numels), Parts(sent.view(-1), numels)
-        works.append(self._comm.all_to_all(*parts, label))
+        works.append(super().all_to_all(*parts, label))
 
         def finish() -> None:
             messages = torch.split(received, sizes, dim=1)
             for (shard, full), each in zip(chosen, messages, strict=True):
                 add_up(codec, each, full.chunk(self.size)[self.rank], self.rank, shard)
 
-        return _Finished(works, finish, sent)
+        return Together(works, finish, sent)
 
     def _encode_parts(
         self, codec: Codec, pairs: Sequence[tuple[Tensor, Tensor]], messages: Sequence[Tensor]
@@ -211,7 +203,7 @@ class CompressedComm:
     def reduce_scratch_bytes(self, full: Tensor) -> int:
         """Messages to and from the other ranks; what the plain reduce needs if that is done."""
         if self._reduce is None or not self._reduce.takes(full.dtype):
-            return self._comm.reduce_scratch_bytes(full)
+            return super().reduce_scratch_bytes(full)
         return 2 * self.reduce_part_bytes(full) * (self.size - 1)
 
     # ---- what it costs on the wire --------------------------------------------------------------
@@ -224,27 +216,9 @@ class CompressedComm:
         """Bytes that a rank sends to each other rank in a reduce of ``full``."""
         return _part_bytes(self._reduce, full, self.size)
 
-    # ---- what is not compressed -----------------------------------------------------------------
-
     def duplicate(self) -> "CompressedComm":
         """See `Comm.duplicate`."""
-        return CompressedComm(self._comm.duplicate(), self.compression)
-
-    def block(self, size: int) -> Comm:
-        """See `Comm.block`. Nothing is compressed within it."""
-        return self._comm.block(size)
-
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
-        """See `Comm.all_reduce`."""
-        return self._comm.all_reduce(tensors, op, label)
-
-    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """See `Comm.broadcast`."""
-        return self._comm.broadcast(tensors, source)
-
-    def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
-        """See `Comm.all_to_all`."""
-        return self._comm.all_to_all(received, sent, label)
+        return CompressedComm(self.inner.duplicate(), self.compression)
 
 
 def _part_bytes(codec: Codec | None, full: Tensor, size: int) -> int:
@@ -260,25 +234,3 @@ def _bytes(rows: int, columns: int, device: torch.device) -> Tensor:
 
 def _takes(codec: Codec, tensor: Tensor) -> bool:
     return codec.takes(tensor.dtype) and tensor.numel() > 0
-
-
-class _Finished:
-    """Works, and what is done with their results when they are waited for.
-
-    Holds the tensors that are under way until then.
-    """
-
-    def __init__(self, works: Sequence[Work], finish: Callable[[], None], *under_way: Any):
-        self._works = works
-        self._finish: Callable[[], None] | None = finish
-        self._under_way = under_way
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        if self._finish is not None:
-            finish, self._finish, self._works, self._under_way = self._finish, None, (), ()
-            finish()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)

@@ -39,8 +39,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.torch.comm.process_group import ProcessGroupComm
-from fullshard.torch.comm.protocol import Comm, Parts, ReduceOp, Work
+from fullshard.torch.comm.process_group import ProcessGroupComm, witness_of
+from fullshard.torch.comm.protocol import Comm, Work, WrappedComm
 from fullshard.torch.comm.sibling_groups import sibling_group
 from fullshard.torch.comm.watchdog import Witness
 
@@ -97,7 +97,7 @@ def _host_name() -> str:
     return f"host {dist.get_rank() // int(pretended)}"
 
 
-class HierarchicalComm:
+class HierarchicalComm(WrappedComm):
     """Gathers and reduces of host tensors in two stages; all else is that of ``wide``.
 
     ``wide`` is over H x ``ranks_per_host`` ranks, consecutive by host; those of a host need not be
@@ -109,28 +109,20 @@ class HierarchicalComm:
             raise ConfigurationError(
                 f"ranks_per_host={ranks_per_host} must divide the {wide.size} ranks"
             )
-        self.rank = wide.rank
-        self.size = wide.size
-        self._wide = wide
+        super().__init__(wide)
         self._per_host = ranks_per_host
         self._channels: dict[str, tuple[Comm, Comm] | None] = {}
-        self._witness: Witness | None = getattr(wide, "witness", None)
+        self._witness: Witness | None = witness_of(wide)
         self._calls: queue.SimpleQueue[_TwoStages | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        """What the communicator has beside the protocol, such as ``group`` and ``members``."""
-        if name == "_wide":  # asked for before there is one: by copying, say
-            raise AttributeError(name)
-        return getattr(self._wide, name)
-
     def duplicate(self) -> "HierarchicalComm":
         """See `Comm.duplicate`."""
-        return HierarchicalComm(self._wide.duplicate(), self._per_host)
+        return HierarchicalComm(self.inner.duplicate(), self._per_host)
 
     def block(self, size: int) -> Comm:
         """See `Comm.block`. Of two stages if it is over several whole hosts."""
-        part = self._wide.block(size)
+        part = self.inner.block(size)
         if size > self._per_host and size % self._per_host == 0:
             return HierarchicalComm(part, self._per_host)
         return part
@@ -139,7 +131,7 @@ class HierarchicalComm:
         """See `Comm.all_gather`."""
         channels = self._channels_for("gathers", pairs[0][0])
         if channels is None:
-            return self._wide.all_gather(pairs, label)
+            return super().all_gather(pairs, label)
         across, within = channels
         hosts, local = across.size, self.rank % self._per_host
         first, second = [], []
@@ -158,7 +150,7 @@ class HierarchicalComm:
         """See `Comm.reduce_scatter`, and [Note: Order of sums]."""
         channels = self._channels_for("reduces", pairs[0][0])
         if channels is None:
-            return self._wide.reduce_scatter(pairs, label)
+            return super().reduce_scatter(pairs, label)
         across, within = channels
         first, second = [], []
         for shard, full in pairs:
@@ -173,23 +165,11 @@ class HierarchicalComm:
             lambda: across.reduce_scatter(second, f"{what} (between hosts)"),
         )
 
-    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
-        """See `Comm.all_reduce`."""
-        return self._wide.all_reduce(tensors, op, label)
-
-    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """See `Comm.broadcast`."""
-        return self._wide.broadcast(tensors, source)
-
-    def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
-        """See `Comm.all_to_all`. All that ranks of different hosts send each other must cross."""
-        return self._wide.all_to_all(received, sent, label)
-
     def reduce_scratch_bytes(self, full: Tensor) -> int:
         """This host's sums for all hosts, and what the first stage receives to add them up."""
         if full.device.type != "cpu":
-            return self._wide.reduce_scratch_bytes(full)
-        received = self._wide.reduce_scratch_bytes(full) * self.size // (self.size - 1)
+            return super().reduce_scratch_bytes(full)
+        received = super().reduce_scratch_bytes(full) * self.size // (self.size - 1)
         return (received * (self._per_host - 1) + full.nbytes) // self._per_host
 
     def _channels_for(self, purpose: str, tensor: Tensor) -> tuple[Comm, Comm] | None:
@@ -204,8 +184,8 @@ class HierarchicalComm:
             host, local = divmod(self.rank, self._per_host)
             of_host = range(host * self._per_host, (host + 1) * self._per_host)
             equal = range(local, self.size, self._per_host)
-            across = _subgroup(self._wide, equal, f"{purpose}-between-hosts-{local}")
-            within = _subgroup(self._wide, of_host, f"{purpose}-within-host-{host}")
+            across = _subgroup(self.inner, equal, f"{purpose}-between-hosts-{local}")
+            within = _subgroup(self.inner, of_host, f"{purpose}-within-host-{host}")
             made = None if across is None or within is None else (across, within)
             self._channels[purpose] = made
         return self._channels[purpose]

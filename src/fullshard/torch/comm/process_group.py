@@ -10,11 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.torch.comm.protocol import Parts, ReduceOp, Work, rank_order_sum
+from fullshard.torch.comm.protocol import (
+    Comm,
+    Parts,
+    ReduceOp,
+    Work,
+    innermost,
+    rank_order_sum,
+)
 from fullshard.torch.comm.sibling_groups import sibling_group, timeout_s_of
 from fullshard.torch.comm.watchdog import Witness
 
-__all__ = ["ProcessGroupComm"]
+__all__ = ["ProcessGroupComm", "group_of", "witness_of"]
 
 
 class _Pending:
@@ -297,3 +304,15 @@ class ProcessGroupComm:
         """The other ranks' parts of this rank's slice if reduces are exchanges, else none."""
         on_host = full.device.type == "cpu" and self._route_of(full).on_gloo
         return full.nbytes * (self.size - 1) // self.size if on_host else 0
+
+
+def group_of(comm: Comm) -> dist.ProcessGroup | None:
+    """Return the process group in which ``comm`` sends, or None if it uses none."""
+    sender = innermost(comm)
+    return sender.group if isinstance(sender, ProcessGroupComm) else None
+
+
+def witness_of(comm: Comm) -> Witness | None:
+    """Return what tells people about the calls of ``comm``, or None without a process group."""
+    sender = innermost(comm)
+    return sender.witness if isinstance(sender, ProcessGroupComm) else None

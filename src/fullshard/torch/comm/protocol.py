@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one protocol in which the engine communicates, and what a single rank has for it.
+"""The protocol in which the engine communicates, and the two communicators that send nothing.
+
+`SoloComm` is a group of one rank; `WrappedComm` hands every call on to another communicator.
 
 Every collective is asynchronous: the call returns a `Work`, its outputs may be read, and its inputs
 changed or freed, only after ``wait()``. On CUDA ``wait()`` makes the current stream wait, not the
@@ -7,13 +9,25 @@ host. `fullshard.torch.comm.process_group` implements it on torch.distributed, a
 of the engine that calls collectives.
 """
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-__all__ = ["Comm", "Done", "Parts", "ReduceOp", "SoloComm", "Work", "rank_order_sum"]
+__all__ = [
+    "Comm",
+    "Done",
+    "Parts",
+    "ReduceOp",
+    "SoloComm",
+    "Together",
+    "Work",
+    "WrappedComm",
+    "innermost",
+    "members_of",
+    "rank_order_sum",
+]
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -116,6 +130,32 @@ class Done:
         return True
 
 
+class Together:
+    """Several works as one, and the last step that makes their outputs complete.
+
+    Holds the tensors ``in_flight`` until the works have been waited for.
+    """
+
+    def __init__(
+        self, works: Sequence[Work], finish: Callable[[], None] | None = None, *in_flight: Any
+    ):
+        self._works = works
+        self._finish = finish
+        self._in_flight = in_flight
+
+    def wait(self) -> None:
+        """Wait for all works, then finish, once."""
+        for work in self._works:
+            work.wait()
+        finish, self._finish, self._works, self._in_flight = self._finish, None, (), ()
+        if finish is not None:
+            finish()
+
+    def is_completed(self) -> bool:
+        """True if no work would block."""
+        return all(work.is_completed() for work in self._works)
+
+
 class SoloComm:
     """A group of one rank: collectives are copies, or nothing."""
 
@@ -158,3 +198,56 @@ class SoloComm:
     def reduce_scratch_bytes(self, full: Tensor) -> int:
         """None."""
         return 0
+
+
+class WrappedComm:
+    """A communicator around another one, ``inner``: hands on every call that a subclass leaves."""
+
+    def __init__(self, inner: Comm):
+        self.inner = inner
+        self.rank = inner.rank
+        self.size = inner.size
+
+    def duplicate(self) -> Comm:
+        """See `Comm.duplicate`."""
+        return self.inner.duplicate()
+
+    def block(self, size: int) -> Comm:
+        """See `Comm.block`."""
+        return self.inner.block(size)
+
+    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+        """See `Comm.all_gather`."""
+        return self.inner.all_gather(pairs, label)
+
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+        """See `Comm.reduce_scatter`."""
+        return self.inner.reduce_scatter(pairs, label)
+
+    def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
+        """See `Comm.all_reduce`."""
+        return self.inner.all_reduce(tensors, op, label)
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
+        """See `Comm.broadcast`."""
+        return self.inner.broadcast(tensors, source)
+
+    def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
+        """See `Comm.all_to_all`."""
+        return self.inner.all_to_all(received, sent, label)
+
+    def reduce_scratch_bytes(self, full: Tensor) -> int:
+        """See `Comm.reduce_scratch_bytes`."""
+        return self.inner.reduce_scratch_bytes(full)
+
+
+def innermost(comm: Comm) -> Comm:
+    """Return the communicator that sends, below whatever is wrapped around it."""
+    while isinstance(comm, WrappedComm):
+        comm = comm.inner
+    return comm
+
+
+def members_of(comm: Comm) -> tuple[int, ...]:
+    """Return the ranks of ``comm`` as the world counts them; from 0 where it is not told."""
+    return tuple(getattr(innermost(comm), "members", range(comm.size)))

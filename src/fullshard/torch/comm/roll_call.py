@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fullshard.core.errors import FullshardError, UsageError
+from fullshard.torch.comm.process_group import witness_of
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.comm.watchdog import PERIOD_S, Place, Watchdog, Witness
 
@@ -46,8 +47,8 @@ def call_roll(comms: Sequence[Comm] | Comm, what: str, instead: str) -> None:
     """
     witnesses: dict[str, Witness] = {}
     for comm in comms if isinstance(comms, Sequence) else [comms]:
-        witness = getattr(comm, "witness", None)
-        if isinstance(witness, Witness) and witness.watchdog is not None:
+        witness = witness_of(comm)
+        if witness is not None and witness.watchdog is not None:
             witness.stop_if_failed(what)
             if witness.watchdog.store_lives():
                 witnesses[witness.family] = witness

@@ -12,6 +12,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.grouping import group_parameters
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.torch.comm.compressed import check_compression
+from fullshard.torch.comm.process_group import group_of
 from fullshard.torch.comm.ranks import compressed, ranks_of
 from fullshard.torch.sharding.initialisation import value_of_first_rank
 from fullshard.torch.sharding.options import CPUOffload, MixedPrecision, offload_of, precision_of
@@ -97,7 +98,7 @@ def attributes_of(
     return {
         "rank": comm.rank,
         "world_size": comm.size,
-        "process_group": getattr(comm, "group", None),
+        "process_group": group_of(comm),
         "compute_device": plan.device,
         "backward_prefetch": backward_prefetch,
         "sharding_strategy": options["sharding_strategy"] or ShardingStrategy.FULL_SHARD,

@@ -269,7 +269,7 @@ class FullyShardedDataParallel(
         """True if no wrapper around this one is known to run it."""
         managed = managed_unit_of(self)
         assert managed is not None
-        return runtime_of(self) is managed.runtime and managed.number == 0
+        return runtime_of(self) is managed.tracker and managed.number == 0
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by ``hook``, once, for all units below.

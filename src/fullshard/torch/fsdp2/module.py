@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.core.schedule import OpKind
 from fullshard.core.strategy import Prefetch
+from fullshard.torch.comm.process_group import group_of
 from fullshard.torch.sharding.initialisation import filled_with_nan
 from fullshard.torch.sharding.shard import (
     refuse_copy,
@@ -80,10 +82,7 @@ class FSDPModule:
         Collective. With ``async_op`` the gather is only started: wait on the handle before use.
         """
         managed = _managed(self)
-        if managed.unit.stale:
-            managed.unit.free()
-        if not managed.unit.is_full:
-            managed.unit.gather()
+        managed.unit.do(OpKind.GATHER)
         handle = UnshardHandle(managed)
         if async_op:
             return handle
@@ -93,8 +92,8 @@ class FSDPModule:
     def reshard(self) -> None:
         """Drop the unit's full parameters now and show the sharded ones."""
         unit = _managed(self).unit
-        if not unit.resident and (unit.is_full or unit.shrunk):
-            unit.free()
+        if not unit.resident:
+            unit.do(OpKind.FREE)
         unit.show_sharded()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -157,7 +156,7 @@ class FSDPModule:
         After others, reduces may still be under way when ``backward()`` returns, and overlap the
         next micro-batch's forward.
         """
-        runtime_of(_module(self)).execution.is_last_backward = is_last_backward
+        runtime_of(_module(self)).executor.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor``, not by the number of ranks."""
@@ -320,7 +319,7 @@ def _module(module: object) -> nn.Module:
 def _show_sharded(module: nn.Module) -> None:
     """Take back what `FSDPModule.unshard` shows; not in a step, nor what has been summoned."""
     for managed in managed_units(module):
-        if not managed.summoned and (managed.runtime is None or managed.runtime.idle):
+        if not managed.summoned and (managed.tracker is None or managed.tracker.idle):
             managed.unit.show_sharded()
 
 
@@ -336,4 +335,4 @@ def _managed_below(module: object, recurse: bool) -> list[ManagedUnit]:
 
 
 def _group(comm: Any) -> Any:
-    return getattr(comm, "group", comm)
+    return group_of(comm) or comm

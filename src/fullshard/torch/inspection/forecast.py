@@ -12,7 +12,7 @@ from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm.compressed import CompressedComm
 from fullshard.torch.step.executor import unit_policy
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of
-from fullshard.torch.step.tracker import Runtime
+from fullshard.torch.step.tracker import Tracker
 from fullshard.torch.unit.buffers import dtype_of
 from fullshard.torch.unit.sites import clean_name
 from fullshard.torch.unit.unit import Unit
@@ -80,7 +80,7 @@ def forecast_step(units: Sequence[NamedUnit]) -> StepForecast:
     for number, each in enumerate(units):
         managed = each.managed
         reduced = each.unit.trainable and managed.requires_gradient_sync
-        root = managed.number == 0 if managed.runtime is not None else each.around is None
+        root = managed.number == 0 if managed.tracker is not None else each.around is None
         policy = unit_policy(managed, reduced=reduced, root=root)
         policies[number] = replace(
             policy,
@@ -88,8 +88,8 @@ def forecast_step(units: Sequence[NamedUnit]) -> StepForecast:
             prefetch_backward=_numbered(managed.prefetch_backward, numbers),
         )
     costs = {number: cost_of(each.unit) for number, each in enumerate(units)}
-    runtime = units[0].managed.runtime if units else None
-    prefetch = runtime.prefetch if isinstance(runtime, Runtime) else Prefetch()
+    tracker = units[0].managed.tracker if units else None
+    prefetch = tracker.prefetch if isinstance(tracker, Tracker) else Prefetch()
     found = forecast(step_events(around, trained), policies, costs, prefetch)
     sent = {units[number].name: each for number, each in found.sent.items()}
     return StepForecast(found.peak_bytes, sent)

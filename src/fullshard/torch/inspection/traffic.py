@@ -148,14 +148,14 @@ def tracing(model: nn.Module) -> Iterator[Trace]:
 
     Begin and end it between steps. On CUDA, times are those of the compute stream.
     """
-    execution = runtime_of(model).execution
-    if execution.recorder is not None:
+    executor = runtime_of(model).executor
+    if executor.recorder is not None:
         raise UsageError("this model is being traced already")
     trace = Trace()
-    device = next(iter(execution.units)).unit.device
-    execution.recorder = recorder = TraceRecorder(device)
+    device = next(iter(executor.units)).unit.device
+    executor.recorder = recorder = TraceRecorder(device)
     try:
         yield trace
     finally:
-        execution.recorder = None
+        executor.recorder = None
         recorder.fill(trace)

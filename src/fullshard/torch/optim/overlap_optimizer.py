@@ -18,7 +18,7 @@ from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.optim.checks import look_at
 from fullshard.torch.optim.merged_step import ELEMENTWISE, MergedStep
 from fullshard.torch.step.managed import ManagedUnit, managed_units
-from fullshard.torch.step.tracker import Runtime, runtime_of
+from fullshard.torch.step.tracker import Tracker, runtime_of
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = ["overlap_optimizer"]
@@ -115,8 +115,8 @@ class _Overlap:
                 chosen.setdefault(self._group_of[id(param)], []).append(param)
         if not chosen:
             return
-        runtime = managed.runtime
-        if isinstance(runtime, Runtime) and not runtime.execution.is_last_backward:
+        tracker = managed.tracker
+        if isinstance(tracker, Tracker) and not tracker.executor.is_last_backward:
             raise UsageError(
                 f"unit {unit.name!r}: set_is_last_backward(False) does not go with "
                 "overlap_optimizer, which steps in every backward that reduces gradients. "

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
-from fullshard.torch.comm.protocol import SoloComm
+from fullshard.torch.comm.process_group import group_of
+from fullshard.torch.comm.protocol import Comm, SoloComm
 from fullshard.torch.step.managed import managed_units
 from fullshard.torch.unit.buffers import MemorySource
 from fullshard.torch.unit.unit import Unit
@@ -42,7 +43,7 @@ def use_memory_pool(module: nn.Module, *, register_with_nccl: bool = False) -> N
     found = list(managed_units(module))
     if not found:
         raise UsageError(f"{type(module).__name__} holds no sharded unit; shard it first")
-    if any(managed.runtime is not None and not managed.runtime.idle for managed in found):
+    if any(managed.tracker is not None and not managed.tracker.idle for managed in found):
         raise UsageError("use_memory_pool moves buffers: call it between steps, not within one")
     units = [managed.unit for managed in found]
     device = units[0].device
@@ -93,21 +94,21 @@ def _source(device: torch.device, allocator: Any) -> MemorySource:
         return source
 
 
-def _communicators(units: Sequence[Unit]) -> list[Any]:
+def _communicators(units: Sequence[Unit]) -> list[Comm]:
     """Those through which units gather and reduce, each once, in one order on all ranks."""
-    found: dict[Any, Any] = {}
+    found: dict[Any, Comm] = {}
     for unit in units:
         ranks = unit.ranks
         for comm in (ranks.gather_of_steps, ranks.reduce, ranks.block, ranks.replicas):
             if comm is not None and not isinstance(comm, SoloComm):
-                found[getattr(comm, "group", comm)] = comm
+                found[group_of(comm) or comm] = comm
     return list(found.values())
 
 
-def _registering_backend(comm: Any, device: torch.device) -> Any:
+def _registering_backend(comm: Comm, device: torch.device) -> Any:
     """The backend of ``comm`` that registers memory of ``device``."""
-    what, group = f"a {type(comm).__name__}", getattr(comm, "group", None)
-    if isinstance(group, dist.ProcessGroup):
+    what, group = f"a {type(comm).__name__}", group_of(comm)
+    if group is not None:
         try:
             backend = group._get_backend(device)
         except RuntimeError:

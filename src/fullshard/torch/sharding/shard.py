@@ -20,7 +20,7 @@ from fullshard.torch.comm.ranks import Where, compute_device
 from fullshard.torch.optim.checks import watch_optimizers
 from fullshard.torch.sharding.find import TiedSites, find_parameters
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
-from fullshard.torch.step.tracker import Runtime, runtime_of
+from fullshard.torch.step.tracker import Tracker, runtime_of
 from fullshard.torch.unit.changes import give_up, take_over
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.sites import ParamSites, device_of
@@ -118,10 +118,9 @@ def shard_modules(
 ) -> ManagedUnit:
     """Make one unit of ``params`` and let the forwards of ``modules`` drive it."""
     watch_optimizers()
-    unit = Unit(type(modules[0]).__name__, params, plan)
     for module in modules:
         module.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
-    return ManagedUnit(unit, modules, plan.reshard_after_forward, Runtime.adopt)
+    return ManagedUnit(modules, params, plan, Tracker.adopt)
 
 
 def _after_loading(module: nn.Module, _incompatible: object) -> None:

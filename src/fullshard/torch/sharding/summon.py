@@ -59,7 +59,7 @@ def summon_full_params(
         )
     chosen = list(managed_units(module, recurse=recurse))
     for managed in chosen:
-        if managed.summoned or not (managed.runtime is None or managed.runtime.idle):
+        if managed.summoned or not (managed.tracker is None or managed.tracker.idle):
             raise UsageError(
                 f"unit {managed.unit.name!r} is in the middle of a step, or summoned already; "
                 "summon full parameters between steps"

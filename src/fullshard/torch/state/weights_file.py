@@ -135,7 +135,7 @@ class _Entries:
                     f"{name!r} is on the meta device; call to_empty on the model first"
                 )
         self.device = next((t.device for t in self.values.values()), torch.device("cpu"))
-        self._ranks: Ranks = next(runtime_of(model).execution.units).unit.ranks
+        self._ranks: Ranks = runtime_of(model).executor.units[0].unit.ranks
         owners = [t.ownership for t in self.values.values() if isinstance(t, ShardedParameter)]
         self.shard_comms = list(dict.fromkeys(owner.comm for owner in owners))
         self._comms = list(dict.fromkeys(comm for owner in owners for comm in owner.comms))

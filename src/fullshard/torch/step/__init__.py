@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens when, over one training step."""
+"""The order of events in one training step: hooks hear them, a schedule answers with ops."""
 
 __all__: list[str] = []

@@ -1,29 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One forward of a unit whose backward may come, and the calls of a unit that are alive."""
+"""One forward of a unit whose backward may come."""
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["WATCHED", "Call", "CalledUnit", "LiveCalls"]
+__all__ = ["WATCHED", "Call", "CallRecord", "CallWatcher", "CalledUnit"]
 
 WATCHED = "_fullshard_watched"
 """The attribute that marks a tensor of which some call awaits the gradient."""
 
 
+class CallWatcher(Protocol):
+    """The listener to the backward of calls: `fullshard.torch.step.tracker.Tracker`."""
+
+    # Any: the tracker knows what kind of unit calls; this file need not.
+
+    def backward_begins(self, managed: Any, call: "Call") -> None:
+        """A gradient has reached the output of ``call``."""
+
+    def inputs_are_done(self, managed: Any, call: "Call") -> None:
+        """The gradients of the inputs of ``call`` are there."""
+
+
 class CalledUnit(Protocol):
     """A unit as its calls know it: `fullshard.torch.step.managed.ManagedUnit`."""
 
-    calls: "LiveCalls"
+    @property
+    def tracker(self) -> CallWatcher | None:
+        """The tracker that runs the unit now; another root may take it over between steps."""
 
-    def call_begins(self, call: "Call") -> None:
-        """Backward has reached ``call``."""
+    @property
+    def step(self) -> "CallRecord":
+        """The unit's record of the step."""
 
-    def call_has_inputs_gradients(self, call: "Call") -> None:
-        """The gradients of the inputs of ``call`` are there."""
+
+class CallRecord(Protocol):
+    """Where the calls of a unit are kept: `fullshard.torch.step.unit_step.UnitStep`."""
+
+    def add_call(self, call: "Call") -> None:
+        """Await the backward of ``call``."""
+
+    def awaits(self, call: "Call") -> bool:
+        """True if the backward of ``call`` is awaited."""
 
 
 class Call:
@@ -35,9 +57,16 @@ class Call:
         self.made_in, self.began_at = now  # which forward of the root, and when
         self.begun = False
         self.watched = 0  # inputs that need gradients
+        self.leads_back = False  # some output needs gradients
         self._to_come = 0
         self._first_node = torch._C._autograd._get_sequence_nr()
         self._over_in = -1  # the backward (autograd's graph task) that has been over already
+
+    @property
+    def _watcher(self) -> CallWatcher:
+        tracker = self.managed.tracker
+        assert tracker is not None
+        return tracker
 
     def end(self) -> None:
         """Backward has left this call."""
@@ -60,7 +89,9 @@ class Call:
             weakref.finalize(self, handle.remove)
 
     def watch_outputs(self, tensors: Sequence[Tensor]) -> None:
-        """Hear when the first gradient of ``tensors`` is there."""
+        """Hear when the first gradient of ``tensors``, outputs of the unit, is there."""
+        self.leads_back = True
+        self.managed.step.add_call(self)
         for tensor in tensors:
             # One unit's output is the next one's input. Hooks of a tensor run before those of the
             # node that made it, so that the next unit is over before this one begins.
@@ -82,48 +113,17 @@ class Call:
     def begin(self) -> None:
         """Backward has reached this call, and so the calls around it."""
         parent = self.parent
-        if parent is not None and not parent.begun and parent in parent.managed.calls:
+        if parent is not None and not parent.begun and parent.managed.step.awaits(parent):
             parent.begin()  # the output may be the parent's too, whose hook then comes second
         self.begun = True
         self._to_come = self.watched
-        self.managed.call_begins(self)
+        self._watcher.backward_begins(self.managed, self)
 
     def _on_input_gradient(self, _grad: object) -> None:
         self._to_come -= 1
         if self.begun and self._to_come == 0:
             self.end()
-            self.managed.call_has_inputs_gradients(self)
-
-
-class LiveCalls:
-    """The calls of a unit whose autograd graphs exist; keeps none of them alive."""
-
-    def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[Call]] = {}
-
-    def add(self, call: Call) -> None:
-        """Take ``call`` up."""
-        self._references[id(call)] = weakref.ref(call)
-
-    def discard(self, call: Call) -> None:
-        """Forget ``call``."""
-        self._references.pop(id(call), None)
-
-    def __bool__(self) -> bool:
-        return bool(self.alive())
-
-    def __contains__(self, call: Call) -> bool:
-        return id(call) in self._references and self._references[id(call)]() is call
-
-    def alive(self) -> list[Call]:
-        """The calls, in the order in which they were taken up."""
-        if not self._references:
-            return []
-        # Not a WeakSet: its guards take longer than all else that happens in an event.
-        calls = [reference() for reference in self._references.values()]
-        if None in calls:
-            self._references = {id(call): weakref.ref(call) for call in calls if call is not None}
-        return [call for call in calls if call is not None]
+            self._watcher.inputs_are_done(self.managed, self)
 
 
 def _weakly(

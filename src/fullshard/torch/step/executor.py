@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries ops out: asks the schedule what follows an event and moves the units."""
+"""The executor: asks the schedule which ops follow an event, and has units carry them out."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,52 +12,47 @@ from fullshard.core.schedule import Event, Moment, OpKind, Scheduler, UnitPolicy
 from fullshard.core.strategy import Prefetch
 from fullshard.core.trace import Trace, TraceRecord
 from fullshard.torch.step.managed import ManagedUnit
+from fullshard.torch.step.profiling import UnitMarks, profiler_runs
 from fullshard.torch.unit.streams import DeviceClock
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["Execution", "TraceRecorder", "unit_policy"]
+__all__ = ["Executor", "TraceRecorder", "unit_policy"]
 
-_ACTIONS: dict[OpKind, Callable[[Unit], None]] = {
-    OpKind.GATHER: Unit.gather,
-    OpKind.AWAIT_GATHER: Unit.await_gather,
-    OpKind.SHRINK: Unit.shrink,
-    OpKind.FREE: Unit.free,
-    OpKind.REDUCE: Unit.reduce,
-    OpKind.ALL_REDUCE: Unit.all_reduce,
-    OpKind.AWAIT_REDUCE: Unit.await_reduce,
-}
+_ENDS_OF_REDUCES = (OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
+_NAMED = (OpKind.GATHER, OpKind.AWAIT_GATHER, OpKind.REDUCE, OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
 
 _event = cache(Event)
 
 _MOST_EVENTS = 64
-"""Events for each unit after which a step that never ends is cut, so that its record does not grow
-for ever when forward runs with gradients and nobody calls backward."""
+"""The number of events per unit after which an endless step is cut, so that its record does not
+grow for ever when forward runs with gradients and nobody calls backward."""
 
 
-class Execution:
-    """The units of one root, what is under way, and the schedules that say what is next.
+class Executor:
+    """Carries out ops on the units of one root, as its schedules ask for them.
 
-    There is a schedule for each set of units that are reduced, and one for steps without gradients.
+    There is one schedule for each set of units that are reduced, and one for steps without
+    gradients.
     """
 
     def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
         self._references = [weakref.ref(managed) for managed in units]
+        self._with_copies = [weakref.ref(managed) for managed in units if managed.unit.copies]
+        self._marks = UnitMarks()
         self._reducing: list[Unit] = []
         self._evicting: list[Unit] = []  # whose gradients may still be on their way to the host
         self.recorder: TraceRecorder | None = None
+        self.evaluating = False  # in a step without gradients
         self.is_last_backward = True  # False: reduces may still be under way when backward ends
         self.set_prefetch(prefetch)
 
     @property
-    def units(self) -> Iterator[ManagedUnit]:
+    def units(self) -> list[ManagedUnit]:
         """The units that still exist, the root's first."""
-        for reference in self._references:
-            managed = reference()
-            if managed is not None:
-                yield managed
+        return _alive(self._references)
 
     def set_prefetch(self, prefetch: Prefetch) -> None:
-        """Make new schedules, by the policies that the units have now; between steps only."""
+        """Make new schedules from the policies that the units have now; between steps only."""
         self.prefetch = prefetch
         policies = {
             m.number: UnitPolicy(
@@ -68,10 +63,11 @@ class Execution:
         self._evaluation = Scheduler(policies, prefetch)
         self._by_reduced: dict[frozenset[int], Scheduler] = {}
         self._active = self._training
+        self.evaluating = False
 
     @property
     def _training(self) -> Scheduler:
-        """The schedule of a step that reduces the units which are to be reduced now."""
+        """The schedule of a step that reduces the units whose gradients are wanted now."""
         reduced = frozenset(
             managed.number
             for managed in self.units
@@ -87,57 +83,62 @@ class Execution:
 
     @property
     def idle(self) -> bool:
-        """True between steps: nothing is gathered ahead, kept or under way."""
+        """True between steps: nothing is gathered ahead, kept or in flight."""
         return self._active.idle
 
-    @property
-    def evaluating(self) -> bool:
-        """True in a step without gradients."""
-        return self._active is self._evaluation
-
     def go_on(self, *, training: bool) -> None:
-        """Go on with the schedule for this; what another one holds gathered is freed first."""
+        """Continue with the schedule for this kind of step; free first what another one holds."""
         scheduler = self._training if training else self._evaluation
         if scheduler is not self._active:
             self.finish_step()
             self._active = scheduler
+        self.evaluating = not training
 
-    def is_endless(self) -> bool:
-        """True if this step has become so long that it will hardly end."""
-        return self._active.recorded > _MOST_EVENTS * len(self._references)
+    def begin(self, *, training: bool) -> bool:
+        """Begin a forward of the root; True between steps.
 
-    def is_stale(self) -> bool:
-        """True if shards, or who is trained, have changed since this step began."""
-        return any(m.unit.stale or m.unit.shards.toggled for m in self.units)
+        A step that is still running ends here if forwards went on without a backward for so long
+        that it will hardly come, or if an optimizer has stepped since.
+        """
+        self.go_on(training=training)
+        if self._active.idle:
+            return True
+        endless = self._active.recorded > _MOST_EVENTS * len(self._references)
+        if endless or any(m.unit.stale or m.unit.shards.toggled for m in self.units):
+            self.finish_step()
+        return self._active.idle
 
     def finish_step(self) -> None:
-        """Free what is full, await what is under way."""
+        """Free what is full, await what is in flight."""
         if not self._active.idle:
             self.do(Moment.STEP_END, None)
         if self.is_last_backward:
             for unit in self._reducing:
                 unit.await_reduce()
             self._reducing.clear()
-        for managed in self.units:
+        for managed in _alive(self._with_copies):
             managed.unit.synchronize()
         self._evicting.clear()
 
-    def make_sure_of(self, managed: ManagedUnit) -> None:
-        """Gather a unit that somebody has resharded though the schedule counts on it."""
-        unit = managed.unit
-        if not unit.is_full and unit.params:
-            unit.gather()
-            unit.await_gather()
-
     def do(self, moment: Moment, managed: ManagedUnit | None) -> None:
-        """Do what follows ``moment`` of a unit."""
+        """Carry out the ops that follow ``moment`` of a unit."""
+        put_off = moment is Moment.STEP_END and not self.is_last_backward
         for kind, number in self._active.on(_event(moment, managed.number if managed else -1)):
             owner = self._references[number]()
-            if owner is None or not self._has_to(kind, owner.unit, moment):
+            if owner is None or (put_off and kind in _ENDS_OF_REDUCES):
                 continue
             unit = owner.unit
-            _ACTIONS[kind](unit)
+            profiled = profiler_runs() and kind in _NAMED
+            if profiled:
+                self._marks.begin(kind.value, unit)
+            done = unit.do(kind)
+            if profiled:
+                self._marks.end(kind.value, unit)
+            if not done:
+                continue
             if kind is OpKind.AWAIT_REDUCE:
+                if unit in self._reducing:
+                    self._reducing.remove(unit)
                 self._let_go_before(unit)
             elif kind is OpKind.REDUCE:
                 self._reducing.append(unit)
@@ -146,41 +147,33 @@ class Execution:
         if self._reducing:
             self._take_completed_reduces()
 
-    def _has_to(self, kind: OpKind, unit: Unit, moment: Moment) -> bool:
-        """False if what the schedule asks for was done already, by users or by itself."""
-        if kind is OpKind.AWAIT_GATHER or kind is OpKind.REDUCE:
-            return True
-        if kind is OpKind.GATHER:
-            if unit.is_full and unit.stale:
-                unit.free()
-            return not unit.is_full
-        if kind is OpKind.FREE or kind is OpKind.SHRINK:
-            return unit.is_full or unit.shrunk
-        put_off = moment is Moment.STEP_END and not self.is_last_backward
-        return unit.gradients.reducing and not put_off
-
     def _take_completed_reduces(self) -> None:
-        # A reduce that is there already gives its memory back now, not when the schedule asks.
+        # A reduce that has completed gives its memory back now, not when the schedule asks for it.
         still = []
         for unit in self._reducing:
-            if unit.gradients.completed:
-                unit.await_reduce()
+            if not unit.has_reduced:
+                still.append(unit)
+            elif unit.do(OpKind.AWAIT_REDUCE):
                 self._let_go_before(unit)
                 if self.recorder:
                     self.recorder.note(OpKind.AWAIT_REDUCE.value, unit, self.live_bytes)
-            elif unit.gradients.reducing:
-                still.append(unit)
         self._reducing = still
 
     def _let_go_before(self, unit: Unit) -> None:
-        # By now these copies had the time of a whole unit's backward.
-        for earlier in self._evicting:
-            earlier.gradients.let_go()
-        self._evicting = [unit]
+        if unit.copies:
+            # These copies have had the time of a whole unit's backward.
+            for earlier in self._evicting:
+                earlier.let_go()
+            self._evicting = [unit]
 
     def live_bytes(self) -> int:
         """Bytes that all units hold beyond their shards."""
         return sum(managed.unit.transient_bytes for managed in self.units)
+
+
+def _alive(references: Sequence[weakref.ref[ManagedUnit]]) -> list[ManagedUnit]:
+    found = [reference() for reference in references]
+    return [managed for managed in found if managed is not None]
 
 
 def _gathered(unit: Unit) -> bool:
@@ -188,7 +181,10 @@ def _gathered(unit: Unit) -> bool:
 
 
 def unit_policy(managed: ManagedUnit, *, reduced: bool, root: bool) -> UnitPolicy:
-    """How the schedule treats a unit by its settings now; ``root`` is true for the root's."""
+    """Return how the schedule is to treat a unit with its present settings.
+
+    ``root`` is true for the root's unit.
+    """
     reshard, ranks = managed.reshard_after_forward, managed.unit.ranks
     if reshard is None:
         # The root's parameters are needed again as soon as its forward is over.

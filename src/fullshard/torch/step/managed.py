@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks of a unit's modules: they watch forward and backward, and tell the runtime.
+"""A unit among its modules: the hooks that watch forward and backward, and tell the tracker.
 
 [Note: When a unit's backward is over]
 A unit's parameters may be freed when nothing in its backward will read them again, and its
@@ -17,7 +17,6 @@ What is not over when autograd has finished is over then.
 """
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -26,9 +25,16 @@ from torch import Tensor, nn
 
 from fullshard.core.errors import CommunicationError, UsageError
 from fullshard.core.strategy import Prefetch
-from fullshard.torch.step.calls import WATCHED, Call, LiveCalls
-from fullshard.torch.step.structures import holds_unknown, map_tensors, tensors_in
+from fullshard.torch.step.calls import WATCHED, Call
+from fullshard.torch.step.structures import (
+    map_tensors,
+    outputs_with_gradients,
+    tensors_with_gradients,
+)
+from fullshard.torch.step.unit_step import UnitStep
 from fullshard.torch.unit.buffers import dtype_of
+from fullshard.torch.unit.plan import Plan
+from fullshard.torch.unit.sites import ParamSites
 from fullshard.torch.unit.unit import Unit
 
 __all__ = ["ManagedUnit", "StepWatcher", "managed_unit_of", "managed_units", "speaks_for_all"]
@@ -37,31 +43,27 @@ _ATTRIBUTE = "_fullshard_unit"
 
 
 class StepWatcher(Protocol):
-    """Who is told what happens to units: `fullshard.torch.step.tracker.Runtime`."""
+    """The listener to what happens to units: `fullshard.torch.step.tracker.Tracker`."""
 
     @property
     def prefetch(self) -> Prefetch:
-        """How far ahead units are gathered."""
+        """The depth to which units are gathered ahead."""
 
     @property
     def idle(self) -> bool:
         """True between steps."""
 
-    @property
-    def now(self) -> tuple[int, int]:
-        """Which forward of the root is the latest, and the time within the step, in events."""
-
     def set_prefetch(self, prefetch: Prefetch) -> None:
         """Make new schedules."""
 
-    def forward_begins(self, managed: "ManagedUnit") -> None:
-        """A unit's forward is about to run."""
+    def forward_begins(self, managed: "ManagedUnit") -> Call | None:
+        """A unit's forward is about to run: as a call, if its backward may come."""
+
+    def new_call(self, managed: "ManagedUnit") -> Call:
+        """The unit's forward that runs already, as a call whose backward may come."""
 
     def forward_ends(self, managed: "ManagedUnit", *, unseen: bool = False) -> None:
         """A unit's forward has run; ``unseen``: its backward may come without notice."""
-
-    def enclosing_call(self, managed: "ManagedUnit") -> Call | None:
-        """The call of the unit inside whose forward ``managed`` runs now."""
 
     def backward_begins(self, managed: "ManagedUnit", call: Call) -> None:
         """A gradient has reached the output of a call of the unit."""
@@ -73,25 +75,22 @@ class StepWatcher(Protocol):
         """The gradients of the inputs of a call of the unit are there."""
 
 
-def _none() -> None:
-    return None
-
-
 class ManagedUnit:
     """A unit with its place among the modules and in the step; owns the modules' hooks."""
 
     def __init__(
         self,
-        unit: Unit,
         modules: Sequence[nn.Module],
-        reshard: bool | None,
+        params: Sequence[ParamSites],
+        plan: Plan,
         adopt: Callable[[nn.Module], StepWatcher],
     ):
-        self.unit = unit
+        self.step = UnitStep()
+        self.step.arrivals.belong_to(self)
+        self.unit = Unit(type(modules[0]).__name__, params, plan, self.step.arrivals)
         self.requires_gradient_sync = True
-        self.held_back = False  # full gradients of earlier micro-batches wait for a reduce
         # What `change` may change; the units of lists are gathered when this one begins.
-        self.reshard_after_forward = reshard
+        self.reshard_after_forward = plan.reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.prefetch_forward: list[ManagedUnit] | None = None
@@ -101,31 +100,14 @@ class ManagedUnit:
         # has been gone, so the unit stays full until autograd has finished.
         self.ends_with_backward = False
         self.number = -1
-        self.runtime: StepWatcher | None = None
-        self._adopt = adopt  # makes a runtime, with the module that runs first as its root
-        self.open_in_forward = 0
-        self.open_in_backward = False
-        self.begun_in_backward = False
-        self.counts = False  # the forward that runs now is one whose backward is waited for
-        self.began_at = 0  # when the earliest call began whose backward is open
-        # When this step's forwards of the unit began and ended, in events.
-        self.first_begin = self.last_begin = self.last_end = 0
-        self.calls = LiveCalls()
-        self.last_begun: Callable[[], Call | None] = _none  # the call that backward reached last
+        self.tracker: StepWatcher | None = None
+        self._adopt = adopt  # makes a tracker, with the module that runs first as its root
+        self.call: Call | None = None  # that runs forward now, if its backward may come
         self._modules_to_run = len(modules)
         self._modules_run = 0
         self._unseen = False  # the output is of a class that tensors cannot be found in
         self._inside_itself = 0  # how deep a module has called itself
-        self._call: Call | None = None
         self._handled_outside = 0
-        self_reference = weakref.ref(self)
-
-        def deliver(index: int, grad: Tensor) -> None:
-            managed = self_reference()
-            if managed is not None and managed.runtime is not None:
-                managed.runtime.gradient_arrives(managed, index, grad)
-
-        unit.on_gradient = deliver
         for module in modules:
             module.__dict__[_ATTRIBUTE] = self
             # What they do is not for graphs: a compiled module's forward is one without them.
@@ -135,54 +117,32 @@ class ManagedUnit:
             # Also after an exception: checkpointing ends a recomputation early by raising one.
             module.register_forward_hook(after, always_call=True)
 
-    def call_begins(self, call: Call) -> None:
-        """Backward has reached ``call``."""
-        self.last_begun = weakref.ref(call)
-        self.the_runtime.backward_begins(self, call)
-
-    def call_has_inputs_gradients(self, call: Call) -> None:
-        """The gradients of the inputs of ``call`` are there."""
-        self.the_runtime.inputs_are_done(self, call)
-
-    @property
-    def awaits_inputs(self) -> bool:
-        """True if it is sure, without a look at all calls, that gradients of inputs will come."""
-        call = self.last_begun()
-        return call is not None and call.begun and call.watched > 0
-
-    @property
-    def the_runtime(self) -> StepWatcher:
-        """The runtime that manages this unit; there is one from the first forward on."""
-        assert self.runtime is not None
-        return self.runtime
-
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._modules_run == self._modules_to_run:
             self._inside_itself += 1
             return None
         self._handled_outside = id(sys.exception())  # forward may run in an except clause
-        runtime = self.runtime or self._adopt(module)
+        tracker = self.tracker or self._adopt(module)
         if self._modules_run == 0:
-            self._call = None
-            runtime.forward_begins(self)
+            self.call = tracker.forward_begins(self)
         changed = given = (args, kwargs)
         convert = self._input_conversion
         if convert is not None:
             changed = map_tensors(changed, convert)
         if torch.is_grad_enabled():
-            self._call = self._call or Call(self, runtime.enclosing_call(self), runtime.now)
-            inputs = list(tensors_in(changed, _needs_grad))
+            self.call = self.call or tracker.new_call(self)
+            inputs = tensors_with_gradients(changed)
             if inputs:
                 if any(WATCHED in tensor.__dict__ for tensor in inputs):
                     changed = _with_own_views(changed)
-                    inputs = list(tensors_in(changed, _needs_grad))
-                self._call.watch_inputs(inputs)
+                    inputs = tensors_with_gradients(changed)
+                self.call.watch_inputs(inputs)
         self._modules_run += 1
         return None if changed is given else changed
 
     @property
     def _input_conversion(self) -> Callable[[Tensor], Tensor] | None:
-        """What inputs go through: a cast, and for the root the way to the device."""
+        """The conversion of inputs: a cast, and for the root a copy to the device; or None."""
         precision, is_root = self.unit.plan.precision, self.number == 0
         device = self.unit.device if is_root and self.unit.device.type == "cuda" else None
         casts = precision.cast_inputs or (is_root and precision.cast_root_inputs)
@@ -209,12 +169,11 @@ class ManagedUnit:
         if wanted is not None:
             dtype = dtype_of(wanted)
             output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
-        if self._call is not None:
-            outputs = list(tensors_in(output, _needs_grad))
-            self._unseen = self.unit.trainable and holds_unknown(output)
+        if self.call is not None:
+            outputs, hidden = outputs_with_gradients(output)
+            self._unseen = self.unit.trainable and hidden
             if outputs:
-                self._call.watch_outputs(outputs)
-                self.calls.add(self._call)
+                self.call.watch_outputs(outputs)
         if self._modules_run == self._modules_to_run:
             self.end_forward()
         return None if output is given else output
@@ -232,37 +191,30 @@ class ManagedUnit:
         return output if cast is None else cast
 
     def end_forward(self) -> None:
-        """The unit's modules have run, or those of them that will."""
+        """End the unit's forward: its modules have run, or those of them that will."""
         unseen, self._unseen = self._unseen, False
         self._modules_run = 0
-        self._call = None
-        self.the_runtime.forward_ends(self, unseen=unseen)
+        assert self.tracker is not None
+        self.tracker.forward_ends(self, unseen=unseen)
+        self.call = None
 
     def change(self, setting: str, value: Any) -> None:
         """Set one of the unit's settings, by its attribute's name; between steps only."""
         if getattr(self, setting) == value:
             return
-        if self.runtime is not None and not self.runtime.idle:
+        if self.tracker is not None and not self.tracker.idle:
             raise UsageError(f"{setting} can only be changed between steps")
         setattr(self, setting, value)
-        if self.runtime is not None:
-            self.runtime.set_prefetch(self.runtime.prefetch)
+        if self.tracker is not None:
+            self.tracker.set_prefetch(self.tracker.prefetch)
 
     def forget_step(self) -> None:
-        """Back to the state between steps, whatever happened; full gradients are dropped."""
-        self.open_in_forward = 0
-        self.open_in_backward = self.begun_in_backward = False
-        self.held_back = False
-        self.calls = LiveCalls()
+        """Return to the state between steps, whatever happened; drop full gradients."""
+        self.step.forget()
         self._modules_run = self._inside_itself = 0
-        self._call = None
+        self.call = None
         self.unit.drop_gradients()
         self.unit.show_sharded()
-
-    @property
-    def current_call(self) -> Call | None:
-        """The call that is running forward now, if its backward may come."""
-        return self._call
 
 
 def _with_own_views(structure: Any) -> Any:
@@ -279,10 +231,6 @@ def _with_own_views(structure: Any) -> Any:
         return views.setdefault(id(tensor), tensor.view_as(tensor))
 
     return map_tensors(structure, own_view)
-
-
-def _needs_grad(tensor: Tensor) -> bool:
-    return tensor.requires_grad
 
 
 def managed_unit_of(module: nn.Module) -> ManagedUnit | None:

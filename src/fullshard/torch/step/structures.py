@@ -9,7 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["holds_unknown", "map_tensors", "tensors_in"]
+__all__ = [
+    "holds_unknown",
+    "map_tensors",
+    "outputs_with_gradients",
+    "tensors_in",
+    "tensors_with_gradients",
+]
 
 
 def tensors_in(structure: Any, keep: Callable[[Tensor], bool]) -> Iterator[Tensor]:
@@ -26,6 +32,20 @@ def tensors_in(structure: Any, keep: Callable[[Tensor], bool]) -> Iterator[Tenso
     elif dataclasses.is_dataclass(structure) and not isinstance(structure, type):
         for spec in dataclasses.fields(structure):
             yield from tensors_in(getattr(structure, spec.name), keep)
+
+
+def tensors_with_gradients(structure: Any) -> list[Tensor]:
+    """The tensors in ``structure`` that require gradients."""
+    return list(tensors_in(structure, _requires_grad))
+
+
+def outputs_with_gradients(structure: Any) -> tuple[list[Tensor], bool]:
+    """The tensors in an output that require gradients; and whether it may hide further tensors."""
+    return tensors_with_gradients(structure), holds_unknown(structure)
+
+
+def _requires_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad
 
 
 def map_tensors(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From events to ops: hears what happens, asks the schedule, moves the units.
+"""The tracker: follows every forward and backward of the units below one root module.
+
+Hooks tell it what happens; it tells the executor, which asks the schedule for ops.
 
 [Note: One order on all ranks]
-Ranks must issue their collectives in the same order, even if one of them did not use a unit.
+All ranks must issue their collectives in one order, even if one of them did not use a unit.
 Autograd runs the backward of later forwards first; so when a unit's backward begins, a unit whose
 forward began after that unit's was over, and whose backward has not begun, was not used. It is then
-gathered and reduced with zeros like everybody else does; so are unused units inside a unit when
-that unit's backward ends.
+gathered and reduced with zeros, as the ranks that used it do; so are unused units inside a unit
+when that unit's backward ends.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +22,22 @@ from fullshard.core.errors import UsageError
 from fullshard.core.schedule import Moment
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.step.calls import Call
-from fullshard.torch.step.executor import Execution
+from fullshard.torch.step.executor import Executor
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of
+from fullshard.torch.step.profiling import UnitMarks, profiler_runs
+from fullshard.torch.step.unit_step import Phase
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.changes import check_initialised, follow_requires_grad
 from fullshard.torch.unit.sites import clean_name
 from fullshard.torch.unit.unit import owner_of
 
-__all__ = ["Runtime", "runtime_of"]
+__all__ = ["Tracker", "runtime_of"]
 
 
-class Runtime:
+class Tracker:
     """Runs the units below one root module.
 
-    What moves units is collective: all ranks must run the same modules in the same order.
+    Forward and backward are collective: all ranks must run the same modules in the same order.
     """
 
     def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
@@ -43,20 +47,20 @@ class Runtime:
         self._recomputed = 0  # the one that recomputations in this backward belong to
         self._reached: set[int] = set()  # forwards of the root whose backward has begun in this one
         self._in_backward = False
-        # Run forward and not reduced yet, by their latest forward (a dict for its order).
+        # Units that are due, by their latest forward, and those that backward has reached or given
+        # a gradient, by when that was (dicts for their order).
         self._due: dict[ManagedUnit, None] = {}
-        # Run backward without being due: an earlier one ended them.
-        self._late: list[ManagedUnit] = []
-        self._open: list[ManagedUnit] = []  # whose backward has begun and is not over
+        self._active: dict[ManagedUnit, None] = {}
+        self._marks = UnitMarks()
         self.wait_before_gather: Any = None  # an event of a stream that writes to the shards
         self.unresolved: list[str] = []  # tied parameters of which a unit owns but one use
         for number, managed in enumerate(units):
             managed.number = number
-            managed.runtime = self
-        self.execution = Execution(units, prefetch)
+            managed.tracker = self
+        self.executor = Executor(units, prefetch)
 
     @classmethod
-    def adopt(cls, root: nn.Module) -> "Runtime":
+    def adopt(cls, root: nn.Module) -> "Tracker":
         """Make ``root`` the root of all units below it; they must be between steps."""
         found: dict[ManagedUnit, str] = {}
         for path, module in root.named_modules():
@@ -67,45 +71,40 @@ class Runtime:
             raise UsageError(f"{type(root).__name__} holds no sharded unit; shard it first")
         prefetch = Prefetch()
         for managed, path in found.items():
-            if managed.runtime is not None:
-                prefetch = managed.runtime.prefetch
-                if not managed.runtime.idle:
+            if managed.tracker is not None:
+                prefetch = managed.tracker.prefetch
+                if not managed.tracker.idle:
                     raise UsageError(
                         f"unit {managed.unit.name!r} is in the middle of a step of its own; finish "
                         "its backward before it becomes part of a larger model"
                     )
             managed.unit.rename(path)
-        runtime = cls(list(found), prefetch)
-        runtime.unresolved = _used_outside_their_unit(root)
+        tracker = cls(list(found), prefetch)
+        tracker.unresolved = _used_outside_their_unit(root)
         owners = {id(param): managed for managed in found for param in managed.unit.sharded}
         for module in root.modules():
             managed = managed_unit_of(module)
             if managed is not None:
                 managed.ends_with_backward |= _leads_to_others(module, owners)
-        return runtime
+        return tracker
 
     @property
     def idle(self) -> bool:
-        """True between steps: nothing is gathered ahead, kept or under way."""
-        return self.execution.idle
-
-    @property
-    def now(self) -> tuple[int, int]:
-        """Which forward of the root is the latest, and the time within the step, in events."""
-        return self._recomputed or self._forwards, self._events
+        """True between steps: nothing is gathered ahead, kept or in flight."""
+        return self.executor.idle
 
     @property
     def prefetch(self) -> Prefetch:
-        """How far ahead units are gathered."""
-        return self.execution.prefetch
+        """The depth to which units are gathered ahead."""
+        return self.executor.prefetch
 
     def set_prefetch(self, prefetch: Prefetch) -> None:
         """Change how far ahead units are gathered; between steps only."""
-        self.execution.set_prefetch(prefetch)
+        self.executor.set_prefetch(prefetch)
 
     # ---- forward --------------------------------------------------------------------------------
 
-    def forward_begins(self, managed: ManagedUnit) -> None:
+    def forward_begins(self, managed: ManagedUnit) -> Call | None:
         """A unit's forward is about to run: gather it."""
         if managed.summoned:
             raise UsageError(
@@ -115,26 +114,26 @@ class Runtime:
         if not self._running or managed.number == 0:
             self._begin_at_the_top()
         self._running.append(managed)
-        managed.open_in_forward += 1
-        self.execution.do(Moment.FORWARD_BEGIN, managed)
-        self.execution.make_sure_of(managed)
-        managed.unit.show_full()
+        unit, step = managed.unit, managed.step
+        step.running += 1
+        self.executor.do(Moment.FORWARD_BEGIN, managed)
+        unit.use()
         # Reentrant checkpointing runs a unit with gradients for the first time in backward.
-        managed.counts = torch.is_grad_enabled() and not (
-            self._in_backward and managed in self._due
-        )
-        if managed.counts:
+        step.counts = torch.is_grad_enabled() and not (self._in_backward and step.phase.due)
+        if step.counts:
             self._events += 1
-            managed.last_begin = self._events
-            if managed not in self._due:
-                managed.first_begin = self._events
+            step.run_forward(self._events)
             self._due.pop(managed, None)
             self._due[managed] = None
+        if profiler_runs():
+            self._marks.begin("forward", unit)
+        return self.new_call(managed) if torch.is_grad_enabled() else None
 
-    def enclosing_call(self, managed: ManagedUnit) -> Call | None:
-        """The call of the unit inside whose forward ``managed`` runs now."""
+    def new_call(self, managed: ManagedUnit) -> Call:
+        """The unit's forward that runs already, as a call whose backward may come."""
         outer = [other for other in self._running if other is not managed]
-        return outer[-1].current_call if outer else None
+        made_in = self._recomputed or self._forwards
+        return Call(managed, outer[-1].call if outer else None, (made_in, self._events))
 
     def _begin_at_the_top(self) -> None:
         in_autograd = torch._C._current_graph_task_id() != -1
@@ -143,15 +142,11 @@ class Runtime:
         self._forwards += 1
         if self._running or self._in_backward:
             self.recover()
-        self.execution.go_on(training=torch.is_grad_enabled())
-        execution = self.execution
-        if execution.is_endless() or (not execution.idle and execution.is_stale()):
-            execution.finish_step()  # forwards without backward, or an optimizer's step since
-        if execution.idle:
+        if self.executor.begin(training=torch.is_grad_enabled()):
             self._between_steps()
 
     def _between_steps(self) -> None:
-        """Take up what has changed since the last step."""
+        """Adopt the changes that users have made since the last step."""
         if self.unresolved:
             raise UsageError(
                 f"{', '.join(self.unresolved)}: used here, but tied to parameters that units have "
@@ -159,13 +154,14 @@ class Runtime:
                 "module that contains all uses, too, before the first forward"
             )
         changed = False
-        for managed in self.execution.units:
+        for managed in self.executor.units:
             if managed.unit.unchecked:
                 check_initialised(managed.unit)
-            changed |= follow_requires_grad(managed.unit)
+            if managed.unit.shards.toggled:
+                changed |= follow_requires_grad(managed.unit)
         if changed:
             self.set_prefetch(self.prefetch)
-            self.execution.go_on(training=torch.is_grad_enabled())
+            self.executor.go_on(training=torch.is_grad_enabled())
         if self.wait_before_gather is not None:
             self.wait_before_gather.wait()
 
@@ -178,32 +174,40 @@ class Runtime:
         while self._running[-1] is not managed:
             self._running[-1].end_forward()  # of its modules not all were called
         self._running.pop()
-        managed.open_in_forward -= 1
+        step = managed.step
+        step.running -= 1
+        if self._marks.open:
+            self._marks.end("forward", managed.unit)
         if not unseen:
-            self.execution.do(Moment.FORWARD_END, managed)
-        if not managed.open_in_forward and not managed.open_in_backward:
+            self.executor.do(Moment.FORWARD_END, managed)
+        if not step.running and not step.phase.open:
             managed.unit.show_sharded()
-        if self.execution.evaluating:
+        if self.executor.evaluating:
             if not self._running:
-                self.execution.finish_step()
-        elif managed.counts or not self._in_backward:
+                self.executor.finish_step()
+        elif step.counts or not self._in_backward:
             self._events += 1
-            managed.last_end = self._events
-            if not managed.calls:
-                self._due.pop(managed, None)  # no output leads back to it
+            step.last_end = self._events
+            if not (managed.call is not None and managed.call.leads_back) and not step.calls():
+                self._lose_outputs(managed)
+
+    def _lose_outputs(self, managed: ManagedUnit) -> None:
+        """No output of the unit leads back to it: do not wait for its backward."""
+        managed.step.move("lose its outputs")
+        self._due.pop(managed, None)
 
     def recover(self) -> None:
-        """After an exception in mid-step: forget the step, gradients not delivered included."""
-        for managed in self.execution.units:
+        """Forget a step that an exception has cut short, with the gradients not delivered yet."""
+        for managed in self.executor.units:
             managed.forget_step()
-        self.execution.finish_step()
+        self.executor.finish_step()
         self._running.clear()
         self._in_backward = False
         self._due.clear()
-        self._late.clear()
-        self._open.clear()
+        self._active.clear()
         self._reached.clear()
         self._recomputed = 0
+        self._marks.forget()
 
     # ---- backward -------------------------------------------------------------------------------
 
@@ -211,38 +215,33 @@ class Runtime:
         """A gradient has reached a unit's output: gather it again."""
         if not self._in_backward:
             self._enter_backward()
-        managed.calls.add(call)
         self._reached.add(call.made_in)
         self._recomputed = call.made_in
-        managed.unit.gradients.arrivals.expect()
-        if managed.open_in_backward:
-            managed.began_at = min(managed.began_at, call.began_at)
-        else:
-            managed.began_at = call.began_at
-            if not managed.begun_in_backward:
-                self._pass_over(after=managed.last_end)
+        if managed.step.reach(call):
+            if not managed.step.begun:
+                self._pass_over(after=managed.step.last_end)
             self._begin(managed)
 
     def _enter_backward(self) -> None:
         self._in_backward = True
-        self.execution.go_on(training=True)
+        self.executor.go_on(training=True)
         Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _begin(self, managed: ManagedUnit) -> None:
-        managed.open_in_backward = managed.begun_in_backward = True
-        self._open.append(managed)
-        if managed not in self._due and managed not in self._late:
-            self._late.append(managed)
-        self.execution.do(Moment.BACKWARD_BEGIN, managed)
+        unit = managed.unit
+        managed.step.begin_backward()
+        self._active[managed] = None
+        if profiler_runs():
+            self._marks.begin("backward", unit)
+        self.executor.do(Moment.BACKWARD_BEGIN, managed)
         if managed.unshard_in_backward:
-            self.execution.make_sure_of(managed)
-        managed.unit.show_full()
+            unit.use()
 
     def _pass_over(self, after: int) -> None:
-        """Do for unused units what other ranks may do. See [Note: One order on all ranks]."""
-        unused = [m for m in self._due_after(after) if not m.begun_in_backward]
-        for managed in sorted(unused, key=lambda m: -m.last_end):
-            if managed in self._due and not managed.begun_in_backward:
+        """Gather and reduce unused units as others may. See [Note: One order on all ranks]."""
+        unused = [m for m in self._due_after(after) if not m.step.begun]
+        for managed in sorted(unused, key=lambda m: -m.step.last_end):
+            if managed.step.phase.due and not managed.step.begun:
                 self._begin(managed)
                 self._end(managed, unused=True)
 
@@ -250,7 +249,7 @@ class Runtime:
         """The units that are due and whose latest forward began after ``begin``, latest first."""
         found: list[ManagedUnit] = []
         for managed in reversed(self._due):
-            if managed.last_begin <= begin:
+            if managed.step.last_begin <= begin:
                 break
             found.append(managed)
         return found
@@ -259,101 +258,97 @@ class Runtime:
         """A parameter has its gradient."""
         if not self._in_backward:
             self._enter_backward()
-        unit, recorder = managed.unit, self.execution.recorder
+        unit, recorder = managed.unit, self.executor.recorder
         held = unit.transient_bytes if recorder else 0
         unit.deliver(index, grad)
         if recorder and unit.transient_bytes != held:
-            recorder.note("fill", unit, self.execution.live_bytes)
-        if managed not in self._due and managed not in self._late:
-            self._late.append(managed)
-        if not managed.awaits_inputs:
+            recorder.note("fill", unit, self.executor.live_bytes)
+        step = managed.step
+        if step.phase is Phase.AT_REST:
+            step.move("take a gradient")
+            self._active[managed] = None
+        call = step.last_begun()
+        if call is not None and call.begun and call.watched:
+            return  # it is not over: gradients of inputs will come
+        if step.phase.open:
             self._end_what_is_over(managed)
 
     def inputs_are_done(self, managed: ManagedUnit, call: Call) -> None:
         """The gradients of a call's inputs are there."""
-        managed.calls.discard(call)
+        managed.step.forget_call(call)
         self._end_what_is_over(managed)
 
     def _end_what_is_over(self, managed: ManagedUnit) -> None:
-        """End ``managed`` if it is over, and then the units that waited only for it."""
+        """End the backward of ``managed`` if it is over, then of the units that waited for it."""
         if not self._is_over(managed):
             return
         self._end(managed)
-        for other in sorted(self._open, key=self._turn) if self._open else ():
+        still_open = [other for other in self._active if other.step.phase.open]
+        for other in sorted(still_open, key=_turn):
             if self._is_over(other):
                 self._end_what_is_over(other)
                 return
 
-    def _turn(self, managed: ManagedUnit) -> tuple[bool, int]:
-        """Sorts open units: those that are due come first, the latest forward before others."""
-        if managed in self._due:
-            return False, -managed.last_begin
-        return True, -managed.began_at
-
     def _is_over(self, managed: ManagedUnit) -> bool:
         """See [Note: When a unit's backward is over] in `fullshard.torch.step.managed`."""
-        if managed.ends_with_backward or not managed.open_in_backward:
+        step = managed.step
+        if managed.ends_with_backward or not step.phase.open:
             return False
-        arrivals, calls = managed.unit.gradients.arrivals, self._calls_of(managed)
-        for call in calls:
-            if call.watched:
-                return False
-        if not (arrivals.all_here if calls else arrivals.expected_here):
+        if not step.has_all_gradients(self._reached):
             return False
-        if managed in self._due:
-            for later in self._due_after(managed.first_begin):
-                if later is not managed and (later.open_in_backward or self._calls_of(later)):
+        if step.phase.due:
+            for later in self._due_after(step.first_begin):
+                if later is not managed and (
+                    later.step.phase.open or later.step.calls(self._reached)
+                ):
                     return False
             return True
-        return not any(self._began_later(m, managed) for m in self.execution.units)
-
-    def _calls_of(self, managed: ManagedUnit) -> list[Call]:
-        """Those calls that belong to forwards of the root whose backward this is."""
-        return [call for call in managed.calls.alive() if call.made_in in self._reached]
+        return not any(self._began_later(m, managed) for m in self.executor.units)
 
     def _began_later(self, other: ManagedUnit, managed: ManagedUnit) -> bool:
         """True if ``other`` is not over, and what is left of it began after ``managed``."""
-        if other.open_in_backward and other.began_at > managed.began_at:
+        if other.step.phase.open and other.step.began_at > managed.step.began_at:
             return True
-        return any(call.began_at > managed.began_at for call in self._calls_of(other))
+        calls = other.step.calls(self._reached)
+        return any(call.began_at > managed.step.began_at for call in calls)
 
     def _end(self, managed: ManagedUnit, *, unused: bool = False) -> None:
         """A unit's backward is over, or has been passed over: free and reduce it."""
-        if managed in self._due and not unused:
-            self._pass_over(after=managed.first_begin)
+        step = managed.step
+        if step.phase.due and not unused:
+            self._pass_over(after=step.first_begin)
+        step.end_backward()
         self._due.pop(managed, None)
-        for call in [call for call in managed.calls.alive() if call.begun]:
-            call.end()
-            managed.calls.discard(call)
-        if managed.open_in_backward:
-            managed.open_in_backward = False
-            self._open.remove(managed)
-        if managed in self._late:
-            self._late.remove(managed)
-        managed.unit.gradients.arrivals.end_backward()
-        managed.held_back = managed.unit.trainable and not managed.requires_gradient_sync
-        self.execution.do(Moment.BACKWARD_END, managed)
+        self._active.pop(managed, None)
+        step.held_back = managed.unit.trainable and not managed.requires_gradient_sync
+        self.executor.do(Moment.BACKWARD_END, managed)
         managed.unit.show_sharded()
+        if self._marks.open:
+            self._marks.end("backward", managed.unit)
 
     def _backward_ends(self) -> None:
         """Autograd has nothing left to do: reduce what is still due, free everything."""
-        for managed in sorted(self._due, key=lambda m: -m.first_begin):
-            if managed in self._due:
-                if not managed.begun_in_backward:
+        for managed in sorted(self._due, key=lambda m: -m.step.first_begin):
+            if managed.step.phase.due:
+                if not managed.step.begun:
                     self._begin(managed)
                 self._end(managed)
-        still_open = [managed for managed in self.execution.units if managed.open_in_backward]
-        for managed in dict.fromkeys([*self._late, *still_open]):  # a copy: ending changes it
+        for managed in list(self._active):
             self._end(managed)
-        self._late.clear()
         self._reached.clear()
         self._recomputed = 0
-        for managed in self.execution.units:
-            managed.begun_in_backward = False
-            if managed.held_back and managed.requires_gradient_sync:
+        for managed in self.executor.units:
+            managed.step.begun = False
+            if managed.step.held_back and managed.requires_gradient_sync:
                 self._end(managed)  # this micro-batch did not use it, earlier ones did
-        self.execution.finish_step()
+        self.executor.finish_step()
         self._in_backward = False
+
+
+def _turn(managed: ManagedUnit) -> tuple[bool, int]:
+    """Sorts open units: those that are due come first, the latest forward before others."""
+    step = managed.step
+    return (False, -step.last_begin) if step.phase.due else (True, -step.began_at)
 
 
 def _used_outside_their_unit(root: nn.Module) -> list[str]:
@@ -367,7 +362,7 @@ def _used_outside_their_unit(root: nn.Module) -> list[str]:
 def _leads_to_others(module: nn.Module, owners: Mapping[int, ManagedUnit]) -> bool:
     """True if a path through ``module`` may lead to parameters that no unit below it has.
 
-    These are trainable ones of no unit, and those that are tied and so belong to a unit around it.
+    These are trainable parameters of no unit, and tied ones that belong to a unit around it.
     """
     below = {managed_unit_of(each) for each in module.modules()}
     return any(
@@ -378,9 +373,9 @@ def _leads_to_others(module: nn.Module, owners: Mapping[int, ManagedUnit]) -> bo
     )
 
 
-def runtime_of(root: nn.Module) -> Runtime:
+def runtime_of(root: nn.Module) -> Tracker:
     """The runtime of ``root``, made with it as the root if it has none yet."""
     managed = managed_unit_of(root)
-    if managed is not None and isinstance(managed.runtime, Runtime):
-        return managed.runtime
-    return Runtime.adopt(root)
+    if managed is not None and isinstance(managed.tracker, Tracker):
+        return managed.tracker
+    return Tracker.adopt(root)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operations that treat every element by itself, run on this rank's spans of sharded tensors.
+"""Rules for elementwise operations: they run on this rank's spans of sharded tensors.
 
-The optimizers are made of those. Beside sharded operands, which must all be cut alike, there may be
-numbers, 0-dim tensors, and plain tensors of the global shape, of which the span is taken. Other
-shapes are refused, also where torch would broadcast them.
+Optimizers consist of such operations. All sharded operands must be cut alike. Other operands may be
+numbers, 0-dim tensors, or plain tensors of the global shape, whose span is used. Every other shape
+is refused, even where torch would broadcast it.
 """
 
 from collections.abc import Callable
@@ -16,36 +16,28 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import UnshardedOperationError
 from fullshard.torch.tensor.ownership import Ownership
+from fullshard.torch.tensor.parameter import Args, Kwargs, Rule, ShardedParameter
 
 __all__ = [
-    "Args",
-    "Kwargs",
-    "Rule",
     "count_change",
+    "leading_ownership",
     "need_whole",
     "on_lists",
     "on_spans",
-    "owner_of",
     "refused",
 ]
 
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-Rule = Callable[[Any, Args, Kwargs], Any]
-"""Carries one operation out. The first argument is the class of sharded tensors, which has
-``value(local, ownership)``, and whose instances have ``local`` and ``ownership``."""
-
 
 def count_change(*changed: Tensor) -> None:
-    """Count a change of tensors that were written to below autograd, where torch does not count.
+    """Raise the version of tensors that were written below autograd, where torch does not do so.
 
-    The local tensors are views of a buffer, and whoever looks at its version must see the change.
+    The local tensors are views of a buffer; whoever watches its version must see the change.
     """
     torch._C._increment_version(changed)
 
 
 def _written(func: OpOverload) -> list[str | int]:
-    """Which arguments ``func`` writes to: positions, and names of keyword-only ones."""
+    """List the arguments that ``func`` writes to: positions, and names of keyword-only ones."""
     written: list[str | int] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -54,7 +46,7 @@ def _written(func: OpOverload) -> list[str | int]:
 
 
 def _binding(func: OpOverload) -> Callable[..., Any]:
-    """What torch offers in Python for ``func``, which reads its arguments faster."""
+    """Return the Python binding of ``func``, which parses arguments faster than the overload."""
     name = func.overloadpacket.__name__
     if name.startswith(("_foreach_", "_fused_")) or func._overloadname in ("default", "Tensor"):
         for home in (torch._C._VariableFunctions, torch._C.TensorBase):
@@ -67,37 +59,39 @@ def _binding(func: OpOverload) -> Callable[..., Any]:
 
 
 def on_spans(func: OpOverload, drop: tuple[str, ...] = ()) -> Rule:
-    """Run on the local tensors; without the arguments ``drop``, which mean nothing in one dim."""
+    """Run ``func`` on the local tensors, without the arguments ``drop``, meaningless in one dim."""
     written = _written(func)
     if written not in ([], [0]):
         return _into(func, written[0]) if len(written) == 1 else refused(func)
 
     run = _binding(func)
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+    def rule(args: Args, kwargs: Kwargs) -> Any:
         # The hot path of optimizers in their for-loop form: the first operand nearly always leads.
         target = args[0]
-        owner = target.ownership if type(target) is cls else owner_of(cls, func, args, kwargs)
+        owner = (
+            target.ownership
+            if type(target) is ShardedParameter
+            else leading_ownership(func, args, kwargs)
+        )
         local_args = [
             arg.local
-            if type(arg) is cls and arg.ownership is owner
-            else _local(cls, func, owner, arg)
+            if type(arg) is ShardedParameter and arg.ownership is owner
+            else _local(func, owner, arg)
             if isinstance(arg, Tensor)
             else arg
             for arg in args
         ]
         if kwargs:
             kwargs = {
-                key: _local(cls, func, owner, value)
-                for key, value in kwargs.items()
-                if key not in drop
+                key: _local(func, owner, value) for key, value in kwargs.items() if key not in drop
             }
         if not written:
             result = run(*local_args, **kwargs)
             if isinstance(result, Tensor):
-                return cls.value(result, owner)
-            return tuple(cls.value(each, owner) for each in result)
-        if type(target) is not cls:
+                return ShardedParameter.value(result, owner)
+            return tuple(ShardedParameter.value(each, owner) for each in result)
+        if type(target) is not ShardedParameter:
             _refuse_to_write(func, owner)
         run(*local_args, **kwargs)
         count_change(target.local)
@@ -107,37 +101,42 @@ def on_spans(func: OpOverload, drop: tuple[str, ...] = ()) -> Rule:
 
 
 def _into(func: OpOverload, key: str | int) -> Rule:
-    """Run on the local tensors, writing to the argument ``key``, usually ``out``."""
+    """Run ``func`` on the local tensors and write to the argument ``key``, usually ``out``."""
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
-        owner = owner_of(cls, func, args, kwargs)
+    def rule(args: Args, kwargs: Kwargs) -> Any:
+        owner = leading_ownership(func, args, kwargs)
         target = args[key] if isinstance(key, int) else kwargs[key]
-        if type(target) is not cls:
+        if type(target) is not ShardedParameter:
             _refuse_to_write(func, owner)
-        local_args = [_local(cls, func, owner, arg) for arg in args]
-        func(*local_args, **{k: _local(cls, func, owner, v) for k, v in kwargs.items()})
+        local_args = [_local(func, owner, arg) for arg in args]
+        func(*local_args, **{k: _local(func, owner, v) for k, v in kwargs.items()})
         count_change(target.local)
         return target
 
     return rule
 
 
-def owner_of(cls: Any, func: OpOverload, args: Args, kwargs: Kwargs) -> Ownership:
-    """The ownership of the first sharded operand that is not inside a list."""
+def leading_ownership(func: OpOverload, args: Args, kwargs: Kwargs) -> Ownership:
+    """Return the ownership of the first sharded operand that is not inside a list.
+
+    Raises `UnshardedOperationError` if there is none.
+    """
     for arg in args:
-        if type(arg) is cls:
-            return cast(Ownership, arg.ownership)
+        if type(arg) is ShardedParameter:
+            return arg.ownership
     for arg in kwargs.values():
-        if type(arg) is cls:
-            return cast(Ownership, arg.ownership)
-    # sharded tensors only inside a list, as in torch.stack
+        if type(arg) is ShardedParameter:
+            return arg.ownership
+    # All sharded tensors are inside lists, as in torch.stack.
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
-    need_whole(func, next(x.ownership for each in lists for x in each if type(x) is cls))
+    need_whole(
+        func, next(x.ownership for each in lists for x in each if type(x) is ShardedParameter)
+    )
 
 
-def _local(cls: Any, func: OpOverload, owner: Ownership, arg: Any) -> Any:
-    """What stands for ``arg`` when ``func`` runs on the spans of ``owner``."""
-    if type(arg) is cls:
+def _local(func: OpOverload, owner: Ownership, arg: Any) -> Any:
+    """Return the operand to use for ``arg`` when ``func`` runs on the spans of ``owner``."""
+    if type(arg) is ShardedParameter:
         if arg.ownership is not owner and not owner.agrees_with(arg.ownership):
             raise UnshardedOperationError(
                 f"{func}: operands are not cut alike: {owner}; and {arg.ownership}. "
@@ -160,22 +159,22 @@ def _local(cls: Any, func: OpOverload, owner: Ownership, arg: Any) -> Any:
 
 
 def on_lists(func: OpOverload) -> Rule:
-    """The rule for ``_foreach_*`` and ``_fused_*`` operations, place by place of their lists.
+    """Run ``_foreach_*`` and ``_fused_*`` operations on the local tensors of their lists.
 
-    A place may also hold plain tensors alone (a parameter that is not sharded).
+    A place of the lists may hold plain tensors alone (those of a parameter that is not sharded).
     """
     written = {key for key in _written(func) if isinstance(key, int)}
     run = _binding(func)
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
-        owners = _owners(cls, args)
+    def rule(args: Args, kwargs: Kwargs) -> Any:
+        owners = _owners(args)
         local_args = [
-            _locals(cls, func, owners, arg, i in written) if isinstance(arg, list) else arg
+            _locals(func, owners, arg, i in written) if isinstance(arg, list) else arg
             for i, arg in enumerate(args)
         ]
         if kwargs:
             kwargs = {
-                key: _locals(cls, func, owners, value, False) if isinstance(value, list) else value
+                key: _locals(func, owners, value, False) if isinstance(value, list) else value
                 for key, value in kwargs.items()
             }
         result = run(*local_args, **kwargs)
@@ -184,30 +183,30 @@ def on_lists(func: OpOverload) -> Rule:
             count_change(*local_args[0])
             return None
         return [
-            each if owner is None else cls.value(each, owner)
+            each if owner is None else ShardedParameter.value(each, owner)
             for each, owner in zip(result, owners, strict=True)
         ]
 
     return rule
 
 
-def _owners(cls: Any, args: Args) -> list[Ownership | None]:
-    """For each place of the lists the ownership of what is sharded there, None if nothing is."""
+def _owners(args: Args) -> list[Ownership | None]:
+    """Return the ownership at each place of the lists, or None where nothing is sharded."""
     try:
         return [each.ownership for each in args[0]]  # the hot path: all of the first are sharded
     except (AttributeError, TypeError):  # plain tensors among them, or a number comes first
         places = next(len(arg) for arg in args if isinstance(arg, list))
         lists = [arg for arg in args if isinstance(arg, list) and len(arg) == places]
         return [
-            next((each.ownership for each in place if type(each) is cls), None)
+            next((each.ownership for each in place if type(each) is ShardedParameter), None)
             for place in zip(*lists, strict=True)
         ]
 
 
 def _locals(
-    cls: Any, func: OpOverload, owners: list[Ownership | None], items: list[Any], written: bool
+    func: OpOverload, owners: list[Ownership | None], items: list[Any], written: bool
 ) -> list[Any]:
-    """What stands for a list when ``func`` runs on the spans of ``owners``, place by place."""
+    """Return the list to use for ``items`` when ``func`` runs on the spans of ``owners``."""
     try:
         # Lists compare their items by identity first, which is all that happens as a rule.
         if [item.ownership for item in items] == owners:
@@ -218,10 +217,15 @@ def _locals(
         return items
     counts = func.overloadpacket.__name__.startswith("_fused_")  # which write to step counts
     for item, owner in zip(items, owners, strict=True):
-        if written and owner is not None and type(item) is not cls and (item.dim() or not counts):
+        if (
+            written
+            and owner is not None
+            and type(item) is not ShardedParameter
+            and (item.dim() or not counts)
+        ):
             _refuse_to_write(func, owner)
     return [
-        item if owner is None else _local(cls, func, owner, item)
+        item if owner is None else _local(func, owner, item)
         for item, owner in zip(items, owners, strict=True)
     ]
 
@@ -246,9 +250,9 @@ def _refuse_to_write(func: OpOverload, owner: Ownership) -> NoReturn:
 
 
 def refused(func: OpOverload) -> Rule:
-    """The rule for what cannot be done on spans."""
+    """Refuse ``func``, which cannot run on spans."""
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
-        need_whole(func, owner_of(cls, func, args, kwargs))
+    def rule(args: Args, kwargs: Kwargs) -> Any:
+        need_whole(func, leading_ownership(func, args, kwargs))
 
     return rule

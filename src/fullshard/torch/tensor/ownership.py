@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.core.layout import Span
-from fullshard.torch.comm.protocol import Comm
+from fullshard.torch.comm.protocol import Comm, members_of
 from fullshard.torch.tensor.reslice import Cut, recut, rows_of_ranks
 from fullshard.torch.tensor.tensor_parallel import TensorParallel
 
@@ -83,7 +83,7 @@ class Ownership:
         if self.comm.size == 1 or len(dims) != 1 or value.placements[dims[0]] != Shard(0):
             return False
         ranks = dist.get_process_group_ranks(value.device_mesh.get_group(dims[0]))
-        return tuple(ranks) == getattr(self.comm, "members", None)
+        return tuple(ranks) == members_of(self.comm)
 
     def cut_part(self, part: Tensor) -> Tensor:
         """This rank's span of what the ranks of ``comm`` have, flattened."""

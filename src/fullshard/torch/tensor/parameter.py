@@ -5,10 +5,12 @@ The same type serves as parameter, as gradient and as optimizer state. What oper
 in `fullshard.torch.tensor.rules`.
 """
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
@@ -17,10 +19,33 @@ from fullshard.core.errors import NotSupportedError, UnshardedOperationError
 from fullshard.core.layout import Span
 from fullshard.torch.comm.roll_call import call_roll
 from fullshard.torch.tensor.ownership import Ownership
-from fullshard.torch.tensor.reductions import GlobalScalar
-from fullshard.torch.tensor.rules import RULES
 
-__all__ = ["GlobalScalar", "Ownership", "ShardedParameter"]
+__all__ = ["RULES", "Args", "Kwargs", "Rule", "ShardedParameter"]
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Rule = Callable[[Args, Kwargs], Any]
+"""Carries out one operation, at least one of whose operands is a `ShardedParameter`."""
+
+
+class _Rules(dict[OpOverload, Rule]):
+    """The rule of each operation, decided when the operation is first called.
+
+    Threads may decide on the same operation at the same time; they decide alike.
+    """
+
+    def decided_by(self, decide: Callable[[OpOverload], Rule]) -> Callable[[OpOverload], Rule]:
+        """Let ``decide`` find the rule of an operation; for `fullshard.torch.tensor.rules`."""
+        self._decide = decide
+        return decide
+
+    def __missing__(self, func: OpOverload) -> Rule:
+        rule = self[func] = self._decide(func)
+        return rule
+
+
+RULES = _Rules()
+"""Rules raise `UnshardedOperationError` for operations that need more than this rank's span."""
 
 
 class ShardedParameter(torch.Tensor):
@@ -111,8 +136,8 @@ class ShardedParameter(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """See `fullshard.torch.tensor.rules`."""
-        return RULES[func](cls, args, kwargs or {})
+        """Run ``func`` by its rule; see `fullshard.torch.tensor.rules`."""
+        return RULES[func](args, kwargs or {})
 
     @property
     def data(self) -> Tensor:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each torch operation means on a sharded parameter: a rule, decided once.
+"""The rule by which each torch operation runs on sharded parameters, decided once per operation.
 
 Elementwise operations run on the spans. Norms, sums, extremes and truth values are global. Random
-fills draw the full tensor and keep the span, so that values and generator are those of one process,
-at the price of the full tensor's memory for a moment. A new shape of the same elements keeps the
-span; rows are cut out of it. All else would be shard-local maths in silence, and is refused.
+fills draw the full tensor and keep the span, so that values and generator are those of one process;
+for a moment this takes the memory of the full tensor. A new shape of the same elements keeps the
+span, and rows are cut out of it. Everything else is refused, because it would silently compute on
+one shard.
+
+Importing this module makes the rules known to `ShardedParameter`; `fullshard.torch.tensor` does so.
 """
 
 import math
@@ -18,17 +21,15 @@ from torch._ops import OpOverload
 
 from fullshard.core.layout import Span
 from fullshard.torch.tensor.elementwise import (
-    Args,
-    Kwargs,
-    Rule,
     count_change,
+    leading_ownership,
     need_whole,
     on_lists,
     on_spans,
-    owner_of,
     refused,
 )
 from fullshard.torch.tensor.ownership import Ownership
+from fullshard.torch.tensor.parameter import RULES, Args, Kwargs, Rule, ShardedParameter
 from fullshard.torch.tensor.reductions import (
     global_extreme,
     global_norms,
@@ -37,27 +38,12 @@ from fullshard.torch.tensor.reductions import (
     unscale,
 )
 
-__all__ = ["RULES"]
+__all__: list[str] = []
 
 _aten = torch.ops.aten
 
 
-class _Rules(dict[OpOverload, Rule]):
-    """The rule for each operation, decided when it is first asked for.
-
-    Threads may decide the same at the same time; they decide alike.
-    """
-
-    def __missing__(self, func: OpOverload) -> Rule:
-        rule = self[func] = _decide(func)
-        return rule
-
-
-RULES = _Rules()
-"""How to carry out an operation of whose operands at least one is sharded. Rules raise
-`UnshardedOperationError` for what needs more than this rank's span."""
-
-
+@RULES.decided_by
 def _decide(func: OpOverload) -> Rule:
     packet = func.overloadpacket
     name = packet.__name__
@@ -91,22 +77,22 @@ def _elementwise_name(name: str) -> bool:
 # ---- global -------------------------------------------------------------------------------------
 
 
-def _foreach_norm(cls: Any, args: Args, kwargs: Kwargs) -> list[Tensor]:
+def _foreach_norm(args: Args, kwargs: Kwargs) -> list[Tensor]:
     given = {**dict(zip(("self", "ord", "dtype"), args, strict=False)), **kwargs}
-    return global_norms(_parts(cls, given["self"]), float(given.get("ord", 2)), given.get("dtype"))
+    return global_norms(_parts(given["self"]), float(given.get("ord", 2)), given.get("dtype"))
 
 
-def _parts(cls: Any, tensors: list[Any]) -> list[tuple[Tensor, Ownership | None]]:
-    return [(x.local, x.ownership) if type(x) is cls else (x, None) for x in tensors]
+def _parts(tensors: list[Any]) -> list[tuple[Tensor, Ownership | None]]:
+    return [(x.local, x.ownership) if type(x) is ShardedParameter else (x, None) for x in tensors]
 
 
 def _norm(func: OpOverload) -> Rule:
     names = [argument.name for argument in func._schema.arguments]
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    def rule(args: Args, kwargs: Kwargs) -> Tensor:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         tensor = given["self"]
-        owner = owner_of(cls, func, args, kwargs)
+        owner = leading_ownership(func, args, kwargs)
         dims = given.get("dim")
         whole = dims in (None, [], ()) or {d % max(1, tensor.dim()) for d in dims} == set(
             range(tensor.dim())
@@ -125,7 +111,7 @@ def _truth(func: OpOverload) -> Rule:
         return refused(func)
     every = func.overloadpacket is _aten.all
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    def rule(args: Args, kwargs: Kwargs) -> Tensor:
         return global_truth(args[0].local, args[0].ownership, every=every)
 
     return rule
@@ -136,7 +122,7 @@ def _sum(func: OpOverload) -> Rule:
         return refused(func)
     mean = func.overloadpacket is _aten.mean
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    def rule(args: Args, kwargs: Kwargs) -> Tensor:
         local, owner = args[0].local, args[0].ownership
         if not mean:
             return global_sum(local, owner, kwargs.get("dtype"))
@@ -154,7 +140,7 @@ def _extreme(func: OpOverload) -> Rule:
         # Of two tensors it is elementwise.
         return on_spans(func) if func._overloadname == "other" else refused(func)
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    def rule(args: Args, kwargs: Kwargs) -> Tensor:
         return global_extreme(args[0].local, args[0].ownership, largest=largest)
 
     return rule
@@ -165,10 +151,10 @@ def _unscale(func: OpOverload) -> Rule:
     if func._overloadname != "default":
         return refused(func)
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> None:
+    def rule(args: Args, kwargs: Kwargs) -> None:
         grads, found_inf, inv_scale = args
-        unscale(_parts(cls, grads), found_inf, inv_scale)
-        count_change(*(grad.local for grad in grads if type(grad) is cls))
+        unscale(_parts(grads), found_inf, inv_scale)
+        count_change(*(grad.local for grad in grads if type(grad) is ShardedParameter))
 
     return rule
 
@@ -179,16 +165,18 @@ def _unscale(func: OpOverload) -> Rule:
 def _draw(func: OpOverload) -> Rule:
     in_place = func.overloadpacket.__name__.endswith("_")
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+    def rule(args: Args, kwargs: Kwargs) -> Any:
         target = args[0]
         others = (*args[1:], *kwargs.values())
-        if type(target) is not cls or any(type(other) is cls for other in others):
-            need_whole(func, owner_of(cls, func, args, kwargs))
+        if type(target) is not ShardedParameter or any(
+            type(other) is ShardedParameter for other in others
+        ):
+            need_whole(func, leading_ownership(func, args, kwargs))
         owner = target.ownership
         full = torch.empty(owner.shape, dtype=target.dtype, device=target.device)
         drawn = owner.cut(func(full, *args[1:], **kwargs))
         if not in_place:
-            return cls.value(drawn.clone(), owner)
+            return ShardedParameter.value(drawn.clone(), owner)
         target.local.copy_(drawn)
         count_change(target.local)
         return target
@@ -197,7 +185,7 @@ def _draw(func: OpOverload) -> Rule:
 
 
 def _eye(func: OpOverload) -> Rule:
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+    def rule(args: Args, kwargs: Kwargs) -> Any:
         out = kwargs["out"]
         rows, columns = (*args, args[0])[:2]
         if (rows, columns) != tuple(out.shape):
@@ -218,13 +206,13 @@ def _reshape(func: OpOverload) -> Rule:
     if func._overloadname == "dtype":
         return refused(func)
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+    def rule(args: Args, kwargs: Kwargs) -> Any:
         owner = args[0].ownership
         shape = func(torch.empty(owner.shape, device="meta"), *args[1:], **kwargs).shape
         if shape == owner.shape:
-            return cls.value(args[0].local, owner)
+            return ShardedParameter.value(args[0].local, owner)
         _need_flat_spans(func, owner)
-        return cls.value(args[0].local, owner.reshaped(shape))
+        return ShardedParameter.value(args[0].local, owner.reshaped(shape))
 
     return rule
 
@@ -239,7 +227,7 @@ def _reinterpret(func: OpOverload) -> Rule:
     """Complex numbers as pairs of real ones, and back: spans count twice or half as much."""
     to_real = func.overloadpacket is _aten.view_as_real
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+    def rule(args: Args, kwargs: Kwargs) -> Any:
         local, owner = args[0].local, args[0].ownership
         _need_flat_spans(func, owner)
         if to_real:
@@ -248,7 +236,7 @@ def _reinterpret(func: OpOverload) -> Rule:
         else:
             shape, local = owner.shape[:-1], func(local.view(-1, 2))
             spans = tuple(Span(span.start // 2, span.stop // 2) for span in owner.spans)
-        return cls.value(local, replace(owner, shape=shape, spans=spans))
+        return ShardedParameter.value(local, replace(owner, shape=shape, spans=spans))
 
     return rule
 
@@ -257,7 +245,7 @@ def _rows(func: OpOverload) -> Rule:
     """``x[i]`` and ``x[i:j]``: elements that follow each other, of which each rank has a span."""
     names = [argument.name for argument in func._schema.arguments]
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+    def rule(args: Args, kwargs: Kwargs) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         owner: Ownership = given["self"].ownership
         _need_flat_spans(func, owner)
@@ -272,7 +260,7 @@ def _rows(func: OpOverload) -> Rule:
         # What is written to the view is to count as a change of the buffer, as outside of dispatch.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             held = given["self"].local[offset : offset + part.span.numel]
-        return cls.value(held, part)
+        return ShardedParameter.value(held, part)
 
     return rule
 
@@ -290,34 +278,34 @@ def _part(owner: Ownership, start: int, shape: Sequence[int]) -> Ownership:
 def _pad(func: OpOverload) -> Rule:
     """Nothing added is a copy, which libraries make where sizes may differ; else it is refused."""
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+    def rule(args: Args, kwargs: Kwargs) -> Any:
         if any(args[1]):
             need_whole(func, args[0].ownership)
-        return cls.value(args[0].local.clone(), args[0].ownership)
+        return ShardedParameter.value(args[0].local.clone(), args[0].ownership)
 
     return rule
 
 
 def _alias(func: OpOverload) -> Rule:
-    return lambda cls, args, kwargs: cls.value(args[0].local, args[0].ownership)
+    return lambda args, kwargs: ShardedParameter.value(args[0].local, args[0].ownership)
 
 
 def _new_plain(func: OpOverload) -> Rule:
     """``new_empty(size)`` and its kin name a size of their own: a plain tensor of that size."""
-    return lambda cls, args, kwargs: func(args[0].local, *args[1:], **kwargs)
+    return lambda args, kwargs: func(args[0].local, *args[1:], **kwargs)
 
 
 def _index_put(func: OpOverload) -> Rule:
     """``x[mask] = number``, with a mask that is cut as x is."""
     in_place = func.overloadpacket is _aten.index_put_
 
-    def rule(cls: Any, args: Args, kwargs: Kwargs) -> Any:
+    def rule(args: Args, kwargs: Kwargs) -> Any:
         target, indices, value = args[:3]
-        owner = owner_of(cls, func, args, kwargs)
+        owner = leading_ownership(func, args, kwargs)
         mask: Any = indices[0] if len(indices) == 1 else None
-        plain_number = type(value) is not cls and value.numel() == 1
+        plain_number = type(value) is not ShardedParameter and value.numel() == 1
         if not (
-            type(target) is cls is type(mask)
+            type(target) is ShardedParameter is type(mask)
             and mask.dtype is torch.bool
             and owner.agrees_with(mask.ownership)
             and plain_number
@@ -326,7 +314,7 @@ def _index_put(func: OpOverload) -> Rule:
             need_whole(func, owner)
         result = func(target.local, [mask.local], value)
         if not in_place:
-            return cls.value(result, owner)
+            return ShardedParameter.value(result, owner)
         count_change(target.local)
         return target
 

@@ -22,7 +22,7 @@ __all__ = ["FlatBuffer", "MemorySource", "dtype_name", "dtype_of"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that `fullshard.core` knows a dtype by: "float32" for ``torch.float32``."""
+    """The name of a dtype in `fullshard.core`: "float32" for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -34,7 +34,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class MemorySource:
-    """Where flat buffers on one device get memory from, if not from torch's general pool.
+    """The source of memory for flat buffers on one device, in place of torch's general pool.
 
     [Note: A pool of their own]
     Units are large, all of the same few sizes, and come and go in every step. Among activations of
@@ -57,7 +57,7 @@ class MemorySource:
 
     @classmethod
     def of(cls, device: torch.device) -> "MemorySource | None":
-        """The one of ``device``, if it has one."""
+        """The source that serves ``device``, if there is one."""
         return cls._of.get(_with_index(device)) if cls._of else None
 
     def serve(self, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class MemorySource:
 
     @classmethod
     def taking(cls, device: torch.device, *, anew: bool) -> AbstractContextManager[None]:
-        """Within, this thread's allocations are those of a buffer, ``anew`` or made before."""
+        """Route this thread's allocations to the pool; ``anew``: for a new buffer, not a resize."""
         source = cls.of(device)
         if source is None or (anew and not source.everything):
             return nullcontext()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How what a unit holds changes between steps: thawed, given up, cast, materialised, assigned."""
+"""Changes of a unit between steps: parameters thawed, given up, cast, materialised or assigned."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -6,14 +6,13 @@ Every step brings new values into the same storage, see [Note: Storage identity]
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Work
-from fullshard.torch.unit.arrivals import Arrivals
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import Extension
 from fullshard.torch.unit.plan import Plan
@@ -21,37 +20,42 @@ from fullshard.torch.unit.shards import Place, Shards
 from fullshard.torch.unit.sites import notes_on
 from fullshard.torch.unit.streams import CopyStream
 
-__all__ = ["CustomGather", "FullParameters", "view_of"]
+__all__ = ["CustomGather", "FullParameters", "GradientWatch", "view_of"]
 
 CustomGather = Callable[[Tensor, Tensor], Any]
-"""What users may set instead of the communicator's gather: (full, shard) -> work or None."""
+"""A gather that users may set in place of the communicator's: (full, shard) -> work or None."""
+
+
+class GradientWatch(Protocol):
+    """The taker of full parameters' gradients: `fullshard.torch.step.arrivals.Arrivals`."""
+
+    def begin_anew(self) -> None:
+        """Forget all parameters: the unit makes others."""
+
+    def watch(self, index: int, param: nn.Parameter) -> None:
+        """Take the gradients of ``param``, the one with this index in the unit."""
+
 
 _NOT_YET = nn.Parameter(torch.empty(0), requires_grad=False)
 """Stands for a full parameter that is made when it has been gathered for the first time."""
 
 
 class FullParameters:
-    """What ``shards`` of all ranks are gathered into, and the parameters that look into it.
+    """The buffer into which the ``shards`` of all ranks are gathered, and the parameters in it.
 
     ``params`` are in the order of the layout; none as long as the shards are on the meta device.
-    The gradient of a trainable one goes to what ``hook_for`` makes for its index, and is counted by
-    ``arrivals``. A ``resident`` unit is always full: with one slice its shard serves as both.
+    ``watch`` takes the gradients of the trainable ones. A ``resident`` unit is always full: with
+    one slice its shard serves as both.
     """
 
-    def __init__(
-        self,
-        name: str,
-        shards: Shards,
-        plan: Plan,
-        arrivals: Arrivals,
-        hook_for: Callable[[int], Callable[[Tensor], None]],
-    ):
+    def __init__(self, name: str, shards: Shards, plan: Plan, watch: GradientWatch):
         self.rename(name)
         self._shards = shards
         self._plan = plan
         self._ranks = plan.ranks
-        self._arrivals = arrivals
-        self._hook_for = hook_for
+        self._comm = plan.ranks.gather_of_steps
+        self._watch = watch
+        self._copies = plan.offload.to_host and plan.device.type != "cpu"
         self._fetch = CopyStream(plan.device, "to the device")
         self._extensions = self._find_extensions()
         segments = shards.layout.segments
@@ -60,7 +64,7 @@ class FullParameters:
         self.resident = self._ranks.gather.size == 1 and self._as_they_rest
         self._gathering: Work | None = None
         self._version = -1  # of the shards, when they were gathered
-        self._part: FlatBuffer | None = None  # kept from forward to backward, of several slices
+        self.part: FlatBuffer | None = None  # kept from forward to backward, of several slices
         self.working: FlatBuffer | None = None  # the shard on the device, if it rests elsewhere
         self.working_version = -1
         self.params: list[nn.Parameter] = []
@@ -95,7 +99,7 @@ class FullParameters:
             self._buffer.release()
 
     def _find_extensions(self) -> dict[int, Extension]:
-        """By number of segment, what decides about its gathers."""
+        """The Extension of each segment that has one, by the segment's number."""
         shards = self._shards
         if any(s.slots[0].spec.apart for s in shards.layout.segments) and self._ranks.block:
             raise NotSupportedError(
@@ -120,9 +124,7 @@ class FullParameters:
         full = nn.Parameter(data, requires_grad=sharded.requires_grad)
         full.__dict__.update(notes_on(each.param))
         if sharded.requires_grad:
-            hook = self._hook_for(index)
-            full.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            self._arrivals.watch(index, full)
+            self._watch.watch(index, full)
         return full
 
     def rename(self, name: str) -> None:
@@ -135,11 +137,11 @@ class FullParameters:
     def gather(self, custom: CustomGather | None) -> None:
         """Start to gather, as ``custom`` does it if it is given (collective)."""
         self._buffer.allocate()
-        self._version = self._shards.version
-        if self._part is not None:
+        self._version = self._written
+        if self.part is not None:
             block = self._ranks.block
             assert block is not None
-            pairs = list(zip(self._buffer.flats, self._part.flats, strict=True))
+            pairs = list(zip(self._buffer.flats, self.part.flats, strict=True))
             self._gathering = block.all_gather(pairs, label=self._label)
         elif self._as_they_rest:
             self._gathering = self._all_gather(self._pairs, custom)
@@ -160,7 +162,7 @@ class FullParameters:
         self, pairs: Sequence[tuple[Tensor, Tensor]], custom: CustomGather | None
     ) -> Work:
         if custom is None:
-            return self._ranks.gather_of_steps.all_gather(pairs, label=self._label)
+            return self._comm.all_gather(pairs, label=self._label)
         return _Works([custom(full, shard) for full, shard in pairs])
 
     def _converted(self, shards: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -180,8 +182,8 @@ class FullParameters:
     def _refreshed_working(self) -> list[Tensor]:
         """The shard on the device in the dtype of computation, as of the optimizer's last step."""
         assert self.working is not None
-        if self.working_version != self._shards.version:
-            self.working_version = self._shards.version
+        if self.working_version != self._written:
+            self.working_version = self._written
             for to, shard in zip(self.working.flats, self._shards.flats, strict=True):
                 to.copy_(shard.to(self._plan.device, non_blocking=True))
         return self.working.flats
@@ -190,8 +192,9 @@ class FullParameters:
         """Wait until what was gathered is there."""
         if self._gathering is not None:
             self._gathering.wait()
-            self._fetch.join()
-            self._gathering = self._part = None
+            if self._copies:
+                self._fetch.join()
+            self._gathering = self.part = None
             if self._extensions:
                 self._receive()
 
@@ -206,22 +209,22 @@ class FullParameters:
     # ---- what there is --------------------------------------------------------------------------
 
     @property
-    def shrunk(self) -> bool:
-        """True if `shrink` has left a part."""
-        return self._part is not None
-
-    @property
     def bytes(self) -> int:
         """Bytes held now beyond the shards."""
         total = sum(extension.bytes for extension in self._extensions.values())
         if not self.resident and self.params and self._buffer.allocated:
             total += self._buffer.bytes
-        return total + (self._part.bytes if self._part is not None else 0)
+        return total + (self.part.bytes if self.part is not None else 0)
+
+    @property
+    def _written(self) -> int:
+        """Grows when the shards are written to."""
+        return sum(flat._version for flat in self._shards.buffer.flats)
 
     @property
     def outdated(self) -> bool:
         """True if the shards have been changed since they were gathered."""
-        return not self.resident and self._version != self._shards.version
+        return not self.resident and self._version != self._written
 
     # ---- drop -----------------------------------------------------------------------------------
 
@@ -231,21 +234,21 @@ class FullParameters:
         block, flats = self._ranks.block, self._buffer.flats
         assert block is not None
         sizes = [(flat.numel() // block.size, flat.dtype) for flat in flats]
-        self._part = FlatBuffer(sizes, self._plan.device)
-        for part, full in zip(self._part.flats, flats, strict=True):
+        self.part = FlatBuffer(sizes, self._plan.device)
+        for part, full in zip(self.part.flats, flats, strict=True):
             part.copy_(full[block.rank * part.numel() : (block.rank + 1) * part.numel()])
         self._buffer.release()
 
-    def drop_part(self) -> None:
-        """Drop what `shrink` has left."""
-        self._part = None
-
-    def drop(self) -> None:
-        """Drop everything."""
+    def drop(self) -> bool:
+        """Drop everything; False if there was no more than the part that `shrink` had left."""
         self.wait()
+        if self.part is not None:
+            self.part = None
+            return False
         self._buffer.release()
         for extension in self._extensions.values():
             extension.release()
+        return True
 
     def synchronize(self) -> None:
         """Hold up the host until it may write to shards that rest there."""

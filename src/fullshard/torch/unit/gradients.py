@@ -18,7 +18,6 @@ from torch import Tensor
 from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Done, Work
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.arrivals import Arrivals
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
@@ -27,8 +26,11 @@ from fullshard.torch.unit.streams import CopyStream
 __all__ = ["Gradients", "ReduceSettings"]
 
 
+_DONE = Done()
+
+
 class ReduceSettings:
-    """What users may change about how a unit's gradients are reduced; the same on all ranks."""
+    """The settings of a unit's reduce that users may change, alike on all ranks."""
 
     def __init__(self) -> None:
         self.all_reduce = True  # over the replicas; else sums are kept until it is wanted
@@ -45,7 +47,6 @@ class Gradients:
     def __init__(self, name: str, shards: Shards, plan: Plan, settings: ReduceSettings):
         self.rename(name)
         self.settings = settings
-        self.arrivals = Arrivals()
         self._shards = shards
         self._plan = plan
         segments = shards.trainable
@@ -56,6 +57,9 @@ class Gradients:
         self._slice_sizes = [(s.slice_numel, d) for s, d in zip(segments, travel, strict=True)]
         self._rest_sizes = [(s.slice_numel, d) for s, d in zip(segments, rest, strict=True)]
         self._pieces = _pieces(shards)
+        self._contributions = plan.ranks.size
+        self._low_range = any(segment.grad_dtype == "float16" for segment in segments)
+        self._moves = plan.resting_device != plan.device
         self._full: FlatBuffer | None = None
         self._views: dict[int, Tensor] = {}
         self._padding: list[Tensor] = []  # what lies between the views, and behind them
@@ -113,7 +117,6 @@ class Gradients:
                 f"parameter {self._shards.sharded[index].ownership.name!r} got a {grad.layout} "
                 "gradient; only dense gradients can be reduced (use sparse=False in embeddings)"
             )
-        self.arrivals.note(index)
         if index in self._delivered:
             self._views[index].add_(grad)
         else:
@@ -123,7 +126,6 @@ class Gradients:
     def drop(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
         self._delivered.clear()
-        self.arrivals.end_backward()
         if self._work is not None:
             self._work.wait()
         self._work, self._reduced, self._scattered, self._kept = None, None, False, None
@@ -142,7 +144,7 @@ class Gradients:
 
     @property
     def reducing(self) -> bool:
-        """True while a reduce is under way."""
+        """True while a reduce is in flight."""
         return self._work is not None
 
     @property
@@ -152,8 +154,10 @@ class Gradients:
 
     @property
     def completed(self) -> bool:
-        """True if a reduce is under way of which nothing is left to wait for."""
-        if self._work is None or not (self._scattered or self._plan.ranks.replicas.size == 1):
+        """True if no reduce is in flight that `await_all` would have to wait for."""
+        if self._work is None:
+            return True
+        if not (self._scattered or self._plan.ranks.replicas.size == 1):
             return False
         if self.settings.all_reduce_hook is not None:
             return False  # it may be collective, and what is complete differs from rank to rank
@@ -172,7 +176,7 @@ class Gradients:
         if self._plan.ranks.gather.size == 1:
             # With one slice the full gradient is the shard: its memory goes with it.
             self._reduced, self._full, self._views, self._padding = full, None, {}, []
-            self._work = Done()
+            self._work = _DONE
             if self.settings.hook is not None:
                 for flat in full.flats:
                     self.settings.hook(flat, flat)
@@ -187,13 +191,13 @@ class Gradients:
         if settings.hook is not None:
             for shard, flat in pairs:
                 settings.hook(flat, shard)
-            return Done()
+            return _DONE
         if settings.reduce_scatter is not None:
             for shard, flat in pairs:
                 work = settings.reduce_scatter(shard, flat)
                 if work is not None:
                     work.wait()
-            return Done()
+            return _DONE
         return self._plan.ranks.reduce.reduce_scatter(pairs, label=self._label)
 
     def all_reduce(self) -> None:
@@ -212,24 +216,28 @@ class Gradients:
             self._kept = None
         replicas = self._plan.ranks.replicas
         if replicas.size == 1 or self.settings.hook is not None:
-            self._work = Done()
+            self._work = _DONE
         elif not self.settings.all_reduce:
-            self._kept, self._work = reduced, Done()
+            self._kept, self._work = reduced, _DONE
         else:
             label = f"all-reduce of unit {self.name!r}"
             self._work = replicas.all_reduce(reduced.flats, label=label)
 
-    def await_all(self) -> None:
-        """Await what is under way and add the result, averaged over the ranks, to ``.grad``."""
+    def await_all(self) -> bool:
+        """Await what is in flight and add the result, averaged over the ranks, to ``.grad``.
+
+        False if nothing was in flight.
+        """
         if self._work is None:
-            return
+            return False
         self.all_reduce()
-        self._work.wait()
+        if self._work is not _DONE:
+            self._work.wait()
         reduced = self._reduced
         self._work, self._reduced, self._scattered = None, None, False
         assert reduced is not None
         if self._kept is not None:
-            return
+            return True
         if self.settings.all_reduce_hook is not None:
             for flat in reduced.flats:
                 self.settings.all_reduce_hook(flat)
@@ -240,13 +248,14 @@ class Gradients:
                     _accumulate(self._shards.sharded[index], local)
         for tell in self.settings.on_delivered:
             tell()
+        return True
 
     def _divisors(self) -> tuple[float, float]:
-        """By what gradients are divided before and after their sums. See [Note: Two sums]."""
+        """The factors that divide gradients before and after their sums. See [Note: Two sums]."""
         if self.settings.hook is not None:
             return 1, 1  # a communication hook divides as it likes
-        factor = self.settings.divide_factor or self._plan.ranks.size
-        if all(segment.grad_dtype != "float16" for segment in self._shards.trainable):
+        factor = self.settings.divide_factor or self._contributions
+        if not self._low_range:
             return 1, factor
         before = 2.0 ** round(math.log2(factor) / 2)
         return before, factor / before
@@ -255,7 +264,6 @@ class Gradients:
         """Reduced gradients, averaged, in the dtype and on the device in which they rest."""
         plan = self._plan
         _, after = self._divisors()
-        moves = plan.resting_device != plan.device
         resting = reduced
         if self._rest_sizes != self._slice_sizes:
             resting = FlatBuffer(self._rest_sizes, plan.device)
@@ -264,7 +272,7 @@ class Gradients:
         if after != 1:
             for flat in resting.flats:
                 flat.div_(after)
-        return self._evict(resting) if moves else resting
+        return self._evict(resting) if self._moves else resting
 
     def _evict(self, onboard: FlatBuffer) -> FlatBuffer:
         """A copy in host memory, which is there after `synchronize`."""
@@ -285,13 +293,13 @@ class Gradients:
             self._leaving.clear()
 
     def synchronize(self) -> None:
-        """Hold up the host until gradients that rest there are there."""
+        """Block the host until offloaded gradients have reached its memory."""
         self._to_host.synchronize()
         self._leaving.clear()
 
 
 def _pieces(shards: Shards) -> list[tuple[list[int], list[int]]]:
-    """How this rank's slice of each trainable segment falls apart: into spans and padding.
+    """Split this rank's slice of each trainable segment into spans and padding.
 
     For each piece its elements, and the index of the parameter whose span it is, -1 for padding.
     """

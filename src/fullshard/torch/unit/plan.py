@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is decided about a unit before its parameters are touched."""
+"""The decisions about a unit that are made before its parameters are touched."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ def own_value(param: ParamSites) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one unit is to be treated.
+    """The settings of one unit.
 
     ``device`` is where it computes. ``reshard_after_forward`` is None if that depends on whether
     the unit turns out to be the root's.

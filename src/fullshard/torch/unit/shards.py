@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank keeps of a unit between steps: slices, and the parameters that look into them."""
+"""The shard of one rank between steps: slices of a unit, and the parameters that look into them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,11 +73,6 @@ class Shards:
         return self.buffer.flats
 
     @property
-    def version(self) -> int:
-        """Grows when the shard is written to."""
-        return sum(flat._version for flat in self.buffer.flats)
-
-    @property
     def toggled(self) -> bool:
         """True if ``requires_grad`` of a parameter is not what it was when last looked at."""
         return [param.requires_grad for param in self.sharded] != self.seen_trainable
@@ -127,7 +122,7 @@ class Shards:
             each.put(sharded)
 
     def shown(self) -> list[Tensor]:
-        """What the modules show now in the places of the parameters."""
+        """The values that the modules show now in the places of the parameters."""
         return [each.shown for each in self.params]
 
     def write(self, fulls: Sequence[Tensor]) -> None:
@@ -138,7 +133,7 @@ class Shards:
 
 
 def _stub(original: Tensor) -> Any:
-    """What is known of a parameter beside its values: class, shape, dtype, notes of users."""
+    """Keep everything of a parameter but its values: class, shape, dtype, notes of users."""
     if is_extended(original):
         return without_values(original)
     nothing = torch.zeros((), dtype=original.dtype, device=original.device)

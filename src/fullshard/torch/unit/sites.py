@@ -46,7 +46,7 @@ class ParamSites:
 
     @property
     def shown(self) -> Any:
-        """What the first of those modules shows in its place now."""
+        """The value that the first of those modules shows in this parameter's place now."""
         parameters, key = self.sites[0]
         return parameters[key]
 

@@ -41,7 +41,7 @@ class CopyStream:
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
-        """What is issued within runs when the compute stream has got here, and beside it then."""
+        """Issue copies within; they start when the compute stream gets here, and run beside it."""
         if self._device.type != "cuda":
             yield
             return

@@ -10,15 +10,20 @@ of gradients in `fullshard.torch.unit.gradients`.
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from fullshard.core.errors import UsageError
 from fullshard.core.layout import lay_out
+from fullshard.core.schedule import OpKind
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
-from fullshard.torch.unit.full_parameters import CustomGather, FullParameters, view_of
+from fullshard.torch.unit.full_parameters import (
+    CustomGather,
+    FullParameters,
+    GradientWatch,
+    view_of,
+)
 from fullshard.torch.unit.gradients import Gradients, ReduceSettings
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.shards import Shards
@@ -26,11 +31,11 @@ from fullshard.torch.unit.sites import ParamSites
 
 __all__ = ["Unit", "UnitState", "owner_of", "set_owner"]
 
-_OWNER = "_fullshard_unit"
+_OWNER = "_fullshard_owner"
 
 
 class UnitState(Enum):
-    """What a unit has in memory beside its shard."""
+    """The memory that a unit holds beside its shard."""
 
     __hash__ = object.__hash__  # that of Enum is slow
 
@@ -63,14 +68,16 @@ class Unit:
 
     Building one replaces the parameters in their modules by `ShardedParameter`s that hold this
     rank's spans. ``name`` is for people: the path of the unit's module once the root is known.
+    ``watch`` takes what autograd makes of gradients; it knows when to `deliver` them.
     """
 
-    def __init__(self, name: str, params: Sequence[ParamSites], plan: Plan):
+    def __init__(self, name: str, params: Sequence[ParamSites], plan: Plan, watch: GradientWatch):
         self.name = name
         self.plan = plan
         self.ranks = plan.ranks
         self.device = plan.device
-        self.on_gradient: Callable[[int, Tensor], None] = self.deliver
+        self.copies = plan.resting_device != plan.device  # shards come, gradients go
+        self._watch = watch
         self.settings = ReduceSettings()
         self.custom_gather: CustomGather | None = None
         self.unchecked = False  # was on a meta device, and nobody has looked for values since
@@ -87,12 +94,11 @@ class Unit:
         """Rest in ``shards``; make what they are gathered into, and what gradients need."""
         self.shards = shards
         self.layout = shards.layout
+        self.trainable = any(shards.seen_trainable)  # there is something to reduce
         self.params, self.sharded = shards.params, shards.sharded
         self.gradients = Gradients(self.name, shards, self.plan, self.settings)
-        # Weak, so that a model which is deleted gives its memory back without the garbage collector
-        hook_for = partial(_gradient_hook, weakref.ref(self))
-        arrivals = self.gradients.arrivals
-        self.full = FullParameters(self.name, shards, self.plan, arrivals, hook_for)
+        self._watch.begin_anew()
+        self.full = FullParameters(self.name, shards, self.plan, self._watch)
         self.state = UnitState.FULL if self.resident else UnitState.RESTING
         self._sites = [(*site, i) for i, each in enumerate(self.params) for site in each.sites]
         cuts = enumerate(each.tensor_parallel for each in self.params)
@@ -106,15 +112,10 @@ class Unit:
         self.full.rename(self.name)
         self.gradients.rename(self.name)
 
-    @property
-    def trainable(self) -> bool:
-        """True if any parameter is trained, so that there is something to reduce."""
-        return any(self.shards.seen_trainable)
-
     # ---- what modules show ----------------------------------------------------------------------
 
     def show_full(self) -> None:
-        """Let the modules use the full parameters."""
+        """Let the modules use the full parameters; whoever needs them now has gathered them."""
         full = self.full.params
         for parameters, key, index in self._sites:
             parameters[key] = full[index]
@@ -147,11 +148,6 @@ class Unit:
         return self.full.resident
 
     @property
-    def shrunk(self) -> bool:
-        """True if `shrink` has left a part."""
-        return self.full.shrunk
-
-    @property
     def transient_bytes(self) -> int:
         """Bytes held now beyond the shards: full parameters, full gradients, reduce scratch."""
         return self.full.bytes + self.gradients.transient_bytes
@@ -159,15 +155,43 @@ class Unit:
     @property
     def stale(self) -> bool:
         """True if the full parameters were gathered before the shard was last changed."""
-        return (self.is_full or self.shrunk) and self.full.outdated
+        return (self.is_full or self.full.part is not None) and self.full.outdated
+
+    def wants(self, kind: OpKind) -> bool:
+        """False if what ``kind`` asks for was done already, by users or by itself."""
+        if kind is OpKind.GATHER:
+            return self.state not in _FULL_STATES or self.stale
+        if kind is OpKind.FREE or kind is OpKind.SHRINK:
+            return self.state in _FULL_STATES or self.full.part is not None
+        if kind is OpKind.ALL_REDUCE or kind is OpKind.AWAIT_REDUCE:
+            return self.gradients.reducing
+        return True
+
+    def do(self, kind: OpKind) -> bool:
+        """Carry out an op of the schedule if there is something to do; False if not."""
+        if kind is OpKind.AWAIT_REDUCE:
+            return self.await_reduce()
+        if not self.wants(kind):
+            return False
+        _ACTIONS[kind](self)
+        return True
+
+    def use(self) -> None:
+        """Show the full parameters, gathered now if somebody has resharded them meanwhile."""
+        if self.state not in _FULL_STATES and self.params:
+            self.gather()
+            self.full.wait()
+        self.show_full()
 
     def gather(self) -> None:
-        """Start to gather the full parameters (collective)."""
+        """Start to gather the full parameters, anew if they are stale (collective)."""
         if not self.full.params and self.params:
             raise UsageError(
                 f"unit {self.name!r} is on the meta device still: give its module real memory and "
                 "values first (to_empty and an initialisation, or load_state_dict(assign=True))"
             )
+        if self.stale:
+            self.free()
         self._move("gather")
         self.full.gather(self.custom_gather)
 
@@ -182,12 +206,8 @@ class Unit:
 
     def free(self) -> None:
         """Drop the full parameters, or the part that `shrink` has left."""
-        self.full.wait()
-        if self.full.shrunk:
-            self.full.drop_part()
-            return
-        self._move("free")
-        self.full.drop()
+        if self.full.drop():
+            self._move("free")
 
     # ---- gradients ------------------------------------------------------------------------------
 
@@ -214,9 +234,21 @@ class Unit:
         """Await the sum over slices and start the one over replicas (collective)."""
         self.gradients.all_reduce()
 
-    def await_reduce(self) -> None:
-        """Wait for the reduce and add its result, averaged over the ranks, to ``.grad``."""
-        self.gradients.await_all()
+    def await_reduce(self) -> bool:
+        """Wait for the reduce and add its result, averaged over the ranks, to ``.grad``.
+
+        False if no reduce was in flight.
+        """
+        return self.gradients.await_all()
+
+    @property
+    def has_reduced(self) -> bool:
+        """True if no reduce is in flight that `await_reduce` would have to wait for."""
+        return self.gradients.completed
+
+    def let_go(self) -> None:
+        """Give back the device's copies of gradients that are on their way to the host."""
+        self.gradients.let_go()
 
     def drop_gradients(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
@@ -253,14 +285,14 @@ class Unit:
         return [v if c is None else c.dtensor(v) for v, c in zip(views, cuts, strict=True)]
 
 
-def _gradient_hook(unit: "weakref.ref[Unit]", index: int) -> Callable[[Tensor], None]:
-    def take(param: Tensor) -> None:
-        grad, param.grad = param.grad, None
-        owner = unit()
-        if owner is not None and grad is not None:
-            owner.on_gradient(index, grad)
-
-    return take
+_ACTIONS: dict[OpKind, Callable[[Unit], None]] = {  # AWAIT_REDUCE tells by itself
+    OpKind.GATHER: Unit.gather,
+    OpKind.AWAIT_GATHER: Unit.await_gather,
+    OpKind.SHRINK: Unit.shrink,
+    OpKind.FREE: Unit.free,
+    OpKind.REDUCE: Unit.reduce,
+    OpKind.ALL_REDUCE: Unit.all_reduce,
+}
 
 
 def owner_of(param: Tensor) -> "tuple[Unit, int] | None":

@@ -13,7 +13,7 @@ from fullshard.core.spec import item_bytes
 from fullshard.jax.step import TrainState
 from fullshard.jax.weights import save_weights
 from fullshard.train.jax.setup import Run
-from fullshard.train.metrics import Reporter, bytes_table
+from fullshard.train.metrics import Reporter, bytes_table, writing
 from fullshard.train.summary import PROMPT, say_files, say_sample
 
 __all__ = ["bytes_of", "conclude", "write_text"]
@@ -28,7 +28,8 @@ def conclude(run: Run, state: TrainState, reporter: Reporter) -> None:
     config, console = run.config, reporter.console
     # Only process 0 writes; the others need no folder, but a path to talk about.
     folder = reporter.folder or Path(config.log.folder)
-    save_weights(folder / "model.safetensors", run.step, state, run.plain.names())
+    with writing(folder / "model.safetensors"):
+        save_weights(folder / "model.safetensors", run.step, state, run.plain.names())
     console.print()
     title = f"Bytes for the model, {config.shard.strategy} over {run.devices}"
     console.print(bytes_table(title, bytes_of(run), "device"))

@@ -14,14 +14,12 @@ import numpy as np
 from jax import Array
 
 from fullshard.jax.step import TrainState
-from fullshard.train.config import Config
+from fullshard.train.config import Config, learning_rate
 from fullshard.train.data import rank_slice
 from fullshard.train.jax.closing import conclude
 from fullshard.train.jax.setup import Run, cross_entropy, prepare
-from fullshard.train.learning_rate import learning_rate
 from fullshard.train.metrics import Reporter, Speed
-from fullshard.train.nonfinite import turn_away
-from fullshard.train.summary import introduce, open_folder
+from fullshard.train.summary import introduce, open_folder, turn_away
 
 __all__ = ["evaluate", "fit", "train", "train_step"]
 

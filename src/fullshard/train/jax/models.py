@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two models of `fullshard train` in Flax NNX: the arithmetic of `fullshard.train.models`.
+"""The models of `fullshard train` in Flax NNX, with the arithmetic of `train/torch/models.py`.
 
 Plain NNX: nothing in here knows that parameters will be sharded. Layers have the names of the torch
 models, so that `fullshard.jax.torch_names` can tell which array is which. From equal weights the

@@ -14,8 +14,7 @@ import numpy as np
 import optax
 from jax import Array
 
-from fullshard.train.config import OptimConfig
-from fullshard.train.learning_rate import learning_rate
+from fullshard.train.config import OptimConfig, learning_rate
 
 __all__ = ["AdamWState", "adamw"]
 

@@ -34,7 +34,7 @@ _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 class PlainModel:
     """How to make the model, what a token costs (forward and backward), and its names in torch.
 
-    The names are those of the model of `fullshard.train.models`, whose files this one reads.
+    The names are those of the model of `fullshard.train.torch.models`, whose files this one reads.
     """
 
     make: Callable[[], nnx.Module]

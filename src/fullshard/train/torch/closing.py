@@ -8,9 +8,9 @@ import torch
 from fullshard.core.trace import Trace
 from fullshard.torch import resting_bytes, save_full_weights
 from fullshard.torch.inspection.memory_summary import Bytes
-from fullshard.train.metrics import Reporter, bytes_table
-from fullshard.train.setup import Run
+from fullshard.train.metrics import Reporter, bytes_table, writing
 from fullshard.train.summary import PROMPT, say_files, say_sample
+from fullshard.train.torch.setup import Run
 
 __all__ = ["conclude", "write_text"]
 
@@ -32,7 +32,8 @@ def conclude(run: Run, trace: Trace, reporter: Reporter) -> None:
     folder = reporter.folder or Path(config.log.folder)
     save_full_weights(run.model, folder / "model.safetensors")
     if config.log.trace and run.world.is_first:
-        trace.save(folder / "trace.jsonl")
+        with writing(folder / "trace.jsonl"):
+            trace.save(folder / "trace.jsonl")
     console.print()
     title = f"Bytes for the model, {config.shard.strategy} over {run.world.size} ranks"
     console.print(bytes_table(title, _rows(held, run.unsharded)))

@@ -1,10 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as threads of one process: the `Comm` protocol with real values, made to be unkind.
+"""Ranks as threads of one process, so that sharded code can be tested in milliseconds.
 
-A step of four ranks takes milliseconds here, so the engine is tested by the hundred. What real
-networks do rarely, this world does always: outputs hold NaN until they are waited for, nothing is
-complete before that, an input that changes while it is under way is reported, and so are ranks that
-disagree about what they are doing. When one rank fails, those that wait for it fail too.
+A `LocalWorld` runs one function on every rank. What that function gets as its communicator is
+passed to `fully_shard` as ``mesh``, to `FullyShardedDataParallel` as ``process_group``. Values are
+real, and nothing needs a launcher, a port or a second process:
+
+    def body(comm):
+        model = fully_shard(MyModel(), mesh=comm)
+        ...
+
+    results = LocalWorld(4).run(body)
+
+What a real network does rarely, this world does always: a collective completes as late as the
+engine lets it, outputs hold NaN until they are waited for, an input that changes while it is in
+flight is reported, and so are ranks that disagree about what they are doing. When one rank fails,
+the ranks that wait for it fail too.
 """
 
 import math
@@ -30,25 +40,29 @@ _Key = tuple[_Channel, int]
 
 
 class LocalWorldError(FullshardError, RuntimeError):
-    """Ranks of a local world disagree, or one of them has failed."""
+    """The ranks of a local world disagree, or one of them has failed."""
 
 
 @dataclass
 class _Exchange:
-    """One collective: what every rank has put in, and the results once all have."""
+    """One collective: the inputs of every rank, and the results once all inputs are there."""
 
     signature: tuple[object, ...]
     inputs: dict[int, list[Tensor]] = field(default_factory=dict)
-    # On a GPU: what the stream that reads inputs, or later results, must wait for.
+    # On a GPU: the events that a stream must wait for before it reads inputs, or later results.
     ready: list[torch.cuda.Event] = field(default_factory=list)
     results: list[list[Tensor]] | None = None
 
 
 class LocalWorld:
-    """``size`` ranks as threads.
+    """A world of ``size`` ranks, each of them a thread.
 
-    With ``eager=True`` every collective is complete when it is issued; else it completes as late as
-    the engine lets it, when it is waited for. ``timeout_s`` bounds every wait.
+    With ``eager=True`` every collective is complete when it is issued; otherwise it completes as
+    late as the engine lets it, when it is waited for. ``timeout_s`` bounds every wait, in seconds.
+    Models must be built inside the function that `run` calls: ranks must not share tensors.
+
+    Raises:
+        ConfigurationError: if ``size`` is less than 1.
     """
 
     def __init__(self, size: int, *, eager: bool = False, timeout_s: float = 30.0):
@@ -64,7 +78,8 @@ class LocalWorld:
     def run(self, body: Callable[["LocalComm"], T]) -> list[T]:
         """Call ``body(comm)`` on every rank and return the results in rank order.
 
-        The first exception of any rank is raised here, after all threads have ended.
+        A world may run several bodies, one after the other. The first exception of any rank is
+        raised here, after all threads have ended.
         """
         results: list[Any] = [None] * self.size
         self._failure = None
@@ -139,7 +154,10 @@ class LocalWorld:
 
 
 class LocalComm:
-    """The `Comm` of one thread in a `LocalWorld`; see there."""
+    """The communicator of one rank of a `LocalWorld`: ``rank`` of ``size``.
+
+    Every method is collective over the threads ``members``.
+    """
 
     def __init__(self, world: LocalWorld, members: Sequence[int], rank: int, number: int = 0):
         self.members = tuple(members)
@@ -151,7 +169,7 @@ class LocalComm:
         self._derived = 0
 
     def duplicate(self) -> "LocalComm":
-        """A further channel between the same threads."""
+        """Return a further channel between the same threads."""
         return self.subgroup(range(self.size))
 
     def block(self, size: int) -> "LocalComm":
@@ -160,7 +178,7 @@ class LocalComm:
         return self.subgroup(range(first, first + size))
 
     def subgroup(self, ranks: Sequence[int]) -> "LocalComm":
-        """A channel between those of this communicator's ranks, called by them alone."""
+        """Return a channel between ``ranks`` of this communicator; only they call this."""
         self._derived += 1
         members = [self.members[rank] for rank in ranks]
         number = self._number * 100 + self._derived
@@ -179,7 +197,7 @@ class LocalComm:
             return [gathered] * self.size
 
         fulls = [full for full, _ in pairs]
-        # A shard may lie in the output, which is poisoned until it is there.
+        # A shard may lie inside the output, which holds NaN until the gather is waited for.
         shards = [
             _unseen_copy(shard)
             if shard.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
@@ -233,7 +251,7 @@ class LocalComm:
         return self._issue("all_to_all", label, inputs, [received.flat], combine)
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:
-        """None: threads read each other's memory."""
+        """Return 0: threads read each other's memory."""
         return 0
 
     @staticmethod
@@ -250,7 +268,7 @@ class LocalComm:
         outputs: list[Tensor],
         combine: Callable[[list[list[Tensor]]], list[list[Tensor]]],
     ) -> Work:
-        # Only of an all-to-all sizes may differ from rank to rank.
+        # Sizes may differ from rank to rank in an all-to-all only.
         described = inputs[1:] if name == "all_to_all" else inputs
         signature = (name, label, *((tuple(t.shape), t.dtype) for t in described))
         key = ((self._number, *self.members), self._calls)
@@ -273,7 +291,7 @@ class LocalComm:
 
 
 class _LateWork:
-    """Completes when it is waited for, not before."""
+    """A collective that completes when it is waited for, not before."""
 
     def __init__(
         self,
@@ -314,14 +332,14 @@ class _LateWork:
 
 
 def _marks(tensors: Sequence[Tensor]) -> list[torch.cuda.Event]:
-    """Where the current CUDA stream is now, if any of ``tensors`` is on a GPU."""
+    """Record where the current CUDA stream is now, if any of ``tensors`` is on a GPU."""
     if not any(tensor.is_cuda for tensor in tensors):
         return []
     return [torch.cuda.current_stream().record_event()]
 
 
 def _unseen_empty(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Memory that a memory profile of the host does not know of, on the device of ``like``."""
+    """Allocate memory that torch's memory profiler does not count, on the device of ``like``."""
     if like.device.type != "cpu":
         return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
     dtype, numel = like.dtype, math.prod(shape)

@@ -11,15 +11,13 @@ from torch.nn.utils import clip_grad_norm_
 
 from fullshard.core.trace import Trace
 from fullshard.torch import tracing
-from fullshard.train.closing import conclude
-from fullshard.train.config import Config
+from fullshard.train.config import Config, learning_rate
 from fullshard.train.data import Batch, rank_slice
-from fullshard.train.learning_rate import learning_rate
 from fullshard.train.metrics import Reporter, Speed
-from fullshard.train.nonfinite import turn_away
-from fullshard.train.setup import Run, prepare
-from fullshard.train.summary import introduce, open_folder
-from fullshard.train.world import World
+from fullshard.train.summary import introduce, open_folder, turn_away
+from fullshard.train.torch.closing import conclude
+from fullshard.train.torch.setup import Run, prepare
+from fullshard.train.torch.world import World
 
 __all__ = ["agree", "evaluate", "fit", "train", "train_step"]
 

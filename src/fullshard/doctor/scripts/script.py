@@ -2,7 +2,7 @@
 """A training script as a tree, and what is sharded in it. It is parsed, never run.
 
 Names are followed as text: ``model`` means the same in all functions of a file, unless a function
-makes a model of its own under that name. What other files do is not seen.
+makes a model of its own under that name. Other files are not looked at.
 """
 
 import ast
@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Function", "Script", "Wrap", "last_part"]
+from fullshard.doctor.findings import Finding, Severity
+
+__all__ = ["Function", "Script", "Wrap", "argument", "last_part", "receiver"]
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = Function | ast.Module
@@ -27,9 +29,9 @@ _MODEL_PARAMETER = re.compile(r"(^|_)(model|net|network|module|fsdp|student|poli
 class Wrap:
     """A call that shards a model, or a call of a function of the script that does.
 
-    ``door`` is "FSDP" or "fully_shard". ``models`` are the texts by which the model is known
-    around it: the argument, the model whose part it is, and what the result is assigned to.
-    With ``follows`` (FSDP1's ``use_orig_params=True``) optimizers go on with what was sharded.
+    ``door`` is the interface, "FSDP" or "fully_shard". ``models`` are the texts by which the model
+    is known around it: the argument, the model whose part it is, and what the result is assigned
+    to. With ``follows`` (FSDP1's ``use_orig_params=True``) optimizers go on with what was sharded.
     """
 
     call: ast.Call
@@ -43,6 +45,21 @@ def last_part(name: str) -> str:
     return name.rpartition(".")[2]
 
 
+def argument(call: ast.Call, name: str, place: int | None = None) -> ast.expr | None:
+    """The argument called ``name``, else the one at ``place``; None if it is not there."""
+    named = next((each.value for each in call.keywords if each.arg == name), None)
+    if named is None and place is not None and place < len(call.args):
+        return call.args[place]
+    return named
+
+
+def receiver(node: ast.AST, *methods: str) -> ast.expr | None:
+    """``a.b`` for the call ``a.b.method(...)`` of one of ``methods`` (of any, if none is named)."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    return node.func.value if not methods or node.func.attr in methods else None
+
+
 class Script:
     """One script. Raises `SyntaxError` if it is not Python."""
 
@@ -54,9 +71,11 @@ class Script:
         }
         self.aliases = dict(_aliases(self.tree))
 
-    def at(self, node: ast.expr | ast.stmt) -> str:
-        """``path:line``"""
-        return f"{self.path}:{node.lineno}"
+    def finding(
+        self, node: ast.expr | ast.stmt, severity: Severity, what: str, means: str, mend: str
+    ) -> Finding:
+        """A finding in the line of ``node``."""
+        return Finding(severity, what, means, mend, f"{self.path}:{node.lineno}")
 
     def name_of(self, node: ast.AST) -> str:
         """The dotted name of ``node`` with imports resolved; "" for what is not a plain name."""
@@ -78,15 +97,15 @@ class Script:
         """The function in which ``node`` stands, else the module."""
         return next(each for each in self.above(node) if isinstance(each, Scope))
 
-    def statement_of(self, node: ast.expr) -> ast.stmt:
-        """The innermost statement around ``node``."""
-        return next(each for each in self.above(node) if isinstance(each, ast.stmt))
-
     @cached_property
     def calls(self) -> list[ast.Call]:
         """All calls, in the order of the text."""
         found = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
         return sorted(found, key=_position)
+
+    def calls_of(self, name: str) -> list[ast.Call]:
+        """The calls of what is called ``name``, wherever it comes from."""
+        return [call for call in self.calls if last_part(self.name_of(call.func)) == name]
 
     @cached_property
     def assignments(self) -> list[tuple[str, ast.expr, ast.stmt]]:
@@ -98,6 +117,10 @@ class Script:
             elif isinstance(node, ast.AnnAssign) and node.value is not None:
                 found.append((ast.unparse(node.target), node.value, node))
         return sorted(found, key=lambda each: _position(each[2]))
+
+    def values_of(self, text: str) -> list[ast.expr]:
+        """All that is ever assigned to ``text``."""
+        return [value for target, value, _ in self.assignments if target == text]
 
     @cached_property
     def functions(self) -> dict[str, Function]:
@@ -125,8 +148,10 @@ class Script:
         for call in self.calls:
             door = _WRAPPERS.get(last_part(self.name_of(call.func)))
             if door is not None and (call.args or call.keywords):
-                argument = call.args[0] if call.args else call.keywords[0].value
-                direct[call] = Wrap(call, door, self._models(call, [argument]), _follows(call))
+                model = call.args[0] if call.args else call.keywords[0].value
+                kept = argument(call, "use_orig_params")
+                follows = isinstance(kept, ast.Constant) and kept.value is True
+                direct[call] = Wrap(call, door, self._models(call, [model]), follows)
         found = dict(direct)
         for call in self.calls:
             function = self.called_function(call)
@@ -135,18 +160,16 @@ class Script:
             inside = [each for each in direct.values() if self.scope_of(each.call) is function]
             wrapped = {name for each in inside for name in each.models}
             names = [each.arg for each in function.args.args]
-            arguments = [
-                argument
-                for name, argument in zip(names, call.args, strict=False)
-                if name in wrapped
+            given = [
+                value for name, value in zip(names, call.args, strict=False) if name in wrapped
             ]
             returned = any(
                 node.value in direct or ast.unparse(node.value) in wrapped
                 for node in ast.walk(function)
                 if isinstance(node, ast.Return) and node.value is not None
             )
-            if arguments or returned:
-                models = self._models(call, arguments, with_target=returned)
+            if given or returned:
+                models = self._models(call, given, with_target=returned)
                 follows = all(each.follows for each in inside)
                 found[call] = Wrap(call, inside[0].door, models, follows)
         return sorted(found.values(), key=lambda wrap: _position(wrap.call))
@@ -155,29 +178,29 @@ class Script:
         self, call: ast.Call, arguments: list[ast.expr], with_target: bool = True
     ) -> frozenset[str]:
         models = set()
-        for argument in arguments:
-            if isinstance(argument, ast.Name | ast.Attribute | ast.Subscript):
-                models |= {ast.unparse(argument), *self._owner(argument)}
+        for given in arguments:
+            if isinstance(given, ast.Name | ast.Attribute | ast.Subscript):
+                models |= {ast.unparse(given), *self._owner(given)}
         parent = self.parents[call]
         if with_target and isinstance(parent, ast.Assign) and parent.value is call:
             models |= {ast.unparse(target) for target in parent.targets}
         return frozenset(models)
 
-    def _owner(self, argument: ast.expr) -> set[str]:
-        """The model of which ``argument`` is a part: ``model`` for ``model.layers[0]``.
+    def _owner(self, part: ast.expr) -> set[str]:
+        """The model to which ``part`` belongs: ``model`` for ``model.layers[0]``.
 
         Also for ``block`` in ``for block in model.layers``.
         """
-        if isinstance(argument, ast.Name):
-            for node in self.above(argument):
-                if isinstance(node, ast.For) and argument.id in _names(node.target):
+        if isinstance(part, ast.Name):
+            for node in self.above(part):
+                if isinstance(node, ast.For) and part.id in _names(node.target):
                     inner = node.iter
                     while isinstance(inner, ast.Call):  # enumerate(model.layers), model.modules()
                         inner = inner.args[0] if inner.args else inner.func
                     own = {inner.id} if isinstance(inner, ast.Name) else set()
-                    return own if argument.id in own else own | self._owner(inner)
+                    return own if part.id in own else own | self._owner(inner)
             return set()
-        inner = argument
+        inner = part
         while isinstance(inner, ast.Attribute | ast.Subscript):
             text, inner = ast.unparse(inner), inner.value
             if isinstance(inner, ast.Name):
@@ -190,6 +213,12 @@ class Script:
         origins = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "fullshard")
         imported = any(name.startswith(origins) for name in self.aliases.values())
         return bool(self.wraps) or imported
+
+    @cached_property
+    def wraps_with_pytorch(self) -> bool:
+        """Whether the script shards with PyTorch's own FSDP1."""
+        own = "torch.distributed.fsdp.FullyShardedDataParallel"
+        return any(self.name_of(wrap.call.func) == own for wrap in self.wraps)
 
     def is_sharded(self, node: ast.expr, door: str = "") -> bool:
         """Whether ``node`` is, as far as one can tell, a sharded model (by that ``door``).
@@ -226,14 +255,11 @@ class Script:
         known = name.startswith("torch.optim.") and "lr_scheduler" not in name
         return known or _OPTIMIZER.search(last_part(name)) is not None
 
-    @cached_property
-    def optimizer_names(self) -> frozenset[str]:
-        """The texts of what optimizers are assigned to."""
-        return frozenset(
-            target
-            for target, value, _ in self.assignments
-            if isinstance(value, ast.Call) and self.is_optimizer_call(value)
-        )
+    def is_optimizer(self, node: ast.expr) -> bool:
+        """Whether ``node`` is assigned from such a call somewhere, or called like an optimizer."""
+        made = (each for each in self.values_of(ast.unparse(node)) if isinstance(each, ast.Call))
+        usual = last_part(ast.unparse(node)) in ("optimizer", "optim", "opt")
+        return usual or any(map(self.is_optimizer_call, made))
 
     def is_before(self, first: ast.expr | ast.stmt, second: ast.expr | ast.stmt) -> bool:
         """Whether ``first`` stands before ``second`` in one function, and both can run."""
@@ -253,15 +279,6 @@ class Script:
                 orelse = each.orelse if isinstance(each.orelse, list) else [each.orelse]
                 yield each, "else" if below in orelse else "then"
             below = each
-
-
-def _follows(call: ast.Call) -> bool:
-    return any(
-        each.arg == "use_orig_params"
-        and isinstance(each.value, ast.Constant)
-        and each.value.value is True
-        for each in call.keywords
-    )
 
 
 def _position(node: ast.expr | ast.stmt) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from fullshard.doctor.findings import Finding, Severity
-from fullshard.doctor.machine import Machine
+from fullshard.doctor.machine.snapshot import Machine
 from fullshard.launchers import launcher_environment
 
 __all__ = ["check_environment"]

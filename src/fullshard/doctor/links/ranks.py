@@ -4,26 +4,16 @@
 import dataclasses
 import json
 import os
-import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import (
-    ProcessExitedException,
-    ProcessRaisedException,
-    start_processes,
-)
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.distributed import cleanup, get_device, join
-from fullshard.doctor.links import Links, measure_links
+from fullshard.doctor.links.measure import Links, measure_links
+from fullshard.local_ranks import run_local_ranks
 from fullshard.torch.comm.process_group import ProcessGroupComm
 
 __all__ = ["joined", "measure_locally"]
@@ -74,48 +64,13 @@ def measure_locally(
         raise ConfigurationError(f"--nproc {nproc} ranks need a GPU each, but there are {gpus}")
     if nproc < 2:
         raise ConfigurationError(f"links need at least 2 ranks, got --nproc {nproc}")
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
-        arguments = (nproc, tuple(sizes_bytes), threads, folder)
-        sys.stdout.flush()
-        start: Any = start_processes  # has no types
-        ranks = start(_rank_main, arguments, nproc, join=False, daemon=True, start_method="spawn")
-        deadline = time.monotonic() + timeout_s
-        try:
-            while not ranks.join(timeout=0.5):
-                if time.monotonic() > deadline:
-                    raise CommunicationError(
-                        f"{nproc} local ranks have not finished within {timeout_s:g} s"
-                    )
-        except ProcessRaisedException as error:
-            lines = str(error).strip().splitlines()
-            text = f"rank {error.error_index} failed: {lines[-1]}"
-            raise CommunicationError(text) from error
-        except ProcessExitedException as error:
-            text = f"rank {error.error_index} ended: {error}"
-            raise CommunicationError(text) from error
-        finally:
-            for process in ranks.processes:
-                process.kill()
-        return Links.of_json(Path(folder, "links").read_text("utf-8"))
+    text = run_local_ranks(_measure_here, (tuple(sizes_bytes), threads), nproc, timeout_s)
+    assert text is not None  # rank 0 returns it, or fails
+    return Links.of_json(text)
 
 
-def _rank_main(
-    rank: int, nproc: int, sizes_bytes: tuple[int, ...], threads: int, folder: str
-) -> None:
+def _measure_here(sizes_bytes: tuple[int, ...], threads: int) -> str:
     torch.set_num_threads(threads)
-    device, backend = torch.device("cpu"), _backend()
-    if torch.cuda.is_available():
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend,
-        init_method=Path(folder, "store").as_uri(),  # a file, so that no port is needed
-        rank=rank,
-        world_size=nproc,
-        timeout=timedelta(seconds=TIMEOUT_S),
-        device_id=device if backend == "nccl" else None,
-    )
-    links = measure_links(_world(), device, backend, sizes_bytes)
-    if rank == 0:
-        Path(folder, "links").write_text(json.dumps(dataclasses.asdict(links)), encoding="utf-8")
-    dist.destroy_process_group()
+    with joined() as (comm, device, backend):
+        links = measure_links(comm, device, backend, sizes_bytes)
+    return json.dumps(dataclasses.asdict(links))

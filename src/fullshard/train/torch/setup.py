@@ -12,9 +12,9 @@ from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, load_ful
 from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import Config, OptimConfig
 from fullshard.train.data import Dataset, load
-from fullshard.train.models import GPT, Block, DigitNet
 from fullshard.train.summary import Facts
-from fullshard.train.world import World
+from fullshard.train.torch.models import GPT, Block, DigitNet
+from fullshard.train.torch.world import World
 from fullshard.wrap import ModuleWrapPolicy
 
 __all__ = ["PlainModel", "Run", "build_model", "prepare"]

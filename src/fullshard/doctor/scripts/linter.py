@@ -5,31 +5,15 @@ import tokenize
 from collections.abc import Callable, Iterator, Sequence
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.doctor.collective_checks import collectives_on_some_ranks, parts_saved_as_whole
 from fullshard.doctor.findings import Finding
-from fullshard.doctor.script import Script
-from fullshard.doctor.script_checks import (
-    data_not_shared_out,
-    foreign_names,
-    forward_bypassed,
-    moved_whole,
-    optimizer_before_sharding,
-    sampler_without_epoch,
-    unsafe_load,
-)
+from fullshard.doctor.scripts import checks, collectives
+from fullshard.doctor.scripts.script import Script
 
 __all__ = ["SCRIPT_CHECKS", "check_script", "check_scripts"]
 
 SCRIPT_CHECKS: tuple[Callable[[Script], Iterator[Finding]], ...] = (
-    optimizer_before_sharding,
-    moved_whole,
-    collectives_on_some_ranks,
-    parts_saved_as_whole,
-    forward_bypassed,
-    sampler_without_epoch,
-    data_not_shared_out,
-    unsafe_load,
-    foreign_names,
+    *checks.CHECKS,
+    *collectives.CHECKS,
 )
 
 
@@ -38,7 +22,8 @@ def check_scripts(paths: Sequence[str]) -> list[Finding]:
 
     Raises `ConfigurationError` for a path that cannot be read.
     """
-    findings = []
+    findings: list[Finding] = []
+    knowing = []
     for path in paths:
         try:
             with tokenize.open(path) as file:  # in the encoding that Python would read it in
@@ -48,33 +33,45 @@ def check_scripts(paths: Sequence[str]) -> list[Finding]:
             continue
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"cannot read the script {path}: {error}") from error
-        findings += check_script(text, path)
+        found, knows_sharding = _check(text, path)
+        findings += found
+        knowing.append(knows_sharding)
+    if knowing and not any(knowing):
+        findings.append(_nothing_of_fsdp(paths))
     return findings
 
 
 def check_script(text: str, path: str = "script.py") -> list[Finding]:
     """The findings of one script's ``text``; ``path`` is the name to show."""
+    found, knows_sharding = _check(text, path)
+    return found if knows_sharding else [*found, _nothing_of_fsdp([path])]
+
+
+def _check(text: str, path: str) -> tuple[list[Finding], bool]:
+    """Its findings, and whether it has to do with sharding, for all that one can tell."""
     try:
         script = Script(text, path)
         found = [finding for check in SCRIPT_CHECKS for finding in check(script)]
     except RecursionError:
         what = "expressions or branches too deep inside each other to be followed"
         mend = "Check the script by eye, or move its largest literal or chain to a file of its own."
-        return [Finding("warning", what, "Nothing was looked for in this file.", mend, path)]
+        means = "Nothing was looked for in this file."
+        return [Finding("warning", what, means, mend, path)], True
     except (SyntaxError, ValueError) as error:
-        return [_unreadable(error, path)]
+        return [_unreadable(error, path)], True
     found.sort(key=lambda finding: int(finding.where.rpartition(":")[2]))
-    if not script.knows_sharding:
-        found.append(
-            Finding(
-                "note",
-                "nothing of FSDP in this file",
-                "If another file shards the model, mistakes around it are not seen here.",
-                "Give the doctor that file too.",
-                path,
-            )
-        )
-    return found
+    return found, script.knows_sharding
+
+
+def _nothing_of_fsdp(paths: Sequence[str]) -> Finding:
+    several = len(paths) > 1
+    return Finding(
+        "note",
+        f"nothing of FSDP in {'these files' if several else 'this file'}",
+        "If another file shards the model, mistakes around it are not seen here.",
+        "Give the doctor that file too.",
+        "" if several else paths[0],
+    )
 
 
 def _unreadable(error: SyntaxError | ValueError, path: str) -> Finding:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from fullshard.doctor.findings import Finding, Severity
-from fullshard.doctor.machine import Machine
+from fullshard.doctor.machine.snapshot import Machine
 
 __all__ = ["MACHINE_CHECKS", "check_machine", "files_needed"]
 

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From one command to many ranks: join those that a launcher started, or start some here."""
+
+import os
+import sys
+
+import torch
+
+from fullshard.core.errors import CommunicationError, ConfigurationError
+from fullshard.distributed import default_nproc
+from fullshard.launchers import launcher_environment, threads_per_rank, usable_cores
+from fullshard.local_ranks import run_local_ranks
+from fullshard.train.config import Config, check_world
+from fullshard.train.data import load
+from fullshard.train.torch.loop import train
+from fullshard.train.torch.world import joined
+
+__all__ = ["launch"]
+
+
+def launch(config: Config, nproc: int | None = None) -> int:
+    """Train as ``config`` says, on the ranks of a launcher or on ``nproc`` local ones.
+
+    Returns the exit status. Raises `ConfigurationError` before any rank is started.
+    """
+    found = launcher_environment(os.environ, local_only=nproc is not None)
+    if found is not None:
+        os.environ.update(found)
+        check_world(config, int(os.environ["WORLD_SIZE"]))
+        _train_here(config)
+        return 0
+    nproc = default_nproc() if nproc is None else nproc
+    if nproc < 1:
+        raise ConfigurationError(f"--nproc must be at least 1, got {nproc}")
+    gpus = torch.cuda.device_count()
+    if torch.cuda.is_available() and nproc > gpus:
+        raise ConfigurationError(f"--nproc {nproc} ranks need a GPU each, but there are {gpus}")
+    check_world(config, nproc)
+    load(config)  # only to see that it can be: a missing corpus is refused here, once
+    return _start_local(config, nproc)
+
+
+def _start_local(config: Config, nproc: int) -> int:
+    cores = usable_cores()
+    given = os.environ.get("OMP_NUM_THREADS")
+    threads = os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc, cores)))
+    place = "one GPU each" if torch.cuda.is_available() else f"{cores} cores, no GPU"
+    source = " (from OMP_NUM_THREADS)" if given else ""
+    print(f"starting {nproc} rank{'s'[: nproc > 1]}: {place}, {threads} CPU threads each{source}")
+    try:
+        run_local_ranks(_train_here, (config,), nproc)
+    except CommunicationError as error:
+        print(f"\nfullshard train: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, SystemExit) as stopped:
+        print("\nfullshard train: interrupted; all ranks have ended", file=sys.stderr)
+        return int(stopped.code or 0) if isinstance(stopped, SystemExit) else 130
+    return 0
+
+
+def _train_here(config: Config) -> None:
+    with joined() as world:
+        train(config, world)

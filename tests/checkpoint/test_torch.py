@@ -13,6 +13,7 @@ from torch import nn
 
 from fullshard.checkpoint import Files, open_checkpoint
 from fullshard.core.errors import CheckpointError, ConfigurationError
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     Background,
     CPUOffload,
@@ -23,7 +24,6 @@ from fullshard.torch import (
     load_full_weights,
     save_checkpoint,
 )
-from fullshard.torch.comm.local_world import LocalWorld
 
 
 def on(world, body):

@@ -13,6 +13,7 @@ from support.models import CASES, loss_of, make, make_batches
 from support.training import _choose
 
 from fullshard.checkpoint import open_checkpoint
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     FullyShardedDataParallel,
     ShardingStrategy,
@@ -20,7 +21,6 @@ from fullshard.torch import (
     load_checkpoint,
     save_checkpoint,
 )
-from fullshard.torch.comm.local_world import LocalWorld
 
 WORLDS = [1, 2, 3, 4, 5, 8]
 BATCH = 120  # divides over all of them

@@ -38,7 +38,8 @@ LAYERS = {
     "core": Layer(without_frameworks=True),
     "plan": Layer({"core"}, without_frameworks=True),
     "report": Layer({"core"}, {"rich", "matplotlib"}, without_frameworks=True),
-    "checkpoint": Layer({"core"}, {"numpy", "safetensors"}, without_frameworks=True),
+    "checkpoint": Layer({"core"}, {"numpy", "xxhash"}, without_frameworks=True),
+    "ckpt": Layer({"core", "checkpoint"}, {"rich"}, without_frameworks=True),
     "wrap": Layer({"core"}, {"torch"}),
     "torch": Layer({"core", "checkpoint", "wrap"}, {"torch", "numpy", "safetensors"}),
     "jax": Layer({"core", "checkpoint", "launchers"}, {"jax", "flax", "optax", "orbax", "numpy"}),
@@ -57,14 +58,15 @@ LAYERS = {
         {"core", "launchers", "distributed", "local_ranks", "torch"}, {"torch", "rich"}
     ),
     "cli": Layer(
-        {"core", "plan", "checkpoint", "report", "train", "run", "doctor"}, without_frameworks=True
+        {"core", "plan", "checkpoint", "ckpt", "report", "train", "run", "doctor"},
+        without_frameworks=True,
     ),
     "__main__": Layer({"cli"}, without_frameworks=True),
     "__init__": Layer(without_frameworks=True),
 }
 
 # Edges at which something optional or heavy may load late.
-LATE_IMPORTS = {"cli.py", "__init__.py", "jax/__init__.py"}
+LATE_IMPORTS = {"cli.py", "ckpt/__init__.py", "__init__.py", "jax/__init__.py"}
 # Signatures that are somebody else's convention.
 MANY_ARGUMENTS = {
     "torch/fsdp1/wrapper.py: FullyShardedDataParallel.__init__",

@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Train models that do not fit on one device: fully sharded data parallelism.",
         epilog="commands:\n  train   train a real model in one command, to see sharding work\n"
         "  run     start a script written for PyTorch's FSDP, unchanged, on fullshard\n"
+        "  ckpt    list, verify, seal, compare, rewrite, export and import checkpoints\n"
         "  doctor  look at this machine, its links and a script for what goes wrong in training\n\n"
         "'fullshard COMMAND --help' tells more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -129,6 +130,12 @@ def _doctor(argv: Sequence[str]) -> int:
     return doctor(argv)
 
 
+def _ckpt(argv: Sequence[str]) -> int:
+    with _needing("checkpoint"):
+        from fullshard.ckpt import main as ckpt  # noqa: PLC0415
+    return ckpt(argv)
+
+
 @contextmanager
 def _needing(extras: str) -> Iterator[None]:
     try:
@@ -150,4 +157,5 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "run": _run,
     "doctor": _doctor,
+    "ckpt": _ckpt,
 }

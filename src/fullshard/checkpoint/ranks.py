@@ -4,6 +4,7 @@
 import json
 from typing import Any, Protocol
 
+from fullshard.checkpoint.envelope import checksum_of
 from fullshard.core.errors import (
     CheckpointError,
     ConfigurationError,
@@ -60,24 +61,26 @@ def failure_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def agree(ranks: Ranks, what: str, failure: Exception | None) -> None:
+def agree(ranks: Ranks, what: str, failure: Exception | None, note: str = "") -> str:
     """Raise on all ranks if one of them has a failure. Collective.
 
     `ConfigurationError` if that of the lowest rank is one, else `CheckpointError`. Its text stands
-    after ``what``, which says what cannot be done.
+    after ``what``, which says what cannot be done. Returns a checksum of all ranks' notes.
     """
     mine: list[Any] = []
     if failure is not None:
         refused = isinstance(failure, ConfigurationError | NotSupportedError)
         mine = [failure_text(failure), refused, *_place_of(failure)]
-    told = [json.loads(each) for each in ranks.gather(json.dumps(mine).encode())]
-    failed = [[rank, len(told), *each] for rank, each in enumerate(told) if each]
-    first = json.loads(ranks.broadcast(json.dumps([len(failed), *failed[:1]]).encode()))
-    if not first[0]:
-        return
-    rank, size, text, refused, file, tensor, span = first[1]
+    told = [json.loads(each) for each in ranks.gather(json.dumps([note, *mine]).encode())]
+    failed = [[rank, len(told), *each[1:]] for rank, each in enumerate(told) if each[1:]]
+    joint = checksum_of(json.dumps([each[0] for each in told]).encode())
+    first = json.loads(ranks.broadcast(json.dumps([joint, len(failed), *failed[:1]]).encode()))
+    joint, count, *first = first
+    if not count:
+        return str(joint)
+    rank, size, text, refused, file, tensor, span = first[0]
     where = f" on rank {rank} of {size}" if size > 1 else ""
-    more = f" ({first[0] - 1} other ranks failed too)" if first[0] > 1 else ""
+    more = f" ({count - 1} other ranks failed too)" if count > 1 else ""
     message = f"{what}{where}: {text}{more}"
     if refused:
         raise ConfigurationError(message) from failure

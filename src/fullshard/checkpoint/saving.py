@@ -27,7 +27,7 @@ from fullshard.checkpoint.manifest import (
     parse_manifest,
     render_manifest,
 )
-from fullshard.checkpoint.ranks import Ranks, failure_text
+from fullshard.checkpoint.ranks import Ranks, agree, failure_text
 from fullshard.checkpoint.shards import Piece, ShardWriter
 from fullshard.checkpoint.streaming import stream
 from fullshard.core.boxes import Box
@@ -80,26 +80,36 @@ class Plans:
     def __init__(self) -> None:
         self._known: dict[str, list[bool]] = {}
 
-    def mine(self, pieces: Sequence[Piece], ranks: Ranks) -> list[Piece]:
-        """Those of ``pieces`` that this rank writes. Collective."""
+    def mine(
+        self,
+        pieces: Sequence[Piece],
+        ranks: Ranks,
+        what: str = "the step cannot be saved",
+        failure: Exception | None = None,
+    ) -> list[Piece]:
+        """Those of ``pieces`` that this rank writes. Collective.
+
+        Raises on all ranks if one of them has a ``failure``, see `agree`.
+        """
         pieces = [piece for piece in pieces if piece.size_bytes or 0 in piece.shape]
+        proposal: _Proposal = [(_identity(each), each.name, each.size_bytes) for each in pieces]
+        digest = checksum_of(json.dumps(proposal).encode())
+        joint = agree(ranks, what, failure, digest)
         if ranks.size > 1:
-            proposal: _Proposal = [(_identity(each), each.name, each.size_bytes) for each in pieces]
-            chosen = self._chosen(proposal, ranks)
+            if joint not in self._known:
+                self._known[joint] = _decide(proposal, ranks)
+            chosen = self._known[joint]
             pieces = [piece for piece, taken in zip(pieces, chosen, strict=True) if taken]
         # Wider elements first: then each tensor of the file is aligned.
         return sorted(pieces, key=lambda piece: -piece.item_bytes)
 
-    def _chosen(self, proposal: _Proposal, ranks: Ranks) -> list[bool]:
-        digest = checksum_of(json.dumps(proposal).encode())
-        digests = ranks.gather(digest.encode())
-        joint = ranks.broadcast(checksum_of(b"".join(digests)).encode()).decode()
-        if joint not in self._known:
-            proposals = [json.loads(each) for each in ranks.gather(json.dumps(proposal).encode())]
-            decided = json.loads(ranks.broadcast(json.dumps(assign(proposals)).encode()))
-            left_out = set(decided[ranks.rank])
-            self._known[joint] = [index not in left_out for index in range(len(proposal))]
-        return self._known[joint]
+
+def _decide(proposal: _Proposal, ranks: Ranks) -> list[bool]:
+    """For each piece whether this rank writes it. Collective."""
+    proposals = [json.loads(each) for each in ranks.gather(json.dumps(proposal).encode())]
+    decided = json.loads(ranks.broadcast(json.dumps(assign(proposals)).encode()))
+    left_out = set(decided[ranks.rank])
+    return [index not in left_out for index in range(len(proposal))]
 
 
 def _identity(piece: Piece) -> str:

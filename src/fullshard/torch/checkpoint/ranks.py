@@ -69,19 +69,39 @@ def _unpacked(data: bytes) -> list[bytes]:
     return parts
 
 
+# Most messages are short: they travel in one call, in a place of fixed size with their length.
+_PLACE_BYTES = 256
+_SHORT_BYTES = _PLACE_BYTES - 8
+_LABEL = "exchange about a checkpoint"
+
+
+def _placed(data: bytes) -> torch.Tensor:
+    return _tensor(
+        (len(data).to_bytes(8, "little") + data[:_SHORT_BYTES]).ljust(_PLACE_BYTES, b"\0")
+    )
+
+
+def _taken(place: torch.Tensor) -> tuple[int, bytes]:
+    """The length of a message, and the message if it is short."""
+    raw = place.numpy().tobytes()
+    size = int.from_bytes(raw[:8], "little")
+    return size, raw[8 : 8 + min(size, _SHORT_BYTES)]
+
+
 def _gathered(comm: Comm, data: bytes) -> list[bytes]:
     """All ranks' data on the first one; nothing on the others."""
-    label = "exchange about a checkpoint"
-    mine = torch.tensor([len(data)])
-    sizes = torch.zeros(comm.size, dtype=torch.int64)
-    comm.all_gather([(sizes, mine)], label=label).wait()
+    places = torch.zeros(comm.size * _PLACE_BYTES, dtype=torch.uint8)
+    comm.all_gather([(places, _placed(data))], label=_LABEL).wait()
+    found = [_taken(place) for place in places.view(comm.size, _PLACE_BYTES)]
+    sizes = [size for size, _ in found]
+    if max(sizes) <= _SHORT_BYTES:
+        return [text for _, text in found] if comm.rank == 0 else []
     to_first, received = [0] * comm.size, [0] * comm.size
     to_first[0] = len(data)
     if comm.rank == 0:
-        received = sizes.tolist()
+        received = sizes
     full = torch.zeros(sum(received), dtype=torch.uint8)
-    sent = _tensor(data)
-    comm.all_to_all(Parts(full, received), Parts(sent, to_first), label).wait()
+    comm.all_to_all(Parts(full, received), Parts(_tensor(data), to_first), _LABEL).wait()
     if comm.rank:
         return []
     ends = accumulate(received)
@@ -89,11 +109,13 @@ def _gathered(comm: Comm, data: bytes) -> list[bytes]:
 
 
 def _broadcast(comm: Comm, data: bytes) -> bytes:
-    size = torch.tensor([len(data)])
-    comm.broadcast([size]).wait()
-    full = _tensor(data) if comm.rank == 0 else torch.zeros(int(size), dtype=torch.uint8)
-    if int(size):
-        comm.broadcast([full]).wait()
+    place = _placed(data)
+    comm.broadcast([place]).wait()
+    size, text = _taken(place)
+    if size <= _SHORT_BYTES:
+        return text
+    full = _tensor(data) if comm.rank == 0 else torch.zeros(size, dtype=torch.uint8)
+    comm.broadcast([full]).wait()
     return full.numpy().tobytes()
 
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from fullshard.checkpoint import Background, Files, Keep, Ranks, Saving
 from fullshard.checkpoint.background import save_in_background
-from fullshard.checkpoint.ranks import agree
 from fullshard.checkpoint.saving import About, Plans, write_step
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks, stream
 from fullshard.core.errors import ConfigurationError, FullshardError
@@ -164,8 +163,8 @@ def save_checkpoint(
         about = _about(step, models, session.ranks.size, collected, extra)
     except FullshardError as error:
         failure = error
-    agree(session.ranks, f"step {step} cannot be saved", failure)
-    mine = session.plans.mine(mine, session.ranks)
+    what = f"step {step} cannot be saved"
+    mine = session.plans.mine(mine, session.ranks, what, failure)
     target = Path(run.path)
     if not asynchronous:
         folder = write_step(

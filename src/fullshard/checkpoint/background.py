@@ -102,6 +102,10 @@ def save_in_background(
             conveyor.stop()
 
     saving._thread = threading.Thread(target=work, name=f"fullshard-save-{about.step}")
-    saving._thread.start()
-    conveyor.fill(mine)
+    if sum(piece.size_bytes for piece in mine) <= blocks.most_bytes:
+        conveyor.fill(mine)  # first: the copy has the processor for itself
+        saving._thread.start()
+    else:
+        saving._thread.start()
+        conveyor.fill(mine)
     return saving

@@ -40,7 +40,8 @@ def main(folder: Path) -> None:
         step = position // BATCH
         if step % 5 == 0:
             extra = {"position": position}
-            save_checkpoint(run, model, optimizer, step=step, extra=extra, asynchronous=True)
+            more = step < STEPS  # the last one is not left to a thread
+            save_checkpoint(run, model, optimizer, step=step, extra=extra, asynchronous=more)
             print(f"rank {rank}: step {step}, loss {loss.item():.4f}", flush=True)
     sft.cleanup()
 

@@ -39,7 +39,8 @@ class Layer(NamedTuple):
 LAYERS = {
     "core": Layer(without_frameworks=True),
     "plan": Layer({"core"}, {"rich", "PIL"}, without_frameworks=True),
-    "checkpoint": Layer({"core"}, {"numpy", "safetensors"}, without_frameworks=True),
+    "checkpoint": Layer({"core"}, {"numpy", "xxhash"}, without_frameworks=True),
+    "ckpt": Layer({"core", "checkpoint"}, {"rich"}, without_frameworks=True),
     "wrap": Layer({"core"}, {"torch"}),
     "torch": Layer({"core", "plan", "checkpoint", "wrap"}, {"torch", "numpy", "safetensors"}),
     "jax": Layer(
@@ -59,7 +60,9 @@ LAYERS = {
     "doctor": Layer(
         {"core", "launchers", "distributed", "local_ranks", "torch"}, {"torch", "rich"}
     ),
-    "cli": Layer({"core", "plan", "checkpoint", "train", "run", "doctor"}, without_frameworks=True),
+    "cli": Layer(
+        {"core", "plan", "checkpoint", "ckpt", "train", "run", "doctor"}, without_frameworks=True
+    ),
     "__main__": Layer({"cli"}, without_frameworks=True),
     "__init__": Layer(without_frameworks=True),
 }
@@ -81,6 +84,7 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
         **floors(*_TORCH),
         "inspection": frozenset(_TORCH) - {"sharding"},
         "measuring": frozenset(_TORCH),
+        "checkpoint": frozenset(_TORCH),
         "fsdp1": frozenset(_TORCH),
         "fsdp2": frozenset(_TORCH),
     },
@@ -99,6 +103,7 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
 # Edges at which something optional or heavy may load late.
 LATE_IMPORTS = {
     "cli.py",
+    "ckpt/__init__.py",
     "__init__.py",
     "jax/__init__.py",
     "plan/draw/png.py",

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from fullshard.core.recording import MarkKind, StepRecording
 from support.models import GPT as TinyGPT
 from support.models import Nested
 from torch import nn
@@ -17,6 +16,7 @@ from fullshard.core.presets import Transformer
 from fullshard.core.strategy import Precision
 from fullshard.plan.cluster.read import cluster_of, named_device
 from fullshard.plan.measured import MeasuredModel
+from fullshard.plan.measured.recording import MarkKind, StepRecording
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.shape import shape_of
 from fullshard.plan.predict import predict

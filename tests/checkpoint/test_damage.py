@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.checkpoint_cases import FULL, arrays, load_span, save_spans, small_chunks
 
 from fullshard.checkpoint import open_checkpoint
-from fullshard.checkpoint.envelope import unwrap, wrap
+from fullshard.checkpoint.json_files.envelope import unwrap, wrap
 from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.manifest import FORMAT, MANIFEST, VERSION, parse_manifest
 from fullshard.core.errors import CheckpointError, FullshardError

@@ -25,8 +25,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.envelope import checksum_of
 from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.json_files.envelope import checksum_of
+from fullshard.checkpoint.json_files.json_values import from_json
 from fullshard.checkpoint.manifest import (
     LARGEST_MANIFEST_BYTES,
     MANIFEST,
@@ -34,7 +35,6 @@ from fullshard.checkpoint.manifest import (
     parse_manifest,
 )
 from fullshard.core.errors import CheckpointError, ConfigurationError
-from fullshard.core.json_values import from_json
 
 __all__ = [
     "Keep",

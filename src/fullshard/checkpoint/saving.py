@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.commit import Keep, Staging, apply_retention, sweep
-from fullshard.checkpoint.envelope import checksum_of
 from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.json_files.envelope import checksum_of
 from fullshard.checkpoint.manifest import (
     Manifest,
     StoredBox,
@@ -40,7 +40,7 @@ SMALL_BYTES = 2**20  # what several ranks hold and is smaller is written by the 
 
 @dataclass(frozen=True)
 class About:
-    """What the manifest says beside the tensors. Rank 0's counts, but for ``step``."""
+    """The manifest's contents beside the tensors. Rank 0's values count, except ``step``."""
 
     step: int
     layout: str = ""

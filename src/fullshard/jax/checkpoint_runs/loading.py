@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.checkpoint import Checkpoint, open_checkpoint
+from fullshard.checkpoint.json_files.json_values import from_json
 from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.ranks import agree
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError, FullshardError
-from fullshard.core.json_values import from_json
 from fullshard.jax.checkpoint_runs.leaves import (
     DTYPES,
     Leaf,

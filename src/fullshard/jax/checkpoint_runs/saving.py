@@ -12,12 +12,12 @@ import numpy as np
 
 from fullshard.checkpoint import Background, Files, Saving
 from fullshard.checkpoint.background import save_in_background
+from fullshard.checkpoint.json_files.json_values import to_json
 from fullshard.checkpoint.saving import About, Plans, write_step
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.checkpoint.streaming import Blocks
 from fullshard.core.boxes import Box
 from fullshard.core.errors import FullshardError, NotSupportedError
-from fullshard.core.json_values import to_json
 from fullshard.jax.checkpoint_runs.leaves import (
     DTYPES,
     Leaf,

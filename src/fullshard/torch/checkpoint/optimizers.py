@@ -23,8 +23,8 @@ _NUMBERS = {"step", "mu_product", "mu", "eta"}
 
 
 class OptimizerLoad:
-    """What is to become of one optimizer. Nothing of it changes before `attach`, but for what
-    `targets` hands out: memory of state that is there already.
+    """The state that one optimizer is to have. Nothing of it changes before `attach`, except the
+    memory that `targets` hands out: that of state which exists already.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ def _settings(
     names: Mapping[int, str],
     told: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """What each group is to be set to. Raises `CheckpointError` if groups do not fit."""
+    """Return the settings for each group. Raises `CheckpointError` if groups do not fit."""
     aliases = checkpoint.manifest.aliases
     mine = [
         {aliases.get(name, name) for name in (name_of(p, names, key) for p in group["params"])}

@@ -57,7 +57,7 @@ def run_folder(path: "str | os.PathLike[str] | RunFolder") -> RunFolder:
 
 
 class Session:
-    """What is kept between the saves of the ranks that save together."""
+    """The state kept between saves by the ranks that save together."""
 
     def __init__(self, comms: Sequence[Comm]):
         self.comms = comms

@@ -20,6 +20,7 @@ from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.optim.merged_step import MergedStep
 from fullshard.torch.state.optimizers import shard_state, translate
 from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.unit.optimizer_steps import count_step
 from fullshard.torch.unit.replaced import last_replacement, name_of_replacement
 
 __all__ = [
@@ -46,6 +47,7 @@ NEEDS_WHOLE_TENSORS = {
 their kind are stopped by the operations that they call on a `ShardedParameter`."""
 
 _CHECKED = "_fullshard_checked"
+_COMMS = "_fullshard_comms"  # that share its parameters
 
 _watching = False
 _lock = threading.Lock()
@@ -68,6 +70,7 @@ def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
     groups = optimizer.param_groups
     seen = (last_replacement(), sum(len(group["params"]) for group in groups))
     if getattr(optimizer, _CHECKED, None) == seen:
+        count_step(getattr(optimizer, _COMMS))
         return
     kind = type(optimizer).__name__
     params = [param for group in groups for param in group["params"]]
@@ -91,7 +94,10 @@ def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
         translate(optimizer)
         shard_state(optimizer)
         MergedStep.of(optimizer)
+    comms = [each.ownership.comm for each in params if isinstance(each, ShardedParameter)]
+    setattr(optimizer, _COMMS, list(dict.fromkeys(comms)))
     setattr(optimizer, _CHECKED, seen)
+    count_step(getattr(optimizer, _COMMS))
 
 
 def clip_grad_norm_(

@@ -19,7 +19,9 @@ from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.ranks import Where, compute_device
 from fullshard.torch.optim.checks import watch_optimizers
 from fullshard.torch.sharding.find import TiedSites, find_parameters
+from fullshard.torch.sharding.refused_modules import check_modules
 from fullshard.torch.sharding.same_values import values_are_checked, verify_values
+from fullshard.torch.step.autograd_calls import watch_autograd
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.tracker import Tracker, ensure_tracker
 from fullshard.torch.unit.changes import give_up, take_over
@@ -72,6 +74,7 @@ def shardable_parameters(
 ) -> ToShard:
     """Find what is to be sharded of ``modules``; nothing is changed yet."""
     params, tied = find_parameters(modules, ignored)
+    check_modules(modules, params)
     device = device_of(params) or torch.device("cpu")
     return ToShard(params, tied, compute_device(where, device, device_id))
 
@@ -134,6 +137,7 @@ def shard_modules(
 ) -> ManagedUnit:
     """Make one unit of ``params`` and let the forwards of ``modules`` drive it."""
     watch_optimizers()
+    watch_autograd()
     for module in modules:
         module.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
     return ManagedUnit(modules, params, plan, Tracker.adopt)

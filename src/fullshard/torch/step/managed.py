@@ -75,6 +75,9 @@ class StepWatcher(Protocol):
     def inputs_are_done(self, managed: "ManagedUnit", call: Call) -> None:
         """The gradients of the inputs of a call of the unit are there."""
 
+    def runs_alone(self, managed: "ManagedUnit") -> bool:
+        """True if no other unit's forward runs, which would call all modules of the unit."""
+
 
 class ManagedUnit:
     """A unit with its place among the modules and in the step; owns the modules' hooks."""
@@ -180,7 +183,8 @@ class ManagedUnit:
             self._unseen = self.unit.trainable and hidden
             if outputs:
                 self.call.watch_outputs(outputs)
-        if self._modules_run == self._modules_to_run:
+        assert self.tracker is not None
+        if self._modules_run == self._modules_to_run or self.tracker.runs_alone(self):
             self.end_forward()
         return None if output is given else output
 

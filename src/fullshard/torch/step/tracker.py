@@ -24,10 +24,11 @@ from fullshard.core.strategy import Prefetch
 from fullshard.torch.step.calls import Call
 from fullshard.torch.step.executor import Executor
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
-from fullshard.torch.step.paths import leads_to_others, used_outside_their_unit
+from fullshard.torch.step.paths import Structure, leads_to_others, used_outside_their_unit
 from fullshard.torch.step.profiling import UnitMarks, profiler_runs
 from fullshard.torch.step.refusals import Ending, check_backward
 from fullshard.torch.step.unit_step import Phase
+from fullshard.torch.step.usage import settle_usage
 from fullshard.torch.unit.changes import check_initialised, follow_requires_grad
 from fullshard.torch.unit.lent import refuse_transforms
 from fullshard.torch.unit.sites import clean_name
@@ -59,6 +60,7 @@ class Tracker:
         for number, managed in enumerate(units):
             managed.number = number
             managed.tracker = self
+        self.structure: Structure | None = None
         self.executor = Executor(units, prefetch)
 
     @classmethod
@@ -82,8 +84,9 @@ class Tracker:
                     )
             managed.unit.rename(path)
         tracker = cls(list(found), prefetch)
-        tracker.unresolved = used_outside_their_unit(root)
         owners = {id(param): managed for managed in found for param in managed.unit.sharded}
+        tracker.unresolved = used_outside_their_unit(root, owners)
+        tracker.structure = Structure(root)
         for module in root.modules():
             managed = managed_unit_of(module)
             if managed is not None:
@@ -122,6 +125,7 @@ class Tracker:
         step.running += 1
         self.executor.do(Moment.FORWARD_BEGIN, managed)
         unit.use()
+        unit.forward_begins()
         # Reentrant checkpointing runs a unit with gradients for the first time in backward.
         step.counts = torch.is_grad_enabled() and not (self._in_backward and step.phase.due)
         if step.counts:
@@ -159,6 +163,8 @@ class Tracker:
                 "which do not contain this use, so it would not be trained; shard the nearest "
                 "module that contains all uses, too, before the first forward"
             )
+        if self.structure is not None:
+            self.structure.check()
         changed = False
         for managed in self.executor.units:
             if managed.unit.unchecked:
@@ -184,6 +190,8 @@ class Tracker:
         step.running -= 1
         if self._marks.open:
             self._marks.end("forward", managed.unit)
+        if not step.running:
+            managed.unit.forward_ends()
         if not unseen:
             self.executor.do(Moment.FORWARD_END, managed)
         if not step.running and not step.phase.open:
@@ -196,6 +204,10 @@ class Tracker:
             step.last_end = self._events
             if not (managed.call is not None and managed.call.leads_back) and not step.calls():
                 self._lose_outputs(managed)
+
+    def runs_alone(self, managed: ManagedUnit) -> bool:
+        """True if no other unit's forward runs: its modules are called by themselves then."""
+        return len(self._running) == 1 and self._running[0] is managed
 
     def _lose_outputs(self, managed: ManagedUnit) -> None:
         """No output of the unit leads back to it: do not wait for its backward."""
@@ -352,6 +364,8 @@ class Tracker:
                 self._end(managed)  # this micro-batch did not use it, earlier ones did
         self.executor.finish_step()
         self._in_backward = False
+        if self.executor.is_last_backward:  # else reduces may be in flight
+            settle_usage(self.executor.units)
 
 
 def _turn(managed: ManagedUnit) -> tuple[bool, int]:

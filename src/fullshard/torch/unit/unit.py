@@ -29,6 +29,7 @@ from fullshard.torch.unit.lent import check_lent
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.sites import ParamSites
+from fullshard.torch.unit.writes import Writes
 
 __all__ = ["Unit", "UnitState", "owner_of", "set_owner"]
 
@@ -101,6 +102,9 @@ class Unit:
         self._watch.begin_anew()
         self.full = FullParameters(self.name, shards, self.plan, self._watch)
         self.state = UnitState.FULL if self.resident else UnitState.RESTING
+        # What is written to a resident unit stays, and extensions write to their own.
+        apart = any(each.spec.apart for each in self.params)
+        self._writes = None if self.resident or apart else Writes(self.full.params)
         self._sites = [(*site, i) for i, each in enumerate(self.params) for site in each.sites]
         self._lent: set[tuple[int, str]] = set()  # sites that show what functional_call put there
         cuts = enumerate(each.tensor_parallel for each in self.params)
@@ -197,6 +201,16 @@ class Unit:
             return False
         _ACTIONS[kind](self)
         return True
+
+    def forward_begins(self) -> None:
+        """Watch for writes to the full parameters. See [Note: Writes in forward]."""
+        if self._writes is not None:
+            self._writes.forward_begins()
+
+    def forward_ends(self) -> None:
+        """Raise `UsageError` if forward has written to the full parameters."""
+        if self._writes is not None and not self._lent:
+            self._writes.forward_ends([param.ownership.name for param in self.sharded])
 
     def use(self) -> None:
         """Show the full parameters, gathered now if somebody has resharded them meanwhile."""

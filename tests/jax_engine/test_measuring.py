@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import pytest
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.recording import StepRecording
 from fullshard.core.strategy import Precision
 from fullshard.jax.measuring import record_step
 from fullshard.plan.cluster.read import cluster_of, named_device
 from fullshard.plan.measured import MeasuredModel
+from fullshard.plan.measured.recording import StepRecording
 from fullshard.plan.predict import predict
 from fullshard.plan.run import Run, Wrap
 

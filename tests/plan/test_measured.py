@@ -13,10 +13,10 @@ from torch import nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.core.presets import Transformer
-from fullshard.core.recording import MarkKind, StepRecording
 from fullshard.core.strategy import Precision
 from fullshard.plan.cluster.read import cluster_of, named_device
 from fullshard.plan.measured import MeasuredModel
+from fullshard.plan.measured.recording import MarkKind, StepRecording
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.shape import shape_of
 from fullshard.plan.predict import predict

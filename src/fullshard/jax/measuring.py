@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.recording import (
+from fullshard.core.spec import ITEM_BYTES, ParamSpec
+from fullshard.plan.measured.recording import (
     Mark,
     MarkKind,
     MemoryUse,
@@ -22,7 +23,6 @@ from fullshard.core.recording import (
     RecordedOp,
     StepRecording,
 )
-from fullshard.core.spec import ITEM_BYTES, ParamSpec
 
 __all__ = ["record_step"]
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
-from fullshard.core.recording import StepRecording
 from fullshard.core.strategy import Precision
 from fullshard.plan.measured import MeasuredModel
+from fullshard.plan.measured.recording import StepRecording
 from fullshard.plan.run import Recompute, Run
 from fullshard.torch.measuring.record import record_step
 from fullshard.torch.unit.buffers import dtype_of

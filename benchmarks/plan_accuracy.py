@@ -84,12 +84,15 @@ def main() -> int:
     parser.add_argument("--rows", action="store_true", help="print every row, * outside interval")
     given = parser.parse_args()
     compared: list[Compared] = []
+    skipped: list[str] = []
     for path in given.files:
-        for row in read_rows(path):
+        for row in read_rows(path, skipped):
             try:
                 compared.append(Compared(row, predict(row.model, row.run, row.cluster)))
             except FullshardError as error:
                 print(f"not predicted: {row.label}: {error}")
+    for reason in skipped:
+        print(f"left out: {reason}")
     if not compared:
         print("no row could be predicted", file=sys.stderr)
         return 1

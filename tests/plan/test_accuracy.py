@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published rows are read as what they say, and predicted within what was promised."""
 
+import csv
 import importlib.util
 import re
 import subprocess
@@ -76,3 +77,59 @@ def test_a_file_in_another_format_is_refused(rows, tmp_path):
     other.write_text("a,b\n1,2\n")
     with pytest.raises(ConfigurationError, match="none of the two known formats"):
         rows.read_rows(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"metric": "tok/s", "value": "46096"}, 5762),
+        ({"metric": "step", "value": "2843.5", "unit": "ms"}, 5762),
+        ({"metric": "TFLOPS/GPU", "value": "333.6"}, 5762),
+        ({"metric": "MFU", "value": "33.73"}, 5762),
+    ],
+)
+def test_other_metrics_are_the_same_speed(rows, tmp_path, changes, expected):
+    assert changed_row(rows, tmp_path, changes).tokens == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        ({"parallelism": "HSDP", "n_gpu": "64"}, lambda row: row.run.replicas == 8),
+        ({"parallelism": "HSDP8 DP2", "n_gpu": "16"}, lambda row: row.run.replicas == 2),
+        ({"parallelism": "DDP8"}, lambda row: row.run.strategy is ShardingStrategy.NO_SHARD),
+        ({"act_ckpt": "selective 4"}, lambda row: row.run.recompute_every == 4),
+        ({"gpu": "H200-141GB"}, lambda row: row.cluster.device.key == "h200"),
+        ({"gpu": "H100 80GB, 200Gb/s per GPU"}, lambda row: row.cluster.between.bandwidth == 25e9),
+    ],
+)
+def test_other_configurations_are_understood(rows, tmp_path, changes, read):
+    assert read(changed_row(rows, tmp_path, changes))
+
+
+def test_what_is_not_understood_is_left_out_with_its_reason(rows, tmp_path):
+    for change, said in (
+        ({"value": "OOM"}, "no speed"),
+        ({"parallelism": "PP4"}, "not planned"),
+        ({"metric": "joy"}, "unknown metric"),
+        ({"model": "Lama9-8B"}, "unknown model"),
+        ({"gpu": "abacus"}, "unknown device"),
+    ):
+        skipped = []
+        assert rows.read_rows(written(tmp_path, change), skipped) == []
+        assert said in skipped[0]
+
+
+def written(folder, changes):
+    with PUBLISHED.open(newline="") as file:
+        first = next(csv.DictReader(file))
+    file = folder / "changed.csv"
+    with file.open("w", newline="") as out:
+        writer = csv.DictWriter(out, first)
+        writer.writeheader()
+        writer.writerow({**first, **changes})
+    return file
+
+
+def changed_row(rows, folder, changes):
+    return rows.read_rows(written(folder, changes))[0]

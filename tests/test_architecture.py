@@ -91,6 +91,17 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
         "fsdp1": frozenset(_TORCH),
         "fsdp2": frozenset(_TORCH),
     },
+    "plan": {
+        **floors("run", "cluster", "model", "step", "memory", "draw", "predict"),
+        "measured": frozenset({"run", "model", "step"}),
+        "statements": frozenset({"run", "cluster", "model", "predict"}),
+        "reconcile": frozenset({"run", "cluster", "model", "step", "memory", "draw", "predict"}),
+        "scale": frozenset({"run", "cluster", "model", "step", "memory", "draw", "predict"}),
+        "choose": frozenset({"run", "cluster", "model", "step", "memory", "predict"}),
+        "command": frozenset(
+            {"run", "cluster", "model", "step", "memory", "draw", "predict", "scale", "choose"}
+        ),
+    },
     "doctor": {
         "findings": frozenset(),
         **dict.fromkeys(("machine", "links", "scripts"), frozenset({"findings"})),

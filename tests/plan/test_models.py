@@ -48,7 +48,20 @@ def test_presets_are_those_of_training(name):
     assert named_model(name).spec(Run()).numel == parameter_numel(TRANSFORMERS[name])
 
 
-@pytest.mark.parametrize(("name", "billions"), [("llama3-405b", 405.85), ("mixtral-8x7b", 46.70)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama3-405b", 405.85),
+        ("mixtral-8x7b", 46.70),
+        ("llama3.2-1b", 1.24),
+        ("qwen2.5-7b", 7.62),
+        ("gpt3-1.3b", 1.32),
+        ("t5-11b", 11.31),
+        ("llama-33b", 32.53),
+        ("OPT-30B", 29.97),
+        ("Llama-2-7b", 6.74),
+    ],
+)
 def test_large_models_have_their_published_size(name, billions):
     assert named_model(name).spec(Run()).numel / 1e9 == pytest.approx(billions, abs=0.01)
 

@@ -14,7 +14,7 @@ from fullshard.plan.cluster.read import cluster_of, device_names, named_device
 from fullshard.plan.model.config_json import ARCHITECTURES, read_model
 from fullshard.plan.model.model import Model
 from fullshard.plan.model.named import MODEL_NAMES
-from fullshard.plan.run import Loss, Run
+from fullshard.plan.run import Run
 
 __all__ = ["Asked", "parse"]
 
@@ -120,7 +120,7 @@ def parse(argv: Sequence[str]) -> Asked:
         between_bandwidth=None if given.between is None else given.between * GIGABIT,
     )
     precision = "fp32" if device.cpu else "bf16"
-    setup = with_setting(Setup(Run(loss=Loss.FUSED), cluster), "precision", precision)
+    setup = with_setting(Setup(Run(), cluster), "precision", precision)
     fixed: set[str] = set()
     for key in RUN_KEYS:
         value = getattr(given, key.replace("-", "_"))

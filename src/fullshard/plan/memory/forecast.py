@@ -164,7 +164,7 @@ def forecast_memory(
         if total > most:
             most, peak, at = total, held, line
     by_category = _with_overheads(peak, run, cluster, script)
-    cause = _cause(script, at, peak, model)
+    cause = _cause(script, at, peak)
     telling = _Telling(script, run, cluster, engine)
     return MemoryForecast(by_category, cause, replay.resting, at, telling)
 
@@ -290,7 +290,7 @@ def _with_overheads(held: Bytes, run: Run, cluster: Cluster, script: Script) -> 
     return by_category
 
 
-def _cause(script: Script, line: int, held: Bytes, model: Model) -> str:
+def _cause(script: Script, line: int, held: Bytes) -> str:
     largest = max(zip(held, CATEGORIES, strict=False))
     share = largest[0] / sum(held) if sum(held) else 0.0
-    return f"{label_of(script, line)} in {model.name}: {share:.0%} are {largest[1]}"
+    return f"{label_of(script, line)}: {share:.0%} are {largest[1]}"

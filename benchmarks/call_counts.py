@@ -3,11 +3,11 @@
 
     python benchmarks/call_counts.py [--units 5] [--edges 12]
 
-The script counts on rank 0 of two ranks, which are threads: the third step of a model of equal
-layers with two parameters each, and its ``state_dict()``. A call goes from file to file if the
-nearest frame of the package above it belongs to another file. A call that torch makes (a hook, a
-dispatched operation) has no such frame and counts as an entry. What `LocalWorld` does below its
-collectives is not counted, nor are comprehensions. FSDP2 stands beside it, over a process group
+The script counts on rank 0 of two ranks, which are threads, the third step of a model of equal
+layers with two parameters each. A call goes from file to file if the nearest frame of the package
+above it belongs to another file. A call that torch makes (a hook, a dispatched operation) has no
+such frame and counts as an entry. What `LocalWorld` does below its collectives is not counted, nor
+are comprehensions. ``state_dict()``, which needs a mesh, and FSDP2 are counted over a process group
 that does nothing. The counts repeat exactly. Figures over time are in docs/log.md.
 """
 
@@ -93,7 +93,10 @@ class Layer(nn.Sequential):
 
 def layers(units):
     """A model of ``units`` units: that many layers but one, and a head in the root's."""
-    return nn.Sequential(*(Layer() for _ in range(units - 1)), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(*(Layer() for _ in range(units - 1)), nn.Linear(WIDTH, WIDTH))
+    for param in model.parameters():
+        nn.init.constant_(param, 0.1)  # ranks that are threads share one random generator
+    return model
 
 
 def by_function(units, shard):
@@ -103,8 +106,8 @@ def by_function(units, shard):
     return shard(model)
 
 
-def count(model, root):
-    """Calls by part of the third step, and of ``state_dict()``."""
+def count_step(model, root):
+    """Calls in the parts of the third step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = {}
     for step in range(STEPS):
@@ -117,26 +120,36 @@ def count(model, root):
             optimizer.step()
             optimizer.zero_grad()
         found = {"forward": forward, "backward": backward, "optimizer": update}
+    return found
+
+
+def count_state_dict(model, root):
+    """Calls in ``state_dict()``."""
+    model(torch.zeros(2, WIDTH)).sum().backward()
     with Calls(root) as state_dict:
         model.state_dict()
-    return {**found, "state_dict": state_dict}
+    return {"state_dict": state_dict}
 
 
 def on_threads(build):
-    """Rank 0's counts."""
-    return LocalWorld(RANKS).run(lambda comm: count(build(comm), OURS))[0]
+    """Rank 0's counts of our engine in a step."""
+    return LocalWorld(RANKS).run(lambda comm: count_step(build(comm), OURS))[0]
 
 
-def peers(units):
+def over_nothing(build, root, *counts):
+    """The counts of an engine over a process group that does nothing, which has a mesh."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    found = {}
     with Silence().patched():
-        found = count(by_function(units, torch_fsdp.fully_shard), THEIRS)
+        for count in counts:
+            found |= count(build(None), root)
     dist.destroy_process_group()
     return found
 
 
 def wrapper(units, comm):
-    return FullyShardedDataParallel(layers(units), comm, auto_wrap_policy=ModuleWrapPolicy({Layer}))
+    policy = ModuleWrapPolicy({Layer})
+    return FullyShardedDataParallel(layers(units), comm, auto_wrap_policy=policy)
 
 
 def main():
@@ -145,13 +158,14 @@ def main():
     parser.add_argument("--edges", type=int, default=12, help="how many pairs of files to list")
     args = parser.parse_args()
     units = args.units
-    engines = {
-        "FSDP2": peers(units),
-        "fully_shard": on_threads(
-            lambda comm: by_function(units, lambda module: fully_shard(module, mesh=comm))
-        ),
-        "wrapper": on_threads(lambda comm: wrapper(units, comm)),
+    builds = {
+        "fully_shard": lambda comm: by_function(units, lambda each: fully_shard(each, mesh=comm)),
+        "wrapper": lambda comm: wrapper(units, comm),
     }
+    theirs = lambda _: by_function(units, torch_fsdp.fully_shard)  # noqa: E731
+    engines = {"FSDP2": over_nothing(theirs, THEIRS, count_step, count_state_dict)}
+    for name, build in builds.items():
+        engines[name] = on_threads(build) | over_nothing(build, OURS, count_state_dict)
     table = Table("engine", "part", "calls", "file to file", "entries")
     edges = Counter()
     for engine, found in engines.items():

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from fullshard.torch import fully_shard, load_full_weights, save_full_weights
 from fullshard.torch.comm.process_group import ProcessGroupComm
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.watch.roll_call import call_roll
 
 WIDTH = 2048
 MIB = 2**20

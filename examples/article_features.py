@@ -38,6 +38,7 @@ from fullshard.torch import (
     MixedPrecision,
     ShardingStrategy,
     StateDictType,
+    inspection,
 )
 from fullshard.torch import FullyShardedDataParallel as FSDP
 from fullshard.wrap import transformer_auto_wrap_policy
@@ -186,8 +187,8 @@ def main() -> None:
         if progress.step % args.save_every == 0:
             save(args.checkpoint, model, optimizer, progress)
         fail_once(progress, args.fail_at_step)
-    sft.log(f"rank 0 holds, in bytes:\n{sft.memory_summary(model, optimizer)}")
-    sft.log(sft.memory_of_rank(), all_ranks=True)
+    sft.log(f"rank 0 holds, in bytes:\n{inspection.memory_summary(model, optimizer)}")
+    sft.log(inspection.memory_of_rank(), all_ranks=True)
     sft.cleanup()
 
 

@@ -2,6 +2,7 @@
 import contextlib
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,27 @@ os.environ.setdefault(
 
 settings.register_profile("fullshard", deadline=None, derandomize=True)
 settings.load_profile("fullshard")
+
+
+# Left out by `scripts/test --fast`, with what is marked by hand: tests that start processes, use
+# those that are kept, or compile programs.
+SLOW_FIXTURES = {"gloo_world", "drop_in_world", "endings"}
+SLOW_PATHS = (
+    "gpu/",
+    "jax_engine/",
+    "libraries/",
+    "train/test_jax",
+    "test_documents",
+    "test_examples",
+)
+
+
+def pytest_collection_modifyitems(items):
+    here = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(here).as_posix()
+        if path.startswith(SLOW_PATHS) or SLOW_FIXTURES.intersection(item.fixturenames):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +67,10 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def values_of_ranks_may_differ(request, monkeypatch):
+    """Ranks that are threads draw the first values of their models from one generator."""
+    if {"engine", "test_docs.py"}.intersection(request.path.parts):
+        monkeypatch.setenv("FULLSHARD_CHECK_VALUES", "0")

@@ -18,6 +18,8 @@ from support.limits import PROCESS_S
 from fullshard.core.presets import TRANSFORMERS
 from fullshard.train.torch.models import GPT
 
+pytestmark = pytest.mark.slow
+
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "OMP_NUM_THREADS")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.examples_in_docs import run_example
+from support.workers import run_example
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fully sharded data parallelism you can read: parameters, gradients and optimizer state in shards.
 
-Importing this package loads neither torch nor jax: submodules load when they are first named, and
-so do the functions for scripts, which live in `fullshard.distributed` (join the ranks, log, leave)
-and in `fullshard.torch` (look at memory, shards and traffic).
+Importing this package loads neither torch nor jax. Its submodules load when they are first named:
+`fullshard.torch` and `fullshard.jax` are the two engines, and each looks at its own models
+(`fullshard.torch.inspection`, `fullshard.jax`). The four calls for scripts come from
+`fullshard.distributed`.
 """
 
 import importlib
@@ -13,29 +14,39 @@ from typing import Any
 __all__ = [
     "__version__",
     "cleanup",
-    "communication",
     "core",
-    "describe",
     "distributed",
+    "doctor",
     "get_device",
     "initialize_distributed_training",
+    "jax",
+    "launchers",
     "log",
-    "memory_of_rank",
-    "memory_of_ranks",
-    "memory_summary",
+    "testing",
     "torch",
     "train",
     "wrap",
 ]
 
-_SUBMODULES = ("core", "distributed", "torch", "train", "wrap")
+_SUBMODULES = {
+    "core",
+    "distributed",
+    "doctor",
+    "jax",
+    "launchers",
+    "testing",
+    "torch",
+    "train",
+    "wrap",
+}
 _HOMES = {
     "cleanup": "distributed",
-    "communication": "torch.inspection",
-    "describe": "torch.inspection",
     "get_device": "distributed",
     "initialize_distributed_training": "distributed",
     "log": "distributed",
+    # Where scripts of earlier versions take them from; their place is fullshard.torch.inspection.
+    "communication": "torch.inspection",
+    "describe": "torch.inspection",
     "memory_of_rank": "torch.inspection",
     "memory_of_ranks": "torch.inspection",
     "memory_summary": "torch.inspection",

@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 _TRAIN_EXAMPLES = """\
 examples:
-  fullshard train                                  a byte-level language model, some minutes
+  fullshard train                                  a byte-level language model, a few minutes
   fullshard train --model mnist                    a small convolution net that reads digits
   fullshard train data.paths=my_texts train.steps=300
   fullshard train --engine jax --nproc 4           the same on JAX, on 4 simulated devices
@@ -22,20 +22,22 @@ examples:
   fullshard train --resume runs/gpt-nano --nproc 3  go on after whatever has ended it
   torchrun --nproc-per-node 8 -m fullshard train   join ranks that torchrun (or srun) starts
 
-settings, with their defaults for gpt; in a TOML file the part before the dot is a [section]:
+settings with their defaults for gpt; in a TOML file the part before the dot is a [section]:
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0 done, 1 failed, 2 asked for what cannot be."""
+    """Run the command; return the exit status: 0 done, 1 failed, 2 invalid arguments."""
     parser = argparse.ArgumentParser(
         prog="fullshard",
         description="Train models that do not fit on one device: fully sharded data parallelism.",
         epilog="commands:\n  train   train a real model in one command, to see sharding work\n"
         "  run     start a script written for PyTorch's FSDP, unchanged, on fullshard\n"
+        "  plan    tell whether a run fits, how fast it will be and what to choose; needs no GPU\n"
+        "  calibrate  measure this machine for plan, in about a minute\n"
         "  ckpt    list, verify, seal, compare, rewrite, export and import checkpoints\n"
-        "  doctor  look at this machine, its links and a script for what goes wrong in training\n\n"
-        "'fullshard COMMAND --help' tells more.",
+        "  doctor  find problems on this machine, on links between ranks and in scripts\n\n"
+        "'fullshard COMMAND --help' explains a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -73,7 +75,7 @@ def _train(argv: Sequence[str]) -> int:
         "settings",
         nargs="*",
         metavar="CONFIG.toml | section.key=value",
-        help="a settings file, and settings that go before those in it",
+        help="a settings file, and settings that override it",
     )
     parser.add_argument("--model", choices=["gpt", "mnist"], help="short for model.name=")
     parser.add_argument(
@@ -86,8 +88,8 @@ def _train(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--engine",
         choices=["torch", "jax"],
-        help="what computes (default torch), short for train.engine=; jax is one process for all "
-        "devices, so that without accelerators --nproc N means N simulated ones",
+        help="library that computes (default torch), short for train.engine=; jax runs all devices "
+        "in one process, and without accelerators --nproc N simulates N devices",
     )
     parser.add_argument(
         "--resume",
@@ -124,6 +126,18 @@ def _run(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def _plan(argv: Sequence[str]) -> int:
+    with _needing("plan"):
+        from fullshard.plan.command.main import main as plan  # noqa: PLC0415
+    return plan(argv)
+
+
+def _calibrate(argv: Sequence[str]) -> int:
+    with _needing("torch"):
+        from fullshard.doctor.calibration.command import main as calibrate  # noqa: PLC0415
+    return calibrate(argv)
+
+
 def _doctor(argv: Sequence[str]) -> int:
     with _needing("torch,train"):
         from fullshard.doctor import main as doctor  # noqa: PLC0415
@@ -156,6 +170,8 @@ def _version() -> str:
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "run": _run,
+    "plan": _plan,
+    "calibrate": _calibrate,
     "doctor": _doctor,
     "ckpt": _ckpt,
 }

@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass
 class _Here:
-    """What this process remembers: when it began, and how it has joined."""
+    """The state of this process: when it began, and how it joined."""
 
     began_s: float
     joined_with: tuple[str, float | None] | None = None
@@ -100,7 +100,7 @@ def join(backend: str | None = None, timeout_s: float | None = None) -> None:
 
 
 def default_nproc() -> int:
-    """Ranks to start on this host: one for each GPU; two where there is none, to shard over."""
+    """The number of ranks to start on this host: one for each GPU, or two without GPUs."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 

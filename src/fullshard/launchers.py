@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a launcher (torchrun, Open MPI's mpirun, SLURM's srun) has said, and this host's cores.
+"""The variables of launchers (torchrun, Open MPI's mpirun, SLURM's srun), and this host's cores.
 
 Nothing here asks a device or a network; `fullshard.distributed` acts on what is found.
 """
@@ -29,7 +29,7 @@ _FIRST_PORT, _PORTS = 20_000, 20_000
 def launcher_environment(
     environ: Mapping[str, str], *, local_only: bool = False
 ) -> dict[str, str] | None:
-    """What to add to ``environ`` to join the ranks that a launcher has started; None without one.
+    """The variables to add to ``environ`` to join a launcher's ranks; None without a launcher.
 
     That is nothing under torchrun; else RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and,
     where it is known, LOCAL_WORLD_SIZE. An Open MPI process is known by OMPI_COMM_WORLD_RANK, a

@@ -67,7 +67,7 @@ def test_the_advice_is_the_least_size_near_the_best_of_both():
     (finding,) = check_links(links)
     assert finding.severity == "note"
     assert "units of 4 MiB and more" in finding.what
-    assert f"min_num_params={2 * MIB}" in finding.mend  # bfloat16
+    assert f"min_num_params={2 * MIB}" in finding.fix  # bfloat16
     # Reduces that are slow to start move it.
     slow = [(size, gather, 5e-3 + size / 1e9) for size, gather, _ in TIMES]
     (finding,) = check_links(links_of(*slow))
@@ -127,7 +127,7 @@ def test_the_report_for_machines():
     read = json.loads(to_json(Report({}, [Finding("severe", "a", "b", "c")], links_of(*TIMES))))
     assert read["severe"] is True
     assert read["findings"] == [
-        {"severity": "severe", "what": "a", "means": "b", "mend": "c", "where": ""}
+        {"severity": "severe", "what": "a", "means": "b", "fix": "c", "where": ""}
     ]
     first = read["links"]["times"][0]
     assert first["gather_bus_bytes_per_s"] == pytest.approx(MIB * 3 / 4 / first["gather_s"])

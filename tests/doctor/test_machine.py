@@ -62,7 +62,7 @@ BAD = {
     "python": (replace(GOOD, python=(3, 10)), "severe", "Python 3.10"),
     "old torch": (packages(torch="2.10.1"), "severe", "torch 2.10.1"),
     "new torch": (packages(torch="2.14.0a0"), "warning", "newer than what"),
-    "safetensors": (packages(safetensors=None), "severe", "safetensors not installed"),
+    "numpy": (packages(numpy=None), "severe", "numpy is not installed"),
     "cpu build": (replace(GOOD, driver="580.1"), "warning", "but no GPU"),
     "old driver": (replace(GOOD, driver="390.1", torch_cuda="13.0"), "warning", "but no GPU"),
     "hidden": (
@@ -139,7 +139,7 @@ def test_a_fault_is_found_and_nothing_else(case):
     assert [each.severity for each in found] == [severity]
     assert words in found[0].what
     assert found[0].means
-    assert found[0].mend
+    assert found[0].fix
 
 
 GOOD_VALUES = (
@@ -170,9 +170,9 @@ def test_loopback_is_right_with_a_chosen_interface():
 def test_the_mend_of_few_files_stays_below_the_hard_limit():
     needed = files_needed(2)
     (within,) = check(replace(GOOD, open_files=100, open_files_hard=needed))
-    assert f"ulimit -n {needed}" in within.mend
+    assert f"ulimit -n {needed}" in within.fix
     (above,) = check(replace(GOOD, open_files=100, open_files_hard=needed - 1))
-    assert "hard limit" in above.mend
+    assert "hard limit" in above.fix
 
 
 def test_this_machine_can_be_read():

@@ -39,7 +39,7 @@ def assert_found(head, text, severity, words):
     assert [(each.severity, each.where) for each in found] == [(severity, f"train.py:{lines[0]}")]
     assert words in found[0].what
     assert found[0].means
-    assert found[0].mend
+    assert found[0].fix
 
 
 ON_ONE_RANK = {

@@ -56,6 +56,7 @@ def python(*arguments, **environ):
     )
 
 
+@pytest.mark.slow
 def test_a_script_finds_itself_as_python_alone_would_run_it(script):
     folder = str(script.parent)
     done = python("fullshard.drop_in", script, "fail", "--nproc", "9")
@@ -78,6 +79,7 @@ def test_a_script_finds_itself_as_python_alone_would_run_it(script):
     ]
 
 
+@pytest.mark.slow
 def test_the_exit_status_is_that_of_the_rank_that_failed(script):
     done = python("fullshard", "run", "--nproc", 2, script, "exit", 7)
     assert done.stdout.count("fullshard.torch.fsdp1.wrapper") == 2
@@ -85,6 +87,7 @@ def test_the_exit_status_is_that_of_the_rank_that_failed(script):
     assert done.returncode == 7
 
 
+@pytest.mark.slow
 def test_spawned_ranks_have_the_drop_in(unused_port):
     done = python(
         "fullshard", "run", "--no-launch", SCRIPTS / "spawn_fsdp1.py", "--port", unused_port

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.rounding import rounding
-from support.world import run_script, without_warnings
+from support.world import home_of, run_script, without_warnings
 
 SCRIPTS = Path(__file__).parent / "scripts"
 T5, GPT = "summarize_t5_fsdp1.py", "gpt_fsdp2_checkpoints.py"
@@ -44,6 +44,12 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def printed(gloo_world, drop_in_world, tmp_path_factory):
     """Gives what rank 0 prints in a command, by PyTorch and by fullshard; runs each once."""
+
+    homes = [
+        set(world.launch(2, home_of, "torch.distributed.fsdp", "fully_shard"))
+        for world in (gloo_world, drop_in_world)
+    ]
+    assert homes == [{"torch.distributed.fsdp"}, {"fullshard.torch.fsdp2.fully_shard"}]
 
     @functools.cache
     def run(name):

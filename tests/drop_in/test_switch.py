@@ -10,6 +10,8 @@ import pytest
 from support import drop_in_checks
 from support.limits import PROCESS_S
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def failures():

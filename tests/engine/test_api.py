@@ -462,6 +462,7 @@ def run_script(environment):
     )
 
 
+@pytest.mark.slow
 def test_a_launchers_environment_initialises_the_default_group(unused_port):
     launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     result = run_script({**launched, "MASTER_PORT": str(unused_port)})
@@ -469,6 +470,7 @@ def test_a_launchers_environment_initialises_the_default_group(unused_port):
     assert "fullshard: initialised gloo over 1 ranks" in result.stderr
 
 
+@pytest.mark.slow
 def test_without_a_group_and_without_a_launcher_it_says_what_to_do():
     result = run_script({"RANK": "0"})
     assert result.returncode == 1

@@ -6,6 +6,7 @@ from functools import cache, partial
 import pytest
 import torch
 from support.models import GPT, Attention, Block, loss_of, make_batches, seeded
+from support.sampling import pairwise
 from support.training import LEARNING_RATE, MAX_NORM, STEPS, train_split
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -175,22 +176,29 @@ def train(comm, way, door, reentrant):
     return norms, {param.ownership.name: param.full_tensor() for param in model.parameters()}, trace
 
 
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
-def test_a_step_is_that_of_one_process(way, door, reentrant):
-    """Bit by bit; each unit is gathered twice (the root once), as without checkpointing."""
-    if reentrant and way is selective:
-        pytest.skip("torch has selective checkpointing without reentry only")
-    for world in (2, 3):
-        expected = split("gpt", torch.float32, world)
-        for norms, params, trace in LocalWorld(world).run(lambda c: train(c, way, door, reentrant)):
-            assert norms == expected.norms
-            assert params.keys() == expected.params.keys()
-            for name, value in expected.params.items():
-                assert torch.equal(params[name], value), name
-            assert (trace.count("gather"), trace.count("reduce")) == (5, 3)
-            assert {record.unit for record in trace} == {"(root)", "blocks.0", "blocks.1"}
+@pytest.mark.parametrize(
+    ("way", "door", "reentrant", "world"),
+    pairwise(
+        {way.__name__: way for way in WAYS},
+        DOORS,
+        {"reentrant": True, "not reentrant": False},
+        (2, 3),
+        without=lambda way, door, reentrant, world: reentrant and way is selective,
+    ),
+)
+def test_a_step_is_that_of_one_process(way, door, reentrant, world):
+    """Bit by bit; each unit is gathered twice (the root once), as without checkpointing.
+
+    Torch has selective checkpointing without reentry only.
+    """
+    expected = split("gpt", torch.float32, world)
+    for norms, params, trace in LocalWorld(world).run(lambda c: train(c, way, door, reentrant)):
+        assert norms == expected.norms
+        assert params.keys() == expected.params.keys()
+        for name, value in expected.params.items():
+            assert torch.equal(params[name], value), name
+        assert (trace.count("gather"), trace.count("reduce")) == (5, 3)
+        assert {record.unit for record in trace} == {"(root)", "blocks.0", "blocks.1"}
 
 
 class Chain(nn.Module):

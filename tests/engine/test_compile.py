@@ -12,6 +12,7 @@ from support.compile_workers import (
     eager,
     train,
 )
+from support.sampling import pairwise
 
 DOORS = ("wrapper", "function")
 HOWS = ("method", "function")
@@ -33,12 +34,17 @@ def check(found, expected):
         assert ops == eager_ops
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
-    "build",
-    [compiled_before, compiled_wrapper_is_unit, compiled_after],
-    ids=["before", "wrapper is unit", "after"],
+    ("build", "door", "how"),
+    pairwise(
+        {
+            "before": compiled_before,
+            "wrapper is unit": compiled_wrapper_is_unit,
+            "after": compiled_after,
+        },
+        DOORS,
+        HOWS,
+    ),
 )
 def test_blocks_are_one_graph_that_is_compiled_once(gloo_world, in_eager, build, door, how):
     """A break raises, since ``fullgraph`` is asked for; so does a second compilation."""

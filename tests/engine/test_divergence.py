@@ -66,6 +66,14 @@ def test_a_sleeping_rank_is_reported_with_what_it_did_last(endings, rank):
     assert re.search(wanted, endings["asleep", rank][3])
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_point_13_unequal_numbers_of_batches_name_the_ways_out(endings, rank):
+    text = endings["fewer batches", rank][3]
+    assert "rank 1: has left the process group" in text
+    assert "stop_together" in text
+    assert "pad_to_longest" in text
+
+
 def test_ranks_in_different_units_do_not_take_each_others_slices(endings):
     assert re.search(
         r"rank 1: (failed )?in gather of unit 'blocks.1'", endings["other order", 0][3]
@@ -240,6 +248,7 @@ def test_a_collective_that_a_device_does_not_complete_is_printed_once(gloo_world
     assert wanted in printed
 
 
+@pytest.mark.slow
 def test_importing_starts_no_thread():
     program = "import threading, fullshard.torch; print(threading.active_count())"
     result = subprocess.run(

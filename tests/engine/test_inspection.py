@@ -9,7 +9,6 @@ import torch
 from support.stack import WIDTH, Stack, shard_stack, step
 from torch import nn
 
-import fullshard
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.trace import Trace, TraceRecord
 from fullshard.testing import LocalComm, LocalWorld
@@ -25,7 +24,7 @@ from fullshard.torch import (
     tracing,
 )
 from fullshard.torch.inspection import describe
-from fullshard.torch.inspection.memory import memory_of_ranks
+from fullshard.torch.inspection.memory import memory_of_rank, memory_of_ranks
 from fullshard.torch.inspection.memory_summary import memory_summary
 from fullshard.torch.inspection.traffic import communication
 from fullshard.torch.step.managed import managed_units
@@ -158,7 +157,7 @@ def test_what_is_foreseen_is_sent(name, sent_by):
         optimizer.step()
         counted = communication(model, trace).counted
         traced = [counted.gather_bytes, counted.reduce_bytes, counted.all_reduce_bytes]
-        peak = memory_summary(model).rank.transient
+        peak = memory_summary(model).rank.transient_bytes
         return as_list(unseen), as_list(foreseen), measured, traced, peak, trace.peak_bytes
 
     for unseen, foreseen, measured, traced, peak, traced_peak in LocalWorld(WORLD).run(body):
@@ -268,12 +267,17 @@ def test_the_summary_is_what_rests(name, optimizer_class):
 
     for said, summary, rest in LocalWorld(WORLD).run(body):
         found = summary.rank
-        assert (found.parameters, found.gradients) == (rest.parameters_bytes, rest.gradients_bytes)
-        assert found.optimizer == rest.optimizer_bytes
+        assert (found.parameters_bytes, found.gradients_bytes) == (
+            rest.parameters_bytes,
+            rest.gradients_bytes,
+        )
+        assert found.optimizer_bytes == rest.optimizer_bytes
         assert summary.measured
-        assert (found.optimizer == said.rank.optimizer) == (optimizer_class is torch.optim.AdamW)
+        assert (found.optimizer_bytes == said.rank.optimizer_bytes) == (
+            optimizer_class is torch.optim.AdamW
+        )
         assert not said.measured
-        assert found.at_rest == rest.total_bytes
+        assert found.at_rest_bytes == rest.total_bytes
         assert summary.unsharded == plain_bytes(optimizer_class)
 
 
@@ -285,7 +289,7 @@ def plain_bytes(optimizer_class):
     found = memory_summary(model, optimizer)
     assert found.rank == found.unsharded
     rest = resting_bytes(model, optimizer)
-    held = (found.rank.parameters, found.rank.gradients, found.rank.optimizer)
+    held = (found.rank.parameters_bytes, found.rank.gradients_bytes, found.rank.optimizer_bytes)
     assert held == (rest.parameters_bytes, rest.gradients_bytes, rest.optimizer_bytes)
     return found.unsharded
 
@@ -314,7 +318,7 @@ def test_the_transient_peak_is_the_traces(name, prefetch):
             optimizer.zero_grad()
         with tracing(model) as trace:
             step(model)
-        return memory_summary(model).rank.transient, trace.peak_bytes
+        return memory_summary(model).rank.transient_bytes, trace.peak_bytes
 
     for foreseen, measured in LocalWorld(2).run(body):
         assert foreseen == measured
@@ -329,9 +333,9 @@ def test_savings_by_hand():
 
     summary = LocalWorld(4).run(body)[0]
     total, counters = 8 * 64 * 64 * 4, 8 * 4
-    assert summary.unsharded.at_rest == 4 * total + counters
-    assert summary.rank.at_rest == total + counters
-    assert summary.rank.transient == 4 * total // 8
+    assert summary.unsharded.at_rest_bytes == 4 * total + counters
+    assert summary.rank.at_rest_bytes == total + counters
+    assert summary.rank.transient_bytes == 4 * total // 8
     assert summary.times_larger == pytest.approx((4 * total + counters) / (total + counters))
     assert summary.savings == pytest.approx(1 - 1 / summary.times_larger)
     text = str(summary)
@@ -351,7 +355,11 @@ def test_the_copy_that_stays_when_optimizer_state_is_away_is_counted():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         copies = sum(m.unit.full.working.bytes for m in managed_units(model) if m.unit.params)
         resting = resting_bytes(model, optimizer)
-        return memory_summary(model, optimizer).rank.parameters, resting.parameters_bytes, copies
+        return (
+            memory_summary(model, optimizer).rank.parameters_bytes,
+            resting.parameters_bytes,
+            copies,
+        )
 
     for said, resting, copies in LocalWorld(2).run(body):
         assert said == resting + copies
@@ -388,9 +396,9 @@ def test_memory_of_ranks_is_told_to_all():
 
 
 def test_memory_follows_what_is_allocated():
-    before = fullshard.memory_of_rank()
+    before = memory_of_rank()
     block = torch.ones(64 * 2**20, dtype=torch.uint8)
-    after = fullshard.memory_of_rank()
+    after = memory_of_rank()
     assert after.host_rss_bytes - before.host_rss_bytes == pytest.approx(block.nbytes, rel=0.1)
     assert after.host_peak_rss_bytes >= after.host_rss_bytes
     if not torch.cuda.is_available():

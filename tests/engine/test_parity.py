@@ -24,7 +24,7 @@ plain = cache(train_plain)
 split = cache(train_split)
 
 
-def compare(name, dtype, runs, *, sharded):
+def compare(name, dtype, runs):
     world = len(runs)
     whole = plain(name, dtype, world)
     for updates, (loss, expected) in enumerate(zip(mean_losses(runs), whole.losses, strict=True)):
@@ -36,7 +36,7 @@ def compare(name, dtype, runs, *, sharded):
         for key, expected in whole.params.items():
             torch.testing.assert_close(runs[0].params[key], expected, rtol=0, atol=1e-9)
         return
-    reference = split(name, dtype, world, sharded)
+    reference = split(name, dtype, world)
     assert runs[0].norms == reference.norms
     for key, expected in reference.params.items():
         assert torch.equal(runs[0].params[key], expected), key
@@ -52,7 +52,7 @@ def test_wrapper_door(dtype, name, strategy, prefetch, world):
     runs = LocalWorld(world).run(
         lambda comm: train_sharded(comm, name, dtype, strategy=strategy, prefetch=prefetch)
     )
-    compare(name, dtype, runs, sharded=strategy != "NO_SHARD")
+    compare(name, dtype, runs)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -63,7 +63,7 @@ def test_bf16_parameters(name, strategy):
         runs = LocalWorld(world).run(
             lambda comm: train_sharded(comm, name, torch.bfloat16, strategy=strategy)
         )
-        compare(name, torch.bfloat16, runs, sharded=strategy != "NO_SHARD")
+        compare(name, torch.bfloat16, runs)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_function_door(name, strategy, eager, world):
     runs = LocalWorld(world, eager=eager).run(
         lambda comm: train_sharded(comm, name, torch.float32, strategy=strategy, door="function")
     )
-    compare(name, torch.float32, runs, sharded=True)
+    compare(name, torch.float32, runs)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_function_door(name, strategy, eager, world):
 )
 def test_gloo_processes(gloo_world, world, name, door):
     runs = gloo_world.run(world, train_sharded, name, torch.float32, door=door)
-    compare(name, torch.float32, runs, sharded=True)
+    compare(name, torch.float32, runs)
 
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_gloo_processes_with_other_strategies(gloo_world, world, strategy):
     runs = gloo_world.run(world, train_sharded, "gpt", torch.float64, strategy=strategy)
-    compare("gpt", torch.float64, runs, sharded=strategy != "NO_SHARD")
+    compare("gpt", torch.float64, runs)

@@ -10,6 +10,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from support import roll_call_workers as workers
@@ -17,7 +18,7 @@ from support.limits import PEERS_S, PROCESS_S
 
 from fullshard.testing import LocalWorld
 from fullshard.torch.comm.protocol import SoloComm
-from fullshard.torch.comm.roll_call import _Roll, call_roll
+from fullshard.torch.comm.watch.roll_call import _Roll, call_roll
 
 
 def test_what_one_rank_calls_alone_is_told_and_training_goes_on(gloo_world):
@@ -113,6 +114,7 @@ def test_all_come_or_none_whoever_leaves_when():
     assert len(set(completed[0])) == 2, "all rounds ended alike: nothing was put to the test"
 
 
+@pytest.mark.slow
 def test_a_rank_whose_peer_has_ended_is_told(unused_port):
     program = textwrap.dedent("""
         import sys
@@ -120,7 +122,7 @@ def test_a_rank_whose_peer_has_ended_is_told(unused_port):
         import torch.distributed as dist
         from fullshard.core.errors import UsageError
         from fullshard.torch.comm.process_group import ProcessGroupComm
-        from fullshard.torch.comm.roll_call import call_roll
+        from fullshard.torch.comm.watch.roll_call import call_roll
 
         rank, port = int(sys.argv[1]), sys.argv[2]
         dist.init_process_group(
@@ -146,11 +148,11 @@ def test_a_rank_whose_peer_has_ended_is_told(unused_port):
         for rank in range(2)
     ]
     try:
-        (told, _), (_, _) = [process.communicate(timeout=PROCESS_S) for process in processes]
+        (told, _), (_, errors) = [each.communicate(timeout=PROCESS_S) for each in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0]
+    assert [process.returncode for process in processes] == [0, 0], errors
     assert "rank 0 calls look()" in told
     assert "rank 1: has left the process group" in told
 

@@ -11,11 +11,11 @@ from support import state_dict_workers as workers
 from torch.distributed.tensor import Replicate, Shard
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.layout import Span
+from fullshard.core.layout import Span, SpansOfRanks
 from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel as FSDP
 from fullshard.torch import MixedPrecision
-from fullshard.torch.tensor.reslice import Cut, recut, rows_of_ranks
+from fullshard.torch.tensor.reslice import Cut, longest, overlaps, reslice, rows_of_ranks
 
 DOORS = ("wrapper", "function")
 
@@ -61,9 +61,19 @@ def test_intervals_are_exchanged(size):
             mine, want = held[comm.rank], wants[comm.rank]
             cuts.append(Cut(flat[mine.start : mine.stop], held, wants))
             wanted.append(flat[want.start : want.stop].tolist())
-        return [each.tolist() for each in recut(comm, cuts)] == wanted
+        return [each.tolist() for each in reslice(comm, cuts)] == wanted
 
     assert all(LocalWorld(size).run(body))
+
+
+@given(st.integers(0, 60), st.integers(1, 9), st.integers(0, 40), st.data())
+def test_overlaps_by_division_are_those_by_comparison(numel, shards, start, data):
+    slice_numel = data.draw(st.integers(-(-(start + numel) // shards), 120))
+    by_division = SpansOfRanks(start, numel, slice_numel, shards)
+    ends = sorted(data.draw(st.tuples(*[st.integers(0, numel)] * 2)))
+    wanted = Span(*ends)
+    assert overlaps(by_division, wanted) == overlaps(list(by_division), wanted)
+    assert longest(by_division) >= longest(list(by_division))
 
 
 # ---- modules ------------------------------------------------------------------------------------
@@ -92,14 +102,19 @@ def test_the_meta_device(gloo_world):
 # ---- PyTorch's functions, and PyTorch's engines -------------------------------------------------
 
 
-@pytest.mark.parametrize("name", workers.OPTIONS)
 @pytest.mark.parametrize(
-    ("door", "their_door"), [("function", "function"), ("wrapper", "function")]
+    ("door", "name"),
+    [
+        *zip(itertools.cycle(DOORS), workers.OPTIONS),
+        ("function", "sharded"),
+        ("function", "whole"),
+        ("wrapper", "flat"),
+    ],
 )
-def test_states_are_pytorchs(gloo_world, door, their_door, name):
+def test_states_are_pytorchs(gloo_world, door, name):
     # What the first rank has is sent to the whole world.
     gloo_world.run(
-        4 if name == "from the first rank" else 3, workers.both_ways, door, their_door, name
+        4 if name == "from the first rank" else 3, workers.both_ways, door, "function", name
     )
 
 

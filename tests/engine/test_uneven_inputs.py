@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.models import loss_of, make, make_batches
 from support.training import shard
-from support.uneven import turns
+from support.workers import turns
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.testing import LocalWorld

@@ -5,12 +5,12 @@ import gc
 
 import pytest
 import torch
-from fullshard.torch.comm.local_world import LocalWorld
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from fullshard.core.errors import UsageError
+from fullshard.testing import LocalWorld
 from fullshard.torch import fully_shard
 from fullshard.torch.step.unit_step import _MOVES, Phase, UnitStep
 

@@ -5,7 +5,7 @@ import contextlib
 from functools import cache
 
 import torch
-from support.models import CASES, loss_of, make, make_batches
+from support.models import CASES, loss_of, make, make_batches, place_of
 from support.training import shard
 from torch.utils.checkpoint import checkpoint
 
@@ -66,7 +66,7 @@ def train_split(name, world, *, checkpointing=None, around="forward", cached=Tru
 def train_sharded(comm, name, door, strategy, *, checkpointing=None, around="forward", cached=True):
     model = shard(built(name, checkpointing), name, comm, strategy, door)
     optimizer = optimizer_of(model)
-    rank, size = (comm.rank(), comm.size()) if callable(comm.rank) else (comm.rank, comm.size)
+    rank, size = place_of(comm)
     part = slice(2 * rank, 2 * rank + 2)
     losses = []
     with autocast(cached) if around == "training" else contextlib.nullcontext():

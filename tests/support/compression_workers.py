@@ -2,7 +2,7 @@
 """Training with compressed communication, alike on threads and on processes."""
 
 import torch
-from support.models import seeded
+from support.models import place_of, seeded
 from torch import nn
 
 from fullshard.torch import CommunicationCompression, fully_shard
@@ -29,7 +29,7 @@ def train(comm, choice, steps=3, **options):
     """Losses, and the whole parameters afterwards."""
     model = shard_stack(comm, choice, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rank = comm.rank() if callable(comm.rank) else comm.rank
+    rank, _ = place_of(comm)
     losses = []
     for _ in range(steps):
         loss = model(inputs_of(rank)).float().square().mean()

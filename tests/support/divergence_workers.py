@@ -23,7 +23,7 @@ from fullshard.torch import fully_shard
 from fullshard.torch.comm.process_group import ProcessGroupComm
 from fullshard.torch.comm.protocol import Done
 from fullshard.torch.comm.sibling_groups import timeout_s_of
-from fullshard.torch.comm.watchdog import Witness
+from fullshard.torch.comm.watch.watchdog import Witness
 
 RANKS = 3
 TIMEOUT_S = 10.0
@@ -57,6 +57,12 @@ def other_order(model):
     model.order = [0, 2, 1, 3]
 
 
+def fewer_batches(model):
+    dist.destroy_process_group()  # as at the end of a script
+    time.sleep(5)
+    sys.exit()
+
+
 # What goes wrong, and on which rank. Rank 0 keeps the store.
 CASES = {
     "killed": (killed, 1),
@@ -64,6 +70,7 @@ CASES = {
     "asleep": (asleep, 1),
     "other order": (other_order, 1),
     "other order in debug mode": (other_order, 2),
+    "fewer batches": (fewer_batches, 1),
 }
 
 

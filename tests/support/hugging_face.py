@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 import transformers
+from support.models import place_of
 from support.training import Run
 from torch import nn
 from transformers.models.bert.modeling_bert import BertLayer
@@ -166,7 +167,7 @@ def train_sharded(comm, name, door, strategy="FULL_SHARD", checkpointing=None, u
 
     ``units`` are the classes of modules to be units, by default that of the blocks.
     """
-    rank, size = (comm.rank(), comm.size()) if callable(comm.rank) else (comm.rank, comm.size)
+    rank, size = place_of(comm)
     plain = make(name)
     if checkpointing is not None:
         # the newer name; releases that have it warn of the older

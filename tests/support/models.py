@@ -192,6 +192,13 @@ def make_batches(name: str, steps: int, size: int, dtype: torch.dtype = torch.fl
     return [tuple(t.to(dtype) if t.is_floating_point() else t for t in b) for b in batches]
 
 
+def place_of(ranks) -> tuple[int, int]:
+    """This rank and how many there are, of a `Comm` or a process group."""
+    if callable(ranks.rank):
+        return ranks.rank(), ranks.size()
+    return ranks.rank, ranks.size
+
+
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     """Mean loss over all samples (and positions) of a batch."""
     if target.is_floating_point():

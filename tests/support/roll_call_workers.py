@@ -18,7 +18,7 @@ from fullshard.torch import (
     summon_full_params,
 )
 from fullshard.torch.comm.process_group import ProcessGroupComm
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.watch.roll_call import call_roll
 
 INSTEAD = "call it on every rank"
 

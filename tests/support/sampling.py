@@ -6,23 +6,24 @@ import itertools
 import pytest
 
 
-def pairwise(*axes):
+def pairwise(*axes, without=lambda *values: False):
     """Return parameter sets in which any two values of any two ``axes`` meet.
 
     A fault that needs two settings together is found as in the whole product, of which this is a
-    small part, always the same. An axis is a list, or a dict from ids to values.
+    small part, always the same. An axis is a list, or a dict from ids to values. Combinations for
+    which ``without`` returns true are left out.
     """
     axes = [axis if isinstance(axis, dict) else {str(each): each for each in axis} for axis in axes]
-    product = [(ids, _pairs(ids)) for ids in itertools.product(*axes)]
-    missing = set().union(*(pairs for _, pairs in product))
+    product = {
+        ids: values
+        for ids in itertools.product(*axes)
+        if not without(*(values := [axis[name] for axis, name in zip(axes, ids, strict=True)]))
+    }
+    pairs = {ids: set(itertools.combinations(enumerate(ids), 2)) for ids in product}
+    missing = set().union(*pairs.values())
     chosen = []
     while missing:
-        ids, found = max(product, key=lambda each: len(each[1] & missing))  # the first of the best
-        missing -= found
-        values = [axis[name] for axis, name in zip(axes, ids, strict=True)]
-        chosen.append(pytest.param(*values, id="-".join(ids)))
+        best = max(product, key=lambda ids: len(pairs[ids] & missing))  # the first of them
+        missing -= pairs[best]
+        chosen.append(pytest.param(*product[best], id="-".join(best)))
     return chosen
-
-
-def _pairs(ids):
-    return set(itertools.combinations(enumerate(ids), 2))

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 import torch
-from support.models import loss_of, make, make_batches
+from support.models import loss_of, make, make_batches, place_of
 from support.training import shard
 from torch import nn
 
@@ -44,7 +44,7 @@ def train_plain(name, steps, world, **how):
 
 
 def train_sharded(comm, name, steps, door="function", **how):
-    rank, size = (comm.rank(), comm.size()) if callable(comm.rank) else (comm.rank, comm.size)
+    rank, size = place_of(comm)
     model = shard(make(name, DTYPE), name, comm, door=door)
     part = slice(2 * rank, 2 * rank + 2)
     batches = [(x[part], y[part]) for x, y in make_batches(name, steps, 2 * size, DTYPE)]

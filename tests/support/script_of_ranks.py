@@ -17,7 +17,7 @@ sft.initialize_distributed_training()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from fullshard.torch import FullyShardedDataParallel  # noqa: E402
+from fullshard.torch import FullyShardedDataParallel, inspection  # noqa: E402
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -30,7 +30,7 @@ try:
         loss.backward()
         sft.log(f"Epoch {epoch}, loss {loss.item():.4f}")
     sft.log("told by all", all_ranks=True)
-    memory = sft.memory_of_ranks()
+    memory = inspection.memory_of_ranks()
     print(
         json.dumps(
             {
@@ -39,7 +39,7 @@ try:
                 "backend": dist.get_backend_config(),
                 "ranks": [each.rank for each in memory],
                 "differ": len({each.host_rss_bytes for each in memory}),
-                "span": sft.describe(model).parameters[0].span.numel,
+                "span": inspection.describe(model).parameters[0].span.numel,
             }
         ),
         flush=True,

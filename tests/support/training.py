@@ -4,11 +4,9 @@
 from dataclasses import dataclass
 
 import torch
-from support.models import CASES, loss_of, make, make_batches
+from support.models import CASES, loss_of, make, make_batches, place_of
 from torch import nn
 
-from fullshard.core.layout import lay_out
-from fullshard.core.spec import ParamSpec
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard, set_prefetch
 from fullshard.torch.comm.protocol import rank_order_sum
 
@@ -55,7 +53,7 @@ def train_sharded(comm, name, dtype, **how):
     model = shard(make(name, dtype), name, comm, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, norms = [], []
-    rank, size = (comm.rank(), comm.size()) if callable(comm.rank) else (comm.rank, comm.size)
+    rank, size = place_of(comm)
     for inputs, targets in make_batches(name, STEPS, 2 * size, dtype):
         part = slice(2 * rank, 2 * rank + 2)
         loss = loss_of(model(inputs[part]), targets[part])
@@ -88,10 +86,9 @@ def train_plain(name, dtype, world):
     return Run(losses, norms, {key: p.detach() for key, p in model.named_parameters()})
 
 
-def train_split(name, dtype, world, sharded=True):
+def train_split(name, dtype, world):
     """One process that takes each rank's part of the batch in turn and sums in rank order."""
     model = make(name, dtype)
-    spans = _spans(model, name, world if sharded else 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses, norms = [], []
     for inputs, targets in make_batches(name, STEPS, 2 * world, dtype):
@@ -110,43 +107,17 @@ def train_split(name, dtype, world, sharded=True):
             param.grad = torch.empty_like(param)
             rank_order_sum(grads, param.grad)
             param.grad.div_(world)
-        norms.append(_clip_by_spans(model, spans).item())
+        norms.append(_clip(model).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum(step_losses) / world)
     return Run(losses, norms, {key: p.detach() for key, p in model.named_parameters()})
 
 
-def _spans(model, name, shards):
-    """For each parameter the spans of the ranks, as the layout of its unit cuts it."""
-    units = [*CASES[name].units, ""]
-    spans = {}
-    for path in sorted(units, key=len, reverse=True):
-        below = model.get_submodule(path)
-        prefix = f"{path}." if path else ""
-        mine = [
-            ParamSpec(prefix + key, tuple(p.shape), str(p.dtype)[6:])
-            for key, p in below.named_parameters()
-            if prefix + key not in spans
-        ]
-        for segment, slot in lay_out(mine, shards):
-            spans[slot.spec.name] = segment.spans(slot)
-    return spans
-
-
-def _clip_by_spans(model, spans):
-    """What clip_grad_norm_ does, each parameter's norm taken from the norms of its spans."""
-    norms = []
-    for key, param in model.named_parameters():
-        flat = param.grad.reshape(-1)
-        if len(spans[key]) == 1:
-            norms.append(torch.linalg.vector_norm(flat))
-            continue
-        wide = torch.float32 if flat.dtype is torch.bfloat16 else None
-        parts = [flat[span.start : span.stop] for span in spans[key]]
-        squares = sum(torch.linalg.vector_norm(p, dtype=wide).double() ** 2 for p in parts)
-        norms.append((squares**0.5).to(param.dtype))
-    total = torch.linalg.vector_norm(torch.stack(norms))
+def _clip(model):
+    """Do what clip_grad_norm_ does, with norms that are taken in fp64 and rounded once."""
+    norms = [torch.linalg.vector_norm(p.grad.double()).to(p.dtype) for p in model.parameters()]
+    total = torch.linalg.vector_norm(torch.stack(norms).double()).to(norms[0].dtype)
     scale = torch.clamp(MAX_NORM / (total + 1e-6), max=1.0)
     for param in model.parameters():
         param.grad.mul_(scale)

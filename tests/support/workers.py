@@ -2,6 +2,7 @@
 """Functions that tests run on the ranks of a `support.world.World`."""
 
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from fullshard.torch import (
     fully_shard,
 )
 from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.comm.uneven_inputs import any_rank, pad_to_longest, stop_together
 from fullshard.torch.step.managed import managed_unit_of
 
 
@@ -87,3 +89,23 @@ def ways_to_name_axes(group):
         found[name] = ranks.gather.size, ranks.replicas.size, grad
     del os.environ["LOCAL_WORLD_SIZE"]
     return found
+
+
+def turns(group):
+    """The last rank has two batches, the others one."""
+    last = group.rank() == group.size() - 1
+    mine = ["a", "b"] if last else ["a"]
+    return (
+        list(stop_together(mine, group)),
+        list(pad_to_longest(mine, group)),
+        any_rank(last, group),
+    )
+
+
+def run_example(_group, page, source):
+    """Run an example on a rank; it finds the default process group of the world."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        # torch's own words about DeviceMesh and the like; fullshard's are errors
+        warnings.filterwarnings("ignore", module=r"torch\.")
+        exec(compile(source, page, "exec"), {"__name__": "__main__"})

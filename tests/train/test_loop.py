@@ -216,5 +216,5 @@ def test_unsharded_bytes_are_what_adamw_takes():
     optimizer.step()
     state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values())
     computed = Bytes.unsharded(model)
-    assert computed.optimizer == state
-    assert computed.parameters == computed.gradients == 4 * (15 + 3 + 3 + 3)
+    assert computed.optimizer_bytes == state
+    assert computed.parameters_bytes == computed.gradients_bytes == 4 * (15 + 3 + 3 + 3)

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is true of sharding before any framework is loaded: plain Python, standard library only."""
+"""The part of sharding that needs no framework: plain Python on the standard library."""
 
 __all__: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training step will hold and send, worked out from the schedule before it has run.
+"""Forecast from the schedule what a training step will hold and send.
 
 The schedule is asked what it would do in a step in which every unit runs once, in the order in
 which the model has them; each op then has its price. A step that reuses units, or in another order,
@@ -17,7 +17,7 @@ __all__ = ["Forecast", "Sent", "UnitCost", "forecast", "step_events"]
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What the ops on one unit hold and send, in bytes.
+    """The bytes that ops on one unit hold and send.
 
     ``part_bytes`` is what stays of the full parameters after SHRINK, and ``part_gather_bytes`` what
     a gather sends then. ``scratch_bytes`` is what a reduce holds beside the full gradients.
@@ -110,7 +110,7 @@ def forecast(
     costs: Mapping[int, UnitCost],
     prefetch: Prefetch,
 ) -> Forecast:
-    """What the step made of ``events`` holds and sends, if it begins with nothing gathered.
+    """Forecast the step made of ``events``, which begins with nothing gathered.
 
     A unit's full gradients are counted from the begin of its backward, the earliest they can come.
     """
@@ -129,7 +129,7 @@ def forecast(
 
 
 class _Held:
-    """What is there of one unit in the middle of the step."""
+    """The buffers of one unit in the middle of the step."""
 
     def __init__(self, cost: UnitCost):
         self.cost = cost

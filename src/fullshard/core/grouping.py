@@ -7,7 +7,7 @@ appears: so a tied weight has one owner, the nearest common ancestor of its user
 whenever one of them runs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
@@ -25,15 +25,29 @@ def group_parameters(
     """
     groups: dict[str, list[ParamSpec]] = {path: [] for path in unit_paths}
     for param in params:
-        places = (param.name, *param.aliases)
-        owners = [path for path in groups if all(_contains(path, place) for place in places)]
-        if not owners:
+        owner = _deepest(_around(param.name), groups)
+        for alias in param.aliases:
+            while owner is not None and not _contains(owner, alias):
+                owner = _deepest(_around(owner) if owner else (), groups)
+        if owner is None:
             raise ConfigurationError(
                 f"parameter {param.name!r} lies in none of the units {sorted(groups)}; "
                 "make their common root a unit"
             )
-        groups[max(owners, key=len)].append(param)
+        groups[owner].append(param)
     return {path: tuple(members) for path, members in groups.items()}
+
+
+def _around(name: str) -> Iterator[str]:
+    """The paths of the modules around ``name``, the deepest first, the root last."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+    yield ""
+
+
+def _deepest(paths: Iterable[str], units: Container[str]) -> str | None:
+    return next((path for path in paths if path in units), None)
 
 
 def _contains(path: str, name: str) -> bool:

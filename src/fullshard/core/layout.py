@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where every element of a unit lives: slots in a flat buffer, cut into equal slices.
+"""The place of every element of a unit: slots in a flat buffer, cut into equal slices.
 
 [Note: Equal slices]
 A unit's parameters lie one behind the other in a flat buffer, one segment for each kind
@@ -145,7 +145,7 @@ class Segment:
         return SpansOfRanks(slot.start, slot.stop - slot.start, self.slice_numel, self.shards)
 
     def offset_in_slice(self, slot: Slot, rank: int) -> int:
-        """Where the span of ``slot`` begins in slice ``rank``, in elements (0 if it is empty)."""
+        """The start of the span of ``slot`` in slice ``rank``, in elements (0 if it is empty)."""
         span = self.span(slot, rank)
         return slot.start + span.start - rank * self.slice_numel if span.numel else 0
 

@@ -112,7 +112,7 @@ def device_named(reported: str) -> Device | None:
 
 
 def parameter_numel(shape: Transformer) -> int:
-    """How many parameters a model of this shape has."""
+    """The number of parameters of a model of this shape."""
     kv_width = shape.kv_heads * shape.head_width
     attention = 2 * shape.width * shape.width + 2 * shape.width * kv_width
     feed_forward = 3 * shape.width * shape.hidden

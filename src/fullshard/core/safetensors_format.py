@@ -5,18 +5,21 @@ https://github.com/huggingface/safetensors#format. Only the header and the order
 here; what the bytes are is the engines' business.
 """
 
+import contextlib
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fullshard.core.errors import ConfigurationError
 
 __all__ = ["DTYPE_BYTES", "Entry", "FileWriter", "Place", "entries_in", "header_of", "places_in"]
 
+_METADATA = "__metadata__"  # the one key of a header that is no tensor
 LARGEST_HEADER_BYTES = 100_000_000  # as the format says
 
 # Bytes of one element, by the format's names of dtypes.
@@ -61,50 +64,84 @@ class Place:
 
 
 class FileWriter:
-    """A file that appears under its name when it is complete; keeps its first failure."""
+    """A file that appears under its name when it is complete; keeps its first failure.
+
+    Until then it lies beside the target, with ``.partial`` behind its name. End with `finish`, or
+    with `abandon` after an exception: both remove what is not complete. A target that is there
+    and no regular file (a device, a pipe, a folder) is a failure, and is left alone.
+    """
 
     def __init__(self, target: Path, header: bytes):
-        self._target = target
-        self._staging = target.with_name(f"{target.name}.partial")
-        self._file: IO[bytes] | None = None
+        self._target = Path(os.path.realpath(target))  # through a link, as writing to it would go
+        self._staging = self._target.with_name(f"{self._target.name}.partial")
+        self._descriptor: int | None = None
         self.failure: OSError | None = None
         try:
-            self._file = self._staging.open("wb")
+            _refuse_other_than_file(self._target)
+            _refuse_other_than_file(self._staging)
+            self._staging.unlink(missing_ok=True)  # of a process that was killed
+            self._descriptor = os.open(self._staging, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
             self.failure = error
         self.append(header)
 
     def append(self, data: bytes | memoryview) -> None:
         """Write the next bytes."""
-        if self._file is None or self.failure is not None:
+        if self._descriptor is None or self.failure is not None:
             return
+        rest = memoryview(data).cast("B")
         try:
-            self._file.write(data)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
         except OSError as error:
             self.failure = error
 
     def finish(self) -> None:
         """Let the file appear, unless something has failed."""
-        if self._file is None:
+        if self._descriptor is None:
             return
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            if self.failure is None:
+        if self.failure is None:
+            try:
+                os.fsync(self._descriptor)
+                if not os.path.samestat(os.fstat(self._descriptor), self._staging.stat()):
+                    raise FileExistsError(f"somebody else writes {self._staging} too")
                 self._staging.replace(self._target)
-            else:
-                self._staging.unlink(missing_ok=True)
+            except OSError as error:
+                self.failure = error
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Remove what has been written, unless it is complete."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), self._staging.stat()):
+                self._staging.unlink()
+        try:
+            os.close(descriptor)
         except OSError as error:
             self.failure = self.failure or error
 
 
+def _refuse_other_than_file(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(mode):
+        raise FileExistsError(f"{path} is there, and is no regular file")
+
+
 def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> bytes:
-    """What a file begins with that has the bytes of ``entries`` behind it, in their order.
+    """The header of a file in which the bytes of ``entries`` follow in their order.
 
     ``metadata`` is told beside ``format``, which other readers look for.
+    Raises `ConfigurationError` for a name that the format cannot hold.
     """
-    described: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    if _METADATA in entries:
+        raise ConfigurationError(f"a tensor cannot be named {_METADATA!r} in a safetensors file")
+    described: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
     start = 0
     for name, entry in entries.items():
         stop = start + entry.size_bytes
@@ -114,13 +151,16 @@ def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None =
             "data_offsets": [start, stop],
         }
         start = stop
-    text = json.dumps(described).encode()
+    try:
+        text = json.dumps(described, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(f"a name cannot be written as UTF-8: {error}") from error
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def places_in(source: Path, wanted: Mapping[str, Entry]) -> dict[str, Place]:
-    """Where in the file each entry begins, if it holds these entries and no others.
+    """The offset of each entry in a file that holds these entries and no others.
 
     Raises `ConfigurationError` if it does not fit, `OSError` if it cannot be read.
     """
@@ -131,18 +171,14 @@ def places_in(source: Path, wanted: Mapping[str, Entry]) -> dict[str, Place]:
             f"the model's {_some(lacking)} are not in it, its {_some(unknown)} not in the model"
         )
     for name, entry in wanted.items():
-        told = described[name] if isinstance(described[name], dict) else {}
-        found = told.get("dtype"), told.get("shape")
-        expected = entry.dtype, list(entry.shape)
-        if found != expected:
+        found = _entry_told(name, described[name])
+        if found != entry:
             raise ConfigurationError(
-                f"{name!r} is {expected[0]} of shape {expected[1]} in the model, "
-                f"{found[0]} of shape {found[1]} in the file"
+                f"{name!r} is {entry.dtype} of shape {list(entry.shape)} in the model, "
+                f"{found.dtype} of shape {list(found.shape)} in the file"
             )
-    return {
-        name: Place(entry, first + _start_of(name, described[name], entry, data_bytes))
-        for name, entry in wanted.items()
-    }
+    places = _places(described, first, data_bytes)
+    return {name: places[name] for name in wanted}
 
 
 def entries_in(source: Path) -> dict[str, Place]:
@@ -150,19 +186,15 @@ def entries_in(source: Path) -> dict[str, Place]:
 
     Raises `ConfigurationError` for a header that cannot be, `OSError` if it cannot be read.
     """
-    described, first, data_bytes = _header_in(source)
-    places = {}
-    for name, told in described.items():
-        entry = _entry_told(name, told)
-        places[name] = Place(entry, first + _start_of(name, told, entry, data_bytes))
-    return places
+    return _places(*_header_in(source))
 
 
 def _entry_told(name: str, told: Any) -> Entry:
     told = told if isinstance(told, dict) else {}
     dtype, shape = told.get("dtype"), told.get("shape")
     if not (
-        dtype in DTYPE_BYTES
+        isinstance(dtype, str)
+        and dtype in DTYPE_BYTES
         and isinstance(shape, list)
         and all(type(size) is int and size >= 0 for size in shape)
     ):
@@ -170,21 +202,59 @@ def _entry_told(name: str, told: Any) -> Entry:
     return Entry(dtype, tuple(shape))
 
 
+def _places(described: Mapping[str, Any], first: int, data_bytes: int) -> dict[str, Place]:
+    """Where all entries begin, if together they are all of the data, each byte once."""
+    spans: list[tuple[int, int, str]] = []
+    places = {}
+    for name, told in described.items():
+        entry = _entry_told(name, told)
+        start = _start_of(name, told, entry, data_bytes)
+        spans.append((start, start + entry.size_bytes, name))
+        places[name] = Place(entry, first + start)
+    end = 0
+    for start, stop, name in sorted(spans):
+        if start != end:
+            raise ConfigurationError(
+                f"{name!r} begins at byte {start} of the data, but what is before it ends at {end}"
+            )
+        end = stop
+    if end != data_bytes:
+        raise ConfigurationError(f"its entries end at byte {end} of {data_bytes} bytes of data")
+    return places
+
+
 def _header_in(source: Path) -> tuple[dict[str, Any], int, int]:
-    """What the header tells, where the data begin, and how many bytes of them there are."""
+    """Read the header; return its content, the offset of the data and their size in bytes."""
+    if not stat.S_ISREG(source.stat().st_mode):  # a pipe would be waited for
+        raise ConfigurationError("it is no regular file")
     with source.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        data_bytes = source.stat().st_size - 8 - size
+        data_bytes = os.fstat(file.fileno()).st_size - 8 - size
         if size > LARGEST_HEADER_BYTES or data_bytes < 0:
             raise ConfigurationError(f"it is no safetensors file: its header has {size} bytes")
         try:
-            described = json.loads(file.read(size))
+            described = json.loads(file.read(size).decode(), object_pairs_hook=_without_duplicates)
+        except RecursionError:  # with its thousand frames as a cause nobody could read it
+            raise ConfigurationError(
+                "it is no safetensors file: its header is nested too deeply"
+            ) from None
         except ValueError as error:
             raise ConfigurationError(f"it is no safetensors file: {error}") from error
     if not isinstance(described, dict):
         raise ConfigurationError("it is no safetensors file: its header is no JSON object")
-    described.pop("__metadata__", None)
+    notes = described.pop(_METADATA, {})
+    if not isinstance(notes, dict) or not all(isinstance(each, str) for each in notes.values()):
+        raise ConfigurationError(f"it is no safetensors file: its {_METADATA} has other than texts")
     return described, 8 + size, data_bytes
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"its header has {name!r} more than once")
+        found[name] = value
+    return found
 
 
 def _start_of(name: str, told: Mapping[str, Any], entry: Entry, data_bytes: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ops follow which event: when units are gathered, freed and reduced.
+"""The schedule: which units to gather, free and reduce after each event of a step.
 
 The engine tells a `Scheduler` what happens (a unit's forward begins, its backward ends, ...) and
 gets back the ops to carry out, in order. Nothing here touches a tensor: the same function drives
@@ -25,7 +25,7 @@ __all__ = ["Event", "Moment", "Op", "OpKind", "Scheduler", "UnitPolicy", "compil
 
 
 class Moment(Enum):
-    """What can happen to a unit in a step."""
+    """An event of a unit in a step."""
 
     FORWARD_BEGIN = auto()
     FORWARD_END = auto()
@@ -42,7 +42,7 @@ class Event(NamedTuple):
 
 
 class OpKind(Enum):
-    """What the engine can do to a unit."""
+    """An action of the engine on a unit."""
 
     __hash__ = object.__hash__  # that of Enum is slow, and there is one look-up for each op
 
@@ -64,7 +64,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitPolicy:
-    """How one unit is treated.
+    """The settings of one unit's schedule.
 
     ``full_bytes`` is its size when it is full. ``gathered`` is false for one whose resting state is
     the full one (replicated, or empty); ``reduced`` is false for one without trainable parameters.
@@ -88,7 +88,7 @@ class UnitPolicy:
 
 
 class _State:
-    """What is where in the middle of a step, and the rules that move it."""
+    """The state of all units in the middle of a step, and the rules that change it."""
 
     def __init__(self, policies: Mapping[int, UnitPolicy], prefetch: Prefetch):
         self.policies = policies
@@ -227,14 +227,20 @@ class _State:
 _BACKWARD = (Moment.BACKWARD_BEGIN, Moment.BACKWARD_END)
 
 
-def _upcoming(events: Sequence[Event], position: int) -> Iterator[int]:
-    """The units whose use begins after ``events[position]``, up to the end of the same phase."""
-    in_backward = any(event.moment in _BACKWARD for event in events[: position + 1])
-    for moment, unit in events[position + 1 :]:
-        if moment in _BACKWARD and not in_backward:
-            return
+def _upcoming(events: Sequence[Event], position: int, turn: int) -> Iterator[int]:
+    """The units whose use begins after ``events[position]``, up to the end of the same phase.
+
+    ``turn`` is the position of the first event of backward.
+    """
+    for place in range(position + 1, turn if position < turn else len(events)):
+        moment, unit = events[place]
         if moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_BEGIN):
             yield unit
+
+
+def _turn(events: Sequence[Event]) -> int:
+    backward = (place for place, event in enumerate(events) if event.moment in _BACKWARD)
+    return next(backward, len(events))
 
 
 @dataclass(frozen=True)
@@ -247,11 +253,11 @@ class _Compiled:
 def _compile(
     events: Sequence[Event], policies: Mapping[int, UnitPolicy], prefetch: Prefetch
 ) -> _Compiled:
-    state = _State(policies, prefetch)
+    state, turn = _State(policies, prefetch), _turn(events)
     ops, before = [], []
     for position, event in enumerate(events):
         before.append(state.copy())
-        ops.append(tuple(state.decide(event, _upcoming(events, position))))
+        ops.append(tuple(state.decide(event, _upcoming(events, position, turn))))
     return _Compiled(tuple(events), tuple(ops), tuple(before))
 
 
@@ -262,7 +268,11 @@ def compile_step(
 
     ``policies`` holds one entry for each unit number in ``events``.
     """
-    return _compile(events, policies, prefetch).ops
+    state, turn = _State(policies, prefetch), _turn(events)
+    return tuple(
+        tuple(state.decide(event, _upcoming(events, position, turn)))
+        for position, event in enumerate(events)
+    )
 
 
 class Scheduler:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is to shard, told without a framework."""
+"""Descriptions of parameters to shard, without a framework."""
 
 import math
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is sharded, for how long, and how far ahead of use it is gathered: as data.
+"""Strategies as data: what is sharded, for how long, and how far ahead of use it is gathered.
 
 A strategy names what happens on one axis of the mesh. On a *sharded* axis every rank keeps one
 slice of parameters, gradients and optimizer state; on a *replicated* axis every rank keeps all of
@@ -26,7 +26,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Sharding:
-    """What one strategy does along its axis; traffic and memory are in units of P parameter bytes.
+    """The effect of a strategy along its axis; traffic and memory are in units of P bytes.
 
     ============== ================= ============================ ==========================
     strategy       at rest           moved per rank and step      full parameters held
@@ -60,7 +60,7 @@ class ShardingStrategy(Enum):
 
     @property
     def sharding(self) -> Sharding:
-        """What is sharded, and for how long."""
+        """The sharding that the strategy stands for."""
         return Sharding(
             sharded=self is not ShardingStrategy.NO_SHARD,
             reshard_after_forward=self.name in ("FULL_SHARD", "HYBRID_SHARD"),
@@ -82,7 +82,7 @@ class BackwardPrefetch(Enum):
 
 @dataclass(frozen=True)
 class Prefetch:
-    """How many units are gathered ahead of use, and how many reduces may be under way at once.
+    """The number of units to gather ahead of use, and of reduces in flight at once.
 
     With ``least_bytes`` there may be more of each, as long as those but the last hold fewer bytes
     together: a link is kept busy by bytes, not by a count of units that may be small.
@@ -139,7 +139,7 @@ _CASTABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 @dataclass(frozen=True)
 class Offload:
-    """What rests in host memory instead of the device's.
+    """The choice of what rests in host memory instead of the device's.
 
     With ``params``, shards rest there and every gather begins with a copy to the device. With
     ``optimizer`` alone, the device keeps a working shard in the dtype of computation, which is

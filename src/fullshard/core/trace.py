@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was done, when, and what it held in memory: one record for planned and for measured ops."""
+"""Traces: one record for each op, planned or measured, with its time and the memory held."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -46,7 +46,7 @@ class Trace:
         return max((record.live_bytes for record in self.records), default=0)
 
     def count(self, op: str) -> int:
-        """How many ops of one kind were done."""
+        """Count the ops of one kind."""
         return sum(record.op == op for record in self.records)
 
     def save(self, path: str | Path) -> None:

@@ -36,20 +36,20 @@ examples:
   torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard doctor     between hosts
   srun fullshard doctor --json
 
-exit status: 0, or 1 if something severe was found: training would fail, hang, or learn something
-else than meant
+exit status: 0, or 1 after a severe finding: training would fail, hang, or learn something else
+than intended; 2 for invalid arguments
 """
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``fullshard doctor``; returns the exit status. Collective where a launcher started it.
 
-    Raises `ConfigurationError` for arguments that cannot be, before anything is started.
+    Raises `ConfigurationError` for invalid arguments, before anything is started.
     """
     arguments = _parser().parse_args(argv)
     sizes_bytes = [parse_size(text) for text in arguments.size or ()] or list(SIZES_BYTES)
     found = _launched(arguments.nproc)
-    # Read before ranks are started: a path that is wrong is told at once.
+    # Read before ranks are started, so that a wrong path is reported at once.
     findings = check_scripts(arguments.scripts) if rank_of(os.environ) == 0 else []
     if found is not None:
         os.environ.update(found)
@@ -69,8 +69,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fullshard doctor",
-        description="Look at this machine, measure the links between ranks, read scripts; say what "
-        "goes wrong in training, and the mend. Scripts are read, never run.",
+        description="Check this machine, measure the links between ranks and read scripts. Report "
+        "what would go wrong in training, with a fix for each finding. Scripts are never run.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -89,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a size of buffer to measure, such as 256KiB or 16MiB; may be repeated "
         "(default: 64KiB to 64MiB)",
     )
-    parser.add_argument("--no-links", dest="links", action="store_false", help="measure nothing")
+    parser.add_argument(
+        "--no-links", dest="links", action="store_false", help="do not measure the links"
+    )
     parser.add_argument("--json", action="store_true", help="write one JSON object instead")
     return parser
 
@@ -106,11 +108,11 @@ def parse_size(text: str) -> int:
 
 
 def _launched(nproc: int | None) -> Mapping[str, str] | None:
-    """What to add to the environment to join launched ranks, None if there are none to join."""
+    """The variables to add to the environment to join launched ranks; None without any."""
     try:
         launcher_environment(os.environ)
     except ValueError:
-        return None  # the environment is at odds with itself, which is one of the findings
+        return None  # the environment contradicts itself, which is one of the findings
     return launcher_environment(os.environ, local_only=nproc is not None)
 
 

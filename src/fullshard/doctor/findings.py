@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor says: one `Finding` for each thing that is not as it should be."""
+"""The doctor's findings: one `Finding` for each problem."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,20 +11,20 @@ Severity = Literal["severe", "warning", "note"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing found, for people.
+    """One problem, described for people: what it is, what it means and how to fix it.
 
-    ``severity``: "severe" means that training fails, hangs or learns something else than meant;
-    "warning" that it costs time, memory or reproducibility; "note" that it is good to know.
+    ``severity``: "severe" means that training fails, hangs or learns something else than intended;
+    "warning" that the problem costs time, memory or reproducibility; "note" is information.
     ``where`` is a host, or a script's ``path:line``; empty for this machine.
     """
 
     severity: Severity
     what: str
     means: str
-    mend: str
+    fix: str
     where: str = ""
 
 
 def is_severe(finding: Finding) -> bool:
-    """Whether the command ends with status 1 because of it."""
+    """Return whether the command ends with status 1 because of it."""
     return finding.severity == "severe"

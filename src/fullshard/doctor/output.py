@@ -24,7 +24,7 @@ _ORDER = ("severe", "warning", "note")
 
 @dataclass(frozen=True)
 class Report:
-    """All that one run of the doctor has to say. ``facts`` are by host."""
+    """The result of one run of the doctor. ``facts`` are by host."""
 
     facts: dict[str, dict[str, str]]
     findings: list[Finding]
@@ -66,7 +66,7 @@ def print_report(report: Report, *, rich: bool = RICH) -> None:
             if finding.severity == severity:
                 where = f"{finding.where}: " if finding.where else ""
                 print(f"{severity}: {where}{finding.what}")
-                print(f"    {finding.means}\n    -> {finding.mend}\n")
+                print(f"    {finding.means}\n    -> {finding.fix}\n")
     counts = [
         f"{sum(finding.severity == severity for finding in report.findings)} {severity}"
         for severity in _ORDER

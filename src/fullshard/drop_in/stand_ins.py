@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of torch's modules a script may take sharding from, and what it finds there instead.
+"""The modules of torch that a script may take sharding from, and their stand-ins.
 
 [Note: Stand-ins] A served module is not changed. Another module object takes its place in
 ``sys.modules`` and in its parent: public names of ours first, everything else passed on to
@@ -27,8 +27,8 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.parallel.fsdp  # noqa: F401
 from torch.distributed.fsdp import wrap as torch_wrap
 
-import fullshard.torch
 import fullshard.wrap
+from fullshard.torch import fsdp1, fsdp2
 
 __all__ = ["replaced_names", "stand_in", "torchs_modules"]
 
@@ -45,23 +45,19 @@ _SERVED_MODULES = (
     "torch.distributed._composable.fsdp.fully_shard",
 )
 
-_OURS = {name: getattr(fullshard.torch, name) for name in fullshard.torch.__all__} | {
-    name: getattr(fullshard.wrap, name) for name in fullshard.wrap.__all__
+_OURS = {
+    name: getattr(home, name) for home in (fsdp1, fsdp2, fullshard.wrap) for name in home.__all__
 }
 
 # What in torch wraps modules without sharding them (activation checkpointing) wants this base of a
 # policy that is no function, and calls what ours has too. A mark that stays, and changes nothing.
 torch_wrap._Policy.register(fullshard.wrap.CustomPolicy)
 
-_INSTEAD = {
-    "FlatParameter": "there is none here: parameters keep their names and shapes in "
-    "model.parameters(), each a fullshard.torch.ShardedParameter; leave the check out",
-}
 _OTHERWISE = "start the script without fullshard if it cannot do without"
 
 
 def replaced_names(original: ModuleType) -> dict[str, Any]:
-    """What a script finds under torch's public names in a served module, by name."""
+    """The replacements for torch's public names in a served module, by name."""
     return {name: _OURS[name] for name in _public(original) if name in _OURS}
 
 
@@ -100,8 +96,7 @@ def _passing_on(original: ModuleType, lacking: set[str]) -> Callable[[str], Any]
         if name in lacking:
             # Not an AttributeError: `from ... import name` would swallow its message.
             raise ImportError(
-                f"fullshard stands in for {original.__name__} and has no {name}: "
-                f"{_INSTEAD.get(name, _OTHERWISE)}",
+                f"fullshard stands in for {original.__name__} and has no {name}: {_OTHERWISE}",
                 name=original.__name__,
             )
         return getattr(original, name)

@@ -16,7 +16,7 @@ _before: dict[str, ModuleType] = {}
 
 
 def is_on() -> bool:
-    """Whether ``torch.distributed.fsdp`` is fullshard's in this process."""
+    """Return whether ``torch.distributed.fsdp`` is fullshard's in this process."""
     return bool(_before)
 
 

@@ -97,13 +97,17 @@ def save_weights(
     by_key: dict[str, list[_Stored]] = {}
     for each in stored.values():
         by_key.setdefault(each.key, []).append(each)
-    for key, places in by_key.items():
-        array = step.gather_array(state, key)
+    try:
+        for key, places in by_key.items():
+            array = step.gather_array(state, key)
+            if writer is not None:
+                for each in places:
+                    writer.append(each.in_file(array))
         if writer is not None:
-            for each in places:
-                writer.append(each.in_file(array))
-    if writer is not None:
-        writer.finish()
+            writer.finish()
+    finally:
+        if writer is not None:
+            writer.abandon()
     failure = writer.failure if writer is not None else None
     _raise_together(f"could not write the weights to {target}", failure)
 

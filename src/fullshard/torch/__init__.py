@@ -1,32 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """fullshard's engine on torch.distributed.
 
-`FullyShardedDataParallel` has FSDP1's signature, `fully_shard` FSDP2's; behind both doors is the
-same engine. Outside of forward and backward, parameters are `ShardedParameter`s.
+`FullyShardedDataParallel` has FSDP1's signature, `fully_shard` FSDP2's; behind both interfaces is
+the same engine. Outside of forward and backward, parameters are `ShardedParameter`s. ``__all__``
+lists what to know first. Every further public name of `fullshard.torch.fsdp1`,
+`fullshard.torch.fsdp2` and `fullshard.torch.inspection` can be imported from here, too.
 """
 
-from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
-from fullshard.core.trace import Trace
-from fullshard.torch.checkpoint import (
-    Background,
-    Keep,
-    Loaded,
-    RunFolder,
-    Saving,
-    load_checkpoint,
-    save_checkpoint,
-)
+import importlib
+from typing import Any
+
+from fullshard.core.strategy import ShardingStrategy
+from fullshard.torch import inspection
+from fullshard.torch.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.torch.comm.compressed import CommunicationCompression
-from fullshard.torch.comm.uneven_inputs import any_rank, pad_to_longest, stop_together
+from fullshard.torch.comm.uneven_inputs import stop_together
 from fullshard.torch.fsdp1.wrapper import FullyShardedDataParallel
 from fullshard.torch.fsdp2.fully_shard import fully_shard
-from fullshard.torch.fsdp2.module import (
-    FSDPModule,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
-from fullshard.torch.inspection.memory_summary import RestingBytes, resting_bytes
+from fullshard.torch.fsdp2.module import FSDPModule
 from fullshard.torch.inspection.traffic import tracing
 from fullshard.torch.optim.checks import clip_grad_norm_
 from fullshard.torch.optim.grad_scaler import ShardedGradScaler
@@ -35,77 +26,52 @@ from fullshard.torch.sharding.memory_pool import use_memory_pool
 from fullshard.torch.sharding.options import (
     CPUOffload,
     CPUOffloadPolicy,
-    DataParallelMeshDims,
     MixedPrecision,
     MixedPrecisionPolicy,
-    OffloadPolicy,
 )
-from fullshard.torch.sharding.shard import set_prefetch
+from fullshard.torch.sharding.shard import keep_for_double_backward, set_prefetch
 from fullshard.torch.sharding.summon import summon_full_params
-from fullshard.torch.state.state_dict_types import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
 from fullshard.torch.state.weights_file import load_full_weights, save_full_weights
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = [
-    "Background",
-    "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
     "CommunicationCompression",
-    "DataParallelMeshDims",
     "FSDPModule",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "Keep",
-    "Loaded",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "RestingBytes",
-    "RunFolder",
-    "Saving",
     "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
     "ShardedParameter",
-    "ShardedStateDictConfig",
     "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "Trace",
-    "UnshardHandle",
-    "any_rank",
     "clip_grad_norm_",
     "fully_shard",
+    "inspection",
+    "keep_for_double_backward",
     "load_checkpoint",
     "load_full_weights",
     "overlap_optimizer",
-    "pad_to_longest",
-    "register_fsdp_forward_method",
-    "resting_bytes",
     "save_checkpoint",
     "save_full_weights",
     "set_prefetch",
-    "share_comm_ctx",
     "stop_together",
     "summon_full_params",
     "tracing",
     "use_memory_pool",
 ]
+
+# Modules whose ``__all__`` can be imported from here, too, in the order in which they are asked.
+_MORE = ("fsdp1", "fsdp2", "inspection", "checkpoint", "comm.uneven_inputs")
+
+
+def __getattr__(name: str) -> Any:
+    for home in _MORE if not name.startswith("_") else ():
+        module = importlib.import_module(f"fullshard.torch.{home}")
+        if name in module.__all__:
+            return getattr(module, name)
+    raise AttributeError(f"module 'fullshard.torch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

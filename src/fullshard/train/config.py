@@ -47,25 +47,27 @@ def _option(default: Any, meaning: str, **limits: float) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What is trained."""
+    """The model to train."""
 
     name: Literal["gpt", "mnist"] = _option("gpt", "gpt: predict bytes of text; mnist: read digits")
     preset: str = _option("nano", "size of the gpt: nano, micro, small, gpt2-124m, llama3-8b, ...")
-    context: int = _option(0, "bytes the gpt sees at once; 0: the preset's", least=0)
+    context: int = _option(0, "bytes that the gpt sees at once; 0: as the preset says", least=0)
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What it is trained on."""
+    """The data to train on."""
 
     paths: tuple[str, ...] = _option(
-        (), "text files or folders; none: this Python's own docs and source"
+        (), "text files or folders; empty: the docs and source of this Python"
     )
     validation_paths: tuple[str, ...] = _option(
-        (), "held-back files or folders; none: a share of the files"
+        (), "files or folders to validate on; empty: a share of the files"
     )
-    validation_share: float = _option(0.05, "share of the files that is held back", least=0, most=1)
-    validation_samples: int = _option(128, "samples that validation looks at", least=1)
+    validation_share: float = _option(
+        0.05, "share of the files that is held back for validation", least=0, most=1
+    )
+    validation_samples: int = _option(128, "samples in each validation", least=1)
 
 
 @dataclass(frozen=True)
@@ -75,39 +77,42 @@ class OptimConfig:
     lr: float = _option(3e-3, "highest learning rate, reached after the warm-up", least=0)
     warmup_steps: int = _option(60, "steps in which the learning rate rises from 0", least=0)
     final_lr_share: float = _option(0.02, "share of lr that the cosine ends at", least=0, most=1)
-    beta1: float = _option(0.9, "memory of the mean gradient", least=0, below=1)
-    beta2: float = _option(0.95, "memory of the squared gradient", least=0, below=1)
-    weight_decay: float = _option(0.1, "decay of matrices (not of norms and biases)", least=0)
-    clip_norm: float = _option(1.0, "longest gradient, as global norm; 0: no clipping", least=0)
+    beta1: float = _option(0.9, "decay of the running mean of gradients", least=0, below=1)
+    beta2: float = _option(0.95, "decay of the running mean of squared gradients", least=0, below=1)
+    weight_decay: float = _option(
+        0.1, "weight decay of matrices (norms and biases have none)", least=0
+    )
+    clip_norm: float = _option(1.0, "largest global norm of the gradients; 0: no clipping", least=0)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How long, how much at a time, on what."""
+    """The length of the run, its batches, and the engine."""
 
-    engine: Literal["torch", "jax"] = _option("torch", "what computes; short: --engine")
+    engine: Literal["torch", "jax"] = _option("torch", "library that computes; short: --engine")
     steps: int = _option(1000, "optimizer steps", least=1)
-    batch: int = _option(8, "samples of a step, over all ranks together", least=1)
+    batch: int = _option(8, "samples in a step, over all ranks together", least=1)
     dtype: Literal["float32", "bfloat16"] = _option("float32", "dtype of the parameters")
-    seed: int = _option(0, "of weights, sample order and dropout", least=0)
+    seed: int = _option(0, "seed of weights, sample order and dropout", least=0)
     initial_weights: str = _option(
-        "", "safetensors file to begin with, such as a run's; empty: drawn from seed"
+        "", "safetensors file to start from, such as a run's; empty: random from seed"
     )
     eval_every: int = _option(
-        250, "steps between validations (there is always one at the end)", least=1
+        250, "steps between validations (the run always ends with one)", least=1
     )
     on_nonfinite: Literal["stop", "skip"] = _option(
-        "stop", "when a loss or gradient is infinite or NaN on any rank: stop, or skip the step"
+        "stop",
+        "if a loss or gradient is infinite or NaN on any rank: stop the run, or skip the step",
     )
 
 
 @dataclass(frozen=True)
 class ShardConfig:
-    """How parameters, gradients and optimizer state are spread over the ranks."""
+    """The division of parameters, gradients and optimizer state over the ranks."""
 
     strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"] = _option(
         "FULL_SHARD",
-        "FULL_SHARD: all sharded; SHARD_GRAD_OP: parameters stay for backward; NO_SHARD",
+        "FULL_SHARD: all; SHARD_GRAD_OP: parameters stay full for backward; NO_SHARD: nothing",
     )
 
 
@@ -126,16 +131,16 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is printed and kept."""
+    """Output on the terminal and in the run's folder."""
 
     folder: str = _option("runs", "where run folders are made")
     name: str = _option(
-        "", "name of the run folder; empty: model and preset. Taken: a number is added"
+        "", "name of the run folder; empty: model and preset. A number is added if it exists"
     )
-    every: int = _option(50, "steps between lines", least=1)
-    trace: bool = _option(False, "keep the engine's trace of one step as trace.jsonl")
+    every: int = _option(50, "steps between lines of output", least=1)
+    trace: bool = _option(False, "save the engine's trace of one step as trace.jsonl")
     sample_bytes: int = _option(
-        200, "length of the text a trained gpt writes at the end; 0: none", least=0
+        200, "length of the text that the trained gpt writes at the end; 0: none", least=0
     )
 
 
@@ -306,7 +311,7 @@ def _fit(key: str, value: Any, wanted: Any) -> Any:
 
 
 def _check(config: Config) -> None:
-    """Refuse settings that do not go together, or that name what there is not."""
+    """Refuse settings that contradict each other or name something that does not exist."""
     if config.model.name == "gpt":
         transformer(config.model.preset)
     if config.train.engine == "jax" and config.log.trace:

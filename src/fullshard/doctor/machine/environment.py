@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with the environment: what a launcher set, and switches that cost much."""
+"""Checks of the environment: variables of launchers, and switches that cost time or hang."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -21,9 +21,9 @@ def _launcher(environ: Mapping[str, str]) -> Iterator[Finding]:
     try:
         launcher_environment(environ)
     except ValueError as error:  # ours, or a number that is none
-        what, _, mend = str(error).partition(": ")
+        what, _, fix = str(error).partition(": ")
         means = "The ranks cannot be joined."
-        yield Finding("severe", what, means, mend or "Start with torchrun or srun.")
+        yield Finding("severe", what, means, fix or "Start with torchrun or srun.")
         return
     if "RANK" in environ:
         yield from _torchrun(environ)
@@ -67,7 +67,7 @@ def _torchrun(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
-    """A variable as a whole number; -1 for one that is none."""
+    """The variable as a whole number; -1 if it is not one."""
     text = environ.get(name, str(default)).strip()
     return int(text) if re.fullmatch(r"-?\d+", text) else -1
 
@@ -81,13 +81,13 @@ def _is_off(value: str) -> bool:
 
 
 class _Switch(NamedTuple):
-    """A variable, when its value is worth a finding, and what that says."""
+    """A variable, the values that are worth a finding, and the finding's texts."""
 
     names: tuple[str, ...]
     is_bad: Callable[[str], bool]
     severity: Severity
     means: str
-    mend: str = ""  # default: unset it
+    fix: str = ""  # default: unset it
     needs_gpu: bool = True
 
 
@@ -178,5 +178,5 @@ def _switches(machine: Machine) -> Iterator[Finding]:
             value = machine.environ.get(name)
             applies = bool(machine.gpus) or not switch.needs_gpu
             if value is not None and applies and switch.is_bad(value):
-                mend = switch.mend or f"unset {name}, unless you are looking for a fault."
-                yield Finding(switch.severity, f"{name}={value}", switch.means, mend)
+                fix = switch.fix or f"unset {name}, unless you are looking for a fault."
+                yield Finding(switch.severity, f"{name}={value}", switch.means, fix)

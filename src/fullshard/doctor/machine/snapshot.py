@@ -123,7 +123,7 @@ def read_machine(local_ranks: int, world_size: int, environ: Mapping[str, str]) 
 
 
 def facts(machine: Machine) -> dict[str, str]:
-    """What is there, good or bad, for people: a name and a value a line."""
+    """Describe the machine, good or bad, as names and values for people."""
     known = {
         "host": f"{machine.hostname}, {machine.cores} cores, {platform.system()}",
         "python": ".".join(map(str, machine.python)),

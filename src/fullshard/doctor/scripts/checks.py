@@ -25,14 +25,14 @@ CHECKS: list[Callable[[Script], Iterator[Finding]]] = []
 
 
 def _rule(
-    severity: Severity, means: str, mend: str
+    severity: Severity, means: str, fix: str
 ) -> Callable[[Callable[[Script], Iterator[Place]]], None]:
     """Make a check of a function that finds places of one mistake."""
 
     def register(find: Callable[[Script], Iterator[Place]]) -> None:
         def check(script: Script) -> Iterator[Finding]:
             for node, what in find(script):
-                yield script.finding(node, severity, what, means, mend)
+                yield script.finding(node, severity, what, means, fix)
 
         CHECKS.append(check)
 
@@ -41,7 +41,7 @@ def _rule(
 
 @_rule(
     "severe",
-    "It keeps the parameters of before: what it updates, the model no longer uses.",
+    "It keeps the unsharded parameters, which the model no longer uses, and trains nothing.",
     "Make the optimizer after the last call of FullyShardedDataParallel or fully_shard; "
     "FSDP(model, use_orig_params=True) allows it before.",
 )
@@ -83,7 +83,7 @@ def _owners(text: str) -> set[str]:
 
 
 def _is_made_anew(script: Script, model: str, first: ast.expr, wrap: Wrap) -> bool:
-    """Whether ``model`` is bound to another model between ``first`` and ``wrap``."""
+    """Return whether ``model`` is bound to another model between ``first`` and ``wrap``."""
     return any(
         target == model
         and script.is_before(first, statement)
@@ -99,8 +99,8 @@ def _names_in(node: ast.AST) -> list[ast.AST]:
 
 @_rule(
     "warning",
-    "Each device must hold all of it for a moment: out of memory for a model that only fits "
-    "sharded.",
+    "Each device must hold all of it for a moment: a model that only fits sharded runs out of "
+    "memory.",
     "Leave it on the CPU: FSDP(model, device_id=...) moves it unit by unit; with fully_shard "
     "build it on the meta device and call model.to_empty(...) after.",
 )
@@ -138,7 +138,7 @@ def _moved_model(script: Script, node: ast.expr) -> str:
 
 
 def _is_on_host(script: Script, device: ast.expr) -> bool:
-    """Whether a first argument of ``.to`` is a dtype, the CPU or the meta device."""
+    """Return whether an argument of ``.to`` is a dtype, the CPU or the meta device."""
     values = script.values_of(ast.unparse(device)) or [device]
     return any(_ON_HOST.fullmatch(ast.unparse(each)) for each in values)
 
@@ -202,7 +202,7 @@ def _data_not_shared_out(script: Script) -> Iterator[Place]:
 
 @_rule(
     "severe",
-    "The model runs on parameters that are not there, or keeps them gathered.",
+    "The model runs without its parameters, or keeps them gathered.",
     "Call the model itself: model(...).",
 )
 def _forward_bypassed(script: Script) -> Iterator[Place]:
@@ -245,7 +245,7 @@ def _is_scaler(script: Script, node: ast.expr) -> bool:
 
 @_rule(
     "warning",
-    "The file may run any code here: never for a file from others.",
+    "The file may run any code here: never do this with a file from others.",
     "torch.load(path, weights_only=True), or safetensors.",
 )
 def _unsafe_load(script: Script) -> Iterator[Place]:

@@ -71,14 +71,12 @@ def _collectives_on_some_ranks(script: Script) -> Iterator[Finding]:
 
 def _on_some(script: Script, place: _Place, condition: Condition) -> Finding:
     here = ast.unparse(place.call.func)
-    through, mend = "", "Call it on every rank, outside the condition; print or write inside."
+    through, fix = "", "Call it on every rank, outside the condition; print or write inside."
     if place.line != place.call.lineno:
         through = f", which calls {place.what} (line {place.line})"
-        mend = (
-            f"Call {here}() on every rank; inside it, put the condition around the writing alone."
-        )
+        fix = f"Call {here}() on every rank; inside it, put the condition around the writing alone."
     elif _SAVING.search(last_part(place.what)):
-        mend = (
+        fix = (
             "Call it on every rank, outside the condition, and keep only the writing inside: "
             f"state = {here}(...); if rank == 0: torch.save(state, path)"
         )
@@ -88,7 +86,7 @@ def _on_some(script: Script, place: _Place, condition: Condition) -> Finding:
         f"{here}() runs on {condition}{through}",
         "All ranks must call it: this one waits for the others until the group's timeout, or gets "
         "its own part alone.",
-        mend,
+        fix,
     )
 
 
@@ -124,7 +122,7 @@ def _loops_left(
 
 
 def _is_of_this_rank(script: Script, test: ast.expr, loop: ast.AST) -> bool:
-    """Whether ``test`` looks at a loss of the loop's that ranks have not shared."""
+    """Return whether ``test`` looks at a loss of the loop that ranks have not shared."""
     looked_at = {each.id for each in ast.walk(test) if isinstance(each, ast.Name)}
     mine = {name for name in looked_at if "loss" in name} & {
         target for target, _, statement in script.assignments if loop in script.above(statement)
@@ -152,7 +150,7 @@ def _places(script: Script, ranks: RankConditions) -> Iterator[_Place]:
 def _is_about_another_model(
     script: Script, call: ast.Call, function: Function | None, what: str, line: int
 ) -> bool:
-    """Whether ``what`` is done to a parameter of ``function`` that is no sharded model here."""
+    """Return whether ``what`` acts on a parameter of ``function`` that is not sharded here."""
     if function is None or not function.lineno <= line <= (function.end_lineno or line):
         return False
     names = [each.arg for each in function.args.args]
@@ -188,7 +186,7 @@ def _collective_functions(
 
 
 def _collective(script: Script, call: ast.Call) -> str:
-    """The name of what ``call`` does if all ranks must do it together, else ""."""
+    """The name of the collective that ``call`` is; "" if it is none."""
     name, text = script.name_of(call.func), ast.unparse(call.func)
     last = last_part(text) if receiver(call) is not None else last_part(name)
     keywords = {keyword.arg for keyword in call.keywords}
@@ -226,10 +224,7 @@ def _sees_full_parameters(script: Script, call: ast.Call) -> bool:
 
 
 def _parts_saved_as_whole(script: Script) -> Iterator[Finding]:
-    """Find a rank's part of the state that is written as if it were all of it.
-
-    By one rank, or by all of them to one file.
-    """
+    """Find state of one rank that one rank, or all to one file, write as if it were whole."""
     ranks = RankConditions(script)
     for call in script.calls if script.knows_sharding else ():
         alone = ranks.of(call) is not None
@@ -249,7 +244,7 @@ def _parts_saved_as_whole(script: Script) -> Iterator[Finding]:
 
 
 def _is_one_file(script: Script, save: ast.Call) -> bool:
-    """Whether the path of a ``torch.save`` is, for all that one can see, the same on all ranks."""
+    """Return whether ``torch.save`` seems to get the same path on all ranks."""
     if len(save.args) < 2:
         return False
     path = [save.args[1]]
@@ -263,17 +258,17 @@ def _is_one_file(script: Script, save: ast.Call) -> bool:
 
 
 def _is_shared(script: Script, call: ast.Call) -> bool:
-    """Whether ``call`` stands in the arguments of a collective."""
+    """Return whether ``call`` is in the arguments of a collective."""
     return any(
         isinstance(each, ast.Call) and _collective(script, each) for each in script.above(call)
     )
 
 
 def _kind_of(script: Script, node: ast.AST) -> str:
-    """Of what ``node`` is one rank's part: "optimizer", "model", or "" for none.
+    """The owner of the state of which ``node`` is one rank's part: "optimizer", "model" or "".
 
-    It may be the call that takes it, a dict in which an optimizer's is, or a name that always
-    holds one of these.
+    ``node`` may be a call of ``state_dict()``, a dict that holds an optimizer's, or a name that
+    always refers to one of these.
     """
     owner = receiver(node, "state_dict")
     if owner is not None and script.is_optimizer(owner):

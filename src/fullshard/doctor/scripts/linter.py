@@ -54,9 +54,9 @@ def _check(text: str, path: str) -> tuple[list[Finding], bool]:
         found = [finding for check in SCRIPT_CHECKS for finding in check(script)]
     except RecursionError:
         what = "expressions or branches too deep inside each other to be followed"
-        mend = "Check the script by eye, or move its largest literal or chain to a file of its own."
+        fix = "Check the script by eye, or move its largest literal or chain to a file of its own."
         means = "Nothing was looked for in this file."
-        return [Finding("warning", what, means, mend, path)], True
+        return [Finding("warning", what, means, fix, path)], True
     except (SyntaxError, ValueError) as error:
         return [_unreadable(error, path)], True
     found.sort(key=lambda finding: int(finding.where.rpartition(":")[2]))
@@ -77,4 +77,4 @@ def _nothing_of_fsdp(paths: Sequence[str]) -> Finding:
 def _unreadable(error: SyntaxError | ValueError, path: str) -> Finding:
     what = f"this Python cannot read the script: {error}"
     line = getattr(error, "lineno", None) or 1
-    return Finding("severe", what, "It does not start.", "Mend the line.", f"{path}:{line}")
+    return Finding("severe", what, "It does not start.", "Fix the line.", f"{path}:{line}")

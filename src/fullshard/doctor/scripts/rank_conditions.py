@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which lines of a script run on some ranks only.
+"""Find the lines of a script that run on some ranks only.
 
 A condition has a sign: +1 if it holds on one rank alone (``rank == 0``), -1 if on all others
 (``rank != 0``), 0 if it says nothing about ranks.
@@ -43,7 +43,7 @@ _EXITS = ("sys.exit", "exit", "quit", "os._exit")
 
 @dataclass(frozen=True)
 class Condition:
-    """Why a line runs on some ranks only: the test's text and line, and its sign there."""
+    """The reason why a line runs on some ranks only: the test's text, line and sign."""
 
     text: str
     line: int
@@ -84,7 +84,7 @@ class RankConditions:
         return None
 
     def is_global_rank(self, node: ast.expr) -> bool:
-        """Whether ``node`` counts ranks over all hosts, whatever its own name."""
+        """Return whether ``node`` counts ranks over all hosts, whatever its own name."""
         values = self._script.values_of(ast.unparse(node))
         return self._is_rank(node, everywhere=True) or (
             bool(values) and all(self._is_rank(each, everywhere=True) for each in values)
@@ -128,7 +128,7 @@ class RankConditions:
         return {1: 1, len(_SOME) - 1: -1}.get(true, 0)
 
     def _is_rank(self, node: ast.expr, everywhere: bool = False) -> bool:
-        """Whether ``node`` is a rank; with ``everywhere``, for certain one over all hosts."""
+        """Return whether ``node`` is a rank; with ``everywhere``, surely one over all hosts."""
         names, getters, variables = _NAMES, _GET, _VARIABLES
         if everywhere:
             names, getters, variables = _GLOBAL, _GET_GLOBAL, _GLOBAL_VARIABLES

@@ -29,13 +29,13 @@ _MODEL_PARAMETER = re.compile(r"(^|_)(model|net|network|module|fsdp|student|poli
 class Wrap:
     """A call that shards a model, or a call of a function of the script that does.
 
-    ``door`` is the interface, "FSDP" or "fully_shard". ``models`` are the texts by which the model
+    ``interface`` is "FSDP" or "fully_shard". ``models`` are the texts by which the model
     is known around it: the argument, the model whose part it is, and what the result is assigned
     to. With ``follows`` (FSDP1's ``use_orig_params=True``) optimizers go on with what was sharded.
     """
 
     call: ast.Call
-    door: str
+    interface: str
     models: frozenset[str]
     follows: bool
 
@@ -72,10 +72,10 @@ class Script:
         self.aliases = dict(_aliases(self.tree))
 
     def finding(
-        self, node: ast.expr | ast.stmt, severity: Severity, what: str, means: str, mend: str
+        self, node: ast.expr | ast.stmt, severity: Severity, what: str, means: str, fix: str
     ) -> Finding:
         """A finding in the line of ``node``."""
-        return Finding(severity, what, means, mend, f"{self.path}:{node.lineno}")
+        return Finding(severity, what, means, fix, f"{self.path}:{node.lineno}")
 
     def name_of(self, node: ast.AST) -> str:
         """The dotted name of ``node`` with imports resolved; "" for what is not a plain name."""
@@ -146,12 +146,12 @@ class Script:
         """Everything in the script that shards, in the order of the text."""
         direct = {}
         for call in self.calls:
-            door = _WRAPPERS.get(last_part(self.name_of(call.func)))
-            if door is not None and (call.args or call.keywords):
+            interface = _WRAPPERS.get(last_part(self.name_of(call.func)))
+            if interface is not None and (call.args or call.keywords):
                 model = call.args[0] if call.args else call.keywords[0].value
                 kept = argument(call, "use_orig_params")
                 follows = isinstance(kept, ast.Constant) and kept.value is True
-                direct[call] = Wrap(call, door, self._models(call, [model]), follows)
+                direct[call] = Wrap(call, interface, self._models(call, [model]), follows)
         found = dict(direct)
         for call in self.calls:
             function = self.called_function(call)
@@ -171,7 +171,7 @@ class Script:
             if given or returned:
                 models = self._models(call, given, with_target=returned)
                 follows = all(each.follows for each in inside)
-                found[call] = Wrap(call, inside[0].door, models, follows)
+                found[call] = Wrap(call, inside[0].interface, models, follows)
         return sorted(found.values(), key=lambda wrap: _position(wrap.call))
 
     def _models(
@@ -209,7 +209,7 @@ class Script:
 
     @cached_property
     def knows_sharding(self) -> bool:
-        """Whether the script shards a model, or imports what is for sharded ones."""
+        """Whether the script shards a model or imports anything about sharding."""
         origins = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "fullshard")
         imported = any(name.startswith(origins) for name in self.aliases.values())
         return bool(self.wraps) or imported
@@ -220,49 +220,49 @@ class Script:
         own = "torch.distributed.fsdp.FullyShardedDataParallel"
         return any(self.name_of(wrap.call.func) == own for wrap in self.wraps)
 
-    def is_sharded(self, node: ast.expr, door: str = "") -> bool:
-        """Whether ``node`` is, as far as one can tell, a sharded model (by that ``door``).
+    def is_sharded(self, node: ast.expr, interface: str = "") -> bool:
+        """Return whether ``node`` seems to be a sharded model (by that ``interface``).
 
-        That is: it is sharded further up in its function; or its function has it from outside and
-        it is sharded in another one, or is a parameter that is called like a model.
+        It is if its function shards it further up, if its function has it from outside and another
+        one shards it, or if it is a parameter with the name of a model.
         """
         text, scope = ast.unparse(node).removesuffix(".module"), self.scope_of(node)
         wraps = [wrap for wrap in self.wraps if text in wrap.models]
         here = [wrap for wrap in wraps if self.scope_of(wrap.call) is scope]
         if here:
             before = [wrap for wrap in here if _position(wrap.call) < _position(node)]
-            return any(wrap.door == door or not door for wrap in before)
+            return any(wrap.interface == interface or not interface for wrap in before)
         scopes = [self.scope_of(each) for target, _, each in self.assignments if target == text]
         if scope in scopes:
             return False  # this function has made it itself and not sharded it
         if wraps:
-            return any(wrap.door == door or not door for wrap in wraps)
+            return any(wrap.interface == interface or not interface for wrap in wraps)
         parameters = [] if isinstance(scope, ast.Module) else scope.args.args
         from_outside = any(each.arg == text for each in parameters) or not scopes
-        doors = {wrap.door for wrap in self.wraps}
-        possible = door in doors if door else self.knows_sharding
+        interfaces = {wrap.interface for wrap in self.wraps}
+        possible = interface in interfaces if interface else self.knows_sharding
         return possible and from_outside and _MODEL_PARAMETER.search(text) is not None
 
     def is_sharded_above(self, node: ast.expr) -> bool:
-        """Whether ``node`` is a model that its own function has sharded before."""
+        """Return whether ``node`` is a model that its own function has sharded before."""
         scope = self.scope_of(node)
         here = any(self.scope_of(wrap.call) is scope for wrap in self.wraps)
         return here and self.is_sharded(node)
 
     def is_optimizer_call(self, call: ast.Call) -> bool:
-        """Whether ``call`` makes an optimizer of a model's parameters."""
+        """Return whether ``call`` makes an optimizer of a model's parameters."""
         name = self.name_of(call.func)
         known = name.startswith("torch.optim.") and "lr_scheduler" not in name
         return known or _OPTIMIZER.search(last_part(name)) is not None
 
     def is_optimizer(self, node: ast.expr) -> bool:
-        """Whether ``node`` is assigned from such a call somewhere, or called like an optimizer."""
+        """Return whether ``node`` is assigned from such a call, or named like an optimizer."""
         made = (each for each in self.values_of(ast.unparse(node)) if isinstance(each, ast.Call))
         usual = last_part(ast.unparse(node)) in ("optimizer", "optim", "opt")
         return usual or any(map(self.is_optimizer_call, made))
 
     def is_before(self, first: ast.expr | ast.stmt, second: ast.expr | ast.stmt) -> bool:
-        """Whether ``first`` stands before ``second`` in one function, and both can run."""
+        """Return whether ``first`` comes before ``second`` in one function, and both can run."""
         if self.scope_of(first) is not self.scope_of(second):
             return False
         arms = dict(self._arms(first))

@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.checkpoint.ranks import Ranks, SoloRanks
 from fullshard.torch.comm.process_group import ProcessGroupComm
 from fullshard.torch.comm.protocol import Comm, Parts
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.step.managed import managed_units
 
 __all__ = ["CommRanks", "call_all", "comms_of", "ranks_over"]

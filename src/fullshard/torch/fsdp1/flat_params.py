@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What libraries take from inside FSDP1: flat parameters, of which there are none.
+"""Stand-ins for FSDP1's flat parameters, which some training libraries look for.
 
 Lightning Fabric knows them by a mark, without which it refuses an optimizer (`mark_flattened`).
 Hugging Face Accelerate, with mixed precision, goes through the wrappers and casts the flat
@@ -10,6 +10,7 @@ that very assignment of ``.data``.
 
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,25 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.changes import LOW_PRECISION, rest_in_float32
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["CastableFlatParameter", "mark_flattened"]
+__all__ = ["CastableFlatParameter", "FlatParameter", "mark_flattened"]
+
+
+class FlatParameter:
+    """FSDP1's class of flat parameters, for scripts that ask ``isinstance(param, FlatParameter)``.
+
+    Nothing is one here: parameters keep their names and shapes in ``model.parameters()``.
+    """
+
+    def __new__(cls, *arguments: Any, **options: Any) -> "FlatParameter":
+        """Refuse: there are none."""
+        raise NotSupportedError(
+            "there are no flat parameters here: parameters keep their names and shapes in "
+            "model.parameters(), each a fullshard.torch.ShardedParameter"
+        )
 
 
 def mark_flattened(params: Iterable[Tensor]) -> None:
-    """Put FSDP1's mark on what optimizers shall be made from when ``use_orig_params`` is False."""
+    """Put FSDP1's mark on the parameters of optimizers when ``use_orig_params`` is False."""
     for param in params:
         param._fsdp_flattened = True  # type: ignore[attr-defined]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP1's door: a module that wraps another one, and the submodules that a policy picks."""
+"""The interface of FSDP1: a module that wraps another one and what a policy picks inside it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,9 +24,12 @@ from fullshard.torch.fsdp1.units import (
     members_by_name,
     parameters_by_module,
     plan_of,
+    prefetch_of,
+    prefetches_backward,
 )
 from fullshard.torch.optim.checks import clip_grad_norm_
 from fullshard.torch.optim.original_params import switch_optimizers
+from fullshard.torch.sharding.auto_wrap import auto_wrap_policy
 from fullshard.torch.sharding.find import ignored_parts
 from fullshard.torch.sharding.initialisation import broadcast_buffers, initialise
 from fullshard.torch.sharding.module_buffers import cast_buffers, move_buffers
@@ -42,13 +45,14 @@ from fullshard.torch.sharding.shard import (
 )
 from fullshard.torch.sharding.summon import summon_full_params
 from fullshard.torch.step.managed import managed_unit_of, managed_units
-from fullshard.torch.step.tracker import runtime_of
 from fullshard.torch.unit.changes import LOW_PRECISION
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.sites import WRAPPED, ParamSites, clean_name
 from fullshard.wrap import modules_to_wrap
 
 __all__ = ["FullyShardedDataParallel"]
+
+_ONE_AHEAD = BackwardPrefetch.BACKWARD_PRE  # one unit is gathered ahead in backward
 
 
 class _OptionClasses:
@@ -78,8 +82,9 @@ class FullyShardedDataParallel(
             slices within each host.
         sharding_strategy: FULL_SHARD if None.
         cpu_offload: see `CPUOffload`.
-        auto_wrap_policy: see `fullshard.wrap`.
-        backward_prefetch: BACKWARD_PRE gathers one unit ahead in backward, others none.
+        auto_wrap_policy: see `fullshard.wrap`; "auto" lets the planner choose.
+        backward_prefetch: BACKWARD_PRE gathers one unit ahead in backward, others none. A
+            `CustomPolicy` may choose it for each unit: what is gathered while that one runs.
         mixed_precision: see `MixedPrecision`.
         ignored_modules: modules whose parameters stay as they are, on every rank, and whose
             gradients are not reduced.
@@ -90,18 +95,20 @@ class FullyShardedDataParallel(
         sync_module_states: take parameters and buffers from the first rank before sharding; other
             ranks may have the module on the meta device.
         forward_prefetch: one unit is always gathered ahead in forward; True gathers two.
-        limit_all_gathers: accepted; the schedule always bounds what is gathered ahead.
+        limit_all_gathers: no effect; the schedule always bounds how much is gathered ahead.
         use_orig_params: let optimizers that were created before go on with the sharded
             parameters. Original names and shapes are always kept.
         ignored_states: as ``ignored_modules``, but may hold parameters too.
         device_mesh: a 1-D mesh, or (replicate, shard) in 2-D, instead of ``process_group``.
         compression: see `CommunicationCompression`; not part of FSDP1.
+        check_values: compare the values that ranks start with. Not part of FSDP1.
 
     Raises:
-        ConfigurationError: parameters on several devices, a policy whose result is unknown, a group
-            that is none. Nothing has been changed then. Also a parameter on the meta device that
-            nobody initialised.
-        UsageError: no process group and no launcher's environment.
+        ConfigurationError: if parameters are on several devices, a policy returns something
+            unknown, ``process_group`` is not a process group, or ranks start with different values
+            (nothing has been changed then); or if a parameter on the meta device is never
+            initialised.
+        UsageError: if there is neither a process group nor a launcher's environment.
     """
 
     def __init__(
@@ -124,6 +131,7 @@ class FullyShardedDataParallel(
         device_mesh: Any = None,
         *,
         compression: CommunicationCompression | None = None,
+        check_values: bool = True,
     ):
         super().__init__()
         _check_wrappable(module)
@@ -134,47 +142,46 @@ class FullyShardedDataParallel(
             "cpu_offload": cpu_offload,
             "mixed_precision": mixed_precision,
             "compression": compression,
+            "backward_prefetch": backward_prefetch,
+            "forward_prefetch": forward_prefetch,
         }
-        _check_prefetch(backward_prefetch)
         by_name = {"ignored_modules": ignored_modules, "ignored_states": ignored_states}
         ignored, ignored_params = ignored_parts(by_name)
         chosen = _modules_below(module, auto_wrap_policy, mixed_precision, ignored) | {module: {}}
         check_unit_options(unit_options, chosen)
         found = shardable_parameters([module], where, ignored_params, device_id)
         options = {each: {**unit_options, **its_own} for each, its_own in chosen.items()}
-        plans = {
-            each: plan_of(its_own, found.device, sync_module_states)
-            for each, its_own in options.items()
-        }
+        sync, device = sync_module_states, found.device
+        plans = {each: plan_of(own, device, sync) for each, own in options.items()}
         members = parameters_by_module(module, chosen, found.all_of_them)
-        agree(members_by_name(module, members), list(plans.values()))
+        named = members_by_name(module, members)
+        agree(named, list(plans.values()), check_values=check_values, meta_on_some=False)
         found.claim()  # from here on things change
         move_buffers(module, found.device)
         self._wrap_all(module, plans, members, param_init_fn, not sync_module_states)
         if sync_module_states:
             broadcast_buffers([module], plans[module].ranks, found.device)
-        if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
-            cast_buffers(module, mixed_precision.buffer_dtype)
-        backward = int(backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
-        set_prefetch(self, 2 if forward_prefetch else 1, backward)
-        self._note_choices(options, plans, backward_prefetch)
+        _cast_buffers(module, mixed_precision, with_policy=auto_wrap_policy is not None)
+        self._note_choices(options, plans)
         if not use_orig_params:
             mark_flattened(each.shown for each in found.all_of_them)
         else:
             successors = [(ref(each.param), each.shown) for each in found.all_of_them]
-            del found, members  # whoever holds the originals now is somebody else
+            del found, members, named  # whoever holds the originals now is somebody else
             switch_optimizers(successors)
 
     def _note_choices(
         self,
         options: Mapping[nn.Module, Mapping[str, Any]],
         plans: Mapping[nn.Module, Plan],
-        backward_prefetch: BackwardPrefetch | None,
     ) -> None:
+        set_prefetch(self, *prefetch_of(options[self.module], options.values()))
         for wrapper in self.fsdp_modules(self):
             if (module := wrapper.module) in plans:  # not wrapped by hand before
-                told = attributes_of(options[module], plans[module], backward_prefetch)
-                wrapper.__dict__.update(told)
+                wrapper.__dict__.update(attributes_of(options[module], plans[module]))
+                managed = managed_unit_of(wrapper)
+                if managed is not None and not prefetches_backward(options[module]):
+                    managed.change("prefetch_backward", [])
 
     def _wrap_all(
         self,
@@ -266,10 +273,10 @@ class FullyShardedDataParallel(
         return self
 
     def check_is_root(self) -> bool:
-        """True if no wrapper around this one is known to run it."""
+        """Return True unless a wrapper around this one is known to run it. Changes nothing."""
         managed = managed_unit_of(self)
         assert managed is not None
-        return runtime_of(self) is managed.tracker and managed.number == 0
+        return managed.tracker is None or managed.number == 0
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by ``hook``, once, for all units below.
@@ -339,8 +346,11 @@ def _modules_below(
     if policy is None:
         return {}
     _check_nothing_is_sharded(root)
+    if policy == "auto":
+        policy = auto_wrap_policy(root, ignored)
     apart = in_full_precision(root, precision, ignored)
     chosen = {**apart, **modules_to_wrap(root, policy, ignored)}
+    chosen |= {module: {**chosen[module], **options} for module, options in apart.items()}
     # What torch.compile(module) returns calls that very module, whatever takes its place below.
     compiled = {m._modules["_orig_mod"]: m for m in root.modules() if "_orig_mod" in m._modules}
     return {compiled.get(module, module): options for module, options in chosen.items()}
@@ -361,11 +371,13 @@ def _one_of(process_group: Where, device_mesh: Where) -> Where:
     return process_group if device_mesh is None else device_mesh
 
 
-def _check_prefetch(prefetch: object) -> None:
-    if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
-        raise ConfigurationError(
-            f"backward_prefetch must be a fullshard BackwardPrefetch or None, got {prefetch!r}"
-        )
+def _cast_buffers(
+    module: nn.Module, precision: MixedPrecision | None, *, with_policy: bool
+) -> None:
+    if precision is not None and precision.buffer_dtype is not None:
+        # With a policy they are units in full precision, see `in_full_precision`.
+        apart = precision._module_classes_to_ignore if with_policy else ()
+        cast_buffers(module, precision.buffer_dtype, except_for=apart)
 
 
 def _replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:

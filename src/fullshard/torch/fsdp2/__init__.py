@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface with FSDP2's signature: `fully_shard`."""
+"""The interface with FSDP2's signature: `fully_shard`, and the types it takes."""
 
 from fullshard.torch.fsdp2.fully_shard import fully_shard
 from fullshard.torch.fsdp2.module import (
@@ -8,9 +8,19 @@ from fullshard.torch.fsdp2.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from fullshard.torch.sharding.options import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
 __all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2's door: a function that shards modules in place, bottom-up."""
+"""The interface of FSDP2: a function that shards modules in place, bottom-up."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -44,6 +46,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     compression: CommunicationCompression | None = None,
+    check_values: bool = True,
 ) -> Any:
     """Shard the parameters of ``module`` that are not sharded yet, in place, as one unit.
 
@@ -65,6 +68,7 @@ def fully_shard(
         ignored_params: parameters that stay as they are on every rank, their gradients unreduced.
         dp_mesh_dims: which dims of a larger ``mesh`` to shard and to replicate over.
         compression: see `CommunicationCompression`; not part of FSDP2.
+        check_values: compare the values that ranks start with. Not part of FSDP2.
 
     Parameters on the meta device stay there until ``to_empty`` or
     ``load_state_dict(assign=True)``; what is not initialised by the first forward is found then.
@@ -73,9 +77,10 @@ def fully_shard(
         ``module``; its class is now a subclass of its own class and of `FSDPModule`.
 
     Raises:
-        ConfigurationError: parameters on several devices, or a mesh that is none.
-        NotSupportedError: a placement other than ``Shard(0)``.
-        UsageError: no process group, or a module that is sharded already.
+        ConfigurationError: if parameters are on several devices, ``mesh`` is not a DeviceMesh, or
+            ranks start with different values.
+        NotSupportedError: if a placement other than ``Shard(0)`` is asked for.
+        UsageError: if there is no process group, or a module is sharded already.
     """
     precision = precision_of("mp_policy", mp_policy)
     offload = offload_of("offload_policy", offload_policy)
@@ -93,11 +98,13 @@ def fully_shard(
         ranks, reshard_after_forward = _in_blocks(ranks, reshard_after_forward)
     ranks = compressed(ranks, compression)
     plan = Plan(ranks, found.device, reshard_after_forward, precision, offload)
-    agree({type(modules[0]).__name__: found.all_of_them}, [plan])
+    units = {type(modules[0]).__name__: found.all_of_them}
+    agree(units, [plan], check_values=check_values, meta_on_some=True)
     params = found.claim()
     for each in modules:
         move_buffers(each, found.device)
         each.__class__ = _sharded_class(type(each))
+        _mark(each)
     shard_modules(modules, params, plan)
     return module
 
@@ -161,6 +168,12 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
         if managed_unit_of(each) is not None:
             raise UsageError(f"this {type(each).__name__} is sharded already")
+
+
+def _mark(module: nn.Module) -> None:
+    """Let torch's own composable functions, such as ``replicate``, leave ``module`` alone."""
+    applied = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
+    applied[fully_shard.__name__] = RegistryItem()
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module's class gains from `fully_shard`: FSDP2's methods.
+"""The methods that `fully_shard` adds to a module's class, as FSDP2 has them.
 
 Unless a method says otherwise it is called between steps, with the same arguments on all ranks, and
 concerns the module's own unit; with ``recurse`` also those below.
@@ -26,7 +26,7 @@ from fullshard.torch.sharding.shard import (
 )
 from fullshard.torch.state.forms import AS_DTENSORS, ask_before_loading, collecting, hand_out
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
-from fullshard.torch.step.tracker import runtime_of
+from fullshard.torch.step.tracker import ensure_tracker, tracker_of
 from fullshard.torch.unit.sites import clean_name
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
@@ -50,7 +50,7 @@ class FSDPModule:
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """The module's state dict with DTensors, placed as ``Shard(0)``. Collective.
+        """Return the module's state dict with DTensors, placed as ``Shard(0)``. Collective.
 
         They have elements of their own: to load into them is not to load into the model. With
         ``keep_vars`` entries are the sharded parameters themselves.
@@ -124,7 +124,7 @@ class FSDPModule:
         _managed(self).change("prefetch_forward", [_managed(module) for module in modules])
 
     def set_modules_to_backward_prefetch(self, modules: "list[FSDPModule]") -> None:
-        """The same when this one's backward begins."""
+        """Gather the units of ``modules`` when this one's backward begins."""
         _managed(self).change("prefetch_backward", [_managed(module) for module in modules])
 
     # ---- gradients ------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class FSDPModule:
         After others, reduces may still be under way when ``backward()`` returns, and overlap the
         next micro-batch's forward.
         """
-        runtime_of(_module(self)).executor.is_last_backward = is_last_backward
+        ensure_tracker(_module(self)).executor.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor``, not by the number of ranks."""
@@ -165,7 +165,7 @@ class FSDPModule:
         _managed(self).unit.settings.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The former name of `set_gradient_divide_factor`."""
+        """Do as `set_gradient_divide_factor`, under its former name."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(
@@ -216,7 +216,7 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: "torch.Event") -> None:
         """Let the next steps' first gather wait for ``event``, recorded after the optimizer."""
-        runtime_of(_module(self)).wait_before_gather = event
+        ensure_tracker(_module(self)).wait_before_gather = event
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -225,35 +225,37 @@ class FSDPModule:
 
         Each costs the unit's full gradients. The engine knows one number for all units of a root.
         """
-        runtime = runtime_of(_module(self))
-        now = runtime.prefetch
-        runtime.set_prefetch(Prefetch(now.forward, now.backward, max_input_buffers))
+        tracker = ensure_tracker(_module(self))
+        now = tracker.prefetch
+        tracker.set_prefetch(Prefetch(now.forward, now.backward, max_input_buffers))
+
+    # ---- accepted without effect ----------------------------------------------------------------
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Accepted: unused parameters always take part with zeros; no rank waits in vain."""
+        """No effect: unused parameters always take part with zeros, so no rank waits in vain."""
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Accepted: reduces have a communicator of their own wherever one can be had."""
+        """No effect: reduces have a communicator of their own wherever one can be made."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted: gradients are always summed, and divided apart."""
+        """No effect: gradients are always summed, and divided separately."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted: nothing is staged, gathers write to the parameters' own storage."""
+        """No effect: nothing is staged; gathers write into the parameters' own storage."""
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Accepted as a wish about speed; storages are not in symmetric memory."""
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters under the names that they have in the plain model and its state dict."""
-        for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
-            yield clean_name(name), param
+        """No effect: parameters' storages are not in symmetric memory."""
 
     # ---- recovery, and what torch's own methods must do -----------------------------------------
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield parameters under the names that they have in the plain model and its state dict."""
+        for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
+            yield clean_name(name), param
 
     def reset_iter_state(self) -> None:
         """Forget a step that an exception has ended, with its gradients; on the root.
@@ -263,7 +265,9 @@ class FSDPModule:
         managed = _managed(self)
         if managed.number != 0:
             raise UsageError("reset_iter_state is for the root module, the one that runs first")
-        runtime_of(_module(self)).recover()
+        tracker = tracker_of(_module(self))
+        if tracker is not None:
+            tracker.recover()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # to() and its kin, and to_empty(), which gives units on the meta device their memory
@@ -286,7 +290,7 @@ class FSDPModule:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let ``module.method_name(...)`` gather and free like forward does (``generate``, ``encode``).
 
-    Does nothing for a module that is no unit's. Raises `ConfigurationError` if there is no such
+    Does nothing for a module without a unit. Raises `ConfigurationError` if there is no such
     method.
     """
     managed = managed_unit_of(module)
@@ -303,7 +307,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Accepted: units of one group of ranks share their communicators and streams already.
+    """Do nothing: units of one group of ranks share communicators and streams already.
 
     Raises `ConfigurationError` for a module that is not sharded.
     """
@@ -317,7 +321,7 @@ def _module(module: object) -> nn.Module:
 
 
 def _show_sharded(module: nn.Module) -> None:
-    """Take back what `FSDPModule.unshard` shows; not in a step, nor what has been summoned."""
+    """Show sharded parameters again after `FSDPModule.unshard`, unless in a step or summoned."""
     for managed in managed_units(module):
         if not managed.summoned and (managed.tracker is None or managed.tracker.idle):
             managed.unit.show_sharded()

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model holds and sends."""
+"""Looks at a sharded model: what it holds, what it sends, what its steps do.
 
+None of these functions changes the model; only `memory_of_ranks` is collective.
+"""
+
+from fullshard.core.trace import Trace
 from fullshard.torch.inspection.describe import (
     DescribedParameter,
     DescribedUnit,
@@ -16,11 +20,12 @@ from fullshard.torch.inspection.memory import (
 from fullshard.torch.inspection.memory_summary import (
     Bytes,
     MemorySummary,
-    RestingBytes,
     memory_summary,
     resting_bytes,
 )
 from fullshard.torch.inspection.traffic import Communication, Counted, communication, tracing
+
+RestingBytes = Bytes  # the name of earlier versions
 
 __all__ = [
     "Bytes",
@@ -33,6 +38,7 @@ __all__ = [
     "MemoryOfRanks",
     "MemorySummary",
     "RestingBytes",
+    "Trace",
     "communication",
     "describe",
     "memory_of_rank",

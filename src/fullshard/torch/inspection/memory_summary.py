@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model costs a rank in memory, beside what it would cost one process without shards."""
+"""The bytes that a model takes on a rank, beside those of one process without shards."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fullshard.torch.step.managed import managed_units
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["Bytes", "MemorySummary", "RestingBytes", "memory_summary", "resting_bytes"]
+__all__ = ["Bytes", "MemorySummary", "memory_summary", "resting_bytes"]
 
 _STEP_COUNT_BYTES = 4  # AdamW counts the steps of each parameter in a float32
 _MOMENTS = 2
@@ -26,35 +26,35 @@ _MOMENTS = 2
 
 @dataclass(frozen=True)
 class Bytes:
-    """What one process holds for the model: at rest, and at most beyond that within a step."""
+    """Bytes that one process holds for a model: at rest, and at most beyond that within a step."""
 
-    parameters: int
-    gradients: int
-    optimizer: int
-    transient: int
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    transient_bytes: int = 0
 
     @classmethod
     def unsharded(cls, model: nn.Module) -> "Bytes":
-        """What one process needs for ``model`` without shards, with AdamW, from its shapes.
+        """Return the bytes that one process needs for ``model`` without shards, with AdamW.
 
-        AdamW keeps two moments like the parameter and a float32 step count for each one that is
-        trained. Tied parameters count once.
+        Computed from shapes: AdamW keeps two moments like the parameter and a float32 step count
+        for each trained one. Tied parameters count once.
         """
         params = list(model.parameters())
         trained = [param for param in params if param.requires_grad]
         size = sum(map(_global_bytes, trained))
         optimizer = _MOMENTS * size + _STEP_COUNT_BYTES * len(trained)
-        return cls(sum(map(_global_bytes, params)), size, optimizer, 0)
+        return cls(sum(map(_global_bytes, params)), size, optimizer)
 
     @property
-    def at_rest(self) -> int:
-        """All but what comes and goes within a step."""
-        return self.parameters + self.gradients + self.optimizer
+    def at_rest_bytes(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
-    def total(self) -> int:
-        """All of it."""
-        return self.at_rest + self.transient
+    def total_bytes(self) -> int:
+        """Everything: at rest and transient."""
+        return self.at_rest_bytes + self.transient_bytes
 
 
 @dataclass(frozen=True)
@@ -73,32 +73,52 @@ class MemorySummary:
     @property
     def savings(self) -> float:
         """The share of bytes at rest that a rank is spared, 0 to 1."""
-        return 1 - self.rank.at_rest / self.unsharded.at_rest if self.unsharded.at_rest else 0.0
+        return (
+            1 - self.rank.at_rest_bytes / self.unsharded.at_rest_bytes
+            if self.unsharded.at_rest_bytes
+            else 0.0
+        )
 
     @property
     def peak_savings(self) -> float:
-        """The same with full units at their most; below 0 if few units hold the whole model."""
-        return 1 - self.rank.total / self.unsharded.total if self.unsharded.total else 0.0
+        """The share of the peak that a rank is spared; below 0 if few units hold all."""
+        return (
+            1 - self.rank.total_bytes / self.unsharded.total_bytes
+            if self.unsharded.total_bytes
+            else 0.0
+        )
 
     @property
     def times_larger(self) -> float:
-        """How many times larger a model the same bytes at rest of each rank could hold.
+        """The factor by which a model could be larger in the same bytes at rest of each rank.
 
         Without shards over with shards, both at rest: parameters, gradients and optimizer state. Of
         a larger model the full units and activations are larger too; they are not in this figure.
         """
-        return self.unsharded.at_rest / self.rank.at_rest if self.rank.at_rest else 1.0
+        return (
+            self.unsharded.at_rest_bytes / self.rank.at_rest_bytes
+            if self.rank.at_rest_bytes
+            else 1.0
+        )
 
     def __str__(self) -> str:
         state = "measured" if self.measured else "AdamW's"
         rows: list[tuple[object, ...]] = [("bytes", "this rank", "without shards", "share")]
         for name, mine, whole in (
-            ("parameters", self.rank.parameters, self.unsharded.parameters),
-            ("gradients", self.rank.gradients, self.unsharded.gradients),
-            (f"optimizer state ({state})", self.rank.optimizer, self.unsharded.optimizer),
-            ("at rest", self.rank.at_rest, self.unsharded.at_rest),
-            ("full units in a step, at most", self.rank.transient, self.unsharded.transient),
-            ("peak, without activations", self.rank.total, self.unsharded.total),
+            ("parameters", self.rank.parameters_bytes, self.unsharded.parameters_bytes),
+            ("gradients", self.rank.gradients_bytes, self.unsharded.gradients_bytes),
+            (
+                f"optimizer state ({state})",
+                self.rank.optimizer_bytes,
+                self.unsharded.optimizer_bytes,
+            ),
+            ("at rest", self.rank.at_rest_bytes, self.unsharded.at_rest_bytes),
+            (
+                "full units in a step, at most",
+                self.rank.transient_bytes,
+                self.unsharded.transient_bytes,
+            ),
+            ("peak, without activations", self.rank.total_bytes, self.unsharded.total_bytes),
         ):
             rows.append((name, mine, whole, f"{mine / whole:.1%}" if whole else ""))
         lines = [in_columns(rows, right=(1, 2, 3))]
@@ -113,16 +133,15 @@ class MemorySummary:
 
 
 def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> MemorySummary:
-    """What parameters, gradients and optimizer state of ``model`` take on this rank, and would
-    without sharding.
+    """Sum up the bytes of ``model`` on this rank, and in one process without sharding.
 
     At rest means after a backward: parameters and gradients by the units' layouts, padding
-    included, and whatever is not sharded as it is. Optimizer state is counted if ``optimizer`` has
-    stepped (or is an SGD that never has any), else said for AdamW. "Full units in a step" is the
+    included, and everything else as it is. Optimizer state is counted if ``optimizer`` has stepped
+    (or is an SGD that keeps none), and computed for AdamW otherwise. "Full units in a step" is the
     peak of the engine's own schedule for a step that runs each unit once, with every reduce ending
-    as late as it may; copies on their way to the host, activations and buffers are not in it. A
-    plain model saves nothing. Both doors; not collective, so ranks may differ by padding and by
-    where parameters end.
+    as late as it may; copies on their way to the host, activations and buffers are not included. A
+    plain model saves nothing. Works behind both interfaces. Not collective: ranks may differ by
+    padding and by where parameters end.
     """
     units = named_units(model)
     sharded = {id(param) for each in units for param in each.unit.sharded}
@@ -136,7 +155,7 @@ def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> Memo
     measured = optimizer is not None and (bool(optimizer.state) or _keeps_none(optimizer))
     if optimizer is not None and measured:
         mine, of_all = optimizer_state_bytes(optimizer), _unsharded_state_bytes(optimizer)
-        whole = Bytes(whole.parameters, whole.gradients, of_all, 0)
+        whole = replace(whole, optimizer_bytes=of_all)
     else:
         mine = _adamw_bytes(list(model.parameters()))
     rank = Bytes(parameters, gradients, mine, forecast_step(units).peak_bytes)
@@ -162,13 +181,13 @@ def _unsharded_state_bytes(optimizer: Optimizer) -> int:
 
 
 def _keeps_none(optimizer: Optimizer) -> bool:
-    """True if it has no state whether or not it has stepped."""
+    """Return True if ``optimizer`` never keeps state."""
     groups = optimizer.param_groups
     return isinstance(optimizer, torch.optim.SGD) and not any(g["momentum"] for g in groups)
 
 
 def _parameter_bytes(unit: Unit) -> int:
-    """Its shard, and the copy of it that stays on the device if only optimizer state is away."""
+    """Add up its shard and the copy that stays on the device if only optimizer state is away."""
     offload = unit.plan.offload
     copies = offload.to_host and not offload.params
     working = sum(s.slice_numel * item_bytes(s.full_dtype) for s in unit.layout.segments)
@@ -189,31 +208,17 @@ def _bytes_on_host(units: Sequence[Unit]) -> int:
     return total
 
 
-@dataclass(frozen=True)
-class RestingBytes:
-    """What one rank holds between steps, in bytes, padding included."""
+def resting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
+    """Return the bytes that this rank holds now for parameters, gradients and optimizer state.
 
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
-
-
-def resting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> RestingBytes:
-    """Bytes that this rank holds now for parameters, gradients and optimizer state.
-
-    Counted from the storages there are, not from the layout; what error feedback of compressed
-    reduces keeps counts as gradients. Works for plain models too.
+    They are counted from existing storages, not from the layout; the rounding errors that error
+    feedback keeps count as gradients. Works for plain models too. Not collective.
     """
     params = list(model.parameters())
     grads = [param.grad for param in params if param.grad is not None]
     reduces = [managed.unit.ranks.reduce for managed in managed_units(model)]
     residuals = sum(each.residual_bytes for each in reduces if isinstance(each, CompressedComm))
-    return RestingBytes(
+    return Bytes(
         _storage_bytes(params),
         _storage_bytes(grads) + residuals,
         optimizer_state_bytes(optimizer),

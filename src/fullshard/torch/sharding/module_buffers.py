@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move and cast the buffers of modules."""
+"""Moves and casts of the buffers of modules."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -19,9 +21,16 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
                 each._buffers[key] = buffer.to(device)
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point buffers below ``module``. `buffer_dtypes` tells what they were."""
+def cast_buffers(
+    module: nn.Module, dtype: torch.dtype, except_for: Sequence[type[nn.Module]] = ()
+) -> None:
+    """Cast the floating-point buffers below ``module``, except those of the classes named.
+
+    `buffer_dtypes` tells what they were.
+    """
     for each in module.modules():
+        if isinstance(each, tuple(except_for)):
+            continue
         for key, buffer in each._buffers.items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
                 each.__dict__.setdefault(_BUFFER_DTYPES, {}).setdefault(key, buffer.dtype)
@@ -29,7 +38,7 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
-    """Of the buffers that `cast_buffers` has cast below ``module``, what they were, by name."""
+    """Return, by name, the dtypes of buffers below ``module`` before `cast_buffers`."""
     return {
         clean_name(f"{path}.{key}" if path else key): dtype
         for path, each in module.named_modules()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two front doors share: the check of what is to be sharded, and the act.
+"""The part of sharding that both interfaces share: checks first, then the change itself.
 
-The doors (`fullshard.torch.fsdp1`, `fullshard.torch.fsdp2`) differ in who chooses the units, a
-policy or the caller, and in what is left standing, a wrapper or the module with another class.
+The interfaces (`fullshard.torch.fsdp1`, `fullshard.torch.fsdp2`) differ in who chooses the units, a
+policy or the caller, and in their result, a wrapper or the module with another class.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,16 +19,18 @@ from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.ranks import Where, compute_device
 from fullshard.torch.optim.checks import watch_optimizers
 from fullshard.torch.sharding.find import TiedSites, find_parameters
+from fullshard.torch.sharding.same_values import values_are_checked, verify_values
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
-from fullshard.torch.step.tracker import Tracker, runtime_of
+from fullshard.torch.step.tracker import Tracker, ensure_tracker
 from fullshard.torch.unit.changes import give_up, take_over
-from fullshard.torch.unit.plan import Plan
+from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites, device_of
 from fullshard.torch.unit.unit import Unit
 
 __all__ = [
     "ToShard",
     "agree",
+    "keep_for_double_backward",
     "refuse_copy",
     "refuse_pickle",
     "require_gradient_sync",
@@ -41,7 +43,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ToShard:
-    """The parameters that are to be sharded now, all checked, and where they shall compute."""
+    """The checked parameters that are to be sharded now, and the device that computes."""
 
     params: list[ParamSites]
     tied: list[TiedSites]
@@ -49,11 +51,11 @@ class ToShard:
 
     @property
     def all_of_them(self) -> list[ParamSites]:
-        """Those that no unit has yet, and those that units below have to give up."""
+        """The parameters that no unit has yet, and those that units below have to give up."""
         return [*self.params, *(each.everywhere for each in self.tied)]
 
     def claim(self) -> list[ParamSites]:
-        """All of them, after units below have given up what is used outside them. Collective."""
+        """Let units below give up what is used outside them; return all parameters. Collective."""
         by_owner: dict[Unit, dict[str, nn.Parameter]] = {}
         for each in self.tied:
             by_owner.setdefault(each.owner, {})[each.name_in_owner] = each.everywhere.param
@@ -68,39 +70,53 @@ def shardable_parameters(
     ignored: AbstractSet[nn.Parameter] = frozenset(),
     device_id: int | torch.device | None = None,
 ) -> ToShard:
-    """What is to be sharded of ``modules``; nothing is changed yet."""
+    """Find what is to be sharded of ``modules``; nothing is changed yet."""
     params, tied = find_parameters(modules, ignored)
     device = device_of(params) or torch.device("cpu")
     return ToShard(params, tied, compute_device(where, device, device_id))
 
 
-def agree(units: Mapping[str, Sequence[ParamSites]], plans: Sequence[Plan]) -> None:
+def agree(
+    units: Mapping[str, Sequence[ParamSites]],
+    plans: Sequence[Plan],
+    *,
+    check_values: bool,
+    meta_on_some: bool,
+) -> None:
     """Make sure, before anything is changed, that all ranks mean the same. Collective.
 
     ``units`` are the parameters of each by its name, ``plans`` what goes with them. Where
-    parameters are (a device, the meta device) may differ. Raises `ConfigurationError` on all ranks
+    parameters are may differ (a device; the meta device, if ``meta_on_some`` allows it), their
+    values not, if ``check_values``: see `verify_values`. Raises `ConfigurationError` on all ranks
     if they do not agree, with the lines in which they differ, `NotSupportedError` for compression
     of what decides itself how it is gathered.
     """
-    lines: dict[str, str] = {}
+    check_values = values_are_checked(check_values)
+    lines = {"values": f"compared: {check_values}"}
     for (name, params), plan in zip(units.items(), plans, strict=True):
         ranks = plan.ranks
         block = ranks.block.size if ranks.block else None
         lines[f"unit {name!r}"] = (
             f"{ranks.gather.size} slices, {ranks.replicas.size} replicas, blocks of {block}, "
             f"reshard_after_forward={plan.reshard_after_forward}, {plan.precision}, "
-            f"{plan.offload}, {ranks.compression}"
+            f"{plan.offload}, {ranks.compression}, values of "
+            + ("each rank" if plan.values is own_value else "the first rank")
         )
-        for each in params:
+        for number, each in enumerate(params):
             spec = each.spec
             trained = "trained" if spec.trainable else "frozen"
             where = f"parameter {name + '.' if name else ''}{spec.name}"
-            lines[where] = f"{spec.shape} {spec.dtype} {trained}, also as {spec.aliases}"
+            # Ranks that registered them in another order would lay them out in that.
+            lines[where] = (
+                f"{spec.shape} {spec.dtype} {trained}, number {number}, also as {spec.aliases}"
+            )
     comms = dict.fromkeys(c for plan in plans for c in (plan.ranks.gather, plan.ranks.replicas))
     for comm in comms:
         verify_agreement(comm, lines, plans[0].device)
     for params, plan in zip(units.values(), plans, strict=True):
         _check_compressible(params, plan)
+    if check_values:
+        verify_values(units, plans, meta_on_some=meta_on_some)
 
 
 def _check_compressible(params: Sequence[ParamSites], plan: Plan) -> None:
@@ -130,13 +146,13 @@ def _after_loading(module: nn.Module, _incompatible: object) -> None:
 
 
 def take_over_below(module: nn.Module) -> None:
-    """Let the units of ``module`` and below adopt what modules show. See `take_over`."""
+    """Let the units of ``module`` and below take over what modules show. See `take_over`."""
     for managed in managed_units(module):
         take_over(managed.unit)
 
 
 def refuse_copy(module: nn.Module) -> NoReturn:
-    """Raise: what makes a sharded module work cannot be copied."""
+    """Raise: hooks and communicators of a sharded module cannot be copied."""
     raise UsageError(
         f"a sharded {type(module).__name__} cannot be copied: its hooks and communicators belong "
         "to this instance. Copy the plain module before sharding, or build a second one and load "
@@ -153,9 +169,21 @@ def refuse_pickle(module: nn.Module) -> NoReturn:
 
 
 def require_gradient_sync(module: nn.Module, required: bool, *, recurse: bool = True) -> None:
-    """Say if the units of ``module`` (``recurse``: and below) are reduced after backward."""
+    """Choose if the units of ``module`` (``recurse``: and below) reduce after backward."""
     for managed in managed_units(module, recurse=recurse):
         managed.requires_gradient_sync = required
+
+
+def keep_for_double_backward(module: nn.Module, keep: bool = True) -> None:
+    """Keep the units of ``module`` and below full from forward to the next optimizer step.
+
+    What ``backward(create_graph=True)`` and ``torch.autograd.grad(..., create_graph=True)`` need,
+    since the second backward reads parameters again. It costs the memory of all full parameters.
+    Between steps; all ranks must choose the same.
+    """
+    for managed in managed_units(module):
+        managed.change("reshard_after_forward", False if keep else None)
+        managed.change("reshard_after_backward", not keep)
 
 
 def set_prefetch(
@@ -168,8 +196,8 @@ def set_prefetch(
     are gathered ahead, and further reduces left under way, until those beside the last hold so many
     bytes: it keeps a link busy where units are small. All ranks must choose the same.
     """
-    runtime = runtime_of(module)
-    if not runtime.idle:
+    tracker = ensure_tracker(module)
+    if not tracker.idle:
         raise UsageError("prefetch can only be changed between steps, not in the middle of one")
-    reduces = runtime.prefetch.reduces_in_flight
-    runtime.set_prefetch(Prefetch(forward, backward, reduces, least_bytes))
+    reduces = tracker.prefetch.reduces_in_flight
+    tracker.set_prefetch(Prefetch(forward, backward, reduces, least_bytes))

@@ -1,26 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``state_dict()`` of a sharded model gives: whole tensors, DTensors, or spans."""
+"""The forms in which state dicts show sharded values: whole tensors, DTensors, or spans."""
 
 import threading
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.agreement import verify_agreement
+from fullshard.torch.comm.protocol import Comm
+from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.state.dtensors import as_dtensors
 from fullshard.torch.state.state_dict_types import StateDictType
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["AS_DTENSORS", "Form", "ask_before_loading", "change_form", "collecting", "hand_out"]
+__all__ = [
+    "AS_DTENSORS",
+    "StateForm",
+    "ask_before_loading",
+    "change_form",
+    "collecting",
+    "hand_out",
+    "in_agreed_order",
+    "verify_same_values",
+]
 
 
 @dataclass(frozen=True)
-class Form:
-    """How sharded values are handed out.
+class StateForm:
+    """The form in which a state dict shows sharded values.
 
     ``kind``: FULL_STATE_DICT is whole tensors, SHARDED_STATE_DICT DTensors, LOCAL_STATE_DICT this
     rank's spans as flat plain tensors. ``on_host``: in host memory. ``kept``: False for a rank that
@@ -32,7 +43,9 @@ class Form:
     kept: bool = True
 
 
-AS_DTENSORS = Form(StateDictType.SHARDED_STATE_DICT)
+K = TypeVar("K")
+
+AS_DTENSORS = StateForm(StateDictType.SHARDED_STATE_DICT)
 _INSTEAD = {
     StateDictType.FULL_STATE_DICT: "call it on every rank, and write on one: "
     "state = model.state_dict(); if rank == 0: torch.save(state, path)",
@@ -51,7 +64,7 @@ _depth = _Depth()
 
 @contextmanager
 def collecting() -> Iterator[bool]:
-    """Around the collection of a state dict: True for the outermost one, which is to be changed."""
+    """Enter the collection of a state dict; yield True for the outermost, which changes form."""
     _depth.value += 1
     try:
         yield _depth.value == 1
@@ -59,7 +72,7 @@ def collecting() -> Iterator[bool]:
         _depth.value -= 1
 
 
-def hand_out(state: MutableMapping[str, Any], prefix: str, form: Form) -> None:
+def hand_out(state: MutableMapping[str, Any], prefix: str, form: StateForm) -> None:
     """Change the entries of a module's state dict whose names begin with ``prefix``."""
     entries = {name: value for name, value in state.items() if name.startswith(prefix)}
     change_form(entries, form, "state_dict()", _INSTEAD.get(form.kind, ""))
@@ -73,30 +86,33 @@ def hand_out(state: MutableMapping[str, Any], prefix: str, form: Form) -> None:
 def ask_before_loading(
     values: Iterable[Any], params: Iterable[Any], what: str = "load_state_dict() of DTensors"
 ) -> None:
-    """Call the roll if loading ``values`` into ``params`` is collective: if there are DTensors."""
+    """Call the roll if loading ``values`` into ``params`` is collective, as for DTensors."""
     if any(isinstance(value, DTensor) for value in values):
         owners = [each.ownership for each in params if isinstance(each, ShardedParameter)]
         comms = list(dict.fromkeys(comm for owner in owners for comm in owner.comms))
         call_roll(comms, what, "call it on every rank, or load whole tensors")
 
 
-def change_form(values: MutableMapping[Any, Any], form: Form, what: str, instead: str) -> None:
-    """Replace the sharded ones of ``values`` by what ``form`` says. Collective but for spans.
+def change_form(values: MutableMapping[Any, Any], form: StateForm, what: str, instead: str) -> None:
+    """Replace sharded values by those that ``form`` asks for. Collective, except for spans.
 
     Whole tensors are gathered one by one, so a rank that keeps none, or keeps them in host memory,
-    never has more than one on its device. What others are handed has memory of its own, plain
-    tensors too; tied values stay one tensor. ``what`` and ``instead`` are
-    for the error of a rank that calls alone, see `call_roll`.
+    never has more than one on its device. All results, plain tensors too, have memory of their
+    own; tied values stay one tensor. ``what`` and ``instead`` go into the error of a rank that
+    calls alone, see `call_roll`.
     """
-    sharded = {key: each for key, each in values.items() if isinstance(each, ShardedParameter)}
+    sharded = in_agreed_order(values)
     if form.kind is not StateDictType.LOCAL_STATE_DICT:
-        moved = [each.ownership for each in sharded.values() if not each.is_meta]
-        call_roll([comm for owner in moved for comm in owner.comms], what, instead)
+        moved = {key: each for key, each in sharded.items() if not each.is_meta}
+        comms = [comm for each in moved.values() for comm in each.ownership.comms]
+        call_roll(comms, what, instead)
+        verify_same_values(moved, what)
     if form.kind is StateDictType.SHARDED_STATE_DICT:
         made = as_dtensors(list(sharded.values()))
         values.update(zip(sharded, made, strict=True))
     known: dict[int, Any] = {}  # of tied values the first
-    for key, value in list(values.items()):
+    for key in [*sharded, *(key for key in values if key not in sharded)]:
+        value = values[key]
         source = sharded.get(key)
         number = id(value) if source is None else id(source.local)
         if number not in known:
@@ -107,7 +123,39 @@ def change_form(values: MutableMapping[Any, Any], form: Form, what: str, instead
             del values[key]
 
 
-def _taken(value: Any, source: ShardedParameter | None, form: Form) -> Any:
+def in_agreed_order(values: Mapping[K, Any]) -> dict[K, ShardedParameter]:
+    """The sharded ones of ``values`` in an order on which all ranks agree.
+
+    Users may have put them together in another order on each rank, as from a `set`. A key is a
+    name, or what belongs to one parameter and the name of a part of its state.
+    """
+    found = [
+        (each.ownership.place, str(key[-1] if isinstance(key, tuple) else key), key, each)
+        for key, each in values.items()
+        if isinstance(each, ShardedParameter)
+    ]
+    return {key: each for _, _, key, each in sorted(found, key=lambda each: each[:2])}
+
+
+def verify_same_values(values: Mapping[Any, ShardedParameter], what: str) -> None:
+    """Make sure that all ranks are about to send these same ``values``. Collective.
+
+    Raises `ConfigurationError` on all ranks, with those in which they differ.
+    """
+    by_comm: dict[Comm, dict[str, str]] = {}
+    for key, each in values.items():
+        owner = each.ownership
+        part = f", {key[-1]}" if isinstance(key, tuple) else ""
+        for comm in owner.comms:
+            lines = by_comm.setdefault(comm, {})
+            lines[f"{owner.name}{part} ({len(lines)})"] = f"{owner.shape} {each.dtype}"
+    for comm, lines in by_comm.items():
+        if comm.size > 1:
+            device = next(iter(values.values())).device
+            verify_agreement(comm, lines, device, f"what is in {what}")
+
+
+def _taken(value: Any, source: ShardedParameter | None, form: StateForm) -> Any:
     if not form.kept and form.kind is not StateDictType.FULL_STATE_DICT:
         return None
     if source is not None and form.kind is StateDictType.FULL_STATE_DICT:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a sharded model as one safetensors file, written and read in small pieces."""
+"""Writing and reading the weights of a sharded model as one safetensors file, in small pieces."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.layout import Span
 from fullshard.core.safetensors_format import Entry, FileWriter, Place, header_of, places_in
+from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.protocol import Comm, Parts, Work
 from fullshard.torch.comm.ranks import Ranks
-from fullshard.torch.comm.roll_call import call_roll
-from fullshard.torch.step.tracker import runtime_of
+from fullshard.torch.comm.watch.roll_call import call_roll
+from fullshard.torch.step.managed import managed_units
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.tensor.reslice import overlaps
 from fullshard.torch.tensor.tensor_parallel import tensor_parallel_of
 from fullshard.torch.unit.sites import clean_name
 
@@ -55,29 +57,34 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     there under each of its names). Elements go to rank 0 in pieces of at most 8 MiB, of which it
     holds two at a time while it writes; other ranks need no memory. (Parameters that are cut along
     a tensor axis too are gathered one by one instead.) The file appears at ``path`` when it is
-    complete.
+    complete; until then, and never after a failure, ``path.partial`` is there. It takes the place
+    of a regular file only.
 
     Raises:
         ConfigurationError: on all ranks, if rank 0 cannot write the file, or the format cannot hold
             a dtype, or a parameter is on the meta device.
-        UsageError: called on some ranks only, see `fullshard.torch.comm.roll_call`.
+        UsageError: called on some ranks only, see `fullshard.torch.comm.watch.roll_call`.
     """
     entries = _Entries(model)
     entries.call_roll("save_full_weights()")
     target = Path(path)
-    writer = FileWriter(target, header_of(entries_of(entries.values))) if entries.first else None
-    # One piece travels while the one before it is written.
-    before: _Piece | None = None
-    for piece in _pieces(entries):
+    header = header_of(entries_of(entries.values))
+    writer = FileWriter(target, header) if entries.first else None
+    try:
+        # One piece travels while the one before it is written.
+        before: _Piece | None = None
+        for piece in _pieces(entries):
+            if before is not None:
+                before.finish(writer)
+            before = piece
         if before is not None:
             before.finish(writer)
-        before = piece
-    if before is not None:
-        before.finish(writer)
-    failure = None
-    if writer is not None:
-        writer.finish()
-        failure = writer.failure
+        if writer is not None:
+            writer.finish()
+    finally:
+        if writer is not None:
+            writer.abandon()
+    failure = writer.failure if writer is not None else None
     entries.raise_together(f"could not write the weights to {target}", failure)
 
 
@@ -93,7 +100,7 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
     Raises:
         ConfigurationError: on all ranks, if one of them cannot read the file (parts may have been
             loaded) or it does not fit; then nothing has been changed.
-        UsageError: called on some ranks only, see `fullshard.torch.comm.roll_call`.
+        UsageError: called on some ranks only, see `fullshard.torch.comm.watch.roll_call`.
     """
     entries = _Entries(model)
     entries.call_roll("load_full_weights()")
@@ -116,7 +123,7 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
 
 
 class _Entries:
-    """The parameters and buffers of a model by name, and the ranks that have parts of them."""
+    """The parameters and buffers of a model by name, and the ranks that hold parts of them."""
 
     def __init__(self, model: nn.Module):
         held = model.state_dict(keep_vars=True)
@@ -135,7 +142,7 @@ class _Entries:
                     f"{name!r} is on the meta device; call to_empty on the model first"
                 )
         self.device = next((t.device for t in self.values.values()), torch.device("cpu"))
-        self._ranks: Ranks = runtime_of(model).executor.units[0].unit.ranks
+        self._ranks = _ranks_of(model)
         owners = [t.ownership for t in self.values.values() if isinstance(t, ShardedParameter)]
         self.shard_comms = list(dict.fromkeys(owner.comm for owner in owners))
         self._comms = list(dict.fromkeys(comm for owner in owners for comm in owner.comms))
@@ -146,6 +153,12 @@ class _Entries:
         """Wait until all ranks have called ``what``."""
         comms = [*self._comms, self._ranks.gather, self._ranks.replicas]
         call_roll(comms, what, "call it on every rank: rank 0 alone touches the file when saving")
+        lines = {
+            f"entry {number}": f"{name}, {tuple(tensor.shape)} {tensor.dtype}"
+            for number, (name, tensor) in enumerate(self.values.items())
+        }
+        for comm in (self._ranks.gather, self._ranks.replicas):
+            verify_agreement(comm, lines, self.device, f"the model's entries in {what}")
 
     def raise_together(self, what: str, failure: Exception | None) -> None:
         """Raise `ConfigurationError` on all ranks if one of them has a ``failure``. Collective."""
@@ -155,6 +168,13 @@ class _Entries:
         if self._ranks.any(bool(failed), failed.device):
             detail = failure or "the error is on another rank"
             raise ConfigurationError(f"{what}: {detail}") from failure
+
+
+def _ranks_of(model: nn.Module) -> Ranks:
+    """Return the ranks of the first unit of ``model``; which rank writes follows from them."""
+    for managed in managed_units(model):
+        return managed.unit.ranks
+    raise UsageError(f"{type(model).__name__} holds no sharded unit; shard it first")
 
 
 # -- writing -------------------------------------------------------------------------------------
@@ -175,9 +195,9 @@ class _Piece:
 
 
 def _pieces(entries: _Entries) -> Iterator[_Piece]:
-    """All bytes in the order of the file, each piece under way when it is handed out. Collective.
+    """Yield all bytes in the order of the file, as pieces in flight. Collective.
 
-    One that is not for this rank is empty.
+    A piece that is not for this rank is empty.
     """
     destinations, room = _destinations(entries), _Room()
     for name, tensor in entries.values.items():
@@ -195,7 +215,7 @@ def _pieces(entries: _Entries) -> Iterator[_Piece]:
 
 
 def _destinations(entries: _Entries) -> dict[Comm, int | None]:
-    """Which rank of each communicator writes the file; None if it is not among them. Collective."""
+    """Find the rank of each communicator that writes the file, or None. Collective."""
     found: dict[Comm, int | None] = {}
     for comm in entries.shard_comms:
         rank = torch.tensor(comm.rank if entries.first else -1, device=entries.device)
@@ -205,13 +225,13 @@ def _destinations(entries: _Entries) -> dict[Comm, int | None]:
 
 
 class _Room:
-    """Where pieces arrive: two buffers in turn, which an allocator cannot scatter."""
+    """Memory for arriving pieces: two buffers in turn, which an allocator cannot scatter."""
 
     def __init__(self) -> None:
         self._buffers: dict[torch.device, list[Tensor]] = {}
 
     def take(self, size_bytes: int, device: torch.device) -> Tensor:
-        """Memory that was handed out two calls ago."""
+        """Return the memory that was handed out two calls ago."""
         if size_bytes == 0:
             return _buffer(0, device)
         if device not in self._buffers:
@@ -228,31 +248,25 @@ def _sent_pieces(
     name: str, tensor: ShardedParameter, destination: int, room: _Room
 ) -> Iterator[_Piece]:
     ownership, item = tensor.ownership, tensor.element_size()
-    comm, total_bytes = ownership.comm, ownership.spans[-1].stop * item
-    spans = [Span(span.start * item, span.stop * item) for span in ownership.spans]
-    local, mine = _bytes_of(tensor.local), spans[comm.rank]
-    for start in range(0, total_bytes, PIECE_BYTES):
-        piece = Span(start, min(start + PIECE_BYTES, total_bytes))
-        common = [_common(span, piece) for span in spans]
+    comm, mine, total = ownership.comm, tensor.span, ownership.spans[-1].stop
+    local, label = _bytes_of(tensor.local), f"a piece of {name!r} for the file"
+    for start in range(0, total, PIECE_BYTES // item):
+        piece = Span(start, min(start + PIECE_BYTES // item, total))
         sent, received = [0] * comm.size, [0] * comm.size
-        sent[destination] = common[comm.rank].numel
-        if comm.rank == destination:
-            received = [span.numel for span in common]
-        begin = common[comm.rank].start - mine.start
+        outgoing = local[:0]
+        for rank, first, last in overlaps(ownership.spans, piece):
+            if comm.rank == destination:
+                received[rank] = (last - first) * item
+            if rank == comm.rank:
+                sent[destination] = (last - first) * item
+                outgoing = local[(first - mine.start) * item : (last - mine.start) * item]
         data = room.take(sum(received), local.device)
-        outgoing = local[begin : begin + sent[destination]] if sent[destination] else local[:0]
-        label = f"a piece of {name!r} for the file"
         work = comm.all_to_all(Parts(data, received), Parts(outgoing, sent), label)
         yield _Piece(data, work)
 
 
-def _common(span: Span, other: Span) -> Span:
-    start = max(span.start, other.start)
-    return Span(start, max(start, min(span.stop, other.stop)))
-
-
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The elements as flat bytes, in the memory of ``tensor`` if it is contiguous."""
+    """View the elements as flat bytes; copies if ``tensor`` is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -260,7 +274,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _read_into(name: str, tensor: Tensor, file: IO[bytes], start: int, buffer: Tensor) -> None:
-    """Fill ``tensor``, or what this rank has of it, from the bytes that begin at ``start``."""
+    """Fill ``tensor``, or this rank's part of it, from the bytes that begin at ``start``."""
     cut = tensor.ownership.tensor_parallel if isinstance(tensor, ShardedParameter) else None
     if isinstance(tensor, ShardedParameter) and cut is None:
         begin = start + tensor.span.start * tensor.element_size()
@@ -300,7 +314,7 @@ def _read_pieces(into: Tensor, file: IO[bytes], start: int, buffer: Tensor) -> N
 
 
 def entries_of(tensors: dict[str, Tensor]) -> dict[str, Entry]:
-    """What a header tells of ``tensors``, which have dtypes of `DTYPE_NAMES`."""
+    """Describe ``tensors`` for a header; their dtypes must be in `DTYPE_NAMES`."""
     return {
         name: Entry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
         for name, tensor in tensors.items()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameter that a sharded model shows: of global shape, holding one rank's span.
 
-The same type serves as parameter, as gradient and as optimizer state. What operations do on it is
-in `fullshard.torch.tensor.rules`.
+Parameters, gradients and optimizer state are all of this type. `fullshard.torch.tensor.rules` says
+how torch operations run on it.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,9 @@ from torch.utils import _foreach_utils
 
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError
 from fullshard.core.layout import Span
-from fullshard.torch.comm.roll_call import call_roll
+from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.tensor.ownership import Ownership
+from fullshard.torch.tensor.reslice import longest
 
 __all__ = ["RULES", "Args", "Kwargs", "Rule", "ShardedParameter"]
 
@@ -67,19 +68,19 @@ class ShardedParameter(torch.Tensor):
     def parameter(
         local: Tensor, ownership: Ownership, *, requires_grad: bool = True
     ) -> "ShardedParameter":
-        """A parameter whose elements on this rank are ``local``, which is used, not copied."""
+        """Make a parameter whose elements on this rank are ``local``, which is not copied."""
         made = _make(local, ownership, requires_grad)
         made._is_param = True  # what isinstance(x, nn.Parameter) looks at
         return made
 
     @staticmethod
     def value(local: Tensor, ownership: Ownership) -> "ShardedParameter":
-        """A gradient or a state that is cut as its parameter is; ``local`` is not copied."""
+        """Make a gradient or a state that is cut as its parameter is; ``local`` is not copied."""
         return _make(local, ownership, False)
 
     @property
     def span(self) -> Span:
-        """Which elements of the flattened parameter this rank holds."""
+        """The elements of the flattened parameter that this rank holds."""
         return self.ownership.span
 
     @property
@@ -88,7 +89,7 @@ class ShardedParameter(torch.Tensor):
         return self.ownership.device_mesh
 
     def to_local(self) -> Tensor:
-        """This rank's elements, flat: ``local``, under the name that a DTensor has for its own."""
+        """Return ``local``, this rank's elements, flat; DTensors have a method of this name."""
         return self.local
 
     @property
@@ -100,7 +101,7 @@ class ShardedParameter(torch.Tensor):
         )
 
     def full_tensor(self) -> Tensor:
-        """The whole parameter as a new plain tensor without gradient. Collective.
+        """Return the whole parameter as a new plain tensor without gradient. Collective.
 
         Raises `UsageError` on a rank that calls it alone.
         """
@@ -110,12 +111,12 @@ class ShardedParameter(torch.Tensor):
 
     @torch.no_grad()
     def gathered(self) -> Tensor:
-        """`full_tensor` for code that all ranks are known to run: nobody is asked first."""
+        """Do as `full_tensor`, without a roll call: for code that all ranks are known to run."""
         ownership = self.ownership
         comm, spans = ownership.comm, ownership.spans
-        longest, numel = max(span.numel for span in spans), spans[-1].stop
+        most, numel = longest(spans), spans[-1].stop
         local = self.local.detach()
-        if comm.size * longest > 2 * numel:
+        if comm.size * most > 2 * numel:
             # A few ranks hold it all: to gather equal parts would be mostly padding.
             full = local.new_empty(numel)
             full[self.span.start : self.span.stop].copy_(local)
@@ -123,12 +124,12 @@ class ShardedParameter(torch.Tensor):
                 if span.numel:
                     comm.broadcast([full[span.start : span.stop]], rank).wait()
             return ownership.whole(full)
-        mine = local.new_zeros(longest)
+        mine = local.new_zeros(most)
         mine[: local.numel()] = local
-        gathered = local.new_empty(comm.size * longest)
+        gathered = local.new_empty(comm.size * most)
         label = f"full tensor of parameter {ownership.name!r}"
         comm.all_gather([(gathered, mine)], label=label).wait()
-        rows = gathered.view(comm.size, longest)
+        rows = gathered.view(comm.size, most)
         pieces = [rows[rank, : span.numel] for rank, span in enumerate(spans)]
         return ownership.whole(torch.cat(pieces))
 
@@ -141,7 +142,7 @@ class ShardedParameter(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same elements without gradient; assigning copies into them."""
+        """The same elements without gradient; assignment copies into them."""
         return self.detach()
 
     @data.setter
@@ -158,7 +159,7 @@ class ShardedParameter(torch.Tensor):
             self.detach().copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
-        """A copy with elements of its own; like `torch.nn.Parameter`, without ``grad``."""
+        """Copy with elements of its own; like `torch.nn.Parameter`, without ``grad``."""
         if id(self) in memo:
             known: ShardedParameter = memo[id(self)]
             return known

@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one way to cut flat tensors into intervals to another, by exchanging what differs."""
+"""Exchange between ranks that cut flat tensors one way and want them cut another way."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from fullshard.core.layout import Span
+from fullshard.core.layout import Span, SpansOfRanks
 from fullshard.torch.comm.protocol import Comm, Parts
 
-__all__ = ["Cut", "recut", "rows_of_ranks"]
+__all__ = ["Cut", "longest", "overlaps", "reslice", "rows_of_ranks"]
+
+_order = itemgetter(0, 1)  # of pieces: rank, number of the cut
 
 
 @dataclass(frozen=True)
 class Cut:
     """A flat tensor of which each rank holds one interval and wants another.
 
-    Rank r holds the elements ``held[r]`` and wants ``wanted[r]``. Those held tile the tensor; those
-    wanted may overlap. ``local`` is what this rank holds.
+    Rank r holds the elements ``held[r]`` and wants ``wanted[r]``. The intervals held tile the
+    tensor; those wanted may overlap. ``local`` holds this rank's elements.
     """
 
     local: Tensor
@@ -28,56 +30,80 @@ class Cut:
     wanted: Sequence[Span]
 
 
-def rows_of_ranks(shape: Sequence[int], size: int) -> list[Span]:
-    """The flat elements that ``Shard(0)`` gives to each of ``size`` ranks: whole rows, as `chunk`.
+def rows_of_ranks(shape: Sequence[int], size: int) -> Sequence[Span]:
+    """Return the flat elements that ``Shard(0)`` gives to each of ``size`` ranks.
 
-    A tensor without dims is on every rank, as replicated.
+    These are whole rows, as `torch.chunk` cuts them. A tensor without dims is on every rank, as
+    replicated.
     """
     if not shape:
         return [Span(0, 1)] * size
     rows, row_numel = shape[0], math.prod(shape[1:])
-    chunk = -(-rows // size)
-    ends = [min(rank * chunk, rows) * row_numel for rank in range(size + 1)]
-    return [Span(start, stop) for start, stop in pairwise(ends)]
+    return SpansOfRanks(0, rows * row_numel, -(-rows // size) * row_numel, size)
 
 
-def recut(comm: Comm, cuts: Sequence[Cut], label: str = "") -> list[Tensor]:
-    """What this rank wants of each of ``cuts``, as new flat tensors. Collective over ``comm``.
+def overlaps(spans: Sequence[Span], span: Span) -> list[tuple[int, int, int]]:
+    """List (rank, start, stop) for each rank of ``spans`` that has elements of ``span``."""
+    if isinstance(spans, SpansOfRanks) and spans.slice_numel:
+        # Slices are equal: only the ranks in question are looked at, of thousands.
+        size, begin = spans.slice_numel, spans.start
+        first, last = (begin + span.start) // size, (begin + span.stop - 1) // size
+        ranks = range(max(first, 0), min(last, spans.shards - 1) + 1)
+        ends = [
+            (rank, max(rank * size - begin, span.start), min((rank + 1) * size - begin, span.stop))
+            for rank in ranks
+        ]
+    else:
+        ends = [
+            (rank, max(each.start, span.start), min(each.stop, span.stop))
+            for rank, each in enumerate(spans)
+        ]
+    return [(rank, start, stop) for rank, start, stop in ends if start < stop]
 
-    All are of one dtype on one device. Each element is sent at most once to each rank that wants
-    it; besides the result this takes the memory of what is sent and received.
+
+def longest(spans: Sequence[Span]) -> int:
+    """Return how many elements the rank of ``spans`` that has the most may have."""
+    if isinstance(spans, SpansOfRanks):
+        return min(spans.numel, spans.slice_numel)
+    return max(span.stop - span.start for span in spans)
+
+
+def reslice(comm: Comm, cuts: Sequence[Cut], label: str = "") -> list[Tensor]:
+    """Return what this rank wants of each of ``cuts``, as new flat tensors. Collective.
+
+    All tensors have one dtype and one device. Each element is sent at most once to each rank that
+    wants it; beside the results this takes the memory of what is sent and received.
     """
-    me = comm.rank
-    outgoing = [[_common(each, me, rank) for each in cuts] for rank in range(comm.size)]
-    incoming = [[_common(each, rank, me) for each in cuts] for rank in range(comm.size)]
-    like = cuts[0].local
-    pieces = [like.new_empty(0)]
-    for row in outgoing:
-        for each, span in zip(cuts, row, strict=True):
-            pieces.append(_part(each.local, each.held[me], span))
-    sent = Parts(torch.cat(pieces), [sum(span.numel for span in row) for row in outgoing])
-    numels = [sum(span.numel for span in row) for row in incoming]
-    received = Parts(like.new_empty(sum(numels)), numels)
+    outgoing: list[tuple[int, int, Tensor]] = []
+    incoming: list[tuple[int, int, Tensor]] = []
+    results = []
+    for number, cut in enumerate(cuts):
+        held, wanted = cut.held[comm.rank], cut.wanted[comm.rank]
+        result = cut.local.new_empty(wanted.stop - wanted.start)
+        results.append(result)
+        for rank, start, stop in overlaps(cut.wanted, held):
+            outgoing.append((rank, number, cut.local[start - held.start : stop - held.start]))
+        for rank, start, stop in overlaps(cut.held, wanted):
+            incoming.append((rank, number, result[start - wanted.start : stop - wanted.start]))
+    sent = _joined(comm, outgoing, cuts[0].local)
+    numels = _numels(comm, incoming)
+    received = Parts(cuts[0].local.new_empty(sum(numels)), numels)
     comm.all_to_all(received, sent, label).wait()
-    results = [like.new_empty(each.wanted[me].numel) for each in cuts]
-    spans = [
-        (each, result, span)
-        for row in incoming
-        for each, result, span in zip(cuts, results, row, strict=True)
-    ]
-    parts = torch.split(received.flat, [span.numel for _, _, span in spans])
-    for (each, result, span), part in zip(spans, parts, strict=True):
-        _part(result, each.wanted[me], span).copy_(part)
+    incoming.sort(key=_order)
+    parts = torch.split(received.flat, [place.numel() for _, _, place in incoming])
+    for (_, _, place), part in zip(incoming, parts, strict=True):
+        place.copy_(part)
     return results
 
 
-def _common(cut: Cut, holder: int, wanting: int) -> Span:
-    """What ``holder`` has to send to ``wanting``."""
-    held, wanted = cut.held[holder], cut.wanted[wanting]
-    start = max(held.start, wanted.start)
-    return Span(start, max(start, min(held.stop, wanted.stop)))
+def _joined(comm: Comm, pieces: list[tuple[int, int, Tensor]], like: Tensor) -> Parts:
+    numels = _numels(comm, pieces)
+    pieces.sort(key=_order)
+    return Parts(torch.cat([like.new_empty(0), *(piece for _, _, piece in pieces)]), numels)
 
 
-def _part(flat: Tensor, held: Span, span: Span) -> Tensor:
-    """The elements ``span`` of a tensor of which ``flat`` has ``held``."""
-    return flat.narrow(0, span.start - held.start, span.numel) if span.numel else flat[:0]
+def _numels(comm: Comm, pieces: Sequence[tuple[int, int, Tensor]]) -> list[int]:
+    numels = [0] * comm.size
+    for rank, _, piece in pieces:
+        numels[rank] += piece.numel()
+    return numels

@@ -137,7 +137,7 @@ class FullParameters:
     def gather(self, custom: CustomGather | None) -> None:
         """Start to gather, as ``custom`` does it if it is given (collective)."""
         self._buffer.allocate()
-        self._version = self._written
+        self._version = self.shards_version
         if self.part is not None:
             block = self._ranks.block
             assert block is not None
@@ -182,8 +182,8 @@ class FullParameters:
     def _refreshed_working(self) -> list[Tensor]:
         """The shard on the device in the dtype of computation, as of the optimizer's last step."""
         assert self.working is not None
-        if self.working_version != self._written:
-            self.working_version = self._written
+        if self.working_version != self.shards_version:
+            self.working_version = self.shards_version
             for to, shard in zip(self.working.flats, self._shards.flats, strict=True):
                 to.copy_(shard.to(self._plan.device, non_blocking=True))
         return self.working.flats
@@ -217,14 +217,14 @@ class FullParameters:
         return total + (self.part.bytes if self.part is not None else 0)
 
     @property
-    def _written(self) -> int:
+    def shards_version(self) -> int:
         """Grows when the shards are written to."""
         return sum(flat._version for flat in self._shards.buffer.flats)
 
     @property
     def outdated(self) -> bool:
         """True if the shards have been changed since they were gathered."""
-        return not self.resident and self._version != self._written
+        return not self.resident and self._version != self.shards_version
 
     # ---- drop -----------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remember which original parameters sharded ones have replaced."""
+"""The record of original parameters that sharded ones have replaced."""
 
 import itertools
 from typing import Any
@@ -29,10 +29,10 @@ def mark_replaced(original: Tensor, name: str) -> None:
 
 
 def last_replacement() -> int:
-    """The number of the latest replacement in this process; it only grows."""
+    """Return the number of the latest replacement in this process; it only grows."""
     return _last_replacement
 
 
 def name_of_replacement(param: Tensor | None) -> str | None:
-    """The name given to `mark_replaced`, None for a parameter that was not replaced."""
+    """Return the name given to `mark_replaced`, or None for a parameter never replaced."""
     return getattr(param, _MARK, None)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run on the torch engine ends: its weights, the table of bytes, a sample of text."""
+"""The end of a run on the torch engine: weights, the table of bytes, a sample of text."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from fullshard.core.trace import Trace
-from fullshard.torch import resting_bytes, save_full_weights
-from fullshard.torch.inspection.memory_summary import Bytes
+from fullshard.torch import save_full_weights
+from fullshard.torch.inspection import Bytes, resting_bytes
 from fullshard.train.metrics import Reporter, bytes_table, writing
 from fullshard.train.summary import PROMPT, say_files, say_sample
 from fullshard.train.torch.setup import Run
@@ -22,12 +23,7 @@ def conclude(run: Run, trace: Trace, reporter: Reporter) -> None:
     """
     config, console = run.config, reporter.console
     at_rest = resting_bytes(run.model, run.optimizer)
-    held = Bytes(
-        at_rest.parameters_bytes,
-        at_rest.gradients_bytes,
-        at_rest.optimizer_bytes,
-        trace.peak_bytes,
-    )
+    held = replace(at_rest, transient_bytes=trace.peak_bytes)
     # Only rank 0 writes; the others need no folder, but a path to talk about.
     folder = reporter.folder or Path(config.log.folder)
     save_full_weights(run.model, folder / "model.safetensors")
@@ -44,11 +40,11 @@ def conclude(run: Run, trace: Trace, reporter: Reporter) -> None:
 
 def _rows(rank: Bytes, unsharded: Bytes) -> list[tuple[str, int, int | None]]:
     return [
-        ("parameters", rank.parameters, unsharded.parameters),
-        ("gradients", rank.gradients, unsharded.gradients),
-        ("optimizer state", rank.optimizer, unsharded.optimizer),
-        ("full units in a step, at most", rank.transient, unsharded.transient),
-        ("peak, without activations", rank.total, unsharded.total),
+        ("parameters", rank.parameters_bytes, unsharded.parameters_bytes),
+        ("gradients", rank.gradients_bytes, unsharded.gradients_bytes),
+        ("optimizer state", rank.optimizer_bytes, unsharded.optimizer_bytes),
+        ("full units in a step, at most", rank.transient_bytes, unsharded.transient_bytes),
+        ("peak, without activations", rank.total_bytes, unsharded.total_bytes),
     ]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From settings to what a run works with: data, a sharded model, and its optimizer."""
+"""Make the parts of a run from its settings: data, a sharded model and its optimizer."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.core.presets import training_flops_per_token, transformer
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, load_full_weights
-from fullshard.torch.inspection.memory_summary import Bytes
+from fullshard.torch.inspection import Bytes
 from fullshard.train.config import Config, OptimConfig
 from fullshard.train.data import Dataset, load
 from fullshard.train.summary import Facts
@@ -34,7 +34,7 @@ class PlainModel:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run works with on one rank; ``unsharded`` is what one process would need."""
+    """The parts of a run on one rank; ``unsharded`` is the memory that one process would need."""
 
     config: Config
     world: World
@@ -46,7 +46,7 @@ class Run:
 
     @property
     def facts(self) -> Facts:
-        """What there is to say of it before it begins."""
+        """Facts about the run, known before it begins."""
         numel = sum(param.numel() for param in self.model.parameters())
         where = f"{self.world.size} ranks on {self.world.device.type}"
         return Facts(self.data, numel, self.flops_per_token, where)

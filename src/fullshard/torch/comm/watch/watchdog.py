@@ -24,8 +24,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fullshard.core.errors import CommunicationError
+from fullshard.torch.comm.watch.advice import LEFT, NOTHING_AWAITED, STORE_ENDED, way_out
+from fullshard.torch.comm.watch.forks import check_not_forked, current_pid, refuse_inherited_world
 
-__all__ = ["Place", "Progress", "Watchdog", "Witness"]
+__all__ = ["Progress", "Standing", "Watchdog", "Witness"]
 
 PERIOD_S = 1.0
 SILENT_S = 3 * PERIOD_S  # a rank that has not written for so long has died or hangs as a whole
@@ -38,7 +40,7 @@ _Event = tuple[str, float]  # what, and when by this host's clock (seconds since
 
 @dataclass
 class Progress:
-    """What this process is doing. The fields are assigned whole, so any thread may read them."""
+    """The present activity of this process; any thread may read it, as fields are set whole."""
 
     issued: _Event | None = None
     waiting: _Event | None = None
@@ -50,8 +52,8 @@ class Progress:
 _progress = Progress()
 
 
-class Place(NamedTuple):
-    """How far this rank has come in a family: roll calls completed, collectives issued since.
+class Standing(NamedTuple):
+    """The progress of this rank in a family: roll calls completed, collectives issued since.
 
     All ranks of the family come through the same places in the same order.
     """
@@ -68,6 +70,8 @@ class Witness:
     """
 
     def __init__(self, family: str, members: Sequence[int], timeout_s: float):
+        refuse_inherited_world("a communicator")
+        self._pid = current_pid()
         self.family = family
         self.members = tuple(members)
         self.timeout_s = timeout_s
@@ -78,12 +82,15 @@ class Witness:
             self.watchdog.look_after(self)
 
     def issues(self, what: str) -> None:
-        """Note that ``what`` is about to be issued. Raises if the group has failed."""
+        """Note that ``what`` is about to be issued.
+
+        Raises if the group has failed, or this is a forked child of the process that made it.
+        """
         self.stop_if_failed(what)
         _progress.issued = (what, time.time())
         if self.watchdog is not None:
-            place = self.watchdog.places.get(self.family, Place())
-            self.watchdog.places[self.family] = Place(place.rolls, place.issued + 1)
+            place = self.watchdog.places.get(self.family, Standing())
+            self.watchdog.places[self.family] = Standing(place.rolls, place.issued + 1)
 
     def leaves_pending(self, what: str, works: Sequence[dist.Work]) -> None:
         """Note a collective for which the host will not wait, the last of those under way."""
@@ -122,21 +129,28 @@ class Witness:
                 time.sleep(SETTLED_S)
             others = self.watchdog.table(self.members)
             time.sleep(FAREWELL_S)
-        return CommunicationError(f"{text}\nThe group's timeout is {self.timeout_s:g} s.{others}")
+        return CommunicationError(
+            f"{text}\nThe group's timeout is {self.timeout_s:g} s.{others}{way_out(others)}"
+        )
 
     def stop_if_failed(self, what: str) -> None:
-        """Raise `CommunicationError` before ``what`` if the group has failed."""
+        """Raise `CommunicationError` before ``what`` if the group has failed.
+
+        Raises `UsageError` in a forked child.
+        """
+        check_not_forked(self._pid, what)
         watchdog = self.watchdog
         if watchdog is not None and self.family in watchdog.announced:
             text, heard_at = watchdog.announced[self.family]
             time.sleep(max(0.0, heard_at + SETTLED_S - time.time()))
+            others = watchdog.table(self.members)
             raise CommunicationError(
                 f"rank {self._rank} stops before {what}, since its group has failed: {text}"
-                f"{watchdog.table(self.members)}"
+                f"{others}{way_out(others)}"
             )
 
     def overdue(self) -> str | None:
-        """What the device has not completed as the timeout draws near, once."""
+        """Return, once, the call that the device has not completed as the timeout draws near."""
         if self._pending is None:
             return None
         what, begin, works = self._pending
@@ -157,7 +171,7 @@ class Watchdog:
 
     @classmethod
     def of_this_process(cls) -> "Watchdog | None":
-        """The one of the present default group, started if need be; None if no store is to be had.
+        """Return that of the default group, started if need be; None if there is no store.
 
         Not collective.
         """
@@ -176,7 +190,7 @@ class Watchdog:
     def __init__(self, store: Any):
         self.rank = dist.get_rank()
         self.announced: dict[str, _Event] = {}  # the first failure in each family, when heard
-        self.places: dict[str, Place] = {}  # by family
+        self.places: dict[str, Standing] = {}  # by family
         self.rolls: dict[str, str] = {}  # what this rank calls now, by family
         self._last_table = ""  # as the store may be gone when it is wanted
         self._lifeline = _connect_to_server_of(store)
@@ -201,7 +215,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def calling(self, what: str, families: Sequence[str]) -> Iterator[None]:
-        """Within, this rank waits in roll calls of ``families`` for ``what``."""
+        """Show within that this rank waits in roll calls of ``families`` for ``what``."""
         _progress.calling = (what, time.time())
         self.rolls.update(dict.fromkeys(families, what))
         try:
@@ -227,10 +241,10 @@ class Watchdog:
                 self.store.set(_failure_of(family), text)
 
     def table(self, members: Sequence[int]) -> str:
-        """One line for each of the other ranks, or for those that are in the same place."""
+        """Write one line for each of the other ranks, or for several in the same place."""
         others = [rank for rank in members if rank != self.rank]
         if not self.store_lives():
-            return self._last_table or f"\n{_UNKNOWN}: the process that keeps the store has ended"
+            return self._last_table or f"\n{_UNKNOWN}: {STORE_ENDED}"
         try:
             records = self.read(others)
         except RuntimeError as error:
@@ -261,7 +275,7 @@ class Watchdog:
     # said, and look whether it is still open.
 
     def store_lives(self) -> bool:
-        """False once the store is known to be gone."""
+        """Return False once the store is known to be gone."""
         if self._lifeline is not None and not self._store_is_gone:
             try:
                 self._store_is_gone = self._lifeline.recv(1) == b""
@@ -294,7 +308,7 @@ class Watchdog:
                 print(f"fullshard: rank {self.rank}: {late}, not done yet{table}", file=sys.stderr)
 
     def read(self, ranks: Sequence[int]) -> dict[int, dict[str, Any] | None]:
-        """What each rank has last written; None for one that has not."""
+        """Return what each rank has last written, or None for a rank that has not."""
         keys = [str(rank) for rank in ranks]
         if self.store.has_extended_api() and self.store.check(keys):
             found: list[bytes | None] = list(self.store.multi_get(keys))
@@ -345,7 +359,7 @@ def _lines(records: dict[int, dict[str, Any] | None]) -> list[str]:
 
 
 def _state(record: dict[str, Any] | None, now: float) -> tuple[str, float]:
-    """What a rank does, with ``{age}`` where it says since when, and that moment."""
+    """Describe a rank's activity, with ``{age}`` for its duration, and when it began."""
     if record is None:
         return "no sign of life at all", now
     safe = {
@@ -356,7 +370,7 @@ def _state(record: dict[str, Any] | None, now: float) -> tuple[str, float]:
     if "failed" in safe:
         return f"failed in {safe['failed'][0]} {{age}} ago", safe["failed"][1]
     if record["left"]:
-        return "has left the process group", record["at"]
+        return LEFT, record["at"]
     if now - record["at"] > SILENT_S:
         doing = safe.get("waiting") or safe.get("issued")
         last = f", last seen in {doing[0]}" if doing else ""
@@ -369,9 +383,9 @@ def _state(record: dict[str, Any] | None, now: float) -> tuple[str, float]:
     issued, finished = safe.get("issued"), safe.get("finished")
     if finished is not None and issued is not None:
         last = f"last finished: {finished[0]} {{age}} ago, last issued: {issued[0]}"
-        return f"waits for nothing, {last}", finished[1]
+        return f"{NOTHING_AWAITED}, {last}", finished[1]
     if issued is not None:
-        return f"waits for nothing, last issued: {issued[0]} {{age}} ago", issued[1]
+        return f"{NOTHING_AWAITED}, last issued: {issued[0]} {{age}} ago", issued[1]
     return "has done nothing yet", now
 
 

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run will need and how long it will take, before anything is launched.
+
+    from fullshard.plan import Run, cluster_of, named_device, predict, read_model
+
+    cluster = cluster_of(named_device("h100"), 64)
+    found = predict(read_model("llama3-8b"), Run(micro_batch=1), cluster)
+    print(found.memory.peak_bytes, found.step_s, found.tokens_per_s)
+
+`predict` tells of one configuration, `search` chooses one, `what_if` compares. Nothing here imports
+more than the standard library and `fullshard.core`; only the command needs rich, to print.
+"""
+
+from fullshard.plan.choose.changes import Change, smallest_change
+from fullshard.plan.choose.questions import Answer, parse_question, what_if
+from fullshard.plan.choose.search import Choice, Rejected, pareto, search
+from fullshard.plan.choose.settings import Setup, with_setting
+from fullshard.plan.choose.space import Space
+from fullshard.plan.cluster.cluster import Cluster, Device, Link
+from fullshard.plan.cluster.read import cluster_of, device_names, named_device
+from fullshard.plan.memory import MemoryForecast, forecast_memory
+from fullshard.plan.model.config_json import model_from_config, read_model
+from fullshard.plan.model.model import Model
+from fullshard.plan.model.named import MODEL_NAMES, named_model
+from fullshard.plan.predict import Prediction, predict
+from fullshard.plan.run import Attention, Loss, Recompute, Run, Wrap
+from fullshard.plan.step.clock import Timeline, replay
+from fullshard.plan.step.script import Script, write_script
+
+__all__ = [
+    "MODEL_NAMES",
+    "Answer",
+    "Attention",
+    "Change",
+    "Choice",
+    "Cluster",
+    "Device",
+    "Link",
+    "Loss",
+    "MemoryForecast",
+    "Model",
+    "Prediction",
+    "Recompute",
+    "Rejected",
+    "Run",
+    "Script",
+    "Setup",
+    "Space",
+    "Timeline",
+    "Wrap",
+    "cluster_of",
+    "device_names",
+    "forecast_memory",
+    "model_from_config",
+    "named_device",
+    "named_model",
+    "pareto",
+    "parse_question",
+    "predict",
+    "read_model",
+    "replay",
+    "search",
+    "smallest_change",
+    "what_if",
+    "with_setting",
+    "write_script",
+]

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The smallest change that makes a run fit that does not."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.strategy import Offload, Prefetch, ShardingStrategy
+from fullshard.plan.choose.search import USABLE
+from fullshard.plan.cluster.cluster import Cluster, Constants
+from fullshard.plan.model.model import Model
+from fullshard.plan.predict import Prediction, predict
+from fullshard.plan.run import Loss, Recompute, Run, Wrap
+
+__all__ = ["Change", "smallest_change"]
+
+_MOST = 3  # changes at once
+
+
+@dataclass(frozen=True)
+class Change:
+    """What to change, in words, and the prediction of the run so changed."""
+
+    words: tuple[str, ...]
+    prediction: Prediction
+
+
+def smallest_change(
+    model: Model,
+    run: Run,
+    cluster: Cluster,
+    *,
+    budget_bytes: int | None = None,
+    constants: Constants | None = None,
+) -> Change | None:
+    """The fewest changes with which ``run`` fits, of as many those that cost the least speed.
+
+    Samples of a step stay the same. None if not even three changes are enough.
+    """
+    budget = budget_bytes
+    if budget is None:
+        budget = int(cluster.device.memory_bytes * USABLE)
+    single = list(_changes(run))
+    for count in range(1, _MOST + 1):
+        fitting: list[Change] = []
+        for chosen in combinations(single, count):
+            changed = _all_of(run, chosen)
+            if changed is None:
+                continue
+            try:
+                prediction = predict(model, changed, cluster, constants)
+            except ConfigurationError:
+                continue
+            if prediction.memory.peak_bytes <= budget:
+                fitting.append(Change(tuple(words for words, _ in chosen), prediction))
+        if fitting:
+            return max(fitting, key=lambda change: change.prediction.tokens_per_s)
+    return None
+
+
+Named = tuple[str, dict[str, object]]
+
+
+def _changes(run: Run) -> Iterator[Named]:
+    """Single changes that save memory: what to write, and the fields of the run."""
+    if run.loss is Loss.PLAIN:
+        yield "loss fused", {"loss": Loss.FUSED}
+    if run.loss is not Loss.CHUNKED:
+        yield "loss chunked", {"loss": Loss.CHUNKED}
+    if run.recompute is Recompute.NONE:
+        yield "recompute selective", {"recompute": Recompute.SELECTIVE}
+    if run.recompute is not Recompute.FULL:
+        yield "recompute full", {"recompute": Recompute.FULL}
+    if run.micro_batch > 1 and run.micro_batch % 2 == 0:
+        half = {"micro_batch": run.micro_batch // 2, "accumulate": run.accumulate * 2}
+        yield f"micro-batch {run.micro_batch // 2}, accumulated twice as often", {**half}
+    if run.strategy is not ShardingStrategy.FULL_SHARD:
+        yield "strategy FULL_SHARD", {"strategy": ShardingStrategy.FULL_SHARD}
+    if run.replicas > 1:
+        yield "one group instead of replicas", {"replicas": 1}
+    if run.wrap in (Wrap.NONE, Wrap.BLOCK):
+        yield "units by block+ends", {"wrap": Wrap.BLOCK_AND_ENDS}
+    if run.wrap is not Wrap.PART:
+        yield "units by part", {"wrap": Wrap.PART}
+    if run.prefetch.forward > 1 or run.prefetch.backward > 1:
+        yield "prefetch 1", {"prefetch": Prefetch()}
+    if not run.offload.to_host:
+        yield "optimizer on the host", {"offload": Offload(optimizer=True)}
+    if not run.offload.params:
+        everything = Offload(params=True, optimizer=True)
+        yield "parameters and optimizer on the host", {"offload": everything}
+
+
+def _all_of(run: Run, chosen: tuple[Named, ...]) -> Run | None:
+    """``run`` with all of them, None if two of them change the same thing."""
+    fields: dict[str, object] = {}
+    for _, each in chosen:
+        if fields.keys() & each.keys():
+            return None
+        fields.update(each)
+    return replace(run, **fields)  # type: ignore[arg-type]

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks the configurations of a space by predicted speed, within a memory budget."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.strategy import Prefetch
+from fullshard.core.text import bytes_text
+from fullshard.plan.choose.space import Space
+from fullshard.plan.choose.words import describe
+from fullshard.plan.cluster.cluster import Cluster, Constants
+from fullshard.plan.memory import resting_memory
+from fullshard.plan.model.model import Model
+from fullshard.plan.predict import Prediction, predict
+from fullshard.plan.run import Run, Wrap
+from fullshard.plan.step.script import Script, Walked, write_script
+from fullshard.plan.step.units import PlannedUnit, units_of
+
+__all__ = ["USABLE", "Choice", "Rejected", "pareto", "search"]
+
+USABLE = 0.95
+"""The share of a device's memory that a choice may fill: fragments have the rest."""
+
+_REFINED = 4  # of the best, how many are tried with other units and prefetch
+_UNIT_KEY = ("strategy", "replicas", "wrap", "offload")
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A configuration that cannot be, with its reason."""
+
+    run: Run
+    reason: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a search found: ``ranked`` from the fastest on, ``rejected`` with reasons.
+
+    ``budget_bytes`` is what one device may hold. ``tried`` counts all predictions.
+    """
+
+    model: Model
+    cluster: Cluster
+    budget_bytes: int
+    ranked: tuple[Prediction, ...]
+    rejected: tuple[Rejected, ...]
+    tried: int
+
+    @property
+    def best(self) -> Prediction:
+        """The fastest that fits."""
+        return self.ranked[0]
+
+
+def search(
+    model: Model,
+    space: Space,
+    cluster: Cluster,
+    *,
+    budget_bytes: int | None = None,
+    constants: Constants | None = None,
+) -> Choice:
+    """Try the configurations of ``space`` and rank those that fit.
+
+    Micro-batches grow until one does not fit; state goes to the host only if nothing fits without;
+    the best are tried with other units and prefetch. ``budget_bytes`` is by default `USABLE` of the
+    device's memory. Raises `ConfigurationError` if nothing fits, with the least memory that any
+    candidate needs.
+    """
+    space.check(cluster)
+    budget = budget_bytes
+    if budget is None:
+        budget = int(cluster.device.memory_bytes * USABLE)
+    if budget <= 0:
+        raise ConfigurationError(f"a memory budget must be above 0 bytes, got {budget}")
+    trial = _Trial(model, cluster, budget, constants)
+    for structure in space.structures(cluster):
+        trial.first_that_fits(space, structure)
+    if not trial.fitting:
+        raise ConfigurationError(_floor(trial, model, cluster, budget))
+    best = sorted(trial.fitting.values(), key=_speed)[:_REFINED]
+    for prediction in best:
+        for run in space.refinements(prediction.run):
+            trial.grow([run])
+    ranked = tuple(sorted(trial.fitting.values(), key=_speed))
+    return Choice(model, cluster, budget, ranked, tuple(trial.rejected), trial.tried)
+
+
+def _speed(prediction: Prediction) -> tuple[int, int, float]:
+    """The fastest first; of those as fast to half a percent the simplest, then the smallest."""
+    steps = -round(math.log(prediction.tokens_per_s) / 0.005)
+    run = prediction.run
+    changes = (run.wrap is not Wrap.BLOCK) + (run.prefetch != Prefetch()) + (run.replicas > 1)
+    return steps, changes, prediction.memory.peak_bytes
+
+
+class _Trial:
+    """Predictions so far; units are made once for runs that differ only in their batch."""
+
+    def __init__(self, model: Model, cluster: Cluster, budget: int, constants: Constants | None):
+        self.model, self.cluster, self.budget, self.constants = model, cluster, budget, constants
+        self.fitting: dict[Run, Prediction] = {}
+        self.rejected: list[Rejected] = []
+        self.least: Prediction | None = None
+        self.tried = 0
+        self._units: dict[tuple[object, ...], tuple[PlannedUnit, ...]] = {}
+        self._scripts: dict[tuple[object, ...], Script] = {}
+
+    def grow(self, runs: Iterable[Run]) -> bool:
+        """Predict ``runs`` in turn until one does not fit; returns True if one did."""
+        fitted = False
+        for run in runs:
+            if run in self.fitting:
+                fitted = True
+                continue
+            if not self._try(run):
+                break
+            fitted = True
+        return fitted
+
+    def first_that_fits(self, space: Space, structure: Run) -> None:
+        """Try larger units before smaller ones, and state on the device before the host."""
+        for level in space.offloading(structure):
+            if self._rests_too_large(level):
+                continue
+            for wrapped in space.wrapping(level):
+                found = [
+                    self.grow(space.batches(run, self.cluster))
+                    for run in space.recomputing(wrapped)
+                ]
+                if any(found):
+                    return
+
+    def _rests_too_large(self, run: Run) -> bool:
+        """True, and told, if model state alone is more than the budget."""
+        self.tried += 1
+        resting = resting_memory(units_of(self.model, run, self.cluster), run).device_bytes
+        if resting > self.budget:
+            needed, given = bytes_text(resting), bytes_text(self.budget)
+            reason = f"needs {needed} of {given} for model state alone"
+            self.rejected.append(Rejected(run, reason))
+        return resting > self.budget
+
+    def _try(self, run: Run) -> bool:
+        self.tried += 1
+        try:
+            script = self._script_of(run)
+            prediction = predict(self.model, run, self.cluster, self.constants, script=script)
+        except ConfigurationError as error:
+            self.rejected.append(Rejected(run, str(error)))
+            return False
+        if self.least is None or prediction.memory.peak_bytes < self.least.memory.peak_bytes:
+            self.least = prediction
+        if prediction.memory.peak_bytes > self.budget:
+            self.rejected.append(Rejected(run, _too_much(prediction, self.budget)))
+            return False
+        self.fitting[run] = prediction
+        return True
+
+    def _script_of(self, run: Run) -> Script:
+        """Units do not depend on the batch, nor does the order in which things happen."""
+        key = tuple(getattr(run, name) for name in _UNIT_KEY)
+        if key not in self._units:
+            self._units[key] = units_of(self.model, run, self.cluster)
+        if isinstance(self.model, Walked):
+            return write_script(self.model, run, self.cluster, units=self._units[key])
+        order = (*key, run.recompute, run.prefetch)
+        if order not in self._scripts:
+            units = self._units[key]
+            self._scripts[order] = write_script(self.model, run, self.cluster, units=units)
+        return replace(self._scripts[order], calls=self.model.calls(run))
+
+
+def _too_much(prediction: Prediction, budget: int) -> str:
+    memory = prediction.memory
+    return f"needs {bytes_text(memory.peak_bytes)} of {bytes_text(budget)}: {memory.cause}"
+
+
+def _floor(trial: _Trial, model: Model, cluster: Cluster, budget: int) -> str:
+    least = trial.least
+    if least is None:
+        return trial.rejected[0].reason
+    memory = least.memory
+    more = -(-memory.resting_bytes // budget) * cluster.devices
+    way_out = (
+        f"{more} devices or more" if memory.resting_bytes > budget else "a smaller micro-batch"
+    )
+    return (
+        f"{model.name} does not fit into {bytes_text(budget)} on each of {cluster.devices} devices "
+        f"in any of {trial.tried} ways; the least is {bytes_text(memory.peak_bytes)} with "
+        f"{describe(least.run)}, of which {bytes_text(memory.resting_bytes)} is model state "
+        f"({memory.cause}). Take {way_out}, shorter sequences, or devices with more memory"
+    )
+
+
+def pareto(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
+    """Those for which none is both as fast and smaller, from the fastest on."""
+    front: list[Prediction] = []
+    for each in sorted(predictions, key=_speed):
+        if not front or each.memory.peak_bytes < front[-1].memory.peak_bytes:
+            front.append(each)
+    return tuple(front)

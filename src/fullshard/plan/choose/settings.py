@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings as people write them: ``recompute=full``, read into runs and clusters."""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeVar
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
+from fullshard.plan.cluster.cluster import Cluster
+from fullshard.plan.cluster.read import cluster_of, named_device
+from fullshard.plan.run import OPTIMIZERS, Loss, Recompute, Run, Wrap
+
+__all__ = ["KEYS", "Setup", "choose_one", "with_setting"]
+
+GIGABIT = 1e9 / 8
+Kind = TypeVar("Kind", bound=Enum)
+
+PRECISIONS: Mapping[str, tuple[str, Precision]] = {
+    "bf16": ("float32", Precision(compute="bfloat16", reduce="float32")),
+    "bf16-pure": ("bfloat16", Precision()),
+    "bf16-reduce": ("float32", Precision(compute="bfloat16", reduce="bfloat16")),
+    "fp16": ("float32", Precision(compute="float16", reduce="float32")),
+    "fp32": ("float32", Precision()),
+}
+OFFLOADS: Mapping[str, Offload] = {
+    "none": Offload(),
+    "optimizer": Offload(optimizer=True),
+    "params": Offload(params=True, optimizer=True),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run on a cluster, and the samples of a step over all devices (0: as the run has them)."""
+
+    run: Run
+    cluster: Cluster
+    global_batch: int = 0
+
+
+def choose_one(key: str, value: str, known: Mapping[str, Kind] | tuple[str, ...]) -> str:
+    """``value`` if it is known; else raise `ConfigurationError` with the nearest that is."""
+    if value in known:
+        return value
+    near = difflib.get_close_matches(value, list(known), n=1, cutoff=0.3)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigurationError(f"{key}={value!r}: {hint}it may be {', '.join(known)}")
+
+
+def _member(key: str, value: str, kind: type[Kind]) -> Kind:
+    return kind(choose_one(key, value.lower(), tuple(str(each.value) for each in kind)))
+
+
+def _whole(key: str, value: str) -> int:
+    try:
+        return int(value.replace("_", ""))
+    except ValueError:
+        raise ConfigurationError(f"{key} must be a whole number, got {value!r}") from None
+
+
+def _number(key: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ConfigurationError(f"{key} must be a number, got {value!r}") from None
+
+
+def _flag(key: str, value: str) -> bool:
+    return choose_one(key, value.lower(), ("true", "false")) == "true"
+
+
+def _strategy(run: Run, value: str) -> Run:
+    names = tuple(each.name for each in ShardingStrategy)
+    name = choose_one("strategy", value.upper(), names)
+    strategy = ShardingStrategy[name]
+    if name.endswith("ZERO2"):
+        return replace(run, strategy=ShardingStrategy.SHARD_GRAD_OP)
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        return replace(run, strategy=ShardingStrategy.FULL_SHARD)
+    return replace(run, strategy=strategy, replicas=1)
+
+
+def _precision(run: Run, value: str) -> Run:
+    if value == "fp8":
+        return replace(_precision(run, "bf16"), fp8=True)
+    dtype, precision = PRECISIONS[choose_one("precision", value, (*PRECISIONS, "fp8"))]
+    return replace(run, param_dtype=dtype, precision=precision, fp8=False)
+
+
+def _reduce(run: Run, value: str) -> Run:
+    names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    dtype = names[choose_one("reduce", value, tuple(names))]
+    return replace(run, precision=replace(run.precision, reduce=dtype))
+
+
+def _prefetch(run: Run, value: str) -> Run:
+    forward, _, backward = value.partition("/")
+    depth = _whole("prefetch", forward)
+    return replace(run, prefetch=Prefetch(depth, _whole("prefetch", backward or forward)))
+
+
+def _offload(run: Run, value: str) -> Run:
+    return replace(run, offload=OFFLOADS[choose_one("offload", value, tuple(OFFLOADS))])
+
+
+RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
+    "micro-batch": lambda run, text: replace(run, micro_batch=_whole("micro-batch", text)),
+    "sequence": lambda run, text: replace(run, sequence=_whole("sequence", text)),
+    "accumulate": lambda run, text: replace(run, accumulate=_whole("accumulate", text)),
+    "strategy": _strategy,
+    "replicas": lambda run, text: replace(run, replicas=_whole("replicas", text)),
+    "wrap": lambda run, text: replace(run, wrap=_member("wrap", text, Wrap)),
+    "reshard-root": lambda run, text: replace(run, reshard_root=_flag("reshard-root", text)),
+    "precision": _precision,
+    "reduce": _reduce,
+    "recompute": lambda run, text: replace(run, recompute=_member("recompute", text, Recompute)),
+    "recompute-every": lambda run, text: replace(
+        run, recompute_every=_whole("recompute-every", text)
+    ),
+    "offload": _offload,
+    "prefetch": _prefetch,
+    "optimizer": lambda run, text: replace(
+        run, optimizer=choose_one("optimizer", text, tuple(OPTIMIZERS))
+    ),
+    "lora": lambda run, text: replace(run, lora_rank=_whole("lora", text)),
+    "compiled": lambda run, text: replace(run, compiled=_flag("compiled", text)),
+    "loss": lambda run, text: replace(run, loss=_member("loss", text, Loss)),
+    "tensor-parallel": lambda run, text: replace(
+        run, tensor_parallel=_whole("tensor-parallel", text)
+    ),
+    "sync-each": lambda run, text: replace(run, sync_each=_flag("sync-each", text)),
+}
+"""What a setting does to a run, by its name."""
+
+CLUSTER_KEYS = ("devices", "device", "per-host", "inside", "between")
+KEYS: tuple[str, ...] = (*RUN_KEYS, *CLUSTER_KEYS)
+"""All names of settings."""
+
+
+def with_setting(setup: Setup, key: str, value: str) -> Setup:
+    """``setup`` with one setting changed.
+
+    Links are in GB/s inside a host and Gbit/s between hosts, of one device in one direction. A
+    hybrid strategy without replicas gets one for each host. Raises `ConfigurationError` for an
+    unknown key or value, with the nearest that is known.
+    """
+    choose_one("setting", key, KEYS)
+    if key in RUN_KEYS:
+        run = RUN_KEYS[key](setup.run, value)
+        if key == "strategy" and "HYBRID" in value.upper() and run.replicas == 1:
+            run = replace(run, replicas=setup.cluster.hosts)
+        return replace(setup, run=run)
+    return replace(setup, cluster=_with_cluster(setup.cluster, key, value))
+
+
+def _with_cluster(cluster: Cluster, key: str, value: str) -> Cluster:
+    if key == "device":
+        return cluster_of(named_device(value), cluster.devices)
+    if key == "devices":
+        return _again(cluster, devices=_whole(key, value))
+    if key == "per-host":
+        return _again(cluster, per_host=_whole(key, value))
+    if key == "inside":
+        return _again(cluster, inside=_number(key, value) * 1e9)
+    return _again(cluster, between=_number(key, value) * GIGABIT)
+
+
+def _again(
+    cluster: Cluster,
+    *,
+    devices: int | None = None,
+    per_host: int | None = None,
+    inside: float | None = None,
+    between: float | None = None,
+) -> Cluster:
+    usual = (
+        cluster.per_host if cluster.hosts > 1 else max(cluster.per_host, cluster.device.per_host)
+    )
+    return cluster_of(
+        cluster.device,
+        cluster.devices if devices is None else devices,
+        per_host=usual if per_host is None else per_host,
+        inside_bandwidth=inside or cluster.inside.bandwidth,
+        between_bandwidth=between or cluster.between.bandwidth,
+    )

@@ -1,0 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices and links as data."""
+
+__all__: list[str] = []

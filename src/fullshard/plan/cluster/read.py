@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices and constants from data files: those that come with the package, and calibrations."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.plan.cluster.cluster import Cluster, Constants, Device, Link
+
+__all__ = [
+    "Constants",
+    "cluster_of",
+    "device_names",
+    "fitted_constants",
+    "fitted_spread",
+    "named_device",
+]
+
+
+def _text(name: str) -> str:
+    return resources.files("fullshard.plan.cluster").joinpath(name).read_text("utf-8")
+
+
+@cache
+def _devices() -> dict[str, Device]:
+    table = tomllib.loads(_text("devices.toml"))
+    return {key: _device(key, entry) for key, entry in table.items()}
+
+
+def _device(key: str, entry: Mapping[str, Any]) -> Device:
+    known = {field.name for field in fields(Device)}
+    unknown = sorted(set(entry) - known)
+    missing = sorted(known - {"key", "cpu", "constants"} - set(entry))
+    if unknown or missing:
+        raise ConfigurationError(f"device {key!r}: unknown {unknown}, missing {missing}")
+    made = dict(entry)
+    for name in ("inside", "between"):
+        made[name] = Link(**entry[name])
+    made["assumed"] = tuple(entry["assumed"])
+    if "constants" in entry:
+        made["constants"] = Constants(**{**asdict(fitted_constants()), **entry["constants"]})
+    return Device(key=key, **made)
+
+
+def device_names() -> tuple[str, ...]:
+    """The names of all devices that come with the package."""
+    return tuple(_devices())
+
+
+def named_device(name: str) -> Device:
+    """The device of that name, or one that a calibration file ``name`` describes.
+
+    Raises `ConfigurationError` with the nearest name if there is none.
+    """
+    if name.endswith(".toml"):
+        return _calibrated(Path(name))
+    key = name.lower().replace("_", "-").removesuffix("gb").removesuffix("-sxm")
+    key = {"a100": "a100-80", "h100-80": "h100", "a6000": "rtx-a6000"}.get(key, key)
+    if key in _devices():
+        return _devices()[key]
+    near = difflib.get_close_matches(key, _devices(), n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigurationError(
+        f"unknown device {name!r}: {hint}there are {', '.join(_devices())}, and files that "
+        "fullshard calibrate writes"
+    )
+
+
+def _calibrated(path: Path) -> Device:
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is no calibration file: {error}") from error
+    devices = [entry for entry in table.items() if isinstance(entry[1], dict)]
+    if len(devices) != 1:
+        raise ConfigurationError(f"{path} describes {len(devices)} devices, expected one")
+    try:
+        return _device(*devices[0])
+    except TypeError as error:
+        raise ConfigurationError(f"{path} is no calibration file: {error}") from error
+
+
+def cluster_of(
+    device: Device,
+    devices: int,
+    *,
+    per_host: int | None = None,
+    inside_bandwidth: float | None = None,
+    between_bandwidth: float | None = None,
+) -> Cluster:
+    """``devices`` of ``device``, joined by its usual links unless others are given in bytes/s."""
+    per_host = device.per_host if per_host is None else per_host
+    inside, between = device.inside, device.between
+    if inside_bandwidth is not None:
+        inside = Link(_positive("inside", inside_bandwidth), inside.latency_s)
+    if between_bandwidth is not None:
+        between = Link(_positive("between", between_bandwidth), between.latency_s)
+    if isinstance(devices, int) and 0 < devices < per_host:
+        per_host = devices
+    return Cluster(device, devices, per_host, inside, between)
+
+
+def _positive(name: str, value: float) -> float:
+    if not value > 0:
+        raise ConfigurationError(f"bandwidth {name} hosts must be above 0 bytes/s, got {value!r}")
+    return value
+
+
+@cache
+def fitted_constants() -> Constants:
+    """The constants that come with the package; the file names the rows of the fit."""
+    return Constants(**tomllib.loads(_text("constants.toml"))["constants"])
+
+
+@cache
+def fitted_spread() -> float:
+    """The logarithm of a 90% interval's half-width, from predictions of rows left out of fits."""
+    return float(tomllib.loads(_text("constants.toml"))["interval"]["spread"])

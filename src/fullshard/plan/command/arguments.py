@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of ``fullshard plan``, read into what a search needs."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.plan.choose.questions import parse_question
+from fullshard.plan.choose.settings import GIGABIT, RUN_KEYS, Setup, with_setting
+from fullshard.plan.choose.space import AXES, Space
+from fullshard.plan.cluster.read import cluster_of, device_names, named_device
+from fullshard.plan.model.config_json import ARCHITECTURES, read_model
+from fullshard.plan.model.model import Model
+from fullshard.plan.model.named import MODEL_NAMES
+from fullshard.plan.run import Loss, Run
+
+__all__ = ["Asked", "parse"]
+
+_EXAMPLES = f"""\
+examples:
+  fullshard plan llama3-70b --devices 256 --device h100
+  fullshard plan ./my-model/config.json --devices 16 --device a100-80 --sequence 4096
+  fullshard plan llama3-8b --devices 8 --device h100 --micro-batch 1 --recompute full
+  fullshard plan llama3-8b --devices 64 --what-if strategy=FULL_SHARD,SHARD_GRAD_OP,NO_SHARD
+  fullshard plan llama3-8b --devices 64 --what-if between=50,100,200,400 --tokens 1e12
+  fullshard plan mpt-7b --devices 32 --device a100-40 --global-batch 1024 --json
+
+models: {", ".join(MODEL_NAMES)}
+config.json of: {", ".join(ARCHITECTURES)}
+devices: {", ".join(device_names())}
+
+What is not given is chosen: {", ".join(name.replace("_", "-") for name in AXES)}.
+"""
+_FIXING = {name.replace("_", "-"): name for name in AXES}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What ``fullshard plan`` is asked: a model, where to begin, what is free, what to show."""
+
+    model: Model
+    setup: Setup
+    space: Space
+    budget_bytes: int | None
+    questions: tuple[tuple[str, tuple[str, ...]], ...]
+    tokens: float
+    top: int
+    as_json: bool
+    timeline: bool
+    scale: bool
+    draw: Path | None
+    config: Path | None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fullshard plan",
+        usage="fullshard plan MODEL --devices N [--device NAME] [options]",
+        description="Tell, before anything is launched, whether a training run fits, how fast it "
+        "will be, and which configuration to choose. Needs no GPU and no framework.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a preset's name, or a config.json of Hugging Face's")
+    where = parser.add_argument_group("cluster")
+    where.add_argument("--devices", type=int, default=8, metavar="N", help="how many (default 8)")
+    where.add_argument("--device", default="h100", metavar="NAME", help="which (default h100)")
+    where.add_argument("--per-host", type=int, metavar="N", help="devices in a host")
+    where.add_argument("--inside", type=float, metavar="GB/S", help="link of a device in its host")
+    where.add_argument("--between", type=float, metavar="GBIT/S", help="link of a device to others")
+    where.add_argument("--memory", type=float, metavar="GIB", help="budget of one device")
+    runs = parser.add_argument_group("run (what is given is kept, the rest is chosen)")
+    for key in RUN_KEYS:
+        runs.add_argument(f"--{key}", metavar="X", help=_HELP.get(key))
+    runs.add_argument("--global-batch", type=int, default=0, metavar="N", help="samples of a step")
+    shown = parser.add_argument_group("what is shown")
+    shown.add_argument("--what-if", action="append", default=[], metavar="KEY=A,B,C")
+    shown.add_argument("--tokens", type=float, default=0.0, help="tokens of the whole run")
+    shown.add_argument("--top", type=int, default=8, metavar="N", help="rows of the table")
+    shown.add_argument("--timeline", action="store_true", help="memory and streams over a step")
+    shown.add_argument("--scale", action="store_true", help="8 to 16,384 devices, with failures")
+    shown.add_argument("--draw", type=Path, metavar="FOLDER", help="the same as SVG files")
+    shown.add_argument("--config", type=Path, metavar="FILE", help="settings of fullshard train")
+    shown.add_argument("--json", action="store_true", help="everything as JSON")
+    return parser
+
+
+_HELP = {
+    "micro-batch": "samples of a device and forward",
+    "sequence": "their length in tokens",
+    "accumulate": "micro-batches of a step",
+    "strategy": "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD",
+    "replicas": "groups of hybrid sharding",
+    "wrap": "none, block, block+ends, part",
+    "precision": "bf16, bf16-pure, bf16-reduce, fp16, fp32, fp8",
+    "recompute": "none, selective, full",
+    "offload": "none, optimizer, params",
+    "prefetch": "units gathered ahead: N, or FORWARD/BACKWARD",
+    "optimizer": "adamw, lion, momentum, sgd",
+    "lora": "rank of adapters; the model itself is frozen",
+    "compiled": "true or false",
+    "loss": "plain, fused, chunked",
+    "tensor-parallel": "devices that share each layer",
+}
+
+
+def parse(argv: Sequence[str]) -> Asked:
+    """Read the arguments; raises `ConfigurationError` for what cannot be."""
+    given = _parser().parse_args(argv)
+    model = read_model(given.model)
+    device = named_device(given.device)
+    cluster = cluster_of(
+        device,
+        given.devices,
+        per_host=given.per_host,
+        inside_bandwidth=None if given.inside is None else given.inside * 1e9,
+        between_bandwidth=None if given.between is None else given.between * GIGABIT,
+    )
+    precision = "fp32" if device.cpu else "bf16"
+    setup = with_setting(Setup(Run(loss=Loss.FUSED), cluster), "precision", precision)
+    fixed: set[str] = set()
+    for key in RUN_KEYS:
+        value = getattr(given, key.replace("-", "_"))
+        if value is not None:
+            setup = with_setting(setup, key, value)
+            fixed.add(_FIXING.get(key, ""))
+            if key == "strategy" and "HYBRID" in value.upper():
+                fixed.add("replicas")
+    if "strategy" in fixed and given.replicas is None:
+        fixed.add("replicas")
+    for name in ("top", "global_batch", "tokens"):
+        if getattr(given, name) < 0:
+            raise ConfigurationError(f"--{name.replace('_', '-')} cannot be below 0")
+    return Asked(
+        model,
+        setup,
+        Space(setup.run, frozenset(AXES) - fixed, given.global_batch),
+        None if given.memory is None else int(given.memory * 2**30),
+        tuple(parse_question(text) for text in given.what_if),
+        given.tokens,
+        given.top,
+        given.json,
+        given.timeline,
+        given.scale,
+        given.draw,
+        given.config,
+    )

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command found, as data for ``--json``, as settings and as code."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from fullshard.core.errors import NotSupportedError
+from fullshard.core.presets import TRANSFORMERS
+from fullshard.plan.choose.questions import Answer
+from fullshard.plan.choose.search import Choice, pareto
+from fullshard.plan.choose.words import describe, offload_name, strategy_name
+from fullshard.plan.predict import Prediction
+from fullshard.plan.run import Recompute, Run, Wrap
+
+__all__ = ["answers_data", "choice_data", "code_of", "prediction_data", "train_settings"]
+
+
+def prediction_data(prediction: Prediction, tokens: float = 0.0) -> dict[str, Any]:
+    """One prediction as plain data; times in seconds, sizes in bytes."""
+    memory = prediction.memory
+    data = {
+        "configuration": _run_data(prediction.run),
+        "memory": {
+            "peak_bytes": memory.peak_bytes,
+            "reserved_bytes": memory.reserved_bytes,
+            "allocated_bytes": memory.allocated_bytes,
+            "host_bytes": memory.host_bytes,
+            "by_category": dict(memory.peak),
+            "cause": memory.cause,
+            "fits": prediction.fits,
+        },
+        "step_s": prediction.step_s,
+        "step_interval_s": [prediction.low_s, prediction.high_s],
+        "parts_s": dict(prediction.parts),
+        "communication_s": prediction.communication_s,
+        "tokens_per_s_per_device": prediction.tokens_per_s,
+        "tokens_per_s": prediction.cluster_tokens_per_s,
+        "mfu": prediction.mfu,
+        "unknowns": {each.name: each.share for each in prediction.unknowns},
+    }
+    if tokens:
+        data["run"] = {
+            "tokens": tokens,
+            "days": tokens / prediction.cluster_tokens_per_s / 86_400,
+            "device_hours": prediction.device_hours(tokens),
+            "energy_kwh": prediction.energy_kwh(tokens),
+        }
+    return data
+
+
+def _run_data(run: Run) -> dict[str, Any]:
+    """The choices of a run by the names of the command's arguments."""
+    return {
+        "strategy": strategy_name(run),
+        "replicas": run.replicas,
+        "wrap": run.wrap.value,
+        "micro_batch": run.micro_batch,
+        "accumulate": run.accumulate,
+        "sequence": run.sequence,
+        "recompute": run.recompute.value,
+        "offload": offload_name(run.offload),
+        "prefetch": [run.prefetch.forward, run.prefetch.backward],
+        "param_dtype": run.param_dtype,
+        "compute_dtype": run.compute_dtype,
+        "reduce_dtype": run.precision.grad_dtype(run.param_dtype),
+        "optimizer": run.optimizer,
+        "lora": run.lora_rank,
+        "loss": run.loss.value,
+        "compiled": run.compiled,
+    }
+
+
+def choice_data(choice: Choice, tokens: float, top: int) -> dict[str, Any]:
+    """What a search found."""
+    return {
+        "model": choice.model.name,
+        "device": choice.cluster.device.title,
+        "devices": choice.cluster.devices,
+        "budget_bytes": choice.budget_bytes,
+        "tried": choice.tried,
+        "ranked": [prediction_data(each, tokens) for each in choice.ranked[:top]],
+        "pareto": [describe(each.run) for each in pareto(choice.ranked)],
+        "rejected": [
+            {"configuration": describe(each.run), "reason": each.reason} for each in choice.rejected
+        ],
+    }
+
+
+def answers_data(key: str, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """What-if answers."""
+    return [
+        {key: each.value, "reason": each.reason}
+        if each.prediction is None
+        else {key: each.value, **prediction_data(each.prediction)}
+        for each in answers
+    ]
+
+
+def code_of(prediction: Prediction) -> str:
+    """The wrapper's arguments for the user's own script."""
+    run = prediction.run
+    names = {"bfloat16": "torch.bfloat16", "float16": "torch.float16", "float32": "torch.float32"}
+    arguments = []
+    if run.wrap is not Wrap.NONE:
+        modules = {
+            Wrap.BLOCK: "{Block}",
+            Wrap.BLOCK_AND_ENDS: "{Block, nn.Embedding, Head}",
+            Wrap.PART: "{Attention, FeedForward, nn.Embedding, Head}",
+        }[run.wrap]
+        arguments.append(f"auto_wrap_policy=ModuleWrapPolicy({modules})")
+    arguments.append(f"sharding_strategy=ShardingStrategy.{strategy_name(run)}")
+    if run.replicas > 1 and run.strategy.sharding.sharded:
+        shards = prediction.cluster.devices // run.replicas
+        arguments.append(
+            f'device_mesh=init_device_mesh("cuda", ({run.replicas}, {shards}), '
+            'mesh_dim_names=("replicate", "shard"))'
+        )
+    compute, reduce = run.precision.compute, run.precision.reduce
+    if compute or reduce:
+        dtypes = [f"param_dtype={names.get(compute or '', compute)}"] if compute else []
+        dtypes += [f"reduce_dtype={names.get(reduce or '', reduce)}"] if reduce else []
+        arguments.append(f"mixed_precision=MixedPrecision({', '.join(dtypes)})")
+    if run.offload.to_host:
+        offload = "offload_params=True" if run.offload.params else "offload_optimizer=True"
+        arguments.append(f"cpu_offload=CPUOffload({offload})")
+    lines = ["model = FullyShardedDataParallel(", "    model,"]
+    lines += [f"    {each}," for each in arguments]
+    lines.append(")")
+    depth = run.prefetch
+    if (depth.forward, depth.backward) != (1, 1):
+        lines.append(f"set_prefetch(model, forward={depth.forward}, backward={depth.backward})")
+    if run.recompute is Recompute.FULL:
+        lines.insert(0, "# every Block through torch.utils.checkpoint (use_reentrant=False)")
+    if run.recompute is Recompute.SELECTIVE:
+        lines.insert(0, "# every Block through selective checkpointing, each second product kept")
+    return "\n".join(lines)
+
+
+def train_settings(choice: Choice) -> str:
+    """The best configuration as settings of ``fullshard train``, in TOML.
+
+    Raises `NotSupportedError` if it needs what ``fullshard train`` does not have.
+    """
+    run, best = choice.best.run, choice.best
+    name = choice.model.name
+    missing = []
+    if name not in TRANSFORMERS:
+        missing.append(f"the model {name} (it has {', '.join(TRANSFORMERS)})")
+    if run.replicas > 1 and run.strategy.sharding.sharded:
+        missing.append("replicas")
+    missing += [
+        word
+        for word, wanted in (
+            ("recompute", run.recompute is not Recompute.NONE),
+            ("offload", run.offload.to_host),
+            ("accumulation", run.accumulate > 1),
+        )
+        if wanted
+    ]
+    if missing:
+        raise NotSupportedError(
+            f"fullshard train does not have {', '.join(missing)}; take the arguments for a script "
+            "of your own, or fix the choice, for example with --recompute none"
+        )
+    batch = run.micro_batch * best.cluster.devices
+    return (
+        f'[model]\nname = "gpt"\npreset = "{name}"\n'
+        f"context = {run.sequence or choice.model.context}\n\n"
+        f'[train]\nbatch = {batch}\ndtype = "{run.param_dtype}"\n\n'
+        f'[shard]\nstrategy = "{run.strategy.name}"\n'
+    )

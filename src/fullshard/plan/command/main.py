@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``fullshard plan``: searches, answers, draws, prints."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.plan.choose.changes import smallest_change
+from fullshard.plan.choose.questions import what_if
+from fullshard.plan.choose.search import USABLE, search
+from fullshard.plan.choose.settings import Setup
+from fullshard.plan.choose.space import with_batch
+from fullshard.plan.choose.words import describe
+from fullshard.plan.cluster.read import fitted_constants
+from fullshard.plan.command.arguments import Asked, parse
+from fullshard.plan.command.data import answers_data, choice_data, train_settings
+from fullshard.plan.command.scale import scale_data, scaled, show_scale
+from fullshard.plan.command.show import COLUMNS, show_answers, show_change, show_choice
+from fullshard.plan.draw import draw_memory, draw_streams, memory_lines, stream_lines, write_svg
+from fullshard.plan.memory import memory_timeline
+from fullshard.plan.predict import Prediction, predict
+from fullshard.plan.scale import draw_scaling
+from fullshard.plan.step.clock import replay
+from fullshard.plan.step.script import write_script
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    asked = parse(argv)
+    console = Console(width=COLUMNS, highlight=False)
+    _say_what_was_given(asked, console)
+    choice = search(asked.model, asked.space, asked.setup.cluster, budget_bytes=asked.budget_bytes)
+    best = Setup(choice.best.run, choice.cluster, asked.space.global_batch)
+    answers = {key: what_if(asked.model, best, key, values) for key, values in asked.questions}
+    grown = scaled(choice.best) if asked.scale else None
+    if asked.as_json:
+        data = choice_data(choice, asked.tokens, asked.top)
+        data["what_if"] = {key: answers_data(key, found) for key, found in answers.items()}
+        if grown is not None:
+            data["scale"] = scale_data(*grown)
+        print(json.dumps(data, indent=2))
+    else:
+        show_choice(console, choice, asked.tokens, asked.top)
+        for key, found in answers.items():
+            show_answers(console, key, found, choice.best)
+        if grown is not None:
+            show_scale(console, *grown)
+    if asked.timeline and not asked.as_json:
+        _timeline(console, choice.best)
+    if asked.draw is not None:
+        _draw(choice.best, asked.draw)
+        if grown is not None:
+            picture = draw_scaling(grown[0], f"{choice.model.name}: {describe(choice.best.run)}")
+            write_svg(picture, asked.draw / "scaling.svg")
+    if asked.config is not None:
+        asked.config.write_text(train_settings(choice), encoding="utf-8")
+    return 0
+
+
+def _say_what_was_given(asked: Asked, console: Console) -> None:
+    """If the run is fixed but for its units, say whether it fits as it is, and what would do."""
+    space = asked.space
+    if "micro_batch" in space.free or "recompute" in space.free:
+        return
+    cluster = asked.setup.cluster
+    space.check(cluster)
+    run = with_batch(space.base, space.base.micro_batch, space.global_batch, cluster)
+    prediction = predict(asked.model, run, cluster)
+    budget = asked.budget_bytes or int(cluster.device.memory_bytes * USABLE)
+    if prediction.memory.peak_bytes <= budget:
+        return
+    change = smallest_change(asked.model, run, cluster, budget_bytes=budget)
+    if asked.as_json:
+        if change is None:
+            return
+        words = "; ".join(change.words)
+        raise ConfigurationError(f"{describe(run)} does not fit; the smallest change: {words}")
+    show_change(console, prediction, change)
+
+
+def _timeline(console: Console, best: Prediction) -> None:
+    script = write_script(best.model, best.run, best.cluster)
+    constants = best.cluster.device.constants or fitted_constants()
+    timeline = replay(script, best.run, best.cluster, constants, record=True)
+    samples = memory_timeline(script, best.run, best.cluster)
+    for line in memory_lines(
+        samples,
+        capacity_bytes=best.cluster.device.memory_bytes,
+        width=COLUMNS - 2,
+        markup=True,
+    ):
+        console.print(line)
+    for line in stream_lines(timeline.records, width=COLUMNS - 2, markup=True):
+        console.print(line)
+
+
+def _draw(best: Prediction, folder: Path) -> None:
+    script = write_script(best.model, best.run, best.cluster)
+    constants = best.cluster.device.constants or fitted_constants()
+    timeline = replay(script, best.run, best.cluster, constants, record=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    title = f"{best.model.name}: {describe(best.run)}"
+    samples = memory_timeline(script, best.run, best.cluster)
+    write_svg(
+        draw_memory(samples, title, capacity_bytes=best.cluster.device.memory_bytes),
+        folder / "memory.svg",
+    )
+    write_svg(draw_streams(timeline.records, title), folder / "streams.svg")

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command found, for people: tables and bars of at most 100 columns."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
+from fullshard.core.text import bytes_text
+from fullshard.plan.choose.changes import Change
+from fullshard.plan.choose.questions import Answer
+from fullshard.plan.choose.search import Choice, pareto
+from fullshard.plan.choose.words import describe, offload_name, strategy_name
+from fullshard.plan.command.data import code_of
+from fullshard.plan.predict import Prediction
+from fullshard.plan.run import Recompute, Run
+
+__all__ = ["COLUMNS", "show_answers", "show_change", "show_choice"]
+
+COLUMNS = 100
+_BAR = 28
+_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "white", "bright_black")
+
+
+def show_choice(console: Console, choice: Choice, tokens: float, top: int) -> None:
+    """The ranked table, the best one in detail, and why others were rejected."""
+    console.print(_title(choice))
+    console.print(_ranked(choice, top))
+    console.print(_details(choice.best, tokens))
+    console.print(_rejections(choice))
+    code = Syntax(code_of(choice.best), "python", background_color="default", word_wrap=True)
+    console.print(Panel(code, title="for your own script", title_align="left"))
+
+
+def _title(choice: Choice) -> RenderableType:
+    cluster, model = choice.cluster, choice.model
+    run = choice.best.run
+    numel = sum(param.numel for param in model.spec(run)) * run.tensor_parallel
+    hosts = f"{cluster.hosts} host{'s' if cluster.hosts > 1 else ''}"
+    return Text.assemble(
+        (model.name, "bold"),
+        f": {_count(numel)} parameters, sequences of {run.sequence or model.context:,}, "
+        f"{cluster.devices:,} x {cluster.device.title} in {hosts}",
+    )
+
+
+def _ranked(choice: Choice, top: int) -> Table:
+    table = Table(
+        title=f"what fits into {bytes_text(choice.budget_bytes)}, fastest first "
+        f"({len(choice.ranked)} of {choice.tried} tried; * on the Pareto front)",
+        title_justify="left",
+        box=None,
+        padding=(0, 1),
+        expand=False,
+    )
+    heads = ("", "strategy", "units", "batch", "recompute", "offload", "pre")
+    for head in heads:
+        table.add_column(head, no_wrap=True)
+    for head in ("GiB", "step (90%)", "tokens/s", "MFU"):
+        table.add_column(head, justify="right", no_wrap=True)
+    front = {id(each) for each in pareto(choice.ranked)}
+    for number, each in enumerate(choice.ranked[:top]):
+        run = each.run
+        table.add_row(
+            "*" if id(each) in front else "",
+            _short_strategy(run),
+            run.wrap.value,
+            f"{run.micro_batch}" + (f" x{run.accumulate}" if run.accumulate > 1 else ""),
+            run.recompute.value if run.recompute is not Recompute.NONE else "-",
+            offload_name(run.offload) if run.offload.to_host else "-",
+            f"{run.prefetch.forward}/{run.prefetch.backward}",
+            f"{each.memory.peak_bytes / 2**30:.1f}",
+            _interval(each),
+            f"{each.tokens_per_s:,.0f}",
+            f"{each.mfu:.1%}",
+            style="bold" if number == 0 else "",
+        )
+    return table
+
+
+def _details(best: Prediction, tokens: float) -> RenderableType:
+    memory, device = best.memory, best.cluster.device
+    peak = f"{bytes_text(memory.peak_bytes)} of {bytes_text(device.memory_bytes)}"
+    found: list[RenderableType] = [
+        Text(describe(best.run), style="bold"),
+        Text(f"memory {peak}, most at {memory.cause}"),
+        _bars(dict(memory.peak), memory.peak_bytes, bytes_text),
+        Text(
+            f"step {_seconds(best.step_s)} (90%: {_seconds(best.low_s)} to "
+            f"{_seconds(best.high_s)}); all devices {_count(best.cluster_tokens_per_s)} tokens/s, "
+            f"{_count(best.tokens_per_step)} tokens a step; {best.watts:,.0f} W a device"
+        ),
+        _bars(best.parts, best.step_s, _seconds),
+    ]
+    for each in best.unknowns:
+        found.append(Text(f"widens the interval: {each.name} ({each.share:.1%})", style="dim"))
+    if tokens:
+        days = tokens / best.cluster_tokens_per_s / 86_400
+        found.append(
+            Text(
+                f"{_count(tokens)} tokens: {days:,.1f} days, {best.device_hours(tokens):,.0f} "
+                f"device-hours, {best.energy_kwh(tokens):,.0f} kWh of the devices alone"
+            )
+        )
+    return Panel(Group(*found), title="the best", title_align="left")
+
+
+def _bars(parts: Mapping[str, float], whole: float, text: "object") -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    for number, (name, value) in enumerate(parts.items()):
+        share = value / whole if whole else 0.0
+        if share < 0.001:
+            continue
+        bar = "█" * round(share * _BAR) or "▏"
+        said = text(int(value)) if text is bytes_text else _seconds(value)
+        colour = _COLOURS[number % len(_COLOURS)]
+        table.add_row(f"  {name}", Text(bar, style=colour), said, f"{share:.1%}")
+    return table
+
+
+def _rejections(choice: Choice) -> RenderableType:
+    """The first rejection of each strategy: what is largest, and why."""
+    seen: dict[str, str] = {}
+    for each in choice.rejected:
+        seen.setdefault(f"{strategy_name(each.run)} {each.run.recompute.value}", "")
+        key = f"{strategy_name(each.run)} {each.run.recompute.value}"
+        seen[key] = seen[key] or f"{describe(each.run)}: {each.reason}"
+    if not seen:
+        return Text("nothing was rejected", style="dim")
+    lines = [Text(line, style="dim") for line in list(seen.values())[:5]]
+    more = len(choice.rejected) - len(lines)
+    if more > 0:
+        lines.append(Text(f"and {more} more (--json tells all)", style="dim"))
+    return Padding(Group(Text("rejected", style="bold"), *lines), (1, 0, 0, 1))
+
+
+def show_answers(console: Console, key: str, answers: Sequence[Answer], base: Prediction) -> None:
+    """What-if answers, beside the speed of the best."""
+    table = Table(title=f"what if {key} were", title_justify="left", box=None, padding=(0, 1))
+    table.add_column(key, no_wrap=True)
+    for head in ("memory", "fits", "step, 90%", "tokens/s", "of the best", "MFU"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("at the peak", overflow="ellipsis", no_wrap=True)
+    for each in answers:
+        found = each.prediction
+        if found is None:
+            table.add_row(each.value, "", "no", "", "", "", "", each.reason)
+            continue
+        table.add_row(
+            each.value,
+            f"{found.memory.peak_bytes / 2**30:.1f} GiB",
+            "yes" if found.fits else "NO",
+            _interval(found),
+            f"{found.tokens_per_s:,.0f}",
+            f"{found.tokens_per_s / base.tokens_per_s:.2f}",
+            f"{found.mfu:.1%}",
+            found.memory.cause.rpartition(": ")[2],
+        )
+    console.print(table)
+
+
+def show_change(console: Console, asked: Prediction, change: Change | None) -> None:
+    """The run as asked, that does not fit, and the smallest change with which it does."""
+    memory = asked.memory
+    console.print(
+        f"{describe(asked.run)} needs {bytes_text(memory.peak_bytes)} of "
+        f"{bytes_text(asked.cluster.device.memory_bytes)}: {memory.cause}"
+    )
+    if change is None:
+        console.print("no three changes make it fit")
+        return
+    found = change.prediction
+    console.print(
+        f"the smallest change that fits: [bold]{'; '.join(change.words)}[/bold] "
+        f"({bytes_text(found.memory.peak_bytes)}, {found.tokens_per_s:,.0f} tokens/s a device)"
+    )
+
+
+def _short_strategy(run: Run) -> str:
+    name = strategy_name(run).removeprefix("_").replace("HYBRID_SHARD", "HYBRID")
+    return f"{name} x{run.replicas}" if name.startswith("HYBRID") else name
+
+
+def _interval(prediction: Prediction) -> str:
+    """Such as ``1.05-1.24 s``: one unit for both ends."""
+    low, high = prediction.low_s, prediction.high_s
+    if high >= 100:
+        return f"{low:,.0f}-{high:,.0f} s"
+    if high >= 10:
+        return f"{low:.1f}-{high:.1f} s"
+    return f"{low:.2f}-{high:.2f} s" if high >= 1 else f"{low * 1e3:.0f}-{high * 1e3:.0f} ms"
+
+
+def _seconds(value: float) -> str:
+    if value >= 100:
+        return f"{value:,.0f} s"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
+
+
+def _count(value: float) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"

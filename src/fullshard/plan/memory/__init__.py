@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step holds in device memory: by category, over its lines, at its peak."""
+
+from fullshard.plan.memory.forecast import (
+    CATEGORIES,
+    Engine,
+    MemoryForecast,
+    Sample,
+    forecast_memory,
+    memory_timeline,
+    planned_trace,
+)
+from fullshard.plan.memory.resting import Resting, resting_memory
+
+__all__ = [
+    "CATEGORIES",
+    "Engine",
+    "MemoryForecast",
+    "Resting",
+    "Sample",
+    "forecast_memory",
+    "memory_timeline",
+    "planned_trace",
+    "resting_memory",
+]

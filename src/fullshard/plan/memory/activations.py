@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What forward keeps for backward, and what is held while an act runs."""
+
+from collections.abc import Mapping
+
+from fullshard.core.spec import item_bytes
+from fullshard.plan.model.operations import Call, Kind, Operation
+from fullshard.plan.run import Recompute, Run
+from fullshard.plan.step.script import Act, Phase, Script, Stretch
+
+__all__ = ["Activations"]
+
+
+Pair = tuple[int, int]
+"""Bytes of activations, and of logits and loss."""
+
+
+class _CallMemory:
+    """Bytes of one call, worked out once for all calls that share their operations."""
+
+    def __init__(self, operations: tuple[Operation, ...]):
+        self.saved, self.saved_logits = _saved(operations)
+        self.kept_in_turns = _kept_in_turns(operations)
+        self.forward_peak = _forward_peak(operations)
+        self.backward_peaks = _backward_peaks(operations)
+
+
+class Activations:
+    """Activations at some moment of a step: ``kept`` bytes, and ``logits`` with the loss's."""
+
+    def __init__(self, script: Script, run: Run):
+        self.kept = 0
+        self.logits = 0
+        self._script = script
+        self._recompute = run.recompute
+        self._recomputed = tuple(
+            block is not None and run.recomputed(block) for block in script.blocks
+        )
+        self._memory: dict[int, _CallMemory] = {}
+        self._gradients = _Gradients(script)
+        self._kept_of: dict[int, tuple[int, int]] = {}  # by call
+
+    def gives_gradients(self, act: Act) -> bool:
+        """True if ``act`` makes the gradient of a parameter of its unit."""
+        if self._script.stretches:
+            return self._script.stretches[act.call].fills
+        return act.phase is Phase.BACKWARD and bool(self._gradients.largest[act.call])
+
+    def carry_out(self, act: Act) -> tuple[Pair, Pair]:
+        """Do what ``act`` says; returns the most activations and logits held meanwhile.
+
+        Before the first gradient of a parameter is there, and from then on.
+        """
+        if self._script.stretches:
+            return (0, 0), self._measured(self._script.stretches[act.call])
+        call = self._script.calls[act.call]
+        memory = self._memory_of(call)
+        if act.phase is Phase.BACKWARD:
+            return self._backward(act, memory)
+        before = self.kept, self.logits
+        if act.phase is Phase.FORWARD and self._recomputed[act.call]:
+            self._keep(act.call, self._kept_for_recomputation(act.call, memory), 0)
+        else:
+            self._keep(act.call, memory.saved, memory.saved_logits)
+        peak, logits_peak = memory.forward_peak
+        most = max(self.kept, before[0] + peak), max(self.logits, before[1] + logits_peak)
+        return (0, 0), most
+
+    def _measured(self, stretch: Stretch) -> tuple[int, int]:
+        most = self.kept + stretch.peak[0], self.logits + stretch.peak[1]
+        self.kept += stretch.change[0]
+        self.logits += stretch.change[1]
+        return most
+
+    def end_step(self) -> None:
+        """Nothing is left of the graph."""
+        self.kept = self.logits = 0
+        self._kept_of.clear()
+
+    def _memory_of(self, call: Call) -> _CallMemory:
+        memory = self._memory.get(id(call.operations))
+        if memory is None:
+            memory = self._memory[id(call.operations)] = _CallMemory(call.operations)
+        return memory
+
+    def _keep(self, call: int, saved: int, logits: int) -> None:
+        """Hold so much for ``call`` from now on, instead of what is held for it."""
+        before = self._kept_of.get(call, (0, 0))
+        self._kept_of[call] = saved, logits
+        self.kept += saved - before[0]
+        self.logits += logits - before[1]
+
+    def _kept_for_recomputation(self, call: int, memory: _CallMemory) -> int:
+        blocks = self._script.blocks
+        first = call == 0 or blocks[call - 1] != blocks[call]
+        inputs = self._script.calls[call].input_bytes if first else 0
+        if self._recompute is Recompute.SELECTIVE:
+            return inputs + memory.kept_in_turns
+        return inputs
+
+    def _backward(self, act: Act, memory: _CallMemory) -> tuple[Pair, Pair]:
+        gradients = self._gradients
+        on_the_way = gradients.largest[act.call] + gradients.waiting[act.call]
+        saved, logits = self._kept_of.get(act.call, (0, 0))
+        kept_by_others = self.kept - min(saved, memory.saved)
+        logits_of_others = self.logits - min(logits, memory.saved_logits)
+        before, after = memory.backward_peaks
+        later = max(after[0], memory.saved + on_the_way)
+        self._keep(act.call, 0, 0)
+        self.kept += gradients.waiting[act.call] - gradients.joined[act.call]
+        return (
+            (kept_by_others + before[0], logits_of_others + before[1]),
+            (kept_by_others + later, logits_of_others + after[1]),
+        )
+
+
+def _saved(operations: tuple[Operation, ...]) -> tuple[int, int]:
+    """Bytes saved by the operations: of activations, and of logits."""
+    logits = sum(each.saved_bytes for each in operations if each.logits)
+    return sum(each.saved_bytes for each in operations) - logits, logits
+
+
+def _kept_in_turns(operations: tuple[Operation, ...]) -> int:
+    """Bytes kept under selective recomputation: of attention, and each second matrix product.
+
+    Of a product that is its output, also if backward itself would not read it.
+    """
+    kept = products = 0
+    for each in operations:
+        if each.kind is Kind.MATMUL:
+            products += 1
+            kept += each.output_bytes if products % 2 else 0
+        elif not each.cheap:
+            kept += each.saved_bytes
+    return kept
+
+
+def _forward_peak(operations: tuple[Operation, ...]) -> tuple[int, int]:
+    """The most bytes held beyond what was held before, as the operations run in order."""
+    saved, peaks, given = [0, 0], [0, 0], [0, 0]
+    for each in operations:
+        use = int(each.logits)
+        output = 0 if each.saved_bytes >= each.output_bytes else each.output_bytes
+        saved[use] += each.saved_bytes
+        holding = [saved[0] + given[0], saved[1] + given[1]]
+        holding[use] += output + each.scratch_bytes
+        peaks = [max(pair) for pair in zip(peaks, holding, strict=True)]
+        given = [0, 0]
+        given[use] = output
+    return peaks[0], peaks[1]
+
+
+def _backward_peaks(operations: tuple[Operation, ...]) -> tuple[Pair, Pair]:
+    """The most bytes held, what is saved included, before the first weights' gradient and after.
+
+    Backwards run in reverse. A gradient like the output comes in, one like the input goes out;
+    ``backward_scratch_bytes`` has these in it where they are known to be all.
+    """
+    saved = [0, 0]
+    for each in operations:
+        saved[int(each.logits)] += each.saved_bytes
+    peaks: list[Pair] = [(0, 0), (0, 0)]
+    weighs = any(each.kind is Kind.MATMUL for each in operations)
+    given = not weighs
+    for number in range(len(operations) - 1, -1, -1):
+        each = operations[number]
+        given = given or each.kind is Kind.MATMUL
+        use = int(each.logits)
+        holding = list(saved)
+        before = operations[number - 1].output_bytes if number else 0
+        holding[use] += max(each.backward_scratch_bytes, each.output_bytes + before)
+        peaks[given] = max(peaks[given], (holding[0], holding[1]), key=sum)
+        saved[use] -= each.saved_bytes
+    return peaks[0], peaks[1]
+
+
+class _Gradients:
+    """Gradients of parameters between autograd, which makes them, and their unit's buffer.
+
+    ``largest[n]`` is the most bytes of one gradient that call n's backward hands over. A tied
+    parameter's is handed over by the first of its calls, in order of forward: ``waiting[n]`` bytes
+    of parts made by call n's backward wait until then, and ``joined[n]`` have waited for call n's.
+    """
+
+    def __init__(self, script: Script):
+        calls = len(script.calls)
+        self.largest, self.waiting, self.joined = [0] * calls, [0] * calls, [0] * calls
+        places: dict[str, list[int]] = {}
+        for number, call in enumerate(script.calls):
+            places.setdefault(call.path, []).append(number)
+        for unit in script.units:
+            for segment, slot in unit.layout:
+                if segment.trainable:
+                    item = item_bytes(segment.full_dtype)
+                    names = (slot.spec.name, *slot.spec.aliases)
+                    self._add(slot.spec.numel * item, [_calls_of(name, places) for name in names])
+
+    def _add(self, size: int, uses: list[list[int]]) -> None:
+        users = sorted({call for calls in uses for call in calls})
+        if not users:
+            return
+        self.largest[users[0]] = max(self.largest[users[0]], size)
+        if len(users) > 1:
+            self.waiting[users[-1]] += size
+            self.joined[users[0]] += size
+
+
+def _calls_of(name: str, places: Mapping[str, list[int]]) -> list[int]:
+    """The calls of the deepest module around a parameter that has any."""
+    path = name.rpartition(".")[0]
+    while path:
+        if path in places:
+            return places[path]
+        path = path.rpartition(".")[0]
+    return []

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replays the lines of a step with numbers for tensors: bytes by category, the peak, its cause.
+
+Model state and the buffers of units follow the layouts and ops of the engine, to the byte.
+Activations are those of the model's description. What torch's allocator, the driver and the
+communication library take besides is an estimate, see `fullshard.plan.memory.overheads`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from fullshard.core.schedule import Op, OpKind
+from fullshard.core.spec import item_bytes
+from fullshard.core.trace import Trace, TraceRecord
+from fullshard.plan.cluster.cluster import Cluster
+from fullshard.plan.memory.activations import Activations
+from fullshard.plan.memory.fsdp2 import HeldByFSDP2
+from fullshard.plan.memory.held import HeldUnits, Holds
+from fullshard.plan.memory.overheads import allocator_slack, context_bytes
+from fullshard.plan.memory.resting import Resting, resting_memory
+from fullshard.plan.model.model import Model
+from fullshard.plan.run import Run
+from fullshard.plan.step.script import Act, Phase, Script
+
+__all__ = [
+    "CATEGORIES",
+    "Engine",
+    "MemoryForecast",
+    "Sample",
+    "forecast_memory",
+    "label_of",
+    "memory_timeline",
+    "planned_trace",
+]
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "unit buffers",
+    "activations",
+    "logits and loss",
+    "allocator slack",
+    "context and nccl",
+)
+"""What device memory is for, in the order in which it is told."""
+
+Bytes = tuple[int, int, int, int, int, int]
+"""Of the first six categories: what tensors hold."""
+
+_WORDS = {
+    OpKind.GATHER: "gather of",
+    OpKind.AWAIT_GATHER: "wait for the gather of",
+    OpKind.SHRINK: "shrinking",
+    OpKind.FREE: "freeing",
+    OpKind.REDUCE: "reduce of",
+    OpKind.ALL_REDUCE: "all-reduce of",
+    OpKind.AWAIT_REDUCE: "delivery of the gradients of",
+}
+
+
+class Engine(Enum):
+    """Whose buffers are counted."""
+
+    FULLSHARD = "fullshard"
+    FSDP2 = "FSDP2"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Device memory at one line of the script: the most while it is carried out, by category.
+
+    ``line`` is its index in ``script.lines``; the last sample, of the optimizer, has the number
+    of lines.
+    """
+
+    line: int
+    label: str
+    bytes: Mapping[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """All categories together."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """What one device holds at the peak of a step.
+
+    ``peak`` is in bytes by category, ``cause`` says at which line that is and what is largest then.
+    ``allocated_bytes`` is the peak of what tensors hold, ``reserved_bytes`` of what torch's
+    allocator keeps for them; ``peak_bytes`` has context and NCCL besides. ``host_bytes`` rests in
+    the memory of the host if state is offloaded.
+    """
+
+    peak: Mapping[str, int]
+    cause: str
+    resting: Resting
+    line: int
+    _telling: "_Telling" = field(repr=False, compare=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that the device's memory holds, as its driver would show it."""
+        return sum(self.peak.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The peak of what torch's allocator reserves."""
+        return self.peak_bytes - self.peak["context and nccl"]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """The peak of what tensors hold."""
+        return self.reserved_bytes - self.peak["allocator slack"]
+
+    @property
+    def resting_bytes(self) -> int:
+        """Parameters, gradients and optimizer state on the device between steps."""
+        return self.resting.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """What rests in the host's memory for this rank."""
+        return self.resting.host_bytes
+
+    @property
+    def timeline(self) -> tuple[Sample, ...]:
+        """Memory at every line of the step; made when asked for."""
+        told = self._telling
+        return memory_timeline(told.script, told.run, told.cluster, engine=told.engine)
+
+
+@dataclass(frozen=True)
+class _Telling:
+    """What the timeline of a forecast is made of."""
+
+    script: Script
+    run: Run
+    cluster: Cluster
+    engine: Engine
+
+
+def forecast_memory(
+    script: Script,
+    model: Model,
+    run: Run,
+    cluster: Cluster,
+    *,
+    engine: Engine = Engine.FULLSHARD,
+) -> MemoryForecast:
+    """What one device holds when it carries out ``script``, and what causes the peak.
+
+    Of a step with several micro-batches it is a later one, which finds the gradients of those
+    before it. A micro-batch begins without gradients if it is the only one. Another ``engine`` than
+    our own is told by what is known of it, not to the byte.
+    """
+    replay = _Replay(script, run, cluster, engine)
+    most, peak, at = -1, (0, 0, 0, 0, 0, 0), 0
+    for line, held in replay.lines():
+        total = sum(held)
+        if total > most:
+            most, peak, at = total, held, line
+    by_category = _with_overheads(peak, run, cluster, script)
+    cause = _cause(script, at, peak, model)
+    telling = _Telling(script, run, cluster, engine)
+    return MemoryForecast(by_category, cause, replay.resting, at, telling)
+
+
+def memory_timeline(
+    script: Script, run: Run, cluster: Cluster, *, engine: Engine = Engine.FULLSHARD
+) -> tuple[Sample, ...]:
+    """Device memory at every line of ``script`` and in the optimizer's step."""
+    replay = _Replay(script, run, cluster, engine)
+    return tuple(
+        Sample(line, label_of(script, line), _with_overheads(held, run, cluster, script))
+        for line, held in replay.lines()
+    )
+
+
+def planned_trace(script: Script, run: Run, cluster: Cluster) -> Trace:
+    """The ops of ``script`` as the engine's own trace has them, in the same bytes.
+
+    Times are 0 here. A micro-batch after others, if there are several, as in `forecast_memory`.
+    """
+    cpu = cluster.device.cpu
+    held = HeldUnits(script.units, run, accumulating=run.accumulate > 1, cpu=cpu)
+    activations = Activations(script, run)
+    trace = Trace()
+
+    def note(op: str, number: int) -> None:
+        unit = script.units[number]
+        of_gradients = op in ("fill", OpKind.REDUCE.value, OpKind.AWAIT_REDUCE.value)
+        size = unit.layout.grad_full_bytes if of_gradients else unit.layout.full_bytes
+        record = TraceRecord(op, unit.path or "(root)", 0.0, size, held.buffers + held.leaving)
+        trace.records.append(record)
+
+    for line in script.lines:
+        if isinstance(line, Op):
+            held.carry_out(line)
+            note(line.kind.value, line.unit)
+        elif activations.gives_gradients(line) and held.fill(line.unit):
+            note("fill", line.unit)
+    return trace
+
+
+def label_of(script: Script, line: int) -> str:
+    """A line of the script in words."""
+    if line >= len(script.lines):
+        return "optimizer step"
+    what = script.lines[line]
+    if isinstance(what, Op):
+        return f"{_WORDS[what.kind]} {script.units[what.unit].path or '(root)'}"
+    direction = {Phase.FORWARD: "forward", Phase.AGAIN: "recomputation"}.get(what.phase, "backward")
+    return f"{direction} of {script.calls[what.call].path or '(root)'}"
+
+
+class _Replay:
+    """One pass over the lines of a script."""
+
+    def __init__(self, script: Script, run: Run, cluster: Cluster, engine: Engine):
+        self._script = script
+        self._run = run
+        cpu = cluster.device.cpu
+        self.resting = resting_memory(script.units, run, cpu=cpu)
+        accumulating = run.accumulate > 1
+        self._held: Holds = (
+            HeldUnits(script.units, run, accumulating=accumulating, cpu=cpu)
+            if engine is Engine.FULLSHARD
+            else HeldByFSDP2(script.units, run)
+        )
+        self._activations = Activations(script, run)
+        self._filled: set[int] = set()
+        state = self.resting
+        shards = 0 if state.on_host else state.parameters_bytes
+        self._parameters = script.buffers_bytes + state.working_bytes + shards
+        self._optimizer = 0 if state.on_host else state.optimizer_bytes
+
+    def lines(self) -> Iterator[tuple[int, Bytes]]:
+        """Number of each line, and what is held at most while it is carried out."""
+        held, activations = self._held, self._activations
+        for number, line in enumerate(self._script.lines):
+            if isinstance(line, Op):
+                momentary = held.carry_out(line)
+                yield number, self._now(momentary)
+            else:
+                yield number, self._act(line)
+        held.end_step()
+        activations.end_step()
+        yield len(self._script.lines), self._optimizer_step()
+
+    def _now(self, momentary: int = 0) -> Bytes:
+        """What is held, with ``momentary`` bytes of gradients besides."""
+        now = self._with(self._activations.kept, self._activations.logits)
+        return (now[0], now[1] + momentary, *now[2:])
+
+    def _act(self, act: Act) -> Bytes:
+        gives = self._activations.gives_gradients(act)
+        (early, early_logits), (late, late_logits) = self._activations.carry_out(act)
+        before = self._with(early, early_logits)
+        if gives:
+            self._held.fill(act.unit)
+        return max(before, self._with(late, late_logits), key=sum)
+
+    def _with(self, activations: int, logits: int) -> Bytes:
+        held = self._held
+        state = (self._parameters, held.gradients, self._optimizer)
+        return (*state, held.buffers, activations, logits)
+
+    def _optimizer_step(self) -> Bytes:
+        """With foreach kernels, a temporary like the parameters; fused ones need none."""
+        now = self._now()
+        if self._run.fused_optimizer or self.resting.on_host or self._run.optimizer == "sgd":
+            return now
+        parameters = sum(
+            segment.slice_numel * item_bytes(segment.dtype)
+            for unit in self._script.units
+            for segment in unit.layout.segments
+            if segment.trainable
+        )
+        return (now[0], now[1], now[2] + parameters, *now[3:])
+
+
+def _with_overheads(held: Bytes, run: Run, cluster: Cluster, script: Script) -> dict[str, int]:
+    by_category = dict(zip(CATEGORIES, held, strict=False))
+    by_category["allocator slack"] = allocator_slack(held, cluster, run)
+    by_category["context and nccl"] = context_bytes(cluster, script.units)
+    return by_category
+
+
+def _cause(script: Script, line: int, held: Bytes, model: Model) -> str:
+    largest = max(zip(held, CATEGORIES, strict=False))
+    share = largest[0] / sum(held) if sum(held) else 0.0
+    return f"{label_of(script, line)} in {model.name}: {share:.0%} are {largest[1]}"

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models from Hugging Face's ``config.json``, without torch and without transformers."""
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.plan.model.decoder import Decoder
+from fullshard.plan.model.encoder_decoder import EncoderDecoder, Pair
+from fullshard.plan.model.named import named_model
+from fullshard.plan.model.shape import GPT2, LLAMA, Experts, Norm, Shape
+
+__all__ = ["ARCHITECTURES", "model_from_config", "read_model"]
+
+_LARGEST_BYTES = 4 << 20  # of a config.json; the largest in use are far below
+
+Config = Mapping[str, Any]
+
+
+class _Fields:
+    """The fields of a config, looked up by any of the names that families give them."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        for name in names:
+            if self.config.get(name) is not None:
+                return self.config[name]
+        return default
+
+    def whole(self, *names: str, default: int | None = None) -> int:
+        """A whole number above 0; raises `ConfigurationError` if it is missing or is not one."""
+        value = self.get(*names, default=default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            kind = self.config.get("model_type")
+            raise ConfigurationError(
+                f"config.json of a {kind}: {' or '.join(names)} must be a whole number of at least "
+                f"1, got {value!r}"
+            )
+        return value
+
+
+def _llama_like(fields: _Fields, **more: Any) -> Shape:
+    width, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    window = fields.get("sliding_window") if fields.get("use_sliding_window", default=True) else 0
+    told: dict[str, Any] = {
+        "layers": fields.whole("num_hidden_layers"),
+        "width": width,
+        "heads": heads,
+        "kv_heads": fields.whole("num_key_value_heads", default=heads),
+        "head_width": fields.whole("head_dim", default=max(1, width // heads)),
+        "hidden": fields.whole("intermediate_size"),
+        "vocab": fields.whole("vocab_size"),
+        "context": fields.whole("max_position_embeddings", default=2048),
+        "tied": bool(fields.get("tie_word_embeddings", default=False)),
+        "bias": bool(fields.get("mlp_bias", default=False)),
+        "qkv_bias": bool(fields.get("attention_bias", default=False)),
+        "window": window or 0,
+        "naming": LLAMA,
+    }
+    return Shape(**{**told, **more})
+
+
+def _qwen2(fields: _Fields) -> Shape:
+    return _llama_like(fields, qkv_bias=True)
+
+
+def _qwen3(fields: _Fields) -> Shape:
+    return _llama_like(fields, query_key_norm=True)
+
+
+def _gemma(fields: _Fields) -> Shape:
+    return _llama_like(fields, tied=bool(fields.get("tie_word_embeddings", default=True)))
+
+
+def _mixtral(fields: _Fields) -> Shape:
+    experts = Experts(
+        fields.whole("num_local_experts"),
+        fields.whole("num_experts_per_tok"),
+        fields.whole("intermediate_size"),
+    )
+    return _llama_like(fields, experts=experts)
+
+
+def _experts_of_qwen(fields: _Fields, shared: int) -> Experts:
+    return Experts(
+        fields.whole("num_experts", "num_local_experts"),
+        fields.whole("num_experts_per_tok"),
+        fields.whole("moe_intermediate_size"),
+        shared=shared,
+    )
+
+
+def _qwen3_moe(fields: _Fields) -> Shape:
+    return _llama_like(fields, query_key_norm=True, experts=_experts_of_qwen(fields, 0))
+
+
+def _gpt2(fields: _Fields) -> Shape:
+    width, heads = fields.whole("n_embd"), fields.whole("n_head")
+    return Shape(
+        layers=fields.whole("n_layer"),
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=width // heads,
+        hidden=fields.whole("n_inner", default=4 * width),
+        vocab=fields.whole("vocab_size"),
+        context=fields.whole("n_positions", "n_ctx", default=1024),
+        gated=False,
+        tied=True,
+        bias=True,
+        norm=Norm.LAYER,
+        learned_positions=True,
+        rotary=False,
+        naming=GPT2,
+    )
+
+
+def _neox(fields: _Fields) -> Shape:
+    return _llama_like(fields, gated=False, bias=True, norm=Norm.LAYER, window=0, qkv_bias=True)
+
+
+def _starcoder2(fields: _Fields) -> Shape:
+    bias = bool(fields.get("use_bias", default=True))
+    tied = bool(fields.get("tie_word_embeddings", default=True))
+    return _llama_like(fields, gated=False, bias=bias, norm=Norm.LAYER, tied=tied)
+
+
+def _t5(fields: _Fields) -> Pair:
+    layers = fields.whole("num_layers")
+    kind = str(fields.get("feed_forward_proj", default="relu"))
+    return Pair(
+        encoder_layers=layers,
+        decoder_layers=fields.whole("num_decoder_layers", default=layers),
+        width=fields.whole("d_model"),
+        heads=fields.whole("num_heads"),
+        head_width=fields.whole("d_kv"),
+        hidden=fields.whole("d_ff"),
+        vocab=fields.whole("vocab_size"),
+        context=fields.whole("n_positions", default=512),
+        gated=kind.startswith("gated"),
+        tied=bool(fields.get("tie_word_embeddings", default=True)),
+        buckets=fields.whole("relative_attention_num_buckets", default=32),
+    )
+
+
+def _bart(fields: _Fields) -> Pair:
+    width, heads = fields.whole("d_model"), fields.whole("encoder_attention_heads")
+    context = fields.whole("max_position_embeddings", default=1024)
+    return Pair(
+        encoder_layers=fields.whole("encoder_layers"),
+        decoder_layers=fields.whole("decoder_layers"),
+        width=width,
+        heads=heads,
+        head_width=width // heads,
+        hidden=fields.whole("encoder_ffn_dim"),
+        vocab=fields.whole("vocab_size"),
+        context=context,
+        bias=True,
+        norm=Norm.LAYER,
+        positions=context + 2,  # the first two rows are for padding
+        embedding_norm=True,
+        final_norm=False,
+    )
+
+
+ARCHITECTURES: Mapping[str, Callable[[_Fields], Shape | Pair]] = {
+    "llama": _llama_like,
+    "mistral": _llama_like,
+    "phi3": _llama_like,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "gpt2": _gpt2,
+    "gpt_neox": _neox,
+    "starcoder2": _starcoder2,
+    "t5": _t5,
+    "mt5": _t5,
+    "bart": _bart,
+}
+"""Families by the ``model_type`` of their config.json."""
+
+
+def model_from_config(config: Config, name: str) -> Decoder | EncoderDecoder:
+    """The model that a config.json describes.
+
+    Raises `ConfigurationError` for a ``model_type`` that is not in `ARCHITECTURES`, with the
+    nearest that is, and for sizes that are missing or no whole numbers.
+    """
+    kind = str(config.get("model_type"))
+    if kind not in ARCHITECTURES:
+        near = difflib.get_close_matches(kind, ARCHITECTURES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigurationError(
+            f"config.json has model_type {kind!r}: {hint}known are {', '.join(ARCHITECTURES)}; any "
+            "other model can be measured on the meta device, see fullshard.torch"
+        )
+    shape = ARCHITECTURES[kind](_Fields(config))
+    return Decoder(name, shape) if isinstance(shape, Shape) else EncoderDecoder(name, shape)
+
+
+def read_model(text: str) -> Decoder | EncoderDecoder:
+    """The model of a preset's name, or of a config.json (or the folder that one lies in)."""
+    path = Path(text)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix != ".json":
+        return named_model(text)
+    try:
+        if path.stat().st_size > _LARGEST_BYTES:
+            raise ConfigurationError(f"{path} is too large for a model's config.json")
+        config = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"{path} holds no JSON object")
+    name = config.get("_name_or_path") or path.resolve().parent.name
+    return model_from_config(config, str(name))

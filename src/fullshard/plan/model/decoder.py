@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder-only transformers, dense or with experts, from their shapes alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from fullshard.core.spec import ModelSpec, ParamSpec
+from fullshard.plan.model.operations import Call, Kind, Operation, Work
+from fullshard.plan.model.shape import Experts, Shape, block_specs, norm_specs
+from fullshard.plan.model.work import Pricer
+from fullshard.plan.run import Run, Wrap
+
+__all__ = ["Decoder", "with_lora"]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder-only transformer as a `fullshard.plan.model.model.Model`."""
+
+    name: str
+    shape: Shape
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Paths of its layers."""
+        return tuple(f"{self.shape.naming.blocks}.{n}" for n in range(self.shape.layers))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Embedding, attention and feed-forward of each layer, head."""
+        names = self.shape.naming
+        inside = [
+            f"{block}.{part}"
+            for block in self.blocks
+            for part in (names.attention, names.feed_forward)
+        ]
+        head = () if self.shape.tied else (names.head,)
+        return (names.embedding, *inside, *head)
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sample."""
+        return self.shape.context
+
+    def spec(self, run: Run) -> ModelSpec:
+        """All parameters as they rest, LoRA's behind those of the block they adapt.
+
+        Under tensor parallelism they are the part of one device.
+        """
+        shape = self.shape.cut(run.tensor_parallel)
+        return _spec(shape, run.param_dtype, run.lora_rank, _positions(shape, run))
+
+    def calls(self, run: Run) -> tuple[Call, ...]:
+        """Embedding, layers, head and loss."""
+        return _calls(self.shape, run, run.sequence or self.context, run.wrap is Wrap.PART)
+
+    def model_flops(self, run: Run) -> float:
+        """FLOPs of one sample as MFU counts them (PaLM, arXiv:2204.02311, appendix B).
+
+        6 for each parameter that multiplies a token, and 12 * layers * query width * length for
+        attention without discount for the causal mask.
+        """
+        shape, length = self.shape, run.sequence or self.context
+        multiplied = _multiplied(shape)
+        per_token = 6.0 * multiplied + 12.0 * shape.layers * shape.query_width * length
+        return per_token * length
+
+
+def _positions(shape: Shape, run: Run) -> int:
+    if not shape.learned_positions:
+        return 0
+    return max(shape.context, run.sequence)
+
+
+@lru_cache(maxsize=64)
+def _spec(shape: Shape, dtype: str, lora_rank: int, positions: int) -> ModelSpec:
+    names = shape.naming
+    head = f"{names.head}.weight"
+    tied = (head,) if shape.tied else ()
+    params = [
+        ParamSpec(f"{names.embedding}.weight", (shape.vocab, shape.width), dtype, aliases=tied)
+    ]
+    if positions:
+        params.append(ParamSpec(f"{names.positions}.weight", (positions, shape.width), dtype))
+    for block in range(shape.layers):
+        params += block_specs(shape, block, dtype)
+    params += norm_specs(names.final_norm, shape.width, shape.norm, dtype)
+    if not shape.tied:
+        params.append(ParamSpec(head, (shape.vocab, shape.width), dtype))
+    return ModelSpec(tuple(with_lora(params, lora_rank, names.blocks)))
+
+
+def with_lora(params: list[ParamSpec], rank: int, below: str) -> list[ParamSpec]:
+    """``params`` frozen, with two trained matrices of ``rank`` beside each matrix in the blocks."""
+    if not rank:
+        return params
+    adapted = []
+    for param in params:
+        adapted.append(replace(param, trainable=False))
+        if len(param.shape) == 2 and param.name.startswith(below + "."):
+            path = param.name.removesuffix(".weight")
+            out, into = param.shape
+            adapted.append(ParamSpec(f"{path}.lora_A.weight", (rank, into), param.dtype))
+            adapted.append(ParamSpec(f"{path}.lora_B.weight", (out, rank), param.dtype))
+    return adapted
+
+
+def _multiplied(shape: Shape) -> int:
+    """Parameters that multiply a token: of experts those in use, no looked-up embedding."""
+    attention = shape.width * (2 * shape.query_width + 2 * shape.kv_width)
+    matrices = 3 if shape.gated else 2
+    total = shape.layers * (attention + 2 * shape.width) + shape.vocab * shape.width
+    for block in range(shape.layers):
+        experts = shape.experts_in(block)
+        hidden = shape.hidden
+        if experts is not None:
+            hidden = experts.active * experts.hidden + experts.shared
+            total += experts.count * shape.width
+        total += matrices * shape.width * hidden
+    return total
+
+
+@lru_cache(maxsize=256)
+def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[Call, ...]:
+    shape = shape.cut(run.tensor_parallel)
+    price = Pricer.of(run, length)
+    names = shape.naming
+    kinds: dict[Experts | None, list[tuple[str, tuple[Operation, ...]]]] = {}
+    # Between the parts that are cut by heads and hidden width, tokens are: sequence parallelism.
+    apart = replace(price, tokens=price.tokens // run.tensor_parallel)
+    calls = [Call(names.embedding, (_look_up(shape, apart),))]
+    kept = price.item * apart.tokens * shape.width
+    for block in range(shape.layers):
+        path = f"{names.blocks}.{block}"
+        experts = shape.experts_in(block)
+        if experts not in kinds:
+            kinds[experts] = list(_block(shape, experts, price, apart, run))
+        pieces = kinds[experts]
+        if fine:
+            calls += [
+                Call(f"{path}.{part}" if part else path, operations, 0 if number else kept)
+                for number, (part, operations) in enumerate(pieces)
+            ]
+        else:
+            calls.append(Call(path, _joined(pieces), kept))
+    head = price.head(shape.width, shape.vocab, run.loss, trained=run.lora_rank == 0)
+    calls.append(Call(names.final_norm, (apart.norm("norm", shape.width),)))
+    if shape.tied:  # its weight is the embedding's, which a unit around both owns
+        calls.append(Call("", head))
+    else:
+        calls.append(Call(names.head, head))
+    return tuple(calls)
+
+
+@lru_cache(maxsize=256)
+def _joined_of(pieces: tuple[tuple[str, tuple[Operation, ...]], ...]) -> tuple[Operation, ...]:
+    return tuple(operation for _, operations in pieces for operation in operations)
+
+
+def _joined(pieces: list[tuple[str, tuple[Operation, ...]]]) -> tuple[Operation, ...]:
+    return _joined_of(tuple(pieces))
+
+
+def _look_up(shape: Shape, price: Pricer) -> Operation:
+    looked_up = price.pointwise("embedding", shape.width, shape.width, saved=shape.width)
+    # Its gradient is a sum into the rows of the table, most of which stay zero.
+    table = float(4 * shape.vocab * shape.width) if price.trained else 0.0
+    backward = Work(bytes=looked_up.forward.bytes + table, kernels=2)
+    return replace(looked_up, backward=backward)
+
+
+def _block(
+    shape: Shape, experts: Experts | None, price: Pricer, apart: Pricer, run: Run
+) -> Iterator[tuple[str, tuple[Operation, ...]]]:
+    """The pieces of a block in order: what lies in it, in its attention, in its feed-forward."""
+    names, width, degree = shape.naming, shape.width, run.tensor_parallel
+    query, kv = shape.query_width, shape.kv_width
+    wire = (_wire("sum", price, width, degree),) if degree > 1 else ()
+    yield "", (apart.norm("norm", width),)
+    attention = _projections(shape, price)
+    attention += _adapters(price, run, width, query + 2 * kv)
+    if shape.bias or shape.qkv_bias:
+        attention.append(_bias(price, query + 2 * kv))
+    if names.joint:  # gradients of the three are put side by side
+        joint = 2.0 * (query + 2 * kv)
+        attention.append(price.pointwise("join", 0, 0, kernels=0, backward=(joint, 1)))
+    if shape.rotary:
+        attention.append(price.rotary(query + kv))
+    if shape.query_key_norm:
+        attention.append(price.norm("query and key norm", query + kv))
+    attention.append(
+        price.attention(shape.heads, shape.kv_heads, shape.head_width, window=shape.window)
+    )
+    attention.append(price.matmul("attention out", query, width))
+    if shape.bias:
+        attention.append(_bias(price, width))
+    attention += _adapters(price, run, query, width)
+    yield names.attention, (*attention, *wire)
+    add = apart.pointwise("add", 2 * width, width, saved=width, backward=(3.0 * width, 1))
+    yield "", (add, apart.norm("norm", width))
+    yield names.feed_forward, (*_feed_forward(shape, experts, price, run), *wire)
+    yield "", (add,)
+
+
+def _projections(shape: Shape, price: Pricer) -> list[Operation]:
+    """Queries, keys, values; those that positions turn are kept after turning."""
+    query, kv, width = shape.query_width, shape.kv_width, shape.width
+    kept = 0 if shape.rotary else 1
+    if shape.naming.joint:
+        out = query + 2 * kv
+        return [price.matmul("query, key, value", width, out, saved=out if kept else kv)]
+    return [
+        price.matmul("query", width, query, saved=kept * query),
+        price.matmul("key", width, kv, saved=kept * kv),
+        price.matmul("value", width, kv, saved=kv),
+    ]
+
+
+def _feed_forward(
+    shape: Shape, experts: Experts | None, price: Pricer, run: Run
+) -> list[Operation]:
+    if experts is None:
+        return _dense(shape, shape.hidden, price, run)
+    made: list[Operation] = []
+    routed, width = experts.active, shape.width
+    made.append(price.matmul("router", width, experts.count))
+    made.append(
+        price.pointwise("dispatch", routed * width, routed * width, saved=routed * width, kernels=4)
+    )
+    ups = 2 if shape.gated else 1
+    hidden = experts.hidden
+    made.append(price.experts("experts up", width, ups * hidden, routed, experts.count))
+    made.append(_activation(shape, routed * hidden, price))
+    made.append(price.experts("experts down", hidden, width, routed, experts.count))
+    made.append(price.pointwise("combine", routed * width, width, saved=width, kernels=4))
+    if experts.shared:
+        made += _dense(shape, experts.shared, price, run)
+    return made
+
+
+def _dense(shape: Shape, hidden: int, price: Pricer, run: Run) -> list[Operation]:
+    made: list[Operation] = []
+    for name in ("gate", "up") if shape.gated else ("up",):
+        made.append(price.matmul(f"feed-forward {name}", shape.width, hidden, saved=hidden))
+        made += _adapters(price, run, shape.width, hidden)
+    made.append(_activation(shape, hidden, price))
+    made.append(price.matmul("feed-forward down", hidden, shape.width))
+    if shape.bias:
+        made.append(_bias(price, hidden + shape.width))
+    made += _adapters(price, run, hidden, shape.width)
+    return made
+
+
+def _bias(price: Pricer, width: int) -> Operation:
+    """Added by the matrix product itself; its gradient is a sum over tokens."""
+    return price.pointwise("bias", 0, 0, kernels=0, backward=(float(width), 1))
+
+
+def _activation(shape: Shape, hidden: int, price: Pricer) -> Operation:
+    if not shape.gated:
+        return price.pointwise(
+            "activation", hidden, hidden, saved=hidden, backward=(3.0 * hidden, 1)
+        )
+    if price.fused:
+        return price.pointwise(
+            "activation", 2 * hidden, hidden, saved=hidden, backward=(5.0 * hidden, 1)
+        )
+    return price.pointwise(
+        "activation", 3 * hidden, 2 * hidden, saved=2 * hidden, kernels=2, backward=(9 * hidden, 3)
+    )
+
+
+def _adapters(price: Pricer, run: Run, into: int, out: int) -> list[Operation]:
+    """LoRA's two small products, and adding them."""
+    rank = run.lora_rank
+    if not rank:
+        return []
+    return [
+        price.matmul("adapter down", into, rank, saved=rank, trained=True),
+        price.matmul("adapter up", rank, out, trained=True),
+        price.pointwise("add", 2 * out, out, backward=(float(out), 1)),
+    ]
+
+
+def _wire(name: str, price: Pricer, width: int, degree: int) -> Operation:
+    """An all-reduce of activations among the devices that share a layer, in both directions."""
+    sent = price.item * price.tokens * width * 2 * (degree - 1) / degree
+    return Operation(name, Kind.WIRE, Work(bytes=sent), Work(bytes=sent), cheap=False)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models by name: the presets that training shares, and published families beside them."""
+
+import difflib
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.presets import TRANSFORMERS
+from fullshard.plan.model.decoder import Decoder
+from fullshard.plan.model.shape import LLAMA, MPT, Experts, Norm, Shape, shape_of
+
+__all__ = ["MODEL_NAMES", "named_model"]
+
+
+def _llama(
+    layers: int, width: int, heads: int, kv_heads: int, hidden: int, vocab: int, context: int
+) -> Shape:
+    head_width = width // heads
+    return Shape(layers, width, heads, kv_heads, head_width, hidden, vocab, context, naming=LLAMA)
+
+
+def _mpt(layers: int, width: int, heads: int) -> Shape:
+    return Shape(
+        layers,
+        width,
+        heads,
+        heads,
+        width // heads,
+        4 * width,
+        vocab=50_368,
+        context=2048,
+        gated=False,
+        tied=True,
+        bias=True,
+        norm=Norm.LAYER,
+        learned_positions=True,
+        rotary=False,
+        naming=MPT,
+    )
+
+
+_SHAPES: dict[str, Shape] = {
+    # Touvron et al., arXiv:2302.13971 and arXiv:2307.09288; 34B: arXiv:2308.12950.
+    "llama-65b": _llama(80, 8192, 64, 64, 22_016, 32_000, 2048),
+    "llama2-7b": _llama(32, 4096, 32, 32, 11_008, 32_000, 4096),
+    "llama2-13b": _llama(40, 5120, 40, 40, 13_824, 32_000, 4096),
+    "llama2-34b": _llama(48, 8192, 64, 8, 22_016, 32_000, 4096),
+    "llama2-70b": _llama(80, 8192, 64, 8, 28_672, 32_000, 4096),
+    # "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3.
+    "llama3-405b": _llama(126, 16_384, 128, 8, 53_248, 128_256, 8192),
+    # Configurations of mosaicml/llm-foundry, with learned positions and biases as benchmarked.
+    "mpt-125m": _mpt(12, 768, 12),
+    "mpt-350m": _mpt(24, 1024, 16),
+    "mpt-760m": _mpt(24, 1536, 12),
+    "mpt-1b": _mpt(24, 2048, 16),
+    "mpt-3b": _mpt(32, 2560, 20),
+    "mpt-7b": _mpt(32, 4096, 32),
+    "mpt-13b": _mpt(40, 5120, 40),
+    "mpt-30b": _mpt(48, 7168, 56),
+    "mpt-70b": _mpt(80, 8192, 64),
+    # Jiang et al., arXiv:2310.06825 and arXiv:2401.04088.
+    "mistral-7b": _llama(32, 4096, 32, 8, 14_336, 32_000, 8192),
+    "mixtral-8x7b": Shape(
+        32,
+        4096,
+        32,
+        8,
+        128,
+        14_336,
+        32_000,
+        8192,
+        experts=Experts(8, 2, 14_336),
+        naming=LLAMA,
+    ),
+    # Brown et al., arXiv:2005.14165, table 2.1.
+    "gpt3-175b": Shape(
+        96,
+        12_288,
+        96,
+        96,
+        128,
+        49_152,
+        50_257,
+        2048,
+        gated=False,
+        tied=True,
+        bias=True,
+        norm=Norm.LAYER,
+        learned_positions=True,
+        rotary=False,
+    ),
+}
+
+MODEL_NAMES: tuple[str, ...] = (*TRANSFORMERS, *_SHAPES)
+"""All names that `named_model` knows."""
+
+
+def named_model(name: str) -> Decoder:
+    """The model of that name; an unknown one raises `ConfigurationError` with the nearest."""
+    key = name.lower().replace("_", "-")
+    for alias in (key, key.replace("llama3.1-", "llama3-"), key.replace("llama-3-", "llama3-")):
+        if alias in _SHAPES:
+            return Decoder(alias, _SHAPES[alias])
+        if alias in TRANSFORMERS:
+            return Decoder(alias, shape_of(TRANSFORMERS[alias]))
+    near = difflib.get_close_matches(key, MODEL_NAMES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigurationError(
+        f"unknown model {name!r}: {hint}give a config.json or one of {', '.join(MODEL_NAMES)}"
+    )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward and backward of a model as work: floating-point operations, bytes moved, bytes kept."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Call", "Kind", "Operation", "Work"]
+
+
+class Kind(Enum):
+    """The part of a device that an operation keeps busy."""
+
+    MATMUL = "matmul"  # matrix units, as a library's matrix multiplication
+    ATTENTION = "attention"  # matrix units, as a fused attention kernel
+    MEMORY = "memory"  # device memory: element by element, norms, softmax, look-ups
+    WIRE = "wire"  # a collective inside forward, as tensor parallelism has
+
+
+@dataclass(frozen=True)
+class Work:
+    """One direction of an operation, on one device and one micro-batch.
+
+    ``flops`` are those carried out, ``bytes`` what device memory reads and writes at least,
+    ``kernels`` how many are launched. ``shape`` is (m, n, k) of a matrix multiplication, and
+    ``count`` how many of that shape there are.
+    """
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    kernels: int = 1
+    shape: tuple[int, int, int] | None = None
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a module's forward, with its backward.
+
+    ``saved_bytes`` stay from forward to backward, counted once: by the operation that makes the
+    tensor, if any backward reads it. ``output_bytes`` is what it gives to the next operation.
+    ``scratch_bytes`` is held only while its forward runs, ``backward_scratch_bytes`` its backward.
+    ``cheap`` ones are recomputed under selective recomputation, the others kept.
+    """
+
+    name: str
+    kind: Kind
+    forward: Work
+    backward: Work
+    saved_bytes: int = 0
+    output_bytes: int = 0
+    scratch_bytes: int = 0
+    backward_scratch_bytes: int = 0
+    cheap: bool = True
+    logits: bool = False  # its memory is told apart from activations: logits and loss
+
+
+@dataclass(frozen=True)
+class Call:
+    """The forward of one module, in the order of execution.
+
+    ``path`` is the module's, such as ``layers.0.attention``: the deepest unit around it is the one
+    whose parameters it needs. ``input_bytes`` is what a recomputed call keeps. Equal modules share
+    the very same ``operations``.
+    """
+
+    path: str
+    operations: tuple[Operation, ...]
+    input_bytes: int = 0

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes of transformers, as configurations state them, and the names that their modules have."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.presets import Transformer
+from fullshard.core.spec import ParamSpec
+
+__all__ = [
+    "GPT2",
+    "LLAMA",
+    "MPT",
+    "Experts",
+    "Naming",
+    "Norm",
+    "Shape",
+    "block_specs",
+    "norm_specs",
+    "shape_of",
+]
+
+
+class Norm(Enum):
+    """The normalisation before attention and feed-forward, by its parameters."""
+
+    RMS = "rms"  # a weight
+    LAYER = "layer"  # a weight and a bias
+    LAYER_NO_BIAS = "layer, no bias"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the feed-forward.
+
+    ``count`` experts of inner width ``hidden``, of which each token uses ``active``; ``shared`` is
+    the inner width of the expert that all tokens use. The first ``dense_blocks`` blocks have a
+    plain feed-forward.
+    """
+
+    count: int
+    active: int
+    hidden: int
+    shared: int = 0
+    dense_blocks: int = 0
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The names of modules and parameters; those inside a block are below its path."""
+
+    blocks: str = "blocks"
+    embedding: str = "embedding"
+    positions: str = "positions"
+    final_norm: str = "norm"
+    head: str = "output"
+    attention: str = "attention"
+    query: str = "query"
+    key: str = "key"
+    value: str = "value"
+    joint: str = ""  # one matrix for query, key and value
+    out: str = "out"
+    attention_norm: str = "attention_norm"
+    feed_forward: str = "feed_forward"
+    gate: str = "gate"
+    up: str = "up"
+    down: str = "down"
+    feed_forward_norm: str = "feed_forward_norm"
+    norms_first: bool = True
+
+
+LLAMA = Naming(
+    blocks="model.layers",
+    embedding="model.embed_tokens",
+    final_norm="model.norm",
+    head="lm_head",
+    attention="self_attn",
+    query="q_proj",
+    key="k_proj",
+    value="v_proj",
+    out="o_proj",
+    attention_norm="input_layernorm",
+    feed_forward="mlp",
+    gate="gate_proj",
+    up="up_proj",
+    down="down_proj",
+    feed_forward_norm="post_attention_layernorm",
+    norms_first=False,
+)
+GPT2 = Naming(
+    blocks="transformer.h",
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    final_norm="transformer.ln_f",
+    head="lm_head",
+    attention="attn",
+    joint="c_attn",
+    out="c_proj",
+    attention_norm="ln_1",
+    feed_forward="mlp",
+    up="c_fc",
+    down="c_proj",
+    feed_forward_norm="ln_2",
+)
+MPT = Naming(
+    blocks="transformer.blocks",
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    final_norm="transformer.norm_f",
+    head="lm_head",
+    attention="attn",
+    joint="Wqkv",
+    out="out_proj",
+    attention_norm="norm_1",
+    feed_forward="ffn",
+    up="up_proj",
+    down="down_proj",
+    feed_forward_norm="norm_2",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only transformer.
+
+    Widths are in features, ``context`` in tokens. With ``gated`` the feed-forward has three
+    matrices, else two. ``learned_positions`` have a table of ``context`` rows. ``window`` is how
+    far attention looks back (0: all the way).
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    hidden: int
+    vocab: int
+    context: int
+    gated: bool = True
+    tied: bool = False
+    bias: bool = False
+    qkv_bias: bool = False
+    norm: Norm = Norm.RMS
+    query_key_norm: bool = False
+    learned_positions: bool = False
+    rotary: bool = True
+    window: int = 0
+    experts: Experts | None = None
+    naming: Naming = field(default_factory=Naming)
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "kv_heads", "head_width", "hidden", "vocab"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(
+                    f"a model's {name} must be a whole number of at least 1, got {value!r}"
+                )
+        if self.heads % self.kv_heads:
+            raise ConfigurationError(
+                f"{self.heads} heads cannot share {self.kv_heads} key and value heads evenly"
+            )
+
+    def cut(self, degree: int) -> "Shape":
+        """What one of ``degree`` devices has under tensor parallelism: heads and hidden are cut.
+
+        Norms and what is looked up stay whole here; a vocabulary is cut beside the hidden width.
+        """
+        if degree == 1:
+            return self
+        uneven = [
+            f"{name} {value}"
+            for name in ("heads", "kv_heads", "hidden")
+            if (value := getattr(self, name)) % degree
+        ]
+        if uneven:
+            raise ConfigurationError(
+                f"tensor parallelism over {degree} devices cannot cut {', '.join(uneven)} evenly"
+            )
+        experts = self.experts
+        if experts is not None:
+            experts = replace(
+                experts, hidden=experts.hidden // degree, shared=experts.shared // degree
+            )
+        return replace(
+            self,
+            heads=self.heads // degree,
+            kv_heads=self.kv_heads // degree,
+            hidden=self.hidden // degree,
+            vocab=-(-self.vocab // degree),
+            experts=experts,
+        )
+
+    @property
+    def query_width(self) -> int:
+        """Features of all query heads."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Features of all key heads; of all value heads."""
+        return self.kv_heads * self.head_width
+
+    def experts_in(self, block: int) -> Experts | None:
+        """The experts of one block, None if its feed-forward is plain."""
+        experts = self.experts
+        return experts if experts is not None and block >= experts.dense_blocks else None
+
+
+def shape_of(preset: Transformer) -> Shape:
+    """The shape of one of the presets that training and planning share."""
+    return Shape(
+        layers=preset.layers,
+        width=preset.width,
+        heads=preset.heads,
+        kv_heads=preset.kv_heads,
+        head_width=preset.head_width,
+        hidden=preset.hidden,
+        vocab=preset.vocab,
+        context=preset.context,
+        tied=preset.tied,
+    )
+
+
+def _matrix(path: str, out: int, into: int, dtype: str, bias: bool) -> Iterator[ParamSpec]:
+    yield ParamSpec(f"{path}.weight", (out, into), dtype)
+    if bias:
+        yield ParamSpec(f"{path}.bias", (out,), dtype)
+
+
+def norm_specs(path: str, width: int, norm: Norm, dtype: str) -> Iterator[ParamSpec]:
+    """The parameters of one normalisation."""
+    yield ParamSpec(f"{path}.weight", (width,), dtype)
+    if norm is Norm.LAYER:
+        yield ParamSpec(f"{path}.bias", (width,), dtype)
+
+
+def block_specs(shape: Shape, block: int, dtype: str) -> Iterator[ParamSpec]:
+    """The parameters of block number ``block``, in registration order."""
+    names = shape.naming
+    path = f"{names.blocks}.{block}"
+    first = norm_specs(f"{path}.{names.attention_norm}", shape.width, shape.norm, dtype)
+    second = norm_specs(f"{path}.{names.feed_forward_norm}", shape.width, shape.norm, dtype)
+    attention = _attention_specs(shape, f"{path}.{names.attention}", dtype)
+    feed_forward = _feed_forward_specs(shape, block, f"{path}.{names.feed_forward}", dtype)
+    if names.norms_first:
+        yield from (*first, *attention, *second, *feed_forward)
+    else:
+        yield from (*attention, *feed_forward, *first, *second)
+
+
+def _attention_specs(shape: Shape, path: str, dtype: str) -> Iterator[ParamSpec]:
+    names, bias = shape.naming, shape.bias or shape.qkv_bias
+    query, kv = shape.query_width, shape.kv_width
+    if names.joint:
+        yield from _matrix(f"{path}.{names.joint}", query + 2 * kv, shape.width, dtype, bias)
+    else:
+        yield from _matrix(f"{path}.{names.query}", query, shape.width, dtype, bias)
+        yield from _matrix(f"{path}.{names.key}", kv, shape.width, dtype, bias)
+        yield from _matrix(f"{path}.{names.value}", kv, shape.width, dtype, bias)
+    yield from _matrix(f"{path}.{names.out}", shape.width, query, dtype, shape.bias)
+    if shape.query_key_norm:
+        yield ParamSpec(f"{path}.q_norm.weight", (shape.head_width,), dtype)
+        yield ParamSpec(f"{path}.k_norm.weight", (shape.head_width,), dtype)
+
+
+def _feed_forward_specs(shape: Shape, block: int, path: str, dtype: str) -> Iterator[ParamSpec]:
+    experts = shape.experts_in(block)
+    if experts is None:
+        yield from _dense_specs(shape, path, shape.hidden, dtype)
+        return
+    yield ParamSpec(f"{path}.router.weight", (experts.count, shape.width), dtype)
+    # Stacked over experts, as libraries lay them out for grouped products.
+    ups = 2 if shape.gated else 1
+    stack = (experts.count, shape.width, ups * experts.hidden)
+    yield ParamSpec(f"{path}.experts.gate_up_proj", stack, dtype)
+    down = (experts.count, experts.hidden, shape.width)
+    yield ParamSpec(f"{path}.experts.down_proj", down, dtype)
+    if experts.shared:
+        yield from _dense_specs(shape, f"{path}.shared_expert", experts.shared, dtype)
+
+
+def _dense_specs(shape: Shape, path: str, hidden: int, dtype: str) -> Iterator[ParamSpec]:
+    names = shape.naming
+    if shape.gated:
+        yield from _matrix(f"{path}.{names.gate}", hidden, shape.width, dtype, shape.bias)
+    yield from _matrix(f"{path}.{names.up}", hidden, shape.width, dtype, shape.bias)
+    yield from _matrix(f"{path}.{names.down}", shape.width, hidden, dtype, shape.bias)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations of transformers, priced: floating-point operations, bytes moved, bytes kept."""
+
+from dataclasses import dataclass, replace
+
+from fullshard.core.spec import item_bytes
+from fullshard.plan.model.operations import Kind, Operation, Work
+from fullshard.plan.run import Loss, Run
+
+__all__ = ["Pricer"]
+
+_PIECE_TOKENS = 2048  # of a chunked loss
+
+
+@dataclass(frozen=True)
+class Pricer:
+    """Prices operations on ``tokens`` tokens in samples of ``length``.
+
+    ``item`` is the bytes of an activation's element, ``trained`` is false if the weights of matrix
+    products get no gradients. With ``fused`` neighbouring element-wise operations are one kernel,
+    as a compiler makes them: each reads its inputs and writes its outputs once.
+    """
+
+    tokens: int
+    length: int
+    item: int
+    trained: bool = True
+    fused: bool = False
+    fused_norms: bool = True
+
+    @classmethod
+    def of(cls, run: Run, length: int) -> "Pricer":
+        """The prices under ``run``, whose samples have ``length`` tokens."""
+        return cls(
+            run.micro_batch * length,
+            length,
+            item_bytes(run.compute_dtype),
+            run.lora_rank == 0,
+            run.compiled,
+            run.compiled or run.fused_norms,
+        )
+
+    def matmul(
+        self, name: str, into: int, out: int, *, saved: int = 0, trained: bool | None = None
+    ) -> Operation:
+        """``into`` features to ``out``; ``saved`` features a token of its output are kept."""
+        m, k, n = self.tokens, into, out
+        flops, moved = 2.0 * m * k * n, float(self.item * (m * k + k * n + m * n))
+        times = 2 if (self.trained if trained is None else trained) else 1
+        return Operation(
+            name,
+            Kind.MATMUL,
+            Work(flops, moved, shape=(m, n, k)),
+            Work(times * flops, times * moved, kernels=times, shape=(m, n, k), count=times),
+            saved_bytes=self.item * m * saved,
+            output_bytes=self.item * m * n,
+            backward_scratch_bytes=self.item * m * (k + n),
+            cheap=False,
+        )
+
+    def experts(self, name: str, into: int, out: int, active: int, count: int) -> Operation:
+        """The same for ``active`` of ``count`` experts a token: all weights are read."""
+        rows = self.tokens * active
+        flops = 2.0 * rows * into * out
+        moved = float(self.item * (rows * (into + out) + count * into * out))
+        times = 2 if self.trained else 1
+        shape = (max(1, rows // count), out, into)
+        return Operation(
+            name,
+            Kind.MATMUL,
+            Work(flops, moved, shape=shape, count=count),
+            Work(times * flops, times * moved, kernels=times, shape=shape, count=times * count),
+            saved_bytes=self.item * rows * out,
+            output_bytes=self.item * rows * out,
+            backward_scratch_bytes=self.item * rows * (into + out),
+            cheap=False,
+        )
+
+    def attention(
+        self, heads: int, kv_heads: int, head_width: int, *, window: int = 0, causal: bool = True
+    ) -> Operation:
+        """A fused kernel that keeps its output and one float32 a row (arXiv:2307.08691).
+
+        A causal mask halves the work; backward computes the scores again: 5 products for 2.
+        """
+        span = self.length / 2 if causal else float(self.length)
+        if window and window < self.length:
+            span = min(span, window)
+        flops = 4.0 * self.tokens * span * heads * head_width
+        features = (2 * heads + 2 * kv_heads) * head_width
+        moved = float(self.item * self.tokens * features)
+        kept = self.tokens * (self.item * heads * head_width + 4 * heads)
+        return Operation(
+            "attention",
+            Kind.ATTENTION,
+            Work(flops, moved),
+            Work(2.5 * flops, 2.0 * moved, kernels=3),
+            saved_bytes=kept,
+            output_bytes=self.item * self.tokens * heads * head_width,
+            backward_scratch_bytes=self.item * self.tokens * features,
+            cheap=False,
+        )
+
+    def pointwise(
+        self,
+        name: str,
+        reads: float,
+        writes: float,
+        *,
+        saved: float = 0.0,
+        kernels: int = 1,
+        backward: tuple[float, int] | None = None,
+    ) -> Operation:
+        """Element-wise work on ``reads`` and ``writes`` features a token, in activations' items.
+
+        ``backward`` is (features moved, kernels), by default twice the forward's.
+        """
+        moved, launched = backward or (2 * (reads + writes), 2 * kernels)
+        unit = self.item * self.tokens
+        return Operation(
+            name,
+            Kind.MEMORY,
+            Work(bytes=unit * (reads + writes), kernels=1 if self.fused else kernels),
+            Work(bytes=unit * moved, kernels=1 if self.fused else launched),
+            saved_bytes=int(unit * saved),
+            output_bytes=int(unit * writes),
+            backward_scratch_bytes=int(unit * writes),
+        )
+
+    def norm(self, name: str, width: int, *, saved: bool = True) -> Operation:
+        """A normalisation of ``width`` features in one kernel, two in backward.
+
+        Not fused, it goes through float32 in six: to float32, square, mean, scale, back, weight.
+        """
+        kept = float(width) if saved else 0.0
+        if not self.fused_norms:
+            wide = self.pointwise(name, 9.0 * width, 8.0 * width, kernels=6)
+            return replace(wide, saved_bytes=int(self.tokens * width * (2 * self.item + 4)))
+        return self.pointwise(name, width, width, saved=kept, backward=(5.0 * width, 2))
+
+    def rotary(self, width: int) -> Operation:
+        """Turns ``width`` features of queries and keys; in float32 unless fused."""
+        if self.fused:
+            return self.pointwise("rotary", width, width, saved=width, backward=(2.0 * width, 1))
+        return self.pointwise(
+            "rotary", 4.0 * width, 4.0 * width, saved=width, kernels=6, backward=(8.0 * width, 6)
+        )
+
+    def head(self, width: int, vocab: int, loss: Loss, *, trained: bool) -> tuple[Operation, ...]:
+        """The projection to ``vocab`` logits and their cross-entropy, as ``loss`` says.
+
+        PLAIN keeps float32 log-probabilities and makes float32 gradients; FUSED writes gradients in
+        place of logits; CHUNKED holds the logits of 2,048 tokens at a time.
+        """
+        project = self.matmul("head", width, vocab, trained=trained)
+        item, tokens = self.item, self.tokens
+        logits = item * tokens * vocab
+        if loss is Loss.PLAIN:
+            wide = 4 * tokens * vocab
+            moved = float(logits + 4 * wide)  # to float32, log-softmax, pick
+            work = Work(bytes=moved, kernels=4), Work(bytes=float(3 * wide + logits), kernels=4)
+            # Backward makes the gradient of log-probabilities, then that of the float32 copy.
+            kept, scratch, back = wide, wide if item < 4 else 0, 2 * wide
+        elif loss is Loss.FUSED:
+            work = Work(bytes=3.0 * logits, kernels=1), Work(bytes=1.0 * logits, kernels=1)
+            kept, scratch, back = logits, 0, 0
+        else:
+            piece = min(tokens, _PIECE_TOKENS)
+            work = Work(bytes=4.0 * logits, kernels=-(-tokens // piece) * 3), Work(kernels=1)
+            kept, scratch, back = 0, piece * vocab * (item + 4), 0
+        return (
+            _as_logits(project, output=logits if loss is not Loss.CHUNKED else 0),
+            Operation(
+                "loss",
+                Kind.MEMORY,
+                *work,
+                saved_bytes=kept,
+                scratch_bytes=scratch,
+                backward_scratch_bytes=back,
+                logits=True,
+            ),
+        )
+
+
+def _as_logits(operation: Operation, output: int) -> Operation:
+    return Operation(
+        operation.name,
+        operation.kind,
+        operation.forward,
+        operation.backward,
+        output_bytes=output,
+        cheap=False,
+        logits=True,
+    )

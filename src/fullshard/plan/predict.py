@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prediction of one configuration: memory, seconds, tokens, utilisation, energy."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fullshard.plan.cluster.cluster import Cluster, Constants
+from fullshard.plan.cluster.read import fitted_constants, fitted_spread
+from fullshard.plan.memory import MemoryForecast, forecast_memory
+from fullshard.plan.model.model import Model
+from fullshard.plan.run import Run
+from fullshard.plan.step.clock import Timeline, replay
+from fullshard.plan.step.interval import Unknown, half_width, unknowns
+from fullshard.plan.step.script import Script, write_script
+
+__all__ = ["Prediction", "predict"]
+
+_IDLE_SHARE = 0.3  # of a device's power while it waits: data centre GPUs, clocks up
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one configuration will need.
+
+    ``step_s`` is the seconds of an optimizer step, ``low_s`` and ``high_s`` a 90% interval around
+    it, ``parts`` where they go. ``tokens_per_s`` is that of one device, ``mfu`` the share of the
+    device's peak that counts for the model. ``unknowns`` name what widens the interval.
+    """
+
+    model: Model
+    run: Run
+    cluster: Cluster
+    memory: MemoryForecast
+    step_s: float
+    low_s: float
+    high_s: float
+    parts: Mapping[str, float]
+    communication_s: float
+    tokens_per_s: float
+    mfu: float
+    unknowns: tuple[Unknown, ...]
+
+    @property
+    def fits(self) -> bool:
+        """True if the peak is within the device's memory."""
+        return self.memory.peak_bytes <= self.cluster.device.memory_bytes
+
+    @property
+    def cluster_tokens_per_s(self) -> float:
+        """Tokens (samples, where there are none) that all devices together train on, a second."""
+        return self.tokens_per_s * self.cluster.devices
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of one optimizer step, over all devices."""
+        return self.cluster_tokens_per_s * self.step_s
+
+    @property
+    def watts(self) -> float:
+        """Power of one device on average: full while it computes, a part of it while it waits."""
+        busy = (self.parts["compute"] + self.parts["optimizer"]) / self.step_s
+        return self.cluster.device.power_w * (_IDLE_SHARE + (1 - _IDLE_SHARE) * busy)
+
+    def device_hours(self, tokens: float) -> float:
+        """Hours of one device that training on ``tokens`` takes."""
+        return tokens / self.tokens_per_s / 3600
+
+    def energy_kwh(self, tokens: float) -> float:
+        """Energy of all devices for training on ``tokens``; hosts and cooling are not counted."""
+        return self.device_hours(tokens) * self.watts / 1000
+
+
+def predict(
+    model: Model,
+    run: Run,
+    cluster: Cluster,
+    constants: Constants | None = None,
+    *,
+    script: Script | None = None,
+) -> Prediction:
+    """Predict one configuration of ``model``.
+
+    ``script`` is that of the run, if it is known. Raises `ConfigurationError` if the run cannot be
+    on that cluster. A configuration that does not fit into memory is predicted all the same: see
+    `Prediction.fits`.
+    """
+    constants = constants or cluster.device.constants or fitted_constants()
+    script = script or write_script(model, run, cluster)
+    memory = forecast_memory(script, model, run, cluster)
+    timeline = replay(script, run, cluster, constants)
+    return _prediction(model, run, cluster, memory, timeline)
+
+
+def _prediction(
+    model: Model, run: Run, cluster: Cluster, memory: MemoryForecast, timeline: Timeline
+) -> Prediction:
+    step_s = timeline.step_s
+    samples = run.micro_batch * run.accumulate / run.tensor_parallel  # a device's share
+    share = memory.peak_bytes / cluster.device.memory_bytes
+    found = unknowns(timeline, run, cluster, share)
+    width = math.exp(half_width(fitted_spread(), found))
+    flops = samples * model.model_flops(run) / step_s
+    return Prediction(
+        model,
+        run,
+        cluster,
+        memory,
+        step_s,
+        step_s / width,
+        step_s * width,
+        timeline.parts,
+        timeline.communication_s,
+        samples * (run.sequence or model.context) / step_s,
+        flops / cluster.device.peak(run.compute_dtype),
+        found,
+    )

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of a run: everything that the user, or the search, may choose."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.spec import item_bytes
+from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
+
+__all__ = ["OPTIMIZERS", "Attention", "Loss", "Recompute", "Run", "Wrap"]
+
+
+class Wrap(Enum):
+    """Which modules become units beside the root."""
+
+    NONE = "none"  # the root alone
+    BLOCK = "block"  # each block
+    PART = "part"  # each part: attention, feed-forward, embedding, head
+    BLOCK_AND_ENDS = "block+ends"  # each block, the embedding and the head
+
+
+class Recompute(Enum):
+    """What forward does not keep and backward computes again."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # element-wise operations and each second matrix product
+    FULL = "full"  # all but the inputs of blocks
+
+
+class Loss(Enum):
+    """How the last projection and the cross-entropy are computed."""
+
+    PLAIN = "plain"  # logits, then a float32 copy for the loss
+    FUSED = "fused"  # one kernel over the logits, gradient in place
+    CHUNKED = "chunked"  # projection and loss over pieces of the tokens
+
+
+class Attention(Enum):
+    """The kernel that computes attention."""
+
+    FLASH = "flash"  # FlashAttention-2 (arXiv:2307.08691), PyTorch's own
+    TRITON = "triton"  # the first FlashAttention as a Triton kernel, of 2022 and 2023
+
+
+OPTIMIZERS: dict[str, int] = {"adamw": 2, "adam": 2, "lion": 1, "momentum": 1, "sgd": 0}
+"""States per parameter, each in the dtype in which the parameter rests."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a model is trained.
+
+    ``micro_batch`` is samples per device and forward, ``sequence`` their length (0: the model's),
+    ``accumulate`` micro-batches per step; with ``sync_each`` false full gradients are kept between
+    them and reduced once. ``param_dtype`` is how parameters rest; ``precision`` says in which
+    dtypes they are gathered and reduced, ``autocast`` in which the model computes if not that of
+    the gathered ones. ``replicas`` is the number of groups under hybrid sharding.
+    ``recompute_every`` n recomputes each n-th block, ``recompute_blocks`` only so many; with
+    ``recompute_stops`` it ends where the last tensor that backward needs is there again (PyTorch
+    2.1 and newer). ``lora_rank`` 0 trains all parameters. ``fused_norms`` are one kernel each.
+    ``tensor_parallel`` devices share each layer. With ``fp8`` matrix products
+    run in float8; ``gather_dtype`` is that of gathers on the wire, if it is not that of
+    computation. ``extra_copies`` of a unit's full parameters are
+    made by engines other than this one, each micro-batch (PyTorch's: two).
+    """
+
+    micro_batch: int = 1
+    sequence: int = 0
+    accumulate: int = 1
+    sync_each: bool = True
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    replicas: int = 1
+    wrap: Wrap = Wrap.BLOCK
+    reshard_root: bool = False
+    param_dtype: str = "float32"
+    precision: Precision = field(
+        default_factory=lambda: Precision(compute="bfloat16", reduce="float32")
+    )
+    recompute: Recompute = Recompute.NONE
+    recompute_every: int = 1
+    recompute_blocks: int | None = None
+    recompute_stops: bool = True
+    offload: Offload = field(default_factory=Offload)
+    prefetch: Prefetch = field(default_factory=Prefetch)
+    optimizer: str = "adamw"
+    fused_optimizer: bool = True
+    lora_rank: int = 0
+    compiled: bool = False
+    loss: Loss = Loss.PLAIN
+    attention: Attention = Attention.FLASH
+    fused_norms: bool = True
+    extra_copies: int = 0
+    tensor_parallel: int = 1
+    fp8: bool = False
+    gather_dtype: str | None = None
+    autocast: str | None = None
+
+    def __post_init__(self) -> None:
+        least: dict[str, int] = {
+            "micro_batch": 1,
+            "sequence": 0,
+            "accumulate": 1,
+            "replicas": 1,
+            "recompute_every": 1,
+            "lora_rank": 0,
+            "tensor_parallel": 1,
+            "extra_copies": 0,
+        }
+        for name, smallest in least.items():
+            _check_whole(name, getattr(self, name), smallest)
+        if self.recompute_blocks is not None:
+            _check_whole("recompute_blocks", self.recompute_blocks, 0)
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigurationError(
+                f"optimizer {self.optimizer!r} is not known: {', '.join(OPTIMIZERS)}"
+            )
+        for dtype in (
+            self.param_dtype,
+            self.autocast,
+            self.precision.compute,
+            self.gather_dtype,
+        ):
+            if dtype is not None:
+                item_bytes(dtype)
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype of activations and matrix products."""
+        return self.autocast or self.precision.full_dtype(self.param_dtype)
+
+    def recomputed(self, block: int) -> bool:
+        """True if block number ``block`` recomputes anything."""
+        if self.recompute is Recompute.NONE or block % self.recompute_every:
+            return False
+        limit = self.recompute_blocks
+        return limit is None or block // self.recompute_every < limit
+
+
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(
+            f"{name} must be a whole number of at least {least}, got {value!r}"
+        )

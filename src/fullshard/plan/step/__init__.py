@@ -1,0 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step: its units, its script, its time."""
+
+__all__: list[str] = []

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of a step: its script replayed on a compute stream and two communication streams.
+
+Gathers and reduces have communicators of their own, so each has a stream; both share the links, so
+what is issued later begins when the earlier one has its bytes. Compute waits where the engine
+waits. The host runs ahead and launches kernels one by one: where it cannot keep up, it is waited
+for.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from fullshard.core.layout import Layout
+from fullshard.core.schedule import Op, OpKind
+from fullshard.core.spec import item_bytes
+from fullshard.plan.cluster.cluster import Cluster, Constants
+from fullshard.plan.model.operations import Kind, Operation
+from fullshard.plan.run import OPTIMIZERS, Recompute, Run
+from fullshard.plan.step.collectives import Group, gather_s, reduce_all_s
+from fullshard.plan.step.roofline import operation_s
+from fullshard.plan.step.script import Act, Phase, Script
+from fullshard.plan.step.units import PlannedUnit
+
+__all__ = ["Busy", "Timeline", "replay"]
+
+
+@dataclass(frozen=True)
+class Busy:
+    """One stretch of work on ``stream``: compute, gather or reduce."""
+
+    stream: str
+    label: str
+    unit: int
+    start_s: float
+    stop_s: float
+
+
+@dataclass
+class Timeline:
+    """One micro-batch on its streams, and the step that it is part of.
+
+    ``parts`` splits ``step_s`` into compute, exposed communication, host, optimizer, overhead and
+    stragglers. ``communication_s`` is all communication of a step, hidden or not.
+    """
+
+    records: list[Busy] = field(default_factory=list)
+    parts: Mapping[str, float] = field(default_factory=dict)
+    step_s: float = 0.0
+    communication_s: float = 0.0
+
+
+def replay(
+    script: Script, run: Run, cluster: Cluster, constants: Constants, *, record: bool = False
+) -> Timeline:
+    """Seconds of a step of ``run``; with ``record`` each stretch of work is kept for drawing."""
+    streams = _Streams(script, run, cluster, constants, record)
+    for line in script.lines:
+        if isinstance(line, Act):
+            streams.act(line)
+        else:
+            streams.op(line)
+    return _whole_step(streams, script, run, cluster, constants)
+
+
+class _Streams:
+    """When each stream is free, and what is under way."""
+
+    def __init__(
+        self, script: Script, run: Run, cluster: Cluster, constants: Constants, record: bool
+    ):
+        self.script, self.run, self.cluster, self.constants = script, run, cluster, constants
+        self.records: list[Busy] | None = [] if record else None
+        self.compute = self.wire_free = self.reduce = self.host = 0.0
+        self.busy = self.waited = self.stalled = self.slowed = self.communication = 0.0
+        self.gathers: dict[int, float] = {}
+        self.reduces: dict[int, float] = {}
+        self.wire: list[tuple[float, float]] = []
+        self._acts: dict[tuple[int, Phase], tuple[float, int]] = {}
+        self._units: dict[int, tuple[float, float, float]] = {}
+        self._priced: dict[tuple[int, int, int, int], tuple[float, float, float]] = {}
+
+    def act(self, act: Act) -> None:
+        call = self.script.calls[act.call]
+        key = (id(call.operations), act.phase)
+        if key not in self._acts:
+            self._acts[key] = self._price(call.operations, act)
+        seconds, kernels = self._acts[key]
+        if self.cluster.device.cpu:  # the host itself computes, one operation after another
+            seconds += self.constants.kernel_s * kernels
+            kernels = 0
+        launched = self.host + self.constants.kernel_s * min(kernels, 1)
+        self.host += self.constants.kernel_s * kernels
+        start = max(self.compute, launched)
+        self.stalled += start - self.compute
+        slowed = self._contended(start, seconds) if self.wire else 0.0
+        stop = start + seconds + slowed
+        self.busy += seconds
+        self.slowed += slowed
+        if self.host > stop:
+            self.stalled += self.host - stop
+            stop = self.host
+        self._record("compute", f"{act.phase.value} {call.path or '(root)'}", act.unit, start, stop)
+        self.compute = stop
+
+    def _price(self, operations: tuple[Operation, ...], act: Act) -> tuple[float, int]:
+        seconds, kernels = 0.0, 0
+        run = self.run
+        for operation in _computed(operations, act.phase, run):
+            backward = act.phase is Phase.BACKWARD
+            work = operation.backward if backward else operation.forward
+            seconds += operation_s(operation, work, run, self.cluster, self.constants)
+            kernels += work.kernels
+        return seconds, kernels
+
+    def _contended(self, start: float, seconds: float) -> float:
+        """How much longer compute takes beside collectives, which need its memory and cores."""
+        stop, overlap = start + seconds, 0.0
+        self.wire = [each for each in self.wire if each[1] > start]
+        for begin, end in self.wire:
+            overlap += max(0.0, min(stop, end) - max(start, begin))
+        return min(overlap, seconds) * self.constants.contention
+
+    def op(self, op: Op) -> None:
+        self.host += self.constants.kernel_s
+        unit = self.script.units[op.unit]
+        if op.kind is OpKind.REDUCE:
+            self._copy(unit)
+        if op.kind is OpKind.GATHER:
+            seconds = self._unit_s(op.unit)[0]
+            begin = max(self.wire_free, self.host)
+            self.wire_free = self.gathers[op.unit] = begin + seconds
+            self._on_wire("gather", unit, op.unit, begin, self.wire_free)
+        elif op.kind is OpKind.AWAIT_GATHER:
+            self._wait(self.gathers.pop(op.unit, 0.0))
+        elif op.kind in (OpKind.REDUCE, OpKind.ALL_REDUCE):
+            seconds = self._unit_s(op.unit)[1 if op.kind is OpKind.REDUCE else 2]
+            begin = max(self.wire_free, self.host, self.compute)
+            self.wire_free = self.reduce = self.reduces[op.unit] = begin + seconds
+            self._on_wire("reduce", unit, op.unit, begin, self.reduce)
+        elif op.kind is OpKind.AWAIT_REDUCE:
+            self._wait(self.reduces.pop(op.unit, 0.0))
+
+    def _copy(self, unit: PlannedUnit) -> None:
+        """Gradients went from where backward makes them into the buffer that travels."""
+        memory = self.cluster.device.bandwidth * self.constants.memory_share
+        numel = sum(each.full_numel for each in unit.layout.segments if each.trainable)
+        item = item_bytes(self.run.compute_dtype)
+        moved = numel * item * (1 + 2 * self.run.extra_copies) + unit.layout.grad_full_bytes
+        self.compute += moved / memory
+        self.busy += moved / memory
+
+    def _wait(self, until: float) -> None:
+        if until > self.compute:
+            self.waited += until - self.compute
+            self.compute = until
+
+    def _on_wire(
+        self, stream: str, unit: PlannedUnit, number: int, begin: float, end: float
+    ) -> None:
+        if end > begin:
+            self.communication += end - begin
+            self.wire.append((begin, end))
+            self._record(stream, f"{stream} {unit.path or '(root)'}", number, begin, end)
+
+    def _record(self, stream: str, label: str, unit: int, start: float, stop: float) -> None:
+        if self.records is not None and stop > start:
+            self.records.append(Busy(stream, label, unit, start, stop))
+
+    def _unit_s(self, number: int) -> tuple[float, float, float]:
+        """Seconds to gather the unit, to reduce it, and to sum its slice over replicas."""
+        if number not in self._units:
+            unit = self.script.units[number]
+            layout, cost = unit.layout, unit.cost
+            key = (layout.full_bytes, layout.grad_full_bytes, layout.shards, cost.all_reduce_bytes)
+            if key not in self._priced:
+                self._priced[key] = self._price_unit(unit)
+            self._units[number] = self._priced[key]
+        return self._units[number]
+
+    def _wire_bytes(self, layout: Layout) -> float:
+        """What gathering the unit sends, all slices together."""
+        dtype = self.run.gather_dtype
+        if dtype is None:
+            return layout.full_bytes
+        return sum(
+            min(item_bytes(dtype), item_bytes(each.full_dtype)) * each.full_numel
+            for each in layout.segments
+        )
+
+    def _price_unit(self, unit: PlannedUnit) -> tuple[float, float, float]:
+        run, cluster, constants = self.run, self.cluster, self.constants
+        layout, shards = unit.layout, unit.layout.shards
+        ranks = cluster.devices // run.tensor_parallel
+        per_host = max(1, cluster.per_host // run.tensor_parallel)
+        inside = Group(shards, min(shards, per_host))
+        gather = gather_s(self._wire_bytes(layout), inside, cluster, constants)
+        reduce = gather_s(layout.grad_full_bytes, inside, cluster, constants)
+        if run.offload.to_host:
+            gather += layout.shard_bytes / cluster.device.host_link
+            reduce += layout.grad_shard_bytes / cluster.device.host_link
+        replicas = ranks // shards
+        across = Group(replicas, max(1, min(replicas, per_host // min(shards, per_host))))
+        slice_bytes = layout.grad_full_bytes / shards
+        all_reduce = reduce_all_s(slice_bytes, across, cluster, constants)
+        return gather, reduce if shards > 1 else all_reduce, all_reduce
+
+
+def _computed(operations: tuple[Operation, ...], phase: Phase, run: Run) -> tuple[Operation, ...]:
+    """What is computed of a call: recomputation stops when all that was not kept is there again."""
+    if phase is not Phase.AGAIN:
+        return operations
+    if run.recompute is Recompute.SELECTIVE:
+        return tuple(_kept_in_turns(operations))
+    if not run.recompute_stops or not any(each.saved_bytes for each in operations):
+        return operations  # all of them, as in a recording of what was recomputed
+    last = max((place for place, each in enumerate(operations) if each.saved_bytes), default=-1)
+    while last >= 0 and operations[last].name == "add":  # what the next block keeps anyhow
+        last -= 1
+    while last >= 0 and not operations[last].saved_bytes:
+        last -= 1
+    return operations[: last + 1]
+
+
+def _kept_in_turns(operations: tuple[Operation, ...]) -> Iterator[Operation]:
+    """Cheap operations, and of the matrix products the second, fourth and so on."""
+    products = 0
+    for each in operations:
+        products += each.kind is Kind.MATMUL
+        if each.cheap or (each.kind is Kind.MATMUL and products % 2 == 0):
+            yield each
+
+
+def _whole_step(
+    streams: _Streams, script: Script, run: Run, cluster: Cluster, constants: Constants
+) -> Timeline:
+    micro = max(streams.compute, streams.reduce)
+    accumulate = run.accumulate
+    optimizer = _optimizer_s(script, run, cluster, constants)
+    exposed = streams.waited + (micro - streams.compute)
+    own = (streams.busy + streams.slowed + exposed + streams.stalled) * accumulate + optimizer
+    doublings = (cluster.hosts - 1).bit_length()
+    straggling = doublings * (constants.straggle_s + constants.straggle_share * own)
+    parts = {
+        "compute": streams.busy * accumulate,
+        "contention": streams.slowed * accumulate,
+        "exposed communication": exposed * accumulate,
+        "host": streams.stalled * accumulate,
+        "optimizer": optimizer,
+        "step overhead": constants.step_s,
+        "stragglers": straggling,
+    }
+    return Timeline(
+        streams.records or [],
+        parts,
+        sum(parts.values()),
+        streams.communication * accumulate,
+    )
+
+
+def _optimizer_s(script: Script, run: Run, cluster: Cluster, constants: Constants) -> float:
+    """Reads and writes of an element-wise optimizer over the shards, gradient clipping included."""
+    item = item_bytes(run.param_dtype)
+    shard = sum(unit.layout.grad_shard_bytes for unit in script.units) / item
+    each = item * (3 + 2 * OPTIMIZERS[run.optimizer]) + 2 * item
+    if run.offload.to_host:
+        return shard * each / 20e9  # a host's memory, shared by its devices
+    return shard * each / (cluster.device.bandwidth * constants.memory_share)

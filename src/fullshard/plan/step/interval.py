@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The width of an interval around a predicted time, and the names of what widens it."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fullshard.plan.cluster.cluster import Cluster
+from fullshard.plan.run import Run
+from fullshard.plan.step.clock import Timeline
+
+__all__ = ["Unknown", "half_width", "unknowns"]
+
+_FULL = 0.93  # of a device's memory: beyond, torch's allocator begins to return and retry
+_SEEN_DEVICES = 512  # the largest cluster among the rows of the fit
+_ASSUMED = 0.08  # of time, for each field of a device that nobody has measured
+_LINK = 0.25  # of exposed communication: links are shared, and routes differ
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Something that a prediction cannot know; ``share`` of the step's time is uncertain by it."""
+
+    name: str
+    share: float
+
+
+def unknowns(
+    timeline: Timeline, run: Run, cluster: Cluster, memory_share: float = 0.0
+) -> tuple[Unknown, ...]:
+    """What the prediction of ``timeline`` rests on that was not measured, the largest first."""
+    found = _found(timeline, run, cluster, memory_share)
+    return tuple(sorted(found, key=lambda each: -each.share))
+
+
+def _found(
+    timeline: Timeline, run: Run, cluster: Cluster, memory_share: float
+) -> Iterator[Unknown]:
+    device, step = cluster.device, timeline.step_s
+    for name in device.assumed:
+        yield Unknown(f"the {name} of {device.title} is an assumption", _ASSUMED)
+    waits = timeline.parts["exposed communication"] + timeline.parts["contention"]
+    if waits / step > 0.05:
+        yield Unknown("waits for links, which others may share", _LINK * waits / step)
+    host = timeline.parts["host"] / step
+    if host > 0.02:
+        yield Unknown("the device waits for its host", 0.3 * host)
+    if run.fp8:
+        yield Unknown("how much of the model runs in float8", 0.08)
+    if run.tensor_parallel > 1:
+        yield Unknown("tensor parallelism beside sharding", 0.10)
+    if memory_share > _FULL:
+        yield Unknown("memory is almost full: the allocator may retry", 0.08)
+    if cluster.devices > _SEEN_DEVICES:
+        doublings = math.log2(cluster.devices / _SEEN_DEVICES)
+        yield Unknown(f"more than {_SEEN_DEVICES} devices", 0.02 * doublings)
+
+
+def half_width(spread: float, found: tuple[Unknown, ...]) -> float:
+    """The logarithm of a 90% interval's half-width: ``spread`` and the unknowns, in quadrature.
+
+    ``spread`` is that of predictions for runs that a fit has not seen; the share of an unknown
+    counts as one standard deviation.
+    """
+    return math.sqrt(spread**2 + sum((1.645 * each.share) ** 2 for each in found))

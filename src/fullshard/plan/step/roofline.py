@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of one operation on one device: a roofline whose matrix roof depends on the shape."""
+
+from fullshard.plan.cluster.cluster import Cluster, Constants
+from fullshard.plan.model.operations import Kind, Operation, Work
+from fullshard.plan.run import Attention, Run
+
+__all__ = ["operation_s"]
+
+# FlashAttention-2 is 1.3 to 2.5 times as fast as the Triton kernel before it (its section 4.1).
+_TRITON_SHARE = 1 / 1.7
+# The best products in float8 reach 70.9% of their peak, those in bfloat16 80.3% (H100, 2025,
+# stas00/ml-engineering's table of matrix products).
+_FLOAT8_SHARE = 0.709 / 0.803
+_FLOAT8_CAST_BYTES = 4  # read in 16 bits, written as a number of 8 bits and once more transposed
+
+
+def operation_s(
+    operation: Operation, work: Work, run: Run, cluster: Cluster, constants: Constants
+) -> float:
+    """Seconds of ``work``, which is one direction of ``operation``."""
+    device = cluster.device
+    if operation.kind is Kind.WIRE:
+        return work.bytes / (cluster.inside.bandwidth * constants.inside_share)
+    memory = device.bandwidth * constants.memory_share
+    if operation.kind is Kind.MEMORY:
+        return work.bytes / memory
+    if operation.kind is Kind.ATTENTION:
+        reached = device.peak(run.compute_dtype) * device.attention * constants.attention_share
+        if run.attention is Attention.TRITON:
+            reached *= _TRITON_SHARE
+        return max(work.flops / reached, work.bytes / memory)
+    reached = device.peak(run.compute_dtype) * device.sustained * constants.matmul_share
+    lost_s = work.flops / reached * _lost(work, constants.matmul_ramp)
+    if not run.fp8 or operation.logits:
+        return max(work.flops / reached + lost_s, work.bytes / memory)
+    reached *= device.peak("float8_e4m3fn") / device.peak(run.compute_dtype) * _FLOAT8_SHARE
+    cast_s = _cast_bytes(operation, work) / memory
+    return max(work.flops / reached + lost_s, work.bytes / memory) + cast_s
+
+
+def _lost(work: Work, ramp: float) -> float:
+    """The share of time that a product with short dimensions takes on top.
+
+    Loading a tile's operands and storing its result takes as long as ``ramp`` steps of the inner
+    dimension. That is ``k`` in forward; the two products of backward have ``n`` and ``m`` inside.
+    """
+    if work.shape is None:
+        return 0.0
+    m, n, k = work.shape
+    return ramp * (1 / k + 1 / n + 1 / m) / 3
+
+
+def _cast_bytes(operation: Operation, work: Work) -> float:
+    """What casting the operands to float8 moves: inputs and weights in forward, then gradients."""
+    if work.shape is None:
+        return 0.0
+    m, n, k = work.shape
+    cast = m * k + n * k if work is operation.forward else m * n
+    return float(_FLOAT8_CAST_BYTES * cast)

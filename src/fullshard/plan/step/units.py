@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The units that the engine would make of a model, with their layouts, policies and prices."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.forecast import UnitCost
+from fullshard.core.grouping import group_parameters
+from fullshard.core.layout import Layout, lay_out
+from fullshard.core.schedule import UnitPolicy
+from fullshard.core.spec import ParamSpec, item_bytes
+from fullshard.plan.cluster.cluster import Cluster
+from fullshard.plan.model.model import Model
+from fullshard.plan.run import Run, Wrap
+
+__all__ = ["PlannedUnit", "shards_and_replicas", "unit_paths", "units_of"]
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """One unit: the path of its module ("" is the root), and the number of the unit around it."""
+
+    path: str
+    around: int | None
+    layout: Layout
+    policy: UnitPolicy
+    cost: UnitCost
+
+    @property
+    def params(self) -> tuple[ParamSpec, ...]:
+        """Its parameters, in the order of the layout."""
+        return tuple(slot.spec for _, slot in self.layout)
+
+    @property
+    def resident(self) -> bool:
+        """True if its shard serves as the full unit, which then is always full."""
+        return not self.policy.gathered
+
+
+def shards_and_replicas(run: Run, cluster: Cluster) -> tuple[int, int]:
+    """Ranks that share a unit's slices, and how many such groups there are.
+
+    Raises `ConfigurationError` if the world does not match the mesh.
+    """
+    world, rest = divmod(cluster.devices, run.tensor_parallel)
+    if rest:
+        raise ConfigurationError(
+            f"{cluster.devices} devices cannot be cut into groups of {run.tensor_parallel} for "
+            "tensor parallelism"
+        )
+    if not run.strategy.sharding.sharded:
+        return 1, world
+    if world % run.replicas:
+        near = [each for each in range(1, world + 1) if world % each == 0]
+        nearest = min(near, key=lambda each: abs(each - run.replicas))
+        raise ConfigurationError(
+            f"{world} ranks cannot be {run.replicas} equal replicas; the nearest that divides "
+            f"is {nearest}"
+        )
+    return world // run.replicas, run.replicas
+
+
+def unit_paths(model: Model, wrap: Wrap) -> tuple[str, ...]:
+    """The paths of the modules that become units, the root's first, in order of execution."""
+    if wrap is Wrap.NONE:
+        return ("",)
+    if wrap is Wrap.BLOCK:
+        return ("", *model.blocks)
+    if wrap is Wrap.PART:
+        return ("", *model.parts)
+    blocks = set(model.blocks)
+    inside = tuple(each + "." for each in blocks)
+    ends = [each for each in model.parts if each not in blocks and not each.startswith(inside)]
+    order = {each: number for number, each in enumerate(model.parts)}
+
+    def place(path: str) -> int:
+        below = (order[each] for each in model.parts if each == path or each.startswith(path + "."))
+        return min(below, default=0)
+
+    return ("", *sorted([*model.blocks, *ends], key=place))
+
+
+def units_of(
+    model: Model, run: Run, cluster: Cluster, *, reduces: bool = True
+) -> tuple[PlannedUnit, ...]:
+    """The units in the order of their modules, as the engine numbers them.
+
+    With ``reduces`` false they are treated as in a micro-batch whose gradients stay full.
+    """
+    paths = unit_paths(model, run.wrap)
+    groups = group_parameters(model.spec(run), paths)
+    shards, replicas = shards_and_replicas(run, cluster)
+    units: list[PlannedUnit] = []
+    for path in paths:
+        layout = lay_out(groups[path], shards, run.precision)
+        policy = _policy(layout, run, replicas, root=path == "", reduces=reduces)
+        cost = _cost(layout, replicas, cluster, policy)
+        units.append(PlannedUnit(path, _around(path, paths), layout, policy, cost))
+    return tuple(units)
+
+
+def _around(path: str, paths: Sequence[str]) -> int | None:
+    around = [
+        number
+        for number, each in enumerate(paths)
+        if each != path and (each == "" or path.startswith(each + "."))
+    ]
+    return max(around, key=lambda number: len(paths[number]), default=None)
+
+
+def _policy(layout: Layout, run: Run, replicas: int, *, root: bool, reduces: bool) -> UnitPolicy:
+    sharding = run.strategy.sharding
+    return UnitPolicy(
+        gathered=bool(layout.segments) and not _shard_is_full(layout, run),
+        reduced=reduces and any(segment.trainable for segment in layout.segments),
+        reshard_after_forward=sharding.reshard_after_forward and (not root or run.reshard_root),
+        replicated=layout.shards > 1 and replicas > 1,
+        full_bytes=layout.full_bytes,
+    )
+
+
+def _shard_is_full(layout: Layout, run: Run) -> bool:
+    """True if the one slice there is can be computed with as it rests."""
+    converted = any(segment.full_dtype != segment.dtype for segment in layout.segments)
+    return layout.shards == 1 and not converted and not run.offload.to_host
+
+
+def _cost(layout: Layout, replicas: int, cluster: Cluster, policy: UnitPolicy) -> UnitCost:
+    shards = layout.shards
+    grad_slice = layout.grad_full_bytes // shards
+    direct = cluster.device.cpu and shards > 1  # on Gloo, ranks exchange slices and add them up
+    received = (
+        segment.full_numel * item_bytes(segment.grad_dtype) * (shards - 1) // shards
+        for segment in layout.segments
+        if segment.trainable
+    )
+    return UnitCost(
+        full_bytes=layout.full_bytes if policy.gathered else 0,
+        grad_full_bytes=layout.grad_full_bytes,
+        scratch_bytes=sum(received) if direct else 0,
+        gather_bytes=layout.full_bytes // shards * (shards - 1),
+        reduce_bytes=grad_slice * (shards - 1),
+        all_reduce_bytes=2 * grad_slice * (replicas - 1) // replicas,
+        solo=shards == 1,
+    )

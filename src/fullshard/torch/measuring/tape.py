@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Marks of a step as they come: memory by storages, operations, calls of modules, gradients."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from fullshard.plan.measured.recording import (
+    Mark,
+    MarkKind,
+    MemoryUse,
+    RecordedCall,
+    RecordedOp,
+    WatchedInput,
+)
+from fullshard.torch.measuring.workspace import workspace_bytes
+from fullshard.torch.step.structures import map_tensors, tensors_in
+
+__all__ = ["CallToken", "OpsMode", "Tape", "watch_module"]
+
+_WATCHED = "_fullshard_measured"
+
+
+class Tape:
+    """Collects marks. Storages in ``known`` (parameters, buffers) are not counted as memory."""
+
+    def __init__(self, known: Sequence[Tensor]):
+        self.marks: list[Mark] = []
+        self.calls: list[RecordedCall] = []
+        self.inputs: list[WatchedInput] = []
+        self.blocks: list[tuple[int, MemoryUse]] = []
+        self.ops: list[RecordedOp] = []
+        self.use = MemoryUse.ACTIVATIONS
+        self.running: list[CallToken] = []
+        self.last_begun = ""
+        self._references: dict[int, weakref.ref[Any] | None] = {}
+        self._numbers: dict[int, int] = {}
+        self._on = True
+        for tensor in known:
+            self._references[tensor.untyped_storage()._cdata] = None
+
+    def mark(self, kind: MarkKind, number: int = -1) -> None:
+        """Note that something happened."""
+        if self._on:
+            self.marks.append(Mark(kind, number))
+
+    def stop(self) -> None:
+        """Take no more notes: what is still there is there when the step is over."""
+        self._on = False
+
+    def sees(self, tensor: Tensor) -> None:
+        """Note the memory of ``tensor`` if it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._references:
+            return
+        number = self._numbers[key] = len(self.blocks)
+        self.blocks.append((storage.nbytes(), self.use))
+
+        def release(_reference: object) -> None:
+            self._references.pop(key, None)
+            self._numbers.pop(key, None)
+            self.mark(MarkKind.RELEASE, number)
+
+        self._references[key] = weakref.ref(storage, release)
+        self.mark(MarkKind.ALLOCATE, number)
+
+    def holds_for_a_moment(self, size: int) -> None:
+        """Note memory that is gone again when the operation is over."""
+        if size:
+            self.blocks.append((size, self.use))
+            self.mark(MarkKind.ALLOCATE, len(self.blocks) - 1)
+            self.mark(MarkKind.RELEASE, len(self.blocks) - 1)
+
+    def see_all(self, structure: Any) -> None:
+        """Note the memory of all tensors in ``structure``."""
+        for tensor in tensors_in(structure, _is_any):
+            self.sees(tensor)
+
+    def tell_apart(self, structure: Any) -> None:
+        """Count the memory of the tensors in ``structure`` as that of logits."""
+        for tensor in tensors_in(structure, _is_any):
+            number = self._numbers.get(tensor.untyped_storage()._cdata)
+            if number is not None:
+                self.blocks[number] = self.blocks[number][0], MemoryUse.LOGITS_AND_LOSS
+
+
+class OpsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes each operation, forward and backward, and the memory of what it returns."""
+
+    def __init__(self, tape: Tape):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape = tape
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``; note what it was."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        given = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        for tensor in given:
+            self._tape.sees(tensor)
+        if not func.is_view and given:
+            self._note(func, args, kwargs, output, given)
+            self._tape.holds_for_a_moment(workspace_bytes(func, args, given))
+        return output
+
+    def _note(self, func: Any, args: Any, kwargs: Any, output: Any, given: list[Tensor]) -> None:
+        tape = self._tape
+        taken = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        count = flop_registry.get(func._overloadpacket)
+        flops = count(*args, **kwargs, out_val=output) if count is not None else 0
+        moved = sum(each.numel() * each.element_size() for each in [*taken, *given])
+        module = tape.running[-1].module if tape.running else tape.last_begun
+        tape.ops.append(RecordedOp(func._overloadpacket.__name__, module, float(flops), moved))
+        tape.mark(MarkKind.OP, len(tape.ops) - 1)
+
+
+class CallToken:
+    """One call of a module while autograd's graph of it exists."""
+
+    def __init__(self, tape: Tape, module: str):
+        self.module = module
+        self.number = len(tape.calls)
+        self._outermost = not tape.running
+        self._tape = tape
+        self._first_node = torch._C._autograd._get_sequence_nr()
+        self._begun = False
+        tape.calls.append(RecordedCall(module, False, torch.is_grad_enabled()))
+        gone = weakref.finalize(self, tape.mark, MarkKind.CALL_GONE, self.number)
+        gone.atexit = False
+
+    def watch_inputs(self, given: Any) -> Any:
+        """Hear when the gradients of the inputs are there; returns inputs to go on with.
+
+        An input that other calls watch already is replaced by a view: its own gradient is complete
+        only when all of them are over.
+        """
+        views: dict[int, Tensor] = {}  # what was one tensor stays one
+
+        def watched(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad or id(tensor) in views:
+                return views.get(id(tensor), tensor)
+            source = tensor.__dict__.get(_WATCHED, -1)
+            own = tensor if source < 0 else tensor.view_as(tensor)
+            views[id(tensor)] = views[id(own)] = own
+            number = len(self._tape.inputs)
+            self._tape.inputs.append(WatchedInput(self.number, source))
+            setattr(own, _WATCHED, number)
+            hook = partial(_tell, self._tape, number)
+            own.register_hook(hook)  # type: ignore[no-untyped-call]
+            return own
+
+        return map_tensors(given, watched)
+
+    def watch_outputs(self, given: Any) -> None:
+        """Hear when the first gradient of the outputs is there."""
+        for tensor in tensors_in(given, _needs_grad):
+            self._tape.calls[self.number] = replace(self._tape.calls[self.number], leads_back=True)
+            node = tensor.grad_fn
+            if node is None:
+                continue
+            node.register_prehook(self._on_output_gradient)
+            base = tensor._base.grad_fn if tensor._is_view() else None  # type: ignore[union-attr]
+            if base is not None and base is not node and base._sequence_nr() >= self._first_node:
+                base.register_prehook(self._on_output_gradient)
+
+    def _on_output_gradient(self, _grads: object) -> None:
+        if not self._begun:
+            self._begun = True
+            if not self._outermost:
+                self._tape.use = MemoryUse.ACTIVATIONS
+            self._tape.last_begun = self.module
+            self._tape.mark(MarkKind.BACKWARD_BEGIN, self.number)
+
+
+def _tell(tape: Tape, number: int, _grad: object) -> None:
+    tape.mark(MarkKind.INPUT_DONE, number)
+
+
+def watch_module(tape: Tape, module: nn.Module, path: str) -> list[Callable[[], None]]:
+    """Let ``tape`` hear of the calls of ``module``; returns what removes the hooks."""
+    tokens: list[CallToken] = []
+
+    def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        token = CallToken(tape, path)
+        tape.mark(MarkKind.FORWARD_BEGIN, token.number)
+        tokens.append(token)
+        tape.running.append(token)
+        return token.watch_inputs((args, kwargs)) if torch.is_grad_enabled() else None
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        token = tokens.pop()
+        while tape.running.pop() is not token:
+            pass
+        if torch.is_grad_enabled():
+            token.watch_outputs(output)
+        tape.mark(MarkKind.FORWARD_END, token.number)
+
+    handles = [
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        module.register_forward_hook(after, always_call=True),
+    ]
+    return [handle.remove for handle in handles]
+
+
+def _is_any(_tensor: Tensor) -> bool:
+    return True
+
+
+def _needs_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check that all ranks start with the same values, by a checksum of each parameter.
+
+[Note: Values of one rank]
+Each rank keeps slices of its own full parameters. If rank 0 has loaded a checkpoint and the others
+have not, 1/N of the sharded model is pretrained and the rest is noise, and nothing fails. So before
+anything is changed the checksums of all parameters are compared, in one all-reduce. A checksum is a
+sum of the bits as integers, weighted by rows of 4 KiB: it does not depend on the device, and reads
+memory as fast as a sum does.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.torch.comm.agreement import by_rank, differing_texts
+from fullshard.torch.comm.protocol import Comm
+from fullshard.torch.tensor.tensor_parallel import held_here
+from fullshard.torch.unit.extensions import is_extended, plain_data
+from fullshard.torch.unit.plan import Plan, own_value
+from fullshard.torch.unit.sites import ParamSites
+from fullshard.torch.unit.unit import owner_of
+
+__all__ = ["checksum", "values_are_checked", "verify_values"]
+
+SWITCH = "FULLSHARD_CHECK_VALUES"
+
+_ROW_WORDS = 512
+_NAMES_SHOWN = 10
+_NO_VALUE = torch.iinfo(torch.int64).min  # of a parameter on the meta device; no checksum is that
+
+
+def values_are_checked(wanted: bool) -> bool:
+    """Return False if the caller, or ``FULLSHARD_CHECK_VALUES=0``, does not want the check."""
+    return wanted and os.environ.get(SWITCH, "1") != "0"
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a 0-dim int64 of absolute value at most 2**62, on the device of ``tensor``.
+
+    Equal bits have equal checksums, whatever the device and the strides; different bits have
+    different ones, almost always.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    words = data[: len(data) // 8 * 8].view(torch.int64)
+    rows = words[: len(words) // _ROW_WORDS * _ROW_WORDS].view(-1, _ROW_WORDS).sum(1)
+    ends = torch.stack([words[rows.numel() * _ROW_WORDS :].sum(), data[len(words) * 8 :].sum()])
+    sums = torch.cat([rows, ends])
+    # An odd factor loses no bit; the constant spreads them.
+    weights = torch.arange(1, 2 * len(sums), 2, device=sums.device) * 0x5851F42D4C957F2D
+    return (sums * weights).sum() >> 1
+
+
+def verify_values(
+    units: Mapping[str, Sequence[ParamSites]],
+    plans: Sequence[Plan],
+    *,
+    meta_on_some: bool,
+) -> None:
+    """Make sure that all ranks have the same values to shard. Collective.
+
+    See [Note: Values of one rank]. Left out are units whose values come from the first rank, and
+    parameters that a unit has already. Where some ranks have values and others are on the meta
+    device, those that have them are compared if ``meta_on_some`` says that such is allowed.
+
+    Raises `ConfigurationError` on all ranks otherwise, with the names of the parameters.
+    """
+    compared: dict[str, ParamSites] = {}
+    for (name, params), plan in zip(units.items(), plans, strict=True):
+        if plan.values is own_value:
+            prefix = f"{name}." if name else ""
+            compared |= {f"{prefix}{each.spec.name}": each for each in params if _is_new(each)}
+    comms = _comms_of(plans)
+    if not compared or not comms:
+        return
+    mine = _checksums([each.param for each in compared.values()], plans[0].device)
+    bare = (mine == _NO_VALUE).long()
+    bounds = torch.stack([mine, torch.where(bare > 0, _NO_VALUE, ~mine), bare])
+    for comm in comms:
+        comm.all_reduce([bounds], "max", label="comparison of values").wait()
+    largest, smallest, bare_somewhere = bounds[0], ~bounds[1], bounds[2] > 0
+    has_values = largest != _NO_VALUE
+    differing = has_values & (largest != smallest)
+    if not meta_on_some:
+        differing |= has_values & bare_somewhere
+    if not bool(differing.any()):
+        return
+    found = [
+        (name, int(value))
+        for name, value, differs in zip(compared, mine.tolist(), differing.tolist(), strict=True)
+        if differs
+    ]
+    raise ConfigurationError(_told(comms, found, len(compared), plans[0].device))
+
+
+def _is_new(each: ParamSites) -> bool:
+    return owner_of(each.param) is None
+
+
+def _comms_of(plans: Sequence[Plan]) -> list[Comm]:
+    comms = (comm for plan in plans for comm in (plan.ranks.gather, plan.ranks.replicas))
+    return [comm for comm in dict.fromkeys(comms) if comm.size > 1]
+
+
+def _checksums(params: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+    """Return the checksums of ``params`` in their order, as one vector on ``device``."""
+    held = [plain_data(param) if is_extended(param) else held_here(param) for param in params]
+    sums: list[Tensor | None] = [None] * len(held)
+    by_device: dict[torch.device, list[int]] = {}
+    for number, each in enumerate(held):
+        if each.is_meta:
+            sums[number] = torch.tensor(_NO_VALUE, device=device)
+        elif type(each) not in (Tensor, nn.Parameter):  # of which nobody knows the memory
+            sums[number] = torch.tensor(0, device=device)
+        else:
+            by_device.setdefault(each.device, []).append(number)
+    for numbers in by_device.values():  # one copy to ``device`` for each
+        moved = torch.stack([checksum(held[number]) for number in numbers]).to(device)
+        for number, value in zip(numbers, moved.unbind(), strict=True):
+            sums[number] = value
+    return torch.stack([each for each in sums if each is not None])
+
+
+def _told(
+    comms: Sequence[Comm], found: Sequence[tuple[str, int]], total: int, device: torch.device
+) -> str:
+    values = "\n".join(
+        "no value (meta device)" if value == _NO_VALUE else f"checksum {value:x}"
+        for _, value in found[:_NAMES_SHOWN]
+    )
+    lines = [f"\n  {name}" for name, _ in found[:_NAMES_SHOWN]]
+    for comm in comms:
+        texts = differing_texts(comm, values, device)
+        if texts is not None:
+            by_name = list(zip(*(text.split("\n") for text in texts), strict=True))
+            lines = [
+                f"{line}: {by_rank(comm, told)}" if len(set(told)) > 1 else line
+                for line, told in zip(lines, by_name, strict=True)
+            ]
+    more = len(found) - _NAMES_SHOWN
+    return (
+        f"the ranks start with different values of {len(found)} of {total} parameters, and each "
+        f"would keep slices of its own:{''.join(lines)}{f'{chr(10)}  and {more} more' * (more > 0)}"
+        "\nSeed or load all ranks alike; or let rank 0's values go to all: "
+        "FullyShardedDataParallel(..., sync_module_states=True), or before fully_shard "
+        "torch.distributed.broadcast(param, 0) of each parameter. If other values are loaded after "
+        f"sharding anyway, pass check_values=False (or set {SWITCH}=0 for the whole process)"
+    )

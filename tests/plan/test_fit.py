@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fitted constants are what a fit to the rows that they name gives."""
+
+import importlib.util
+import sys
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numpy")
+
+from fullshard.plan.cluster.cluster import Constants
+from fullshard.plan.cluster.read import fitted_constants, fitted_spread
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+FITTED = tomllib.loads((ROOT / "src/fullshard/plan/cluster/constants.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def fit():
+    pytest.importorskip("scipy")
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        spec = importlib.util.spec_from_file_location("plan_fit", BENCHMARKS / "plan_fit.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["plan_fit"] = module
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def rows(fit):
+    files = sorted((BENCHMARKS / "data").glob("*.csv"))
+    return [fit.Scripted.of(row) for file in files for row in fit.read_rows(file)]
+
+
+def test_at_most_twelve_constants():
+    assert len(fields(Constants)) <= 12
+    assert set(FITTED["constants"]) == {field.name for field in fields(Constants)}
+
+
+def test_the_fit_names_the_rows_that_are_here(fit, rows):
+    files = sorted((BENCHMARKS / "data").glob("*.csv"))
+    assert FITTED["fit"]["sha256"] == fit.digest(files)
+    assert FITTED["fit"]["rows"] == len(rows)
+
+
+def slopes(fit, rows):
+    """How much a step of a tenth of its prior's deviation, either way, would improve the fit."""
+    best, better = fit.loss(rows, fitted_constants()), {}
+    for name, (_, deviation, least, most) in fit.PRIORS.items():
+        value = getattr(fitted_constants(), name)
+        for step in (-0.1 * deviation, 0.1 * deviation):
+            moved = min(most, max(least, value + step))
+            changed = fit.loss(rows, replace(fitted_constants(), **{name: moved}))
+            better[name] = max(better.get(name, 0.0), best - changed)
+    return better
+
+
+def test_no_constant_fits_these_rows_better(fit, rows):
+    assert max(slopes(fit, rows).values()) < 0.05
+
+
+def test_constants_fitted_to_other_rows_would_be_found_out(fit, rows):
+    others = [each for each in rows if "70b" not in each.row.model.name]
+    assert max(slopes(fit, others[::2]).values()) > 0.05
+
+
+def test_the_spread_covers_nine_tenths_of_the_rows(fit, rows):
+    errors = [each.error(fitted_constants()) for each in rows]
+    inside = sum(error**2 <= fitted_spread() ** 2 + known**2 for error, known in errors)
+    assert 0.85 <= inside / len(errors) <= 0.95

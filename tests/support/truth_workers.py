@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks of a Gloo world do for `tests/truth`."""
+
+import os
+import select
+
+import torch
+from support.limits import PEERS_S
+from torch import nn
+
+from fullshard.torch import FullyShardedDataParallel, fully_shard
+from fullshard.torch.comm.process_group import ProcessGroupComm
+
+
+def _in_child(function, timeout_s=PEERS_S):
+    """What ``function`` raises in a forked child, as text; None if it does not end in time."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            text = repr(function())
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    ready, _, _ = select.select([reading], [], [], timeout_s)
+    answer = os.read(reading, 10_000).decode() if ready else None
+    if not ready:
+        os.kill(child, 9)
+    os.waitpid(child, 0)
+    os.close(reading)
+    return answer
+
+
+def forked_children(group):
+    """How each way in which a child may communicate ends; the parent can go on after that."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 8), mesh=group)
+    weight = model.weight
+    ends = {
+        "full_tensor": _in_child(weight.full_tensor),
+        "norm": _in_child(weight.norm),
+        "forward": _in_child(lambda: model(torch.ones(1, 8))),
+        "state_dict": _in_child(model.state_dict),
+        "new unit": _in_child(lambda: fully_shard(nn.Linear(2, 2), mesh=group)),
+        "new communicator": _in_child(lambda: ProcessGroupComm(group)),
+        "elementwise": _in_child(lambda: float(weight.detach().mul(0).local.sum())),
+    }
+    model(torch.ones(1, 8)).sum().backward()
+    return ends
+
+
+def different_values(group, door):
+    """The error of ranks of which only the first has loaded something; then with the ways out."""
+    torch.manual_seed(0)
+
+    def build():
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        with torch.no_grad():
+            model[1].weight.fill_(float(group.rank() == 0))
+            model[0].weight.fill_(1.0)
+            model[0].bias.fill_(1.0)
+            model[1].bias.fill_(1.0)
+        return model
+
+    def shard(model, **options):
+        if door == "wrapper":
+            return FullyShardedDataParallel(model, group, **options)
+        return fully_shard(model, mesh=group, **options)
+
+    before = os.environ.get("FULLSHARD_CHECK_VALUES", "1")
+    os.environ["FULLSHARD_CHECK_VALUES"] = "1"
+    untouched = build()
+    try:
+        shard(untouched)
+        text = None
+    except ValueError as error:
+        text = str(error)
+    assert type(untouched[1].weight) is nn.Parameter
+    off = shard(build(), check_values=False)
+    os.environ["FULLSHARD_CHECK_VALUES"] = "0"
+    try:
+        shard(build())
+    finally:
+        os.environ["FULLSHARD_CHECK_VALUES"] = before
+    if door == "wrapper":
+        synced = shard(build(), sync_module_states=True)
+        assert bool((synced.module[1].weight.full_tensor() == 1).all())
+    return text, off.get_parameter("1.weight").full_tensor().tolist()

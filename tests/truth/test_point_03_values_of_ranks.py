@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that start with different values."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import truth_workers as workers
+from support.models import GPT, make, seeded
+from torch import nn
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.testing import LocalWorld
+from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from fullshard.torch.sharding.same_values import checksum
+from fullshard.wrap import ModuleWrapPolicy
+
+
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+def test_rank_0_loads_and_the_others_forget(gloo_world, door):
+    for text, loaded in gloo_world.run(2, workers.different_values, door):
+        assert "different values of 1 of 4 parameters" in text
+        assert "1.weight" in text
+        assert "0.weight" not in text
+        assert "on rank 0; " in text
+        assert "sync_module_states=True" in text
+        assert "check_values=False" in text
+        assert sorted(map(tuple, loaded)) != [(1.0,) * 5] * 2  # each rank's own slice
+
+
+def linear(comm, **change):
+    layer = nn.Linear(4, 3)
+    with torch.no_grad():
+        for param in layer.parameters():
+            param.fill_(1.0)
+        for name, value in change.items():
+            getattr(layer, name).view(-1)[0] = value
+    return layer
+
+
+def test_one_changed_element_is_found_among_replicas_too():
+    def body(comm):
+        return FullyShardedDataParallel(
+            linear(comm, weight=float(comm.rank == 2)), comm, ShardingStrategy.NO_SHARD
+        )
+
+    with pytest.raises(ConfigurationError, match=r"weight: .*on rank 2"):
+        LocalWorld(3).run(body)
+
+
+def test_values_in_other_strides_are_the_same():
+    def body(comm):
+        layer = linear(comm)
+        values = torch.arange(12.0).view(3, 4)
+        layer.weight = nn.Parameter(values.t().contiguous().t() if comm.rank else values)
+        fully_shard(layer, mesh=comm)
+
+    LocalWorld(2).run(body)
+
+
+def test_tied_parameters_and_units_inside_are_compared_once():
+    def body(comm):
+        model = seeded(lambda: GPT(tied=True))
+        for block in model.blocks:
+            fully_shard(block, mesh=comm)
+        fully_shard(model.embed, mesh=comm)
+        fully_shard(model, mesh=comm)
+
+    LocalWorld(2).run(body)
+
+
+def test_meta_everywhere_and_rank_0_only():
+    def body(comm):
+        with torch.device("meta"):
+            bare = nn.Linear(4, 3)
+        fully_shard(bare, mesh=comm)  # values come later
+        # Rank 0 has the checkpoint, the others get theirs when it is loaded.
+        fully_shard(linear(comm) if comm.rank == 0 else nn.Linear(4, 3, device="meta"), mesh=comm)
+        with pytest.raises(ConfigurationError, match="meta device"):
+            FullyShardedDataParallel(
+                linear(comm) if comm.rank == 0 else nn.Linear(4, 3, device="meta"), comm
+            )
+        FullyShardedDataParallel(
+            linear(comm) if comm.rank == 0 else nn.Linear(4, 3, device="meta"),
+            comm,
+            sync_module_states=True,
+        )
+
+    LocalWorld(2).run(body)
+
+
+def test_ranks_that_registered_modules_in_another_order_are_told():
+    def body(comm):
+        names = ["a", "b"] if comm.rank else ["b", "a"]
+        model = nn.ModuleDict({name: linear(comm) for name in names})
+        outer = nn.Sequential(model)
+        FullyShardedDataParallel(outer, comm)
+
+    with pytest.raises(ConfigurationError, match="number 0"):
+        LocalWorld(2).run(body)
+
+
+def test_ranks_of_which_one_wants_the_first_ranks_values_are_told():
+    def body(comm):
+        FullyShardedDataParallel(linear(comm), comm, sync_module_states=comm.rank == 0)
+
+    with pytest.raises(ConfigurationError, match="values of the first rank"):
+        LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("name", ["gpt", "odd"])
+def test_all_of_a_model_is_compared(name):
+    def body(comm):
+        model = make(name, seed=comm.rank)
+        FullyShardedDataParallel(model, comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+    with pytest.raises(ConfigurationError, match="different values"):
+        LocalWorld(2).run(body)
+
+
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.uint8])
+
+
+@given(dtypes, st.integers(0, 5000), st.integers(0, 9), st.randoms(use_true_random=False))
+def test_checksum(dtype, numel, offset, random):
+    torch.manual_seed(random.randrange(1000))
+    values = torch.randint(0, 2, (numel,)).to(dtype)
+    held = torch.zeros(numel + offset, dtype=dtype)[offset:]
+    held.copy_(values)
+    assert checksum(held) == checksum(values)
+    assert checksum(held).dtype is torch.int64
+    if numel:
+        place = random.randrange(numel)
+        held[place] = not held[place]
+        assert checksum(held) != checksum(values)
+        assert checksum(values) != checksum(values[:-1]) or values[-1] == 0

@@ -5,6 +5,7 @@ import mmap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,7 +70,7 @@ class Piece:
         """Bytes of one element."""
         return DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         """Bytes of all boxes."""
         return sum(box.numel for box in self.boxes) * self.item_bytes

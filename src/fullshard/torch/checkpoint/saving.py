@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,7 @@ def _layout_text(models: Sequence[nn.Module], world: int) -> str:
     return f"fullshard.torch, {' and '.join(sorted(kinds)) or 'plain'} over {world} ranks"
 
 
+@cache
 def _versions() -> dict[str, str]:
     return {
         "fullshard": importlib.metadata.version("fullshard"),

@@ -89,7 +89,7 @@ def random_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     return {
-        "python": [version, list(words), gauss],
+        "python": [version, numpy.asarray(words, numpy.uint32).tobytes(), gauss],
         "numpy": [kind, numpy.asarray(keys).tobytes(), position, has_gauss, cached],
         "torch": torch.get_rng_state().numpy().tobytes(),
         "cuda": torch.cuda.get_rng_state().numpy().tobytes() if _on_cuda() else None,
@@ -99,7 +99,7 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Set what `random_state` returned. A GPU's is left alone where there is none."""
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    random.setstate((version, tuple(numpy.frombuffer(words, numpy.uint32).tolist()), gauss))
     kind, keys, *rest = state["numpy"]
     numpy.random.set_state((kind, numpy.frombuffer(keys, numpy.uint32), *rest))
     torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))

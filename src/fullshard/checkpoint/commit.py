@@ -25,16 +25,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.envelope import checksum_of
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.manifest import (
+from fullshard.checkpoint.format.envelope import checksum_of
+from fullshard.checkpoint.format.manifest import (
     LARGEST_MANIFEST_BYTES,
     MANIFEST,
     Manifest,
     parse_manifest,
 )
+from fullshard.checkpoint.format.values import from_json
 from fullshard.core.errors import CheckpointError, ConfigurationError
-from fullshard.core.json_values import from_json
 
 __all__ = [
     "Keep",

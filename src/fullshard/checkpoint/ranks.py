@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint needs of the ranks that write it together: two calls with bytes."""
+"""The two calls by which ranks talk about a checkpoint: bytes, gathered and broadcast."""
 
 import json
 from typing import Any, Protocol
 
-from fullshard.checkpoint.envelope import checksum_of
+from fullshard.checkpoint.format.envelope import checksum_of
 from fullshard.core.errors import (
     CheckpointError,
     ConfigurationError,

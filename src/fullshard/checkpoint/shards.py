@@ -13,9 +13,9 @@ import numpy
 import xxhash
 from numpy.typing import NDArray
 
-from fullshard.checkpoint.envelope import checksum_of
 from fullshard.checkpoint.files import ALIGNMENT, Files, OpenFile
-from fullshard.checkpoint.manifest import (
+from fullshard.checkpoint.format.envelope import checksum_of
+from fullshard.checkpoint.format.manifest import (
     CHUNK_BYTES,
     Manifest,
     StoredBox,
@@ -54,7 +54,7 @@ def memory_view(array: NDArray[Any]) -> memoryview:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank holds of a tensor: boxes, whose elements follow each other in ``source``.
+    """One rank's part of a tensor: boxes, whose elements follow each other in ``source``.
 
     ``dtype`` is the name that safetensors has for it.
     """
@@ -165,7 +165,7 @@ def _chunk_lengths(pieces: Sequence[Piece]) -> Iterator[int]:
 
 
 def _entries(pieces: Sequence[Piece]) -> dict[str, Entry]:
-    """What the header tells: a whole tensor under its name, a box with its intervals behind it."""
+    """List the header's entries: a whole tensor by name, a box with its intervals behind it."""
     entries: dict[str, Entry] = {}
     for piece in pieces:
         for box in piece.boxes:

@@ -126,7 +126,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _read_metadata(source: Path) -> Metadata:
-    """What a DCP checkpoint says it holds. Raises `CheckpointError`."""
+    """Read the metadata of a DCP checkpoint. Raises `CheckpointError`."""
     place = source / ".metadata"
     try:
         found = _MetadataUnpickler(io.BytesIO(place.read_bytes())).load()

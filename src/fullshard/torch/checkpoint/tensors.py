@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this rank holds of a tensor, whatever kind of tensor it is: boxes, and memory they fill.
+"""This rank's part of a tensor of any kind: boxes, and the memory that they fill.
 
 This is all that checkpoints know about how parameters are sharded.
 """
@@ -66,7 +66,7 @@ class Held:
 
 
 def held_here(name: str, value: Tensor) -> Held:
-    """What this rank holds of ``value``.
+    """Find this rank's part of ``value``.
 
     Raises `ConfigurationError` for tensors without values and `NotSupportedError` for kinds that
     have no boxes; ``name`` is for the message.
@@ -132,6 +132,6 @@ class TensorSource:
 
 
 def piece_of(name: str, held: Held) -> Piece:
-    """What to write of it."""
+    """Make a piece to write of it."""
     source = TensorSource(held.local if held.boxes else held.local.new_empty(0))
     return Piece(name, held.shape, DTYPE_NAMES[held.local.dtype], held.boxes, source)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from support.checkpoint_cases import FULL, arrays, load_span, save_spans, small_chunks
 
 from fullshard.checkpoint import open_checkpoint
-from fullshard.checkpoint.json_files.envelope import unwrap, wrap
+from fullshard.checkpoint.format.envelope import unwrap, wrap
+from fullshard.checkpoint.format.manifest import FORMAT, MANIFEST, VERSION, parse_manifest
 from fullshard.checkpoint.loading import Loading, Want
-from fullshard.checkpoint.manifest import FORMAT, MANIFEST, VERSION, parse_manifest
 from fullshard.core.errors import CheckpointError, FullshardError
 
 
@@ -243,7 +243,7 @@ def test_nothing_is_delivered_when_the_last_chunk_is_damaged(good, tmp_path, kep
 
 # -- fuzz ----------------------------------------------------------------------------------------
 
-EXAMPLES = 200_000 if FULL else 300  # about ten minutes, a second
+EXAMPLES = 60_000 if FULL else 300  # about ten minutes, a second
 
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),

@@ -33,7 +33,7 @@ from fullshard.checkpoint import (
 from fullshard.checkpoint.background import save_in_background
 from fullshard.checkpoint.commit import apply_retention, is_verified, steps_to_remove
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.json_files.json_values import from_json, to_json
+from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.checkpoint.saving import About, save
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from checkpoint.test_torch_resize import build, everything, train
-from support.models import GPT
+from support.models import GPT, seeded
 from torch import nn
 
 from fullshard.checkpoint import Files, open_checkpoint
@@ -35,8 +35,7 @@ def wrap(comm, model, **options):
 
 
 def gpt(seed=0, **options):
-    torch.manual_seed(seed)
-    return GPT(**options).double()
+    return seeded(lambda: GPT(**options), seed).double()
 
 
 def one_step(model, optimizer, seed=0):
@@ -117,9 +116,12 @@ def test_tied_weights_are_stored_once_and_reach_models_that_do_not_tie(tmp_path)
 
 def adapted(seed):
     """A frozen model with trainable adapters, in mixed precision."""
-    torch.manual_seed(seed)
-    base = nn.Linear(6, 6).bfloat16().requires_grad_(False)
-    return nn.ModuleDict({"base": base, "down": nn.Linear(6, 2), "up": nn.Linear(2, 6)})
+
+    def build():
+        base = nn.Linear(6, 6).bfloat16().requires_grad_(False)
+        return nn.ModuleDict({"base": base, "down": nn.Linear(6, 2), "up": nn.Linear(2, 6)})
+
+    return seeded(build, seed)
 
 
 def test_trainable_weights_only(tmp_path):

@@ -19,7 +19,7 @@ from fullshard.core.boxes import Box, boxes_of_interval
 
 FULL = os.environ.get("FULLSHARD_TRIALS") == "full"  # all that is sampled otherwise
 
-CHUNKED = ("manifest", "shards", "reshard", "loading", "foreign.seals")
+CHUNKED = ("format.manifest", "shards", "reshard", "loading", "foreign.seals")
 
 
 def small_chunks(monkeypatch, size_bytes):

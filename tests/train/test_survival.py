@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.models import seeded
 
 from fullshard.checkpoint import Files, open_checkpoint, steps_in
 from fullshard.core.errors import ConfigurationError
@@ -79,6 +80,10 @@ class Points:
         return "points"
 
 
+def small_model():
+    return torch.nn.Sequential(torch.nn.Linear(2, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+
+
 def train_on(folder, size, data, *settings, stop=None, every=5):
     """Train to the end, or until ``data`` fails; losses by step."""
     config = resolve(
@@ -95,9 +100,7 @@ def train_on(folder, size, data, *settings, stop=None, every=5):
     def body(comm):
         world = CommWorld(comm.rank, comm.size, CPU)
         object.__setattr__(world, "comm", comm)
-        torch.manual_seed(3)
-        plain = torch.nn.Sequential(torch.nn.Linear(2, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-        model = FullyShardedDataParallel(plain, comm)
+        model = FullyShardedDataParallel(seeded(small_model, 3), comm)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         run = Run(config, world, data, model, optimizer, 1.0, Bytes.unsharded(model))
         mine = folder if comm.rank == 0 else None
@@ -132,7 +135,7 @@ def test_killed_five_times_on_changing_ranks_no_sample_twice_or_never(tmp_path, 
         attempt = {}
         fail_at = draw.randrange(done + 1, STEPS)
         with pytest.raises(Killed):
-            train_on(tmp_path, size, Points(attempt, fail_at))
+            train_on(tmp_path, size, Points(attempt, fail_at), AT_ONCE)
         taken = {step: each for step, each in taken.items() if step < min(attempt)} | attempt
     attempt = {}
     losses = train_on(tmp_path, 3, Points(attempt))
@@ -172,7 +175,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path, capsys):
             return points * (float("nan") if numbers[0] // BATCH >= 6 else 1), labels
 
     with pytest.raises(Exception, match="not finite"):
-        train_on(tmp_path, 2, Poison({}))
+        train_on(tmp_path, 2, Poison({}), AT_ONCE)
     assert open_checkpoint(tmp_path / CHECKPOINTS).step == 5
 
 
@@ -187,7 +190,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "Checkpoints", Spoilt)
         with pytest.raises(Exception, match="not finite"):
-            train_on(tmp_path, 2, Points({}))
+            train_on(tmp_path, 2, Points({}), AT_ONCE)
     assert "step 10: parameters or optimizer state are not finite; not saved" in (
         capsys.readouterr().out
     )

@@ -16,8 +16,8 @@ from fullshard.checkpoint.foreign import (
     is_sealed,
     seal,
 )
+from fullshard.checkpoint.format.manifest import Manifest
 from fullshard.checkpoint.loading import Checkpoint, open_checkpoint
-from fullshard.checkpoint.manifest import Manifest
 from fullshard.checkpoint.ranks import Ranks, SoloRanks
 from fullshard.checkpoint.rewriting import Difference, compare, reshard_checkpoint
 from fullshard.core.errors import CheckpointError

@@ -26,14 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.json_files.envelope import checksum_of
-from fullshard.checkpoint.json_files.json_values import from_json
-from fullshard.checkpoint.manifest import (
+from fullshard.checkpoint.format.envelope import checksum_of
+from fullshard.checkpoint.format.manifest import (
     LARGEST_MANIFEST_BYTES,
     MANIFEST,
     Manifest,
     parse_manifest,
 )
+from fullshard.checkpoint.format.values import from_json
 from fullshard.core.errors import CheckpointError, ConfigurationError
 
 __all__ = [

@@ -103,7 +103,7 @@ class Files:
         os.rmdir(path)
 
     def names(self, path: Path) -> list[str]:
-        """Return the names in a folder, sorted."""
+        """List a folder, sorted."""
         return sorted(os.listdir(path))
 
     def open(self, path: Path) -> OpenFile:

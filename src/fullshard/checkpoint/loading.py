@@ -29,8 +29,7 @@ from fullshard.checkpoint.commit import (
     steps_in,
 )
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.json_files.json_values import from_json
-from fullshard.checkpoint.manifest import (
+from fullshard.checkpoint.format.manifest import (
     CHUNK_BYTES,
     MANIFEST,
     Manifest,
@@ -38,6 +37,7 @@ from fullshard.checkpoint.manifest import (
     StoredTensor,
     chunk_count,
 )
+from fullshard.checkpoint.format.values import from_json
 from fullshard.checkpoint.reshard import Copy, chunk_bytes, reads_for
 from fullshard.checkpoint.shards import ShardReader
 from fullshard.core.boxes import Box, boxes_of_interval
@@ -103,7 +103,7 @@ class Checkpoint:
 
     @property
     def extra(self) -> Any:
-        """The extra values that the user saved."""
+        """The user's own values."""
         return from_json(self.manifest.extra)
 
     @property
@@ -234,7 +234,7 @@ def pieces_of_want(want: Want, item_bytes: int) -> Iterator[Want]:
 
 
 class Loading:
-    """The reads of one rank from a checkpoint. See [Note: Verify, then deliver]."""
+    """The reads of one rank. See [Note: Verify, then deliver]."""
 
     def __init__(self, checkpoint: Checkpoint, wants: Sequence[Want], kept_bytes: int = KEPT_BYTES):
         self._checkpoint = checkpoint

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two calls with bytes through which ranks write a checkpoint together."""
+"""The two calls by which ranks talk about a checkpoint: bytes, gathered and broadcast."""
 
 import json
 from typing import Any, Protocol
 
-from fullshard.checkpoint.json_files.envelope import checksum_of
+from fullshard.checkpoint.format.envelope import checksum_of
 from fullshard.core.errors import (
     CheckpointError,
     ConfigurationError,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from fullshard.checkpoint.manifest import CHUNK_BYTES, StoredBox, StoredTensor
+from fullshard.checkpoint.format.manifest import CHUNK_BYTES, StoredBox, StoredTensor
 from fullshard.core.boxes import Box, boxes_of_interval, intersection
 
 __all__ = ["ChunkRead", "Copy", "chunk_bytes", "even_spans", "reads_for"]

@@ -18,8 +18,8 @@ from typing import Any
 
 from fullshard.checkpoint.commit import Keep, Staging, apply_retention, sweep
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.json_files.envelope import checksum_of
-from fullshard.checkpoint.manifest import (
+from fullshard.checkpoint.format.envelope import checksum_of
+from fullshard.checkpoint.format.manifest import (
     Manifest,
     StoredBox,
     StoredFile,
@@ -40,7 +40,7 @@ SMALL_BYTES = 2**20  # what several ranks hold and is smaller is written by the 
 
 @dataclass(frozen=True)
 class About:
-    """The manifest's contents beside the tensors. Rank 0's values count, except ``step``."""
+    """Everything in the manifest beside the tensors. Rank 0's counts, but for ``step``."""
 
     step: int
     layout: str = ""

@@ -14,8 +14,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from fullshard.checkpoint.files import ALIGNMENT, Files, OpenFile
-from fullshard.checkpoint.json_files.envelope import checksum_of
-from fullshard.checkpoint.manifest import (
+from fullshard.checkpoint.format.envelope import checksum_of
+from fullshard.checkpoint.format.manifest import (
     CHUNK_BYTES,
     Manifest,
     StoredBox,
@@ -165,7 +165,7 @@ def _chunk_lengths(pieces: Sequence[Piece]) -> Iterator[int]:
 
 
 def _entries(pieces: Sequence[Piece]) -> dict[str, Entry]:
-    """Return the header's entries: a whole tensor by name, a box with its intervals behind it."""
+    """List the header's entries: a whole tensor by name, a box with its intervals behind it."""
     entries: dict[str, Entry] = {}
     for piece in pieces:
         for box in piece.boxes:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fullshard.checkpoint.format.manifest import StoredTensor
 from fullshard.checkpoint.loading import Checkpoint, Progress, read_boxes
-from fullshard.checkpoint.manifest import StoredTensor
 from fullshard.checkpoint.ranks import SoloRanks
 from fullshard.checkpoint.saving import About, save
 from fullshard.checkpoint.shards import Piece, ShardReader

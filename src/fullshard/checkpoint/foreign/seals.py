@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.json_files.envelope import checksum_of, unwrap, wrap
+from fullshard.checkpoint.format.envelope import checksum_of, unwrap, wrap
+from fullshard.checkpoint.format.manifest import CHUNK_BYTES, LARGEST_MANIFEST_BYTES, chunk_count
 from fullshard.checkpoint.loading import Progress
-from fullshard.checkpoint.manifest import CHUNK_BYTES, LARGEST_MANIFEST_BYTES, chunk_count
 from fullshard.core.errors import CheckpointError, ConfigurationError
 
 __all__ = ["SealReport", "check_seal", "is_sealed", "seal"]
@@ -31,7 +31,7 @@ _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class SealReport:
-    """The files that a seal covers; ``unsealed`` are files in the folder that it does not know."""
+    """The extent of a seal; ``unsealed`` are files in the folder that it does not know."""
 
     path: Path
     file_count: int

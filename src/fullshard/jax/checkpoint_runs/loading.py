@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.checkpoint import Checkpoint, open_checkpoint
-from fullshard.checkpoint.json_files.json_values import from_json
+from fullshard.checkpoint.format.values import from_json
 from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.ranks import agree
 from fullshard.core.boxes import Box
@@ -134,7 +134,7 @@ class _Read:
         self._parts: dict[Box, NDArray[Any]] = {}
 
     def wants(self, targets: bool) -> list[Want]:
-        """What this process reads, each part once."""
+        """List the reads of this process, each part once."""
         found = []
         for box in self._boxes():
             inside = clipped(box, self._true)

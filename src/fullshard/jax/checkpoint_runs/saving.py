@@ -12,7 +12,7 @@ import numpy as np
 
 from fullshard.checkpoint import Background, Files, Saving
 from fullshard.checkpoint.background import save_in_background
-from fullshard.checkpoint.json_files.json_values import to_json
+from fullshard.checkpoint.format.values import to_json
 from fullshard.checkpoint.saving import About, Plans, write_step
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.checkpoint.streaming import Blocks
@@ -33,7 +33,7 @@ __all__ = ["save_checkpoint", "settle"]
 
 
 class _Session:
-    """What is kept between saves of this process."""
+    """The memory of this process from save to save."""
 
     def __init__(self) -> None:
         self.plans = Plans()

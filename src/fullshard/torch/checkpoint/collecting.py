@@ -64,7 +64,7 @@ def by_key(given: Any, key: str) -> dict[str, Any]:
 def collect(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], trainable_only: bool
 ) -> Collected:
-    """Collect the pieces of everything that this rank holds. Not collective.
+    """Name everything that this rank holds. Not collective.
 
     Raises `ConfigurationError` for an optimizer over parameters of none of the models.
     """

@@ -40,7 +40,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Loaded:
-    """The contents of a checkpoint beside models and optimizers.
+    """A loaded step: everything found beside models and optimizers.
 
     ``missing``: tensors of the models that the step has not, ``unexpected``: those that only the
     step has; both are empty with ``strict``. ``world`` is the number of ranks that saved it.
@@ -180,7 +180,7 @@ def _check_same(checkpoint: Checkpoint, generation: str) -> None:
 
 
 class _Plan:
-    """The reads of one rank, and their targets."""
+    """The tensors that one rank loads, and where they go."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class _Plan:
 
     @property
     def wants(self) -> list[Want]:
-        """Return the boxes to read."""
+        """All reads, one for each tensor."""
         wants = []
         for number, (name, held) in enumerate(self._targets):
             stored = self._checkpoint.stored(name)
@@ -242,7 +242,7 @@ class _Plan:
             held.note_change()
 
     def attach(self) -> None:
-        """Set all that is not memory of existing tensors."""
+        """Attach new optimizer state, settings and extra state of modules."""
         for optimizer in self._optimizers:
             optimizer.attach()
         for module, name, value in self._values:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import Checkpoint
-from fullshard.checkpoint.manifest import StoredTensor
+from fullshard.checkpoint.format.manifest import StoredTensor
 from fullshard.core.errors import CheckpointError
 from fullshard.torch.checkpoint.collecting import name_of
 from fullshard.torch.checkpoint.tensors import DTYPES, Held, held_here
@@ -23,8 +23,10 @@ _NUMBERS = {"step", "mu_product", "mu", "eta"}
 
 
 class OptimizerLoad:
-    """The state that one optimizer is to have. Nothing of it changes before `attach`, except the
-    memory that `targets` hands out: that of state which exists already.
+    """The coming state of one optimizer.
+
+    Nothing of it changes before `attach`, save the memory of state that is there already, which
+    `targets` hands out.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ def _settings(
     names: Mapping[int, str],
     told: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Return the settings for each group. Raises `CheckpointError` if groups do not fit."""
+    """Find the settings of each group. Raises `CheckpointError` if groups do not fit."""
     aliases = checkpoint.manifest.aliases
     mine = [
         {aliases.get(name, name) for name in (name_of(p, names, key) for p in group["params"])}

@@ -58,7 +58,7 @@ def run_folder(path: "str | os.PathLike[str] | RunFolder") -> RunFolder:
 
 
 class Session:
-    """The state kept between saves by the ranks that save together."""
+    """The memory of ranks that save together, from save to save."""
 
     def __init__(self, comms: Sequence[Comm]):
         self.comms = comms

@@ -66,7 +66,7 @@ class Held:
 
 
 def held_here(name: str, value: Tensor) -> Held:
-    """Return the part of ``value`` that this rank holds.
+    """Find this rank's part of ``value``.
 
     Raises `ConfigurationError` for tensors without values and `NotSupportedError` for kinds that
     have no boxes; ``name`` is for the message.
@@ -132,6 +132,6 @@ class TensorSource:
 
 
 def piece_of(name: str, held: Held) -> Piece:
-    """Return the piece to write."""
+    """Make a piece to write of it."""
     source = TensorSource(held.local if held.boxes else held.local.new_empty(0))
     return Piece(name, held.shape, DTYPE_NAMES[held.local.dtype], held.boxes, source)

@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from fullshard.checkpoint.json_files.json_values import from_json, to_json
+from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.checkpoint.tensors import DTYPES
 from fullshard.torch.state.weights_file import DTYPE_NAMES
@@ -63,13 +63,13 @@ def random_state_tensor() -> Tensor:
 
 
 def random_state_of(tensor: Tensor) -> dict[str, Any]:
-    """Return the state from which `random_state_tensor` was made."""
+    """Invert `random_state_tensor`."""
     state: dict[str, Any] = decode(json.loads(tensor.numpy().tobytes()))
     return state
 
 
 def decode(value: Any) -> Any:
-    """Return the value that `encode` was given; numpy's arrays come as tensors."""
+    """Invert `encode`; numpy's arrays come as tensors."""
     return _with_tensors(from_json(value))
 
 

@@ -14,7 +14,7 @@ from fullshard.torch import tracing
 from fullshard.train.config import Config, learning_rate
 from fullshard.train.data import Batch, rank_slice
 from fullshard.train.metrics import Reporter, Speed
-from fullshard.train.summary import introduce, open_folder, turn_away
+from fullshard.train.summary import NonFiniteError, introduce, open_folder, turn_away
 from fullshard.train.survival import stop_request
 from fullshard.train.torch.checkpoints import Checkpoints
 from fullshard.train.torch.closing import conclude
@@ -35,7 +35,11 @@ def train(config: Config, world: World) -> None:
     with Reporter(world, folder, config.train.steps) as reporter, stop_request() as stop:
         introduce(config, run.facts, reporter)
         checkpoints = Checkpoints(run, folder, reporter, stop)
-        trace = fit(run, reporter, checkpoints)
+        try:
+            trace = fit(run, reporter, checkpoints)
+        except NonFiniteError:  # on all ranks: what was begun before is worth having
+            checkpoints.finish()
+            raise
         checkpoints.finish()
         reporter.validation(config.train.steps, *evaluate(run))
     conclude(run, trace, reporter)

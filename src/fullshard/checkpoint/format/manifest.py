@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fullshard.checkpoint.json_files.envelope import unwrap, wrap
-from fullshard.checkpoint.json_files.json_values import from_json
+from fullshard.checkpoint.format.envelope import unwrap, wrap
+from fullshard.checkpoint.format.values import from_json
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.core.safetensors_format import DTYPE_BYTES, LARGEST_HEADER_BYTES
@@ -90,7 +90,7 @@ class Manifest:
 
     ``generation`` is a random name of this very save, ``layout`` free text about how the run was
     sharded, ``aliases`` other names of tensors (tied weights), ``state`` what the engines keep
-    beside tensors, and ``extra`` the user's, both as `fullshard.checkpoint.json_files` writes them.
+    beside tensors, and ``extra`` the user's, both as `fullshard.checkpoint.format.values` has it.
     """
 
     step: int
@@ -186,7 +186,7 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
 
 
 class _Wrong(Exception):
-    """Raised for a manifest whose parts contradict each other."""
+    """The statements of a manifest do not fit together."""
 
 
 _T = TypeVar("_T")

@@ -70,8 +70,8 @@ def used_outside_their_unit(root: nn.Module, owners: Mapping[int, ManagedUnit]) 
         own = frozenset() if managed is None else frozenset([managed])
         around[path] = around.get(path.rpartition(".")[0], frozenset()) | own
         for key, param in module._parameters.items():
-            if param is None:
-                continue
+            if not isinstance(param, nn.Parameter):
+                continue  # None, or what functional_call shows for a while
             if isinstance(param, ShardedParameter):
                 outside = owners.get(id(param)) not in around[path]
             else:

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loss function's trace, carried out with each weight gathered where it is used.
+
+[Note: At use]
+The loss is traced once, as a function of whole arrays. That trace is then carried out operation by
+operation with weights that are still cut: a cast or a slice of one is done on the pieces, a scan, a
+`jax.checkpoint`, a function or a branch that takes one is entered, and whatever else meets a weight
+gets it gathered there. So a scan over stacked layers gathers one layer at a time, whoever wrote the
+scan, and what is recomputed in backward is gathered again. What XLA makes of a gather's transpose
+(an all-reduce, a reduce-scatter) is its choice, but in a layer that `gathered` was asked for.
+
+[Note: What backward keeps]
+Gathered weights must not wait for backward. What stands in no scan and in no `jax.checkpoint` of
+the user's is put, run by run, under a policy that keeps what was computed and nothing that was only
+moved: collectives, reshapes, casts. One checkpoint around everything would overrule the user's: its
+policy would decide inside of them, too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core as jax_core
+
+from fullshard.jax.compute.context import Program
+
+__all__ = ["Weight", "run"]
+
+_MOVES = frozenset(
+    """all_gather broadcast_in_dim concatenate convert_element_type copy dynamic_slice reshape
+    sharding_constraint slice squeeze transpose""".split()
+)
+
+
+def _keep_computed(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of `jax.checkpoint`; see [Note: What backward keeps]."""
+    return primitive.name not in _MOVES
+
+
+@dataclass(eq=False)
+class Weight:
+    """A weight at rest, in its true shape, and what cuts each of its dimensions."""
+
+    array: Any
+    axes: tuple[Any, ...]
+
+
+@dataclass
+class _Level:
+    """One jaxpr that is being carried out; a weight is gathered once in it."""
+
+    program: Program
+    keeping: bool  # whether a checkpoint around it decides what backward keeps
+    in_scan: bool = False
+    whole: dict[int, Any] = field(default_factory=dict)
+
+    def gather(self, x: Any) -> Any:
+        if not isinstance(x, Weight):
+            return x
+        if id(x) not in self.whole:
+            # The weight stays alive with the entry, so that no other gets its identity.
+            self.whole[id(x)] = _gather(self.program, x), x
+        return self.whole[id(x)][0]
+
+    def inside(self, keeping: bool = False, in_scan: bool = False) -> "_Level":
+        """The level of a jaxpr that an operation of this one holds."""
+        return _Level(self.program, self.keeping or keeping, self.in_scan or in_scan)
+
+
+def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], program: Program) -> list[Any]:
+    """The results of ``jaxpr``; weights among ``args`` are gathered where they are used."""
+    return _evaluate(jaxpr, [*consts, *args], _Level(program, program.remat == "none"))
+
+
+def _evaluate(jaxpr: Any, args: Sequence[Any], level: _Level) -> list[Any]:
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, jax_core.Literal) else values[atom]
+
+    for each in [*jaxpr.eqns] if level.keeping else _parts(jaxpr):
+        operands = [read(atom) for atom in each.invars]
+        results = None
+        if any(isinstance(x, Weight) for x in operands):
+            if isinstance(each, _Run):
+                results = _kept(each, operands, level)
+            else:
+                rule = _RULES.get(each.primitive.name)
+                results = rule(each, operands, level) if rule else None
+        if results is None:
+            results = _bind(each, [level.gather(x) for x in operands])
+        values.update(zip(each.outvars, results, strict=True))
+    return [level.gather(read(atom)) for atom in jaxpr.outvars]
+
+
+@dataclass
+class _Run:
+    """Operations behind each other, none of which is entered, as one."""
+
+    eqns: list[Any]
+    invars: list[Any]
+    outvars: list[Any]
+    effects: Any
+
+    def jaxpr(self) -> Any:
+        return jax_core.Jaxpr((), self.invars, self.outvars, self.eqns, self.effects)
+
+
+def _parts(jaxpr: Any) -> list[Any]:
+    """The operations of ``jaxpr``: those that may be entered, and runs of all others."""
+    parts: list[Any] = []
+    run: list[Any] = []
+    for eqn in jaxpr.eqns:
+        if _entered(eqn):
+            parts += [run, eqn] if run else [eqn]
+            run = []
+        else:
+            run.append(eqn)
+    parts += [run] if run else []
+    used = {atom for atom in jaxpr.outvars if not isinstance(atom, jax_core.Literal)}
+    found: list[Any] = []
+    for part in reversed(parts):
+        each = _as_run(part, used) if isinstance(part, list) else part
+        used |= {atom for atom in each.invars if not isinstance(atom, jax_core.Literal)}
+        found.append(each)
+    return found[::-1]
+
+
+def _as_run(eqns: list[Any], used: set[Any]) -> _Run:
+    made = dict.fromkeys(out for eqn in eqns for out in eqn.outvars)
+    taken = dict.fromkeys(
+        atom for eqn in eqns for atom in eqn.invars if not isinstance(atom, jax_core.Literal)
+    )
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    return _Run(
+        eqns, [x for x in taken if x not in made], [x for x in made if x in used], effects
+    )
+
+
+def _entered(eqn: Any) -> bool:
+    """Whether it holds a scan or a checkpoint, whose own decisions stand."""
+    if eqn.primitive.name in ("scan", "remat2", "remat", "checkpoint"):
+        return True
+    inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit", "closed_call") else None
+    return any(map(_entered, getattr(getattr(inner, "jaxpr", inner), "eqns", ())))
+
+
+def _kept(run: _Run, operands: list[Any], level: _Level) -> list[Any]:
+    """A run under the policy of [Note: What backward keeps]."""
+    function = _entering(run.jaxpr(), operands, level.inside(keeping=True))
+    function = jax.checkpoint(function, policy=_keep_computed, prevent_cse=not level.in_scan)
+    return function(*map(_array, operands))
+
+
+def _entering(jaxpr: Any, operands: Sequence[Any], level: _Level) -> Callable[..., list[Any]]:
+    """``jaxpr`` as a function of arrays, weights among them as they rest."""
+    axes = [x.axes if isinstance(x, Weight) else None for x in operands]
+
+    def function(*arrays: Any) -> list[Any]:
+        args = [_as_weight(x, each) for x, each in zip(arrays, axes, strict=True)]
+        return _evaluate(jaxpr, args, level)
+
+    return function
+
+
+def _bind(each: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of one operation or run, with its own rules of differentiation."""
+    if isinstance(each, _Run):
+        alone, given = each.jaxpr(), list(operands)
+    else:
+        places = {
+            atom: x
+            for atom, x in zip(each.invars, operands, strict=True)
+            if not isinstance(atom, jax_core.Literal)
+        }
+        alone = jax_core.Jaxpr((), list(places), each.outvars, [each], each.effects)
+        given = list(places.values())
+    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(alone, ()))(*given)
+
+
+def _gather(program: Program, weight: Weight) -> Any:
+    """The whole array on every device of the shard axis; its gradient rests as it does."""
+    layout = program.layout
+    kept = layout.sharding(*(_without(layout.shard, axis) for axis in weight.axes))
+    rest = layout.sharding(*weight.axes)
+
+    @jax.custom_vjp
+    def gather(x: Any) -> Any:
+        return lax.with_sharding_constraint(x, kept)
+
+    def backward(_: None, gradient: Any) -> tuple[Any]:
+        return (lax.with_sharding_constraint(gradient, rest),)
+
+    gather.defvjp(lambda x: (lax.with_sharding_constraint(x, kept), None), backward)
+    return gather(weight.array)
+
+
+def _without(shard: str, axis: Any) -> Any:
+    if isinstance(axis, tuple):
+        return tuple(part for part in axis if part != shard) or None
+    return None if axis == shard else axis
+
+
+def _elementwise(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
+    weight = operands[0]
+    (array,) = _bind_pieces(eqn, operands)
+    return [Weight(array, weight.axes)]
+
+
+def _bind_pieces(eqn: Any, operands: list[Any]) -> list[Any]:
+    return _bind(eqn, list(map(_array, operands)))
+
+
+def _array(x: Any) -> Any:
+    return x.array if isinstance(x, Weight) else x
+
+
+def _slice(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
+    """A layer taken out of a stack by hand."""
+    weight = operands[0]
+    if not isinstance(weight, Weight) or any(isinstance(x, Weight) for x in operands[1:]):
+        return None
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    touched = [a != b for a, b in zip(before, after, strict=True)]
+    if any(axis is not None and cut for axis, cut in zip(weight.axes, touched, strict=True)):
+        return None
+    (array,) = _bind_pieces(eqn, operands)
+    return [Weight(array, weight.axes)]
+
+
+def _squeeze(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
+    weight, gone = operands[0], eqn.params["dimensions"]
+    if any(weight.axes[dim] is not None for dim in gone):
+        return None
+    (array,) = _bind_pieces(eqn, operands)
+    return [Weight(array, tuple(a for dim, a in enumerate(weight.axes) if dim not in gone))]
+
+
+def _scan(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
+    given = eqn.params
+    first, rest = given["num_consts"], given["num_consts"] + given["num_carry"]
+    consts, carry = operands[:first], [level.gather(x) for x in operands[first:rest]]
+    xs = [
+        level.gather(x) if isinstance(x, Weight) and x.axes[0] is not None else x
+        for x in operands[rest:]
+    ]
+    inside = [x.axes[1:] if isinstance(x, Weight) else None for x in xs]
+    body = given["jaxpr"]
+
+    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+        layer = [_as_weight(x, axes) for x, axes in zip(xs, inside, strict=True)]
+        args = [*body.consts, *consts, *carry, *layer]
+        results = _evaluate(body.jaxpr, args, level.inside(in_scan=True))
+        return results[: rest - first], results[rest - first :]
+
+    carried, ys = lax.scan(
+        step,
+        carry,
+        list(map(_array, xs)),
+        length=given["length"],
+        reverse=given["reverse"],
+        unroll=given["unroll"],
+    )
+    return [*carried, *ys]
+
+
+def _checkpoint(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
+    function = _entering(eqn.params["jaxpr"], operands, level.inside(keeping=True))
+    function = jax.checkpoint(
+        function, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"]
+    )
+    return function(*map(_array, operands))
+
+
+def _call(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
+    arrays = list(map(_array, operands))
+    site = level.program.site(eqn.params.get("name", ""), arrays)
+    if site is not None:
+        axes = [x.axes if isinstance(x, Weight) else None for x in operands]
+        return site.carry_out(arrays, axes, level.program)
+    inner = eqn.params["jaxpr"]
+    consts = getattr(inner, "consts", ())
+    return _evaluate(getattr(inner, "jaxpr", inner), [*consts, *operands], level.inside())
+
+
+def _branch(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
+    if isinstance(operands[0], Weight):
+        return None
+    inside = [
+        _entering(each.jaxpr, [*each.consts, *operands[1:]], level.inside(keeping=True))
+        for each in eqn.params["branches"]
+    ]
+    consts = [tuple(each.consts) for each in eqn.params["branches"]]
+    branches = [
+        lambda *arrays, f=function, c=held: f(*c, *arrays)
+        for function, held in zip(inside, consts, strict=True)
+    ]
+    return lax.switch(operands[0], branches, *map(_array, operands[1:]))
+
+
+def _as_they_rest(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
+    """What takes cut arrays by itself: a function that the user mapped over devices."""
+    return _bind_pieces(eqn, operands)
+
+
+def _as_weight(x: Any, axes: Any) -> Any:
+    return x if axes is None else Weight(x, axes)
+
+
+_RULES: dict[str, Callable[[Any, list[Any], _Level], list[Any] | None]] = {
+    "convert_element_type": _elementwise,
+    "copy": _elementwise,
+    "stop_gradient": _elementwise,
+    "slice": _slice,
+    "dynamic_slice": _slice,
+    "squeeze": _squeeze,
+    "scan": _scan,
+    "remat2": _checkpoint,
+    "remat": _checkpoint,
+    "checkpoint": _checkpoint,
+    "jit": _call,
+    "pjit": _call,
+    "closed_call": _call,
+    "cond": _branch,
+    "shard_map": _as_they_rest,
+}

@@ -10,7 +10,7 @@ from flax import nnx
 from torch.nn import functional as F
 
 from fullshard.core.presets import Transformer
-from fullshard.jax.torch_names import torch_names
+from fullshard.jax import torch_names
 from fullshard.train.config import OptimConfig, resolve
 from fullshard.train.jax import models as in_jax
 from fullshard.train.jax.optimizer import adamw

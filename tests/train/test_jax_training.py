@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import TRANSFORMERS, Transformer
-from fullshard.jax.mesh import devices_of_process
+from fullshard.jax.arrays.mesh import devices_of_process
 from fullshard.torch.memory_summary import Bytes
 from fullshard.train import loop as torch_loop
 from fullshard.train import setup as torch_setup

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""X."""
+"""Meshes, and how arrays lie on them."""
 
 __all__: list[str] = []

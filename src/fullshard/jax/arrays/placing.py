@@ -70,9 +70,7 @@ def shard(
             every device, or the rule cannot be. Nothing has been placed then.
     """
     state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
-    refuse_low_coverage(
-        list(_placements(state, read_mesh(mesh), rule).values()), at_most_unsharded
-    )
+    refuse_low_coverage(list(_placements(state, read_mesh(mesh), rule).values()), at_most_unsharded)
     placed = jax.tree.map(_put, state, shardings(state, mesh, rule))
     return _updated(tree, placed)
 
@@ -150,7 +148,7 @@ def annotation(leaf: Any) -> tuple[Axis, ...]:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A tree's path as one name, its parts joined by dots; what a box holds is called as the box."""
+    """A tree's path as one name, its parts joined by dots; what a box holds is called like it."""
     return ".".join(_part(each) for each in path if getattr(each, "name", None) != "value")
 
 
@@ -183,9 +181,7 @@ def _placements(state: Any, layout: Layout, rule: Rule | None) -> dict[str, Any]
         for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
         if _is_array(x)
     }
-    specs = [
-        ParamSpec(name, tuple(x.shape), np.dtype(x.dtype).name) for name, x in arrays.items()
-    ]
+    specs = [ParamSpec(name, tuple(x.shape), np.dtype(x.dtype).name) for name, x in arrays.items()]
     if not specs:
         raise ConfigurationError(f"{type(state).__name__} has no arrays")
     return {each.name: each for each in place(specs, layout, rule, names, pad=False)}

@@ -4,8 +4,8 @@
 [Note: One rule]
 An array keeps its shape. The shard axis of the mesh cuts its largest dimension that divides; of
 equal ones the first, and in an array of three dimensions or more the first dimension only if no
-other divides, since that is where stacked layers lie. Matrices of layers are then cut so that either
-way of computing with them is near: gathering them, or leaving them where they are and moving
+other divides, since that is where stacked layers lie. Matrices of layers are then cut so that
+either way of computing with them is near: gathering them, or leaving them where they are and moving
 activations, as column- and row-parallel products (arXiv:1909.08053) do.
 
 Where nothing divides (3, 5, 7 devices) the dimension that needs the least padding is padded at its
@@ -178,7 +178,9 @@ def _place(
     rest, reason = list(spec.shape), ""
     if layout.shard not in _used(axes):
         reason = rule.why_replicated(spec)
-        dim = None if reason else _choose(spec, layout.shards, axes, rule.named_dim(rule.dims, spec))
+        dim = (
+            None if reason else _choose(spec, layout.shards, axes, rule.named_dim(rule.dims, spec))
+        )
         if dim is not None and (pad or spec.shape[dim] % layout.shards == 0):
             axes[dim] = layout.shard
             rest[dim] = -(-spec.shape[dim] // layout.shards) * layout.shards
@@ -193,9 +195,7 @@ def _place(
     return Placement(spec, tuple(axes), tuple(rest), shards, sharded, reason)
 
 
-def _axes_given(
-    spec: ParamSpec, layout: Layout, rule: Rule, names: Sequence[Axis]
-) -> list[Axis]:
+def _axes_given(spec: ParamSpec, layout: Layout, rule: Rule, names: Sequence[Axis]) -> list[Axis]:
     """What the user has said of each dimension, checked."""
     axes: list[Axis] = [None] * len(spec.shape)
     for dim, name in enumerate(names):

@@ -21,17 +21,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
-from jax.extend import core as jax_core
 
 from fullshard.jax.compute.context import Program
+from fullshard.jax.compute.jaxprs import call, is_literal, part
+from fullshard.jax.compute.rolled import Roll, roll_up
 
 __all__ = ["Weight", "run"]
 
-_MOVES = frozenset(
-    """all_gather broadcast_in_dim concatenate convert_element_type copy dynamic_slice reshape
-    sharding_constraint slice squeeze transpose""".split()
-)
+_NAMES = """
+all_gather broadcast_in_dim concatenate convert_element_type copy dynamic_slice reshape
+sharding_constraint slice squeeze transpose
+"""
+_MOVES = frozenset(_NAMES.split())
 
 
 def _keep_computed(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -45,6 +48,7 @@ class Weight:
 
     array: Any
     axes: tuple[Any, ...]
+    name: str
 
 
 @dataclass
@@ -53,12 +57,15 @@ class _Level:
 
     program: Program
     keeping: bool  # whether a checkpoint around it decides what backward keeps
+    rolling: bool
     in_scan: bool = False
     whole: dict[int, Any] = field(default_factory=dict)
 
     def gather(self, x: Any) -> Any:
         if not isinstance(x, Weight):
             return x
+        if self.program.mode != "weights":
+            return x.array
         if id(x) not in self.whole:
             # The weight stays alive with the entry, so that no other gets its identity.
             self.whole[id(x)] = _gather(self.program, x), x
@@ -66,24 +73,33 @@ class _Level:
 
     def inside(self, keeping: bool = False, in_scan: bool = False) -> "_Level":
         """The level of a jaxpr that an operation of this one holds."""
-        return _Level(self.program, self.keeping or keeping, self.in_scan or in_scan)
+        rolling = self.rolling and not (keeping or in_scan)
+        return _Level(self.program, self.keeping or keeping, rolling, self.in_scan or in_scan)
 
 
 def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], program: Program) -> list[Any]:
-    """The results of ``jaxpr``; weights among ``args`` are gathered where they are used."""
-    return _evaluate(jaxpr, [*consts, *args], _Level(program, program.remat == "none"))
+    """The results of ``jaxpr``; in mode "weights" those among ``args`` are gathered at use."""
+    keeping = program.remat == "none" or program.mode != "weights"
+    level = _Level(program, keeping, program.scan is not False)
+    return _evaluate(jaxpr, [*consts, *args], level)
 
 
 def _evaluate(jaxpr: Any, args: Sequence[Any], level: _Level) -> list[Any]:
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
     def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, jax_core.Literal) else values[atom]
+        return atom.val if is_literal(atom) else values[atom]
 
-    for each in [*jaxpr.eqns] if level.keeping else _parts(jaxpr):
+    eqns = list(jaxpr.eqns)
+    if level.rolling:
+        weights = {atom: x.name for atom, x in values.items() if isinstance(x, Weight)}
+        eqns = roll_up(eqns, jaxpr.outvars, level.program, weights)
+    for each in eqns if level.keeping else _parts(eqns, jaxpr.outvars):
         operands = [read(atom) for atom in each.invars]
         results = None
-        if any(isinstance(x, Weight) for x in operands):
+        if isinstance(each, Roll):
+            results = _roll(each, operands, level)
+        elif any(isinstance(x, Weight) for x in operands):
             if isinstance(each, _Run):
                 results = _kept(each, operands, level)
             else:
@@ -102,48 +118,44 @@ class _Run:
     eqns: list[Any]
     invars: list[Any]
     outvars: list[Any]
-    effects: Any
 
     def jaxpr(self) -> Any:
-        return jax_core.Jaxpr((), self.invars, self.outvars, self.eqns, self.effects)
+        return part(self.eqns, self.invars, self.outvars)
 
 
-def _parts(jaxpr: Any) -> list[Any]:
-    """The operations of ``jaxpr``: those that may be entered, and runs of all others."""
+def _parts(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
+    """The operations: those that may be entered, and runs of all others."""
     parts: list[Any] = []
     run: list[Any] = []
-    for eqn in jaxpr.eqns:
+    for eqn in eqns:
         if _entered(eqn):
             parts += [run, eqn] if run else [eqn]
             run = []
         else:
             run.append(eqn)
     parts += [run] if run else []
-    used = {atom for atom in jaxpr.outvars if not isinstance(atom, jax_core.Literal)}
+    used = {atom for atom in outvars if not is_literal(atom)}
     found: list[Any] = []
-    for part in reversed(parts):
-        each = _as_run(part, used) if isinstance(part, list) else part
-        used |= {atom for atom in each.invars if not isinstance(atom, jax_core.Literal)}
+    for piece in reversed(parts):
+        each = _as_run(piece, used) if isinstance(piece, list) else piece
+        used |= {atom for atom in each.invars if not is_literal(atom)}
         found.append(each)
     return found[::-1]
 
 
 def _as_run(eqns: list[Any], used: set[Any]) -> _Run:
     made = dict.fromkeys(out for eqn in eqns for out in eqn.outvars)
-    taken = dict.fromkeys(
-        atom for eqn in eqns for atom in eqn.invars if not isinstance(atom, jax_core.Literal)
-    )
-    effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    return _Run(
-        eqns, [x for x in taken if x not in made], [x for x in made if x in used], effects
-    )
+    taken = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if not is_literal(atom))
+    return _Run(eqns, [x for x in taken if x not in made], [x for x in made if x in used])
 
 
 def _entered(eqn: Any) -> bool:
     """Whether it holds a scan or a checkpoint, whose own decisions stand."""
-    if eqn.primitive.name in ("scan", "remat2", "remat", "checkpoint"):
+    if isinstance(eqn, Roll) or eqn.primitive.name in ("scan", "remat2", "remat", "checkpoint"):
         return True
-    inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit", "closed_call") else None
+    inner = (
+        eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit", "closed_call") else None
+    )
     return any(map(_entered, getattr(getattr(inner, "jaxpr", inner), "eqns", ())))
 
 
@@ -156,10 +168,10 @@ def _kept(run: _Run, operands: list[Any], level: _Level) -> list[Any]:
 
 def _entering(jaxpr: Any, operands: Sequence[Any], level: _Level) -> Callable[..., list[Any]]:
     """``jaxpr`` as a function of arrays, weights among them as they rest."""
-    axes = [x.axes if isinstance(x, Weight) else None for x in operands]
+    weights = [x if isinstance(x, Weight) else None for x in operands]
 
     def function(*arrays: Any) -> list[Any]:
-        args = [_as_weight(x, each) for x, each in zip(arrays, axes, strict=True)]
+        args = [_as_weight(x, each) for x, each in zip(arrays, weights, strict=True)]
         return _evaluate(jaxpr, args, level)
 
     return function
@@ -171,13 +183,11 @@ def _bind(each: Any, operands: Sequence[Any]) -> list[Any]:
         alone, given = each.jaxpr(), list(operands)
     else:
         places = {
-            atom: x
-            for atom, x in zip(each.invars, operands, strict=True)
-            if not isinstance(atom, jax_core.Literal)
+            atom: x for atom, x in zip(each.invars, operands, strict=True) if not is_literal(atom)
         }
-        alone = jax_core.Jaxpr((), list(places), each.outvars, [each], each.effects)
+        alone = part([each], list(places), each.outvars)
         given = list(places.values())
-    return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(alone, ()))(*given)
+    return call(alone, *given)
 
 
 def _gather(program: Program, weight: Weight) -> Any:
@@ -206,7 +216,7 @@ def _without(shard: str, axis: Any) -> Any:
 def _elementwise(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
     weight = operands[0]
     (array,) = _bind_pieces(eqn, operands)
-    return [Weight(array, weight.axes)]
+    return [Weight(array, weight.axes, weight.name)]
 
 
 def _bind_pieces(eqn: Any, operands: list[Any]) -> list[Any]:
@@ -227,7 +237,7 @@ def _slice(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
     if any(axis is not None and cut for axis, cut in zip(weight.axes, touched, strict=True)):
         return None
     (array,) = _bind_pieces(eqn, operands)
-    return [Weight(array, weight.axes)]
+    return [Weight(array, weight.axes, weight.name)]
 
 
 def _squeeze(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
@@ -235,7 +245,52 @@ def _squeeze(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
     if any(weight.axes[dim] is not None for dim in gone):
         return None
     (array,) = _bind_pieces(eqn, operands)
-    return [Weight(array, tuple(a for dim, a in enumerate(weight.axes) if dim not in gone))]
+    axes = tuple(a for dim, a in enumerate(weight.axes) if dim not in gone)
+    return [Weight(array, axes, weight.name)]
+
+
+def _roll(roll: Roll, operands: list[Any], level: _Level) -> list[Any]:
+    """A scan over repeated operations, whose weights are stacked as they rest."""
+    begin, middle = len(roll.consts), len(roll.consts) + len(roll.carry)
+    consts, carry = operands[:begin], [level.gather(x) for x in operands[begin:middle]]
+    rows = [operands[at : at + roll.count] for at in range(middle, len(operands), roll.count)]
+    stacks = [_stacked(row, level) for row in rows]
+    inside = [_layer_of(x) for x in stacks]
+    policy = _REMAT[level.program.remat]
+    own = policy is None or any(map(_entered, roll.body.eqns))
+
+    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+        layer = [_as_weight(x, each) for x, each in zip(xs, inside, strict=True)]
+        within = level.inside(keeping=not own, in_scan=True)
+        results = _evaluate(roll.body, [*consts, *carry, *layer], within)
+        return results[: len(carry)], results[len(carry) :]
+
+    if not own:
+        step = jax.checkpoint(step, policy=policy, prevent_cse=False)
+    carried, ys = lax.scan(step, carry, list(map(_array, stacks)), length=roll.count)
+    found = [y[turn] for y, row in zip(ys, roll.collected, strict=True) for turn in range(len(row))]
+    return [*carried, *found]
+
+
+def _stacked(row: list[Any], level: _Level) -> Any:
+    axes = {x.axes if isinstance(x, Weight) else None for x in row}
+    if len(axes) > 1 or axes == {None}:
+        return jnp.stack([level.gather(x) for x in row])
+    return Weight(jnp.stack([x.array for x in row]), (None, *axes.pop()), row[0].name)
+
+
+def _keep_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Keep products with weights: of matrices without batch dims, and convolutions."""
+    if primitive.name == "conv_general_dilated":
+        return True
+    return primitive.name == "dot_general" and not any(params["dimension_numbers"][1])
+
+
+_REMAT: dict[str, Callable[..., bool] | None] = {
+    "block": jax.checkpoint_policies.nothing_saveable,
+    "matmuls": _keep_matmuls,
+    "none": None,
+}
 
 
 def _scan(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
@@ -246,11 +301,11 @@ def _scan(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
         level.gather(x) if isinstance(x, Weight) and x.axes[0] is not None else x
         for x in operands[rest:]
     ]
-    inside = [x.axes[1:] if isinstance(x, Weight) else None for x in xs]
+    inside = [_layer_of(x) for x in xs]
     body = given["jaxpr"]
 
     def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-        layer = [_as_weight(x, axes) for x, axes in zip(xs, inside, strict=True)]
+        layer = [_as_weight(x, each) for x, each in zip(xs, inside, strict=True)]
         args = [*body.consts, *consts, *carry, *layer]
         results = _evaluate(body.jaxpr, args, level.inside(in_scan=True))
         return results[: rest - first], results[rest - first :]
@@ -297,7 +352,8 @@ def _branch(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
         lambda *arrays, f=function, c=held: f(*c, *arrays)
         for function, held in zip(inside, consts, strict=True)
     ]
-    return lax.switch(operands[0], branches, *map(_array, operands[1:]))
+    arrays = [_array(x) for x in operands[1:]]
+    return lax.switch(operands[0], branches, *arrays)
 
 
 def _as_they_rest(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
@@ -305,8 +361,13 @@ def _as_they_rest(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
     return _bind_pieces(eqn, operands)
 
 
-def _as_weight(x: Any, axes: Any) -> Any:
-    return x if axes is None else Weight(x, axes)
+def _as_weight(x: Any, like: Weight | None) -> Any:
+    return x if like is None else Weight(x, like.axes, like.name)
+
+
+def _layer_of(x: Any) -> Weight | None:
+    """What one layer of a stack is like."""
+    return Weight(None, x.axes[1:], x.name) if isinstance(x, Weight) else None
 
 
 _RULES: dict[str, Callable[[Any, list[Any], _Level], list[Any] | None]] = {

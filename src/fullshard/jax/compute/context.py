@@ -50,12 +50,13 @@ class Program:
     precision: Precision = AS_IT_RESTS
     sites: dict[str, tuple[Site, tuple[Any, ...]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    rolls: int = 0
+    has_vocabulary: bool = False
 
     def note(self, text: str) -> None:
         """Say something once."""
         if text not in self.notes:
             self.notes.append(text)
-
 
     def mark(
         self, name: str, site: Site, plain: Callable[..., Sequence[Any]], *operands: Any

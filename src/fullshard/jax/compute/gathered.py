@@ -4,8 +4,9 @@
 [Note: One collective for a layer]
 The slices of a layer's weights are laid one behind the other, gathered by one collective for each
 dtype, and taken apart again; gradients go back the same way, through one reduce-scatter, in the
-dtype of reduction. That happens inside `jax.shard_map`, where each device computes the layer for
-its own examples, so it is done only where that is the same mathematics: see
+dtype of reduction. Weights of half a MiB and more travel alone: no message gets faster by being
+larger, and packing copies. That happens inside `jax.shard_map`, where each device computes the
+layer for its own examples, so it is done only where that is the same mathematics: see
 [Note: Two traces in step].
 """
 
@@ -19,14 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array, lax
-from jax.extend import core as jax_core
 from jax.sharding import PartitionSpec
 
 from fullshard.jax.arrays.mesh import Layout
 from fullshard.jax.compute.context import Program, current
+from fullshard.jax.compute.jaxprs import call
+from fullshard.jax.compute.jaxprs import part as part_of
 from fullshard.jax.compute.per_example import Dim, Mixed, example_dims
 
 __all__ = ["gathered"]
+
+
+_ALONE_BYTES = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,8 @@ def gathered(layer: Any) -> Callable[..., Any]:
 def _call_module(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     program = current()
     if program is None or program.mode != "weights":
-        return module(*args, **kwargs)  # type: ignore[operator]
+        call_it: Any = module
+        return call_it(*args, **kwargs)
     graph, weights, rest = nnx.split(module, nnx.Param, ...)
 
     def function(weights: Any, rest: Any, args: Any, kwargs: Any) -> Any:
@@ -109,7 +115,7 @@ def _call(layer: Callable[..., Any], name: str, weights: Any, *args: Any) -> Any
     if site is None:
         return layer(weights, *args)
     found, consts, whole = site
-    plain = jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(whole, ()))
+    plain = functools.partial(call, whole)
     results = program.mark(f"gathered_{name}", found, plain, *consts, *arrays)
     return jax.tree.unflatten(trees[0], results)
 
@@ -118,31 +124,39 @@ def _prove(
     program: Program, flat: Callable[..., Any], arrays: Sequence[Any], weights: int, name: str
 ) -> tuple[_Layer, list[Any], Any] | None:
     """The site, the constants that come before its operands, and its program over all examples."""
-    parts, rows = program.layout.parts, program.rows
-    dims = [
-        0 if number >= weights and np.ndim(x) and x.shape[0] == rows else None
-        for number, x in enumerate(arrays)
-    ]
     shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in arrays]
+    whole = jax.make_jaxpr(flat)(*shapes)
+    like = [at for at, x in enumerate(shapes) if at >= weights and x.shape[:1] == (program.rows,)]
+    # What is as long as the batch by chance comes behind the first argument.
+    for examples in (like, like[:1]):
+        dims: list[Dim] = [0 if at in examples else None for at in range(len(shapes))]
+        try:
+            part, found = _apart(flat, shapes, dims, whole, program.layout.parts)
+            break
+        except Exception as error:
+            # Tracing with fewer examples may fail in any way; with all of them it has worked.
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+    else:
+        program.note(f"{name} is left to XLA: {said}")
+        return None
+    dims = [*(None for _ in whole.consts), *dims]
+    closed = [_without_constants(each) for each in (whole.jaxpr, part)]
+    return _Layer(closed[1], tuple(dims), tuple(found)), list(whole.consts), closed[0]
+
+
+def _apart(
+    flat: Callable[..., Any], shapes: Sequence[Any], dims: Sequence[Dim], whole: Any, parts: int
+) -> tuple[Any, list[Dim]]:
+    """The program over one device's examples, and where examples are in its results."""
     own = [
-        x if dim is None else jax.ShapeDtypeStruct((rows // parts, *x.shape[1:]), x.dtype)
+        x if dim is None else jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
         for x, dim in zip(shapes, dims, strict=True)
     ]
-    whole = jax.make_jaxpr(flat)(*shapes)
-    try:
-        part = jax.make_jaxpr(flat)(*own)
-        if len(whole.consts) != len(part.consts) or not all(
-            map(_same_constant, whole.consts, part.consts)
-        ):
-            raise Mixed("its constants depend on the number of examples")
-        found = example_dims(whole.jaxpr, part.jaxpr, dims, parts)
-    except Exception as error:
-        # Tracing with fewer examples may fail in any way; with all of them it has worked.
-        program.note(f"{name} is left to XLA: {str(error).splitlines()[0] if str(error) else ''}")
-        return None
-    dims = [None] * len(whole.consts) + dims
-    closed = [_without_constants(each.jaxpr) for each in (whole, part)]
-    return _Layer(closed[1], tuple(dims), tuple(found)), list(whole.consts), closed[0]
+    part = jax.make_jaxpr(flat)(*own)
+    same = len(whole.consts) == len(part.consts)
+    if not same or not all(map(_same_constant, whole.consts, part.consts)):
+        raise Mixed("its constants depend on the number of examples")
+    return part.jaxpr, example_dims(whole.jaxpr, part.jaxpr, dims, parts)
 
 
 def _carry_out(
@@ -161,8 +175,10 @@ def _carry_out(
         groups: dict[Any, list[int]] = {}
         for number, dim in enumerate(cut):
             if dim is not None:
-                groups.setdefault(operands[number].dtype, []).append(number)
-        for dtype, numbers in groups.items():
+                dtype = operands[number].dtype
+                alone = operands[number].nbytes * layout.shards >= _ALONE_BYTES
+                groups.setdefault((dtype, number if alone else None), []).append(number)
+        for (dtype, _), numbers in groups.items():
             gather = _packed_gather(
                 layout,
                 tuple((shapes[number], cut[number]) for number in numbers),
@@ -170,7 +186,7 @@ def _carry_out(
             )
             for number, each in zip(numbers, gather(*(full[n] for n in numbers)), strict=True):
                 full[number] = each
-        return jax_core.jaxpr_as_fun(jax_core.ClosedJaxpr(site.part, ()))(*full)
+        return call(site.part, *full)
 
     def spec(dim: Dim) -> PartitionSpec:
         return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, layout.batch)
@@ -240,13 +256,7 @@ def _dim_of(layout: Layout, axes: Any) -> int | None:
 
 
 def _without_constants(jaxpr: Any) -> Any:
-    return jax_core.Jaxpr(
-        (),
-        [*jaxpr.constvars, *jaxpr.invars],
-        jaxpr.outvars,
-        jaxpr.eqns,
-        jaxpr.effects,
-    )
+    return part_of(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
 
 
 def _same_constant(one: Any, other: Any) -> bool:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend import core as jax_core
+
+from fullshard.jax.compute.jaxprs import is_literal
 
 __all__ = ["Mixed", "example_dims"]
 
@@ -36,10 +37,11 @@ stop_gradient sub tan tanh xor
 _ELEMENTWISE = frozenset(_NAMES.split())
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
 _CALLS |= {"custom_jvp_call"}
-_SHAPED = frozenset(
-    "shape new_sizes slice_sizes limit_indices jaxpr call_jaxpr branches sharding "
-    "out_sharding jvp_jaxpr_fun in_shardings out_shardings ctx_mesh name policy".split()
-)
+_SHAPES = """
+shape new_sizes slice_sizes limit_indices jaxpr call_jaxpr branches sharding out_sharding
+jvp_jaxpr_fun in_shardings out_shardings ctx_mesh name policy
+"""
+_SHAPED = frozenset(_SHAPES.split())
 """Parameters that may differ with the number of examples, or say nothing about values."""
 
 
@@ -64,7 +66,7 @@ def example_dims(whole: Any, part: Any, dims: Sequence[Dim], parts: int) -> list
         for mine, theirs in zip(eqn.invars, other.invars, strict=True):
             if not _same(mine, theirs, twins):
                 raise Mixed(f"{eqn.primitive.name} takes other values with fewer examples")
-        given = [None if _literal(x) else known[x] for x in eqn.invars]
+        given = [None if is_literal(x) else known[x] for x in eqn.invars]
         found = _through(eqn, other, given, parts)
         for out, twin, dim in zip(eqn.outvars, other.outvars, found, strict=True):
             _check(eqn, out.aval.shape, twin.aval.shape, dim, parts)
@@ -72,15 +74,14 @@ def example_dims(whole: Any, part: Any, dims: Sequence[Dim], parts: int) -> list
     for mine, theirs in zip(whole.outvars, part.outvars, strict=True):
         if not _same(mine, theirs, twins):
             raise Mixed("it returns something else with fewer examples")
-    return [None if _literal(x) else known[x] for x in whole.outvars]
+    return [None if is_literal(x) else known[x] for x in whole.outvars]
 
 
 def _through(eqn: Any, other: Any, dims: list[Dim], parts: int) -> list[Dim]:
     """The dimension of examples of each result of one operation."""
     name = eqn.primitive.name
     if name in _CALLS:
-        inner = [_inner(each) for each in (eqn, other)]
-        return example_dims(*inner, dims, parts)
+        return example_dims(_inner(eqn), _inner(other), dims, parts)
     for key, value in eqn.params.items():
         if key not in _SHAPED and not _equal(value, other.params[key]):
             raise Mixed(f"{name} has another {key} with fewer examples")
@@ -110,9 +111,7 @@ def _fresh(eqn: Any, outs: tuple[Any, Any], parts: int) -> Dim:
 
 
 def _check(eqn: Any, whole: Any, part: Any, dim: Dim, parts: int) -> None:
-    expected = tuple(
-        size // parts if number == dim else size for number, size in enumerate(whole)
-    )
+    expected = tuple(size // parts if number == dim else size for number, size in enumerate(whole))
     if tuple(part) != expected or (dim is not None and whole[dim] % parts):
         raise Mixed(f"{eqn.primitive.name} gives {tuple(part)} of {tuple(whole)}")
 
@@ -139,7 +138,7 @@ def _reshape(eqn: Any, other: Any, dims: list[Dim], parts: int) -> list[Dim]:
     differ = [number for number, (a, b) in enumerate(zip(after, twin, strict=True)) if a != b]
     if len(differ) != 1 or math.prod(before[:dim]) != math.prod(after[: differ[0]]):
         raise Mixed(f"a reshape of {before} to {after} spreads the examples")
-    return differ[:1]
+    return [differ[0]]
 
 
 def _transpose(eqn: Any, other: Any, dims: list[Dim], parts: int) -> list[Dim]:
@@ -164,7 +163,7 @@ def _along(key: str) -> Callable[..., list[Dim]]:
     def rule(eqn: Any, other: Any, dims: list[Dim], parts: int) -> list[Dim]:
         dim = _common(eqn, dims)
         _refuse(eqn, dim, (eqn.params[key],))
-        if any(each is None and not _literal(x) and x.aval.shape for each, x in
+        if any(each is None and not is_literal(x) and x.aval.shape for each, x in
                zip(dims, eqn.invars, strict=True)):  # fmt: skip
             raise Mixed(f"{eqn.primitive.name} of examples beside what is none")
         return [dim] * len(eqn.outvars)
@@ -256,13 +255,14 @@ def _scan(eqn: Any, other: Any, dims: list[Dim], parts: int) -> list[Dim]:
     for dim in dims[rest:]:
         _refuse(eqn, dim, (0,))
     inside = [*dims[:rest], *(None if dim is None else dim - 1 for dim in dims[rest:])]
-    bodies = [each.params["jaxpr"].jaxpr for each in (eqn, other)]
-    found = example_dims(*bodies, inside, parts)
+    bodies = eqn.params["jaxpr"].jaxpr, other.params["jaxpr"].jaxpr
+    found = example_dims(bodies[0], bodies[1], inside, parts)
     if found[:carries] != dims[consts:rest]:
         raise Mixed("a scan in whose carry examples come and go")
     return [*found[:carries], *(None if dim is None else dim + 1 for dim in found[carries:])]
 
 
+_REDUCTIONS = "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum"
 _RULES: dict[str, Callable[..., list[Dim]]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
@@ -284,10 +284,19 @@ _RULES: dict[str, Callable[..., list[Dim]]] = {
     "gather": _take,
     "scan": _scan,
     **dict.fromkeys(
-        "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split(),
+        [
+            "reduce_sum",
+            "reduce_max",
+            "reduce_min",
+            "reduce_prod",
+            "reduce_and",
+            "reduce_or",
+            "argmax",
+            "argmin",
+        ],
         _reduce,
     ),
-    **dict.fromkeys("reduce_window reduce_window_max reduce_window_sum".split(), _window),
+    **dict.fromkeys(["reduce_window", "reduce_window_max", "reduce_window_sum"], _window),
 }
 
 
@@ -298,15 +307,11 @@ def _inner(eqn: Any) -> Any:
     return getattr(inner, "jaxpr", inner)
 
 
-def _literal(atom: Any) -> bool:
-    return isinstance(atom, jax_core.Literal)
-
-
 def _same(mine: Any, theirs: Any, twins: dict[Any, Any]) -> bool:
     """Whether two operands are the same constant, or made alike."""
-    if _literal(mine) != _literal(theirs):
+    if is_literal(mine) != is_literal(theirs):
         return False
-    if _literal(mine):
+    if is_literal(mine):
         return _equal(mine.val, theirs.val)
     return twins.get(mine) is theirs
 

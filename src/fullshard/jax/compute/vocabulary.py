@@ -33,7 +33,7 @@ def embed(table: Array, tokens: Array) -> Array:
     In a step of `make_train_step` with ``vocabulary="cut"`` the table stays where it rests; see
     [Note: Cut along the classes]. Anywhere else this is ``table[tokens]``.
     """
-    program = current()
+    program = _asked()
     if program is None or program.vocabulary != "cut" or not _can_cut(program, tokens):
         return table[tokens]
     if program.mode != "weights":
@@ -61,7 +61,7 @@ def cross_entropy(
             f"cross_entropy of hidden {hidden.shape}, head {head.shape} and targets "
             f"{targets.shape}: expected (..., width), (width, classes) and (...)"
         )
-    program = current()
+    program = _asked()
     way = program.vocabulary if program is not None else "whole"
     if program is not None and way == "cut" and _can_cut(program, targets):
         if program.mode == "weights":
@@ -77,6 +77,14 @@ def cross_entropy(
     if way == "chunks" and targets.ndim > 1:
         return _chunked(hidden, head, targets, classes_first)
     return _plain(hidden, head, targets, classes_first)
+
+
+def _asked() -> Program | None:
+    """The program that is being traced, which learns that it has a vocabulary."""
+    program = current()
+    if program is not None:
+        program.has_vocabulary = True
+    return program
 
 
 def _plain(hidden: Array, head: Array, targets: Array, classes_first: bool) -> Array:

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""X."""
+"""Models as the engine reads them."""
 
 __all__: list[str] = []

@@ -7,8 +7,8 @@ statistics of a BatchNorm are those of all examples, in every mode and on every 
 in what they constrain, and in nothing that has a value.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,17 +21,24 @@ from fullshard.jax.arrays.mesh import Layout
 from fullshard.jax.arrays.rule import Placement
 from fullshard.jax.compute.at_use import Weight, run
 from fullshard.jax.compute.context import Program, tracing
-from fullshard.jax.compute.rolled import rolled
 from fullshard.jax.model.reading import Model
 from fullshard.jax.training.options import Options
 from fullshard.jax.training.state import StateArrays, TrainState, by_path
 
-__all__ = ["KEY", "StepProgram"]
+__all__ = ["KEY", "Findings", "StepProgram"]
 
 KEY = "loss_fn(key)"
 """The name of the random key in the other state of a step with ``key=``."""
 
 Arrays = dict[str, Any]
+
+
+@dataclass
+class Findings:
+    """What was learned while a loss function was traced."""
+
+    notes: list[str] = field(default_factory=list)
+    has_vocabulary: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,12 +49,17 @@ class StepProgram:
     arrays: StateArrays
     loss_fn: Callable[..., Any]
     options: Options
-    notes: list[str]
+    findings: Findings
 
     @property
     def layout(self) -> Layout:
         """The mesh, and what its axes are for."""
         return self.arrays.layout
+
+    @property
+    def _mode(self) -> str:
+        """What travels; before it was decided, weights do."""
+        return "weights" if self.options.mode == "auto" else self.options.mode
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, Any]:
         """State after the step, loss, and what else the loss function returned."""
@@ -132,10 +144,12 @@ class StepProgram:
             return (*_checked(result, options.has_aux), after)
 
         rows = self._rows(batch)
-        (loss, aux, after), notes = self._carried_out(
+        (loss, aux, after), program = self._carried_out(
             flat, trained, frozen, (kept, batch, key), rows, whole=whole
         )
-        self.notes[:] = dict.fromkeys((*self.notes, *notes))
+        findings = self.findings
+        findings.notes[:] = dict.fromkeys((*findings.notes, *program.notes))
+        findings.has_vocabulary |= program.has_vocabulary
         if options.key is not None:
             after = {**after, KEY: other[KEY]}
         loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
@@ -149,32 +163,37 @@ class StepProgram:
         args: tuple[Any, ...],
         rows: int,
         whole: bool = False,
-    ) -> tuple[Any, list[str]]:
-        """The results of ``function(params, *args)`` in the step's mode, and what is to be said."""
+    ) -> tuple[Any, Program]:
+        """The results of ``function(params, *args)`` in the step's mode, and what it found out."""
         options = self.options
-        mode = "jit" if whole else options.mode
+        mode = "jit" if whole else self._mode
         program = Program(
-            self.layout, mode, rows, options.vocabulary, options.remat, options.scan, options.precision
+            self.layout,
+            mode,
+            rows,
+            options.vocabulary,
+            options.remat,
+            options.scan,
+            options.precision,
         )
         params = [*trained.values(), *frozen.values()]
         names = [*trained, *frozen]
         shapes = jax.tree.map(_shape, (params, *args))
         with tracing(program):
             traced, shape = jax.make_jaxpr(function, return_shape=True)(*shapes)
-        jaxpr = rolled(traced.jaxpr, program) if options.scan is not False else traced.jaxpr
         leaves = jax.tree.leaves(args)
         treedef = jax.tree.structure(shape)
 
-        def carried(params: Any) -> list[Any]:
-            if mode != "weights":
-                return run(jaxpr, traced.consts, [*params, *leaves], program)
-            weights = [
-                Weight(x, self._placement(name).axes)
-                for name, x in zip(names, params, strict=True)
-            ]
-            return run(jaxpr, traced.consts, [*weights, *leaves], program)
-
-        return jax.tree.unflatten(treedef, carried(params)), program.notes
+        weights = [
+            Weight(x, self._placement(name).axes, name)
+            for name, x in zip(names, params, strict=True)
+        ]
+        results = run(traced.jaxpr, traced.consts, [*weights, *leaves], program)
+        if options.scan is True and not program.rolls:
+            raise ConfigurationError(
+                "scan=True, but the loss function has no equal layers that follow each other"
+            )
+        return jax.tree.unflatten(treedef, results), program
 
     def _computed(self, arrays: Arrays) -> Arrays:
         """In the dtype of computation."""
@@ -203,11 +222,13 @@ class StepProgram:
     def _placed(self, batch: Any) -> Any:
         """The batch where the mode wants it: cut, or the same along the shard axis."""
         layout = self.layout
-        if self.options.mode != "activations":
+        if self._mode != "activations":
             return batch
         axes = tuple(axis for axis in layout.batch if axis != layout.shard) or None
         return jax.tree.map(
-            lambda x: lax.with_sharding_constraint(x, layout.sharding(*((axes,) if x.ndim else ()))),
+            lambda x: lax.with_sharding_constraint(
+                x, layout.sharding(*((axes,) if x.ndim else ()))
+            ),
             batch,
         )
 
@@ -220,7 +241,7 @@ class StepProgram:
             return jnp.broadcast_to(x, (count,))
         parts = x.reshape(self.layout.parts, count, -1, *x.shape[1:]).swapaxes(0, 1)
         parts = parts.reshape(count, -1, *x.shape[1:])
-        if self.options.mode == "activations":
+        if self._mode == "activations":
             return parts
         return lax.with_sharding_constraint(parts, self.layout.sharding(None, self.layout.batch))
 
@@ -249,7 +270,9 @@ def _checked(result: Any, has_aux: bool) -> tuple[Any, Any]:
 
 
 def _shape(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype)
+    return jax.ShapeDtypeStruct(
+        jnp.shape(x), jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype
+    )
 
 
 def _sum_dtype(dtype: Any) -> Any:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A train step's state: a plain pytree, and access to each of its arrays in its true shape."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,9 +70,7 @@ class StateArrays:
         self.tx = _checked(tx)
         self._model = model
         self.params = {each.name: each for each in placements}
-        trained = {
-            each.name: _true(each) for each in placements if each.spec.trainable
-        }
+        trained = {each.name: _true(each) for each in placements if each.spec.trainable}
         kept = jax.eval_shape(self.tx.init, model.tree(trained))
         shapes = TrainState(
             model.tree({each.name: _true(each) for each in placements}),

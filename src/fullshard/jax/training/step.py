@@ -18,8 +18,9 @@ from fullshard.jax.arrays.placing import is_key
 from fullshard.jax.arrays.rule import Placement, coverage, place, refuse_low_coverage
 from fullshard.jax.model.reading import Model, read_model
 from fullshard.jax.training.batches import check_batch, dtype_on_device, on_device
+from fullshard.jax.training.choice import choose
 from fullshard.jax.training.options import Options, StepOptions, read_options
-from fullshard.jax.training.program import KEY, StepProgram
+from fullshard.jax.training.program import KEY, Findings, StepProgram
 from fullshard.jax.training.state import StateArrays, StateSpec, TrainState, by_path
 
 __all__ = ["TrainState", "TrainStep", "make_train_step"]
@@ -66,8 +67,8 @@ def make_train_step(
 class TrainStep:
     """A compiled train step over a sharded state; made by `make_train_step`.
 
-    ``placements`` says how the parameters rest, ``notes`` what was decided while the loss was
-    traced and why: equal layers that were rolled into a scan, layers that were left to XLA.
+    ``placements`` says how the parameters rest, ``notes`` what was found while the loss was traced:
+    equal layers that were rolled into a scan, layers that were left to XLA.
     """
 
     def __init__(
@@ -78,19 +79,30 @@ class TrainStep:
         self.layout = layout
         self.options = options
         self.placements: tuple[Placement, ...] = tuple(placements)
-        self.notes: list[str] = []
         self._model = model
         self._functions = functions
         self._arrays = StateArrays(layout, model, placements, functions[0])
-        self._program = StepProgram(model, self._arrays, functions[1], options, self.notes)
+        self._findings = Findings()
+        self._program = StepProgram(model, self._arrays, functions[1], options, self._findings)
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._applied: dict[Any, Any] = {}
+        self._evaluations: dict[Any, _Evaluation] = {}
 
     @property
     def mesh(self) -> Mesh:
         """The devices."""
         mesh: Any = self.layout.mesh
         return mesh
+
+    @property
+    def notes(self) -> list[str]:
+        """What was decided while the loss was traced, and why."""
+        return self._findings.notes
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the loss was seen to call `fullshard.jax.embed` or `cross_entropy`."""
+        return self._findings.has_vocabulary
 
     @property
     def specs(self) -> tuple[StateSpec, ...]:
@@ -148,10 +160,7 @@ class TrainStep:
 
     def _make(self) -> TrainState:
         return self._fill(
-            {
-                name: self._at_rest(name, value)
-                for name, value in self._model.initial().items()
-            }
+            {name: self._at_rest(name, value) for name, value in self._model.initial().items()}
         )
 
     def _at_rest(self, name: str, value: Any) -> Any:
@@ -194,7 +203,7 @@ class TrainStep:
         return result
 
     def apply(self, state: TrainState, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(model, *args)`` with the model of ``state``, whose weights are gathered at use.
+        """``function(model, *args)`` with the model of ``state``; its weights are gathered at use.
 
         For evaluation, sampling, features: any computation without gradients. It is compiled once
         for each function and each shape of ``args``, whose arrays are cut as a batch is if their
@@ -219,14 +228,17 @@ class TrainStep:
         function the result is the loss, or with ``has_aux`` (loss, aux).
         """
         chosen = self._functions[1] if function is None else function
-        if chosen not in self._applied:
-            self._applied[chosen] = _Evaluation(chosen, self.options.key)
-        return self.apply(state, self._applied[chosen], batch)
+        if chosen not in self._evaluations:
+            key = () if function or self.options.key is None else (self.options.key,)
+            self._evaluations[chosen] = _Evaluation(chosen, *key)
+        return self.apply(state, self._evaluations[chosen], batch)
 
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The program for batches like this one (arrays or shapes); compiled when first asked."""
         leaves, treedef = jax.tree.flatten(batch)
         key = (treedef, *((tuple(leaf.shape), dtype_on_device(leaf)) for leaf in leaves))
+        if key not in self._compiled:
+            self._decide(batch)
         if key not in self._compiled:
             self._compiled[key] = self.lowered(batch).compile()
         return self._compiled[key]
@@ -234,6 +246,7 @@ class TrainStep:
     def lowered(self, batch: Any) -> jax.stages.Lowered:
         """The program before compilation, for batches like this one; nothing is allocated."""
         self._check_batch(batch)
+        self._decide(batch)
         abstract = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
                 leaf.shape, dtype_on_device(leaf), sharding=self.layout.of_batch(leaf)
@@ -250,6 +263,14 @@ class TrainStep:
             _log.info("%s", note)
         platforms = None if isinstance(self.layout.mesh, Mesh) else ("cpu",)  # without devices
         return traced.lower(lowering_platforms=platforms)
+
+    def _decide(self, batch: Any) -> None:
+        """Take the program that needs least, once, if that is asked for."""
+        if self.options.mode == "auto":
+            chosen = choose(self, batch)
+            self.options, self._program = chosen.options, chosen._program
+            self._findings, self._compiled = chosen._findings, chosen._compiled
+            _log.info("%s, vocabulary %s", self.options.mode, self.options.vocabulary)
 
     def abstract_state(self) -> TrainState:
         """A state's shapes at rest, dtypes and shardings; nothing is allocated."""
@@ -340,11 +361,11 @@ class TrainStep:
 class _Evaluation:
     """A function of a model, which is put in evaluation mode before."""
 
-    def __init__(self, function: Callable[..., Any], key: Any) -> None:
+    def __init__(self, function: Callable[..., Any], *more: Any) -> None:
         self._function = function
-        self._key = key
+        self._more = more
 
     def __call__(self, model: Any, batch: Any) -> Any:
         if hasattr(model, "eval"):
             model.eval()
-        return self._function(model, batch)
+        return self._function(model, batch, *self._more)

@@ -273,10 +273,10 @@ def _roll(roll: Roll, operands: list[Any], level: _Level) -> list[Any]:
 
 
 def _stacked(row: list[Any], level: _Level) -> Any:
-    axes = {x.axes if isinstance(x, Weight) else None for x in row}
-    if len(axes) > 1 or axes == {None}:
+    first = row[0]
+    if not all(isinstance(x, Weight) and x.axes == first.axes for x in row):
         return jnp.stack([level.gather(x) for x in row])
-    return Weight(jnp.stack([x.array for x in row]), (None, *axes.pop()), row[0].name)
+    return Weight(jnp.stack([x.array for x in row]), (None, *first.axes), first.name)
 
 
 def _keep_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -69,7 +69,8 @@ def gathered(layer: Any) -> Callable[..., Any]:
     """
     if isinstance(layer, nnx.Module):
         return functools.partial(_call_module, layer)
-    return functools.partial(_call, layer, getattr(layer, "__name__", type(layer).__name__))
+    name = getattr(layer, "__name__", type(layer).__name__)
+    return lambda weights, *args: _call(layer, name, weights, *args)
 
 
 def _call_module(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:

@@ -69,6 +69,21 @@ class Layout:
         """Whether the batch is cut along every axis that has more than one device."""
         return self.parts == self.mesh.size
 
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """Axes of one device, which may be named or left out anywhere."""
+        return tuple(n for n, size in self.sizes.items() if size == 1 and n != self.shard)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """What cuts a weight in `jax.shard_map`: what is not named there is summed over."""
+        return (self.shard, *self.alone)
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """The same of examples."""
+        return (*self.batch, *(name for name in self.alone if name not in self.batch))
+
     def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
         """The sharding of arrays whose dimensions these axes cut; of none, that of whole ones."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))

@@ -190,10 +190,10 @@ def _carry_out(
         return call(site.part, *full)
 
     def spec(dim: Dim) -> PartitionSpec:
-        return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, layout.batch)
+        return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, layout.examples)
 
     in_specs = tuple(
-        PartitionSpec(*(None,) * dim, layout.shard) if dim is not None else spec(given)
+        PartitionSpec(*(None,) * dim, layout.weights) if dim is not None else spec(given)
         for dim, given in zip(cut, site.given, strict=True)
     )
     mapped = jax.shard_map(

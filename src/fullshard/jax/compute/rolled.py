@@ -175,7 +175,7 @@ class _Wiring:
             for column in zip(*rows, strict=True):
                 if not is_literal(column[0]) and not self._wire(column, made):
                     return None
-        if not self.lists:
+        if not self.lists or not self.carry:  # beside each other, as query, key and value
             return None
         return self._made(made)
 

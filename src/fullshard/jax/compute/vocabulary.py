@@ -138,11 +138,11 @@ class _Embed:
             return lax.psum_scatter(rows, layout.shard, tiled=True)
 
         table = _padded(operands[0], 0, layout.shards)
-        examples = PartitionSpec(layout.batch)
+        examples = PartitionSpec(layout.examples)
         mapped = jax.shard_map(
             local,
             mesh=layout.mesh,
-            in_specs=(PartitionSpec(layout.shard), examples),
+            in_specs=(PartitionSpec(layout.weights), examples),
             out_specs=examples,
             check_vma=False,
         )
@@ -162,11 +162,11 @@ class _CrossEntropy:
         hidden, head, targets = operands
         dim = 0 if self.classes_first else 1
         classes = head.shape[dim]
-        examples = PartitionSpec(layout.batch)
+        examples = PartitionSpec(layout.examples)
         mapped = jax.shard_map(
             _losses(layout, classes, self.classes_first),
             mesh=layout.mesh,
-            in_specs=(examples, PartitionSpec(*(None,) * dim, layout.shard), examples),
+            in_specs=(examples, PartitionSpec(*(None,) * dim, layout.weights), examples),
             out_specs=examples,
             check_vma=False,
         )

@@ -117,7 +117,7 @@ class StateArrays:
 
     def true(self, state: TrainState) -> TrainState:
         """The state in true shapes; traceable, and moves nothing."""
-        return self._map(self._cut, state)
+        return self._map(self.cut, state)
 
     def at_rest(self, state: TrainState) -> TrainState:
         """The inverse of `true`."""
@@ -222,20 +222,23 @@ class StateArrays:
     def _map(self, function: Any, state: TrainState) -> TrainState:
         return self._tree(map(function, jax.tree.leaves(state), self._found))
 
-    def _cut(self, array: Any, placement: Placement | None) -> Any:
+    def constrained(self, array: Any, placement: Placement) -> Any:
+        """An array in its true shape, cut as it rests."""
+        return lax.with_sharding_constraint(array, self.layout.sharding(*placement.axes))
+
+    def cut(self, array: Any, placement: Placement | None) -> Any:
+        """An array at rest in its true shape."""
         if placement is None or not placement.padded:
             return array
-        array = array[_inside(placement.spec.shape)]
-        return lax.with_sharding_constraint(array, self.layout.sharding(*placement.axes))
+        return self.constrained(array[_inside(placement.spec.shape)], placement)
 
     def _pad(self, array: Any, placement: Placement | None) -> Any:
         if placement is None:
             return array
-        sharding = self.layout.sharding(*placement.axes)
-        array = lax.with_sharding_constraint(array, sharding)
+        array = self.constrained(array, placement)
         if placement.padded:
-            array = jnp.pad(array, _widths(placement))
-        return lax.with_sharding_constraint(array, sharding)
+            array = self.constrained(jnp.pad(array, _widths(placement)), placement)
+        return array
 
 
 def by_path(tree: Any) -> dict[str, Any]:

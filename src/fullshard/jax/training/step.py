@@ -8,7 +8,6 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from fullshard.core.errors import ConfigurationError
@@ -159,29 +158,24 @@ class TrainStep:
         return state
 
     def _make(self) -> TrainState:
-        return self._fill(
-            {name: self._at_rest(name, value) for name, value in self._model.initial().items()}
-        )
+        return self._begin(self._model.initial())
 
-    def _at_rest(self, name: str, value: Any) -> Any:
-        placement = self._arrays.params.get(name)
-        if placement is None:
-            return value
-        widths = zip(placement.rest_shape, placement.spec.shape, strict=True)
-        value = jnp.pad(value, [(0, rest - size) for rest, size in widths])
-        return lax.with_sharding_constraint(value, self.layout.sharding(*placement.axes))
+    def _fill(self, rest: dict[str, Any]) -> TrainState:
+        """A state of arrays that rest already."""
+        placements = self._arrays.params
+        return self._begin({n: self._arrays.cut(x, placements.get(n)) for n, x in rest.items()})
 
-    def _fill(self, values: dict[str, Any]) -> TrainState:
-        """A state of these arrays at rest."""
+    def _begin(self, values: dict[str, Any]) -> TrainState:
+        """A state of these arrays in their true shapes."""
         arrays, model = self._arrays, self._model
-        true = {}
-        for name, placement in arrays.params.items():
-            inside = tuple(slice(0, size) for size in placement.spec.shape)
-            true[name] = values[name][inside] if placement.padded else values[name]
-        trained = {name: x for name, x in true.items() if arrays.params[name].spec.trainable}
-        other = {name: values.get(name, self.options.key) for name in model.other}
+        values = {n: arrays.constrained(values[n], each) for n, each in arrays.params.items()} | {
+            n: values.get(n, self.options.key) for n in model.other
+        }
+        trained = {n: values[n] for n, each in arrays.params.items() if each.spec.trainable}
         kept = arrays.tx.init(model.tree(trained))
-        return arrays.at_rest(TrainState(model.tree(true), kept, other, jnp.zeros((), jnp.int32)))
+        params = model.tree({n: values[n] for n in arrays.params})
+        other = {n: values[n] for n in model.other}
+        return arrays.at_rest(TrainState(params, kept, other, jnp.zeros((), jnp.int32)))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, Any]:
         """One step: the new state, the loss, and what the loss function returned beside it, or {}.

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a step on JAX need and take, beside the best that an experienced hand makes of `jax.jit`?
+"""What does a step on JAX need and take, beside the best that is made of `jax.jit` by hand?
 
-    python benchmarks/jax_step.py [--models small words] [--time small] [--rounds 7] [--out FILE.json]
+    python benchmarks/jax_step.py [--models small words] [--time small] [--rounds 7] [--out FILE]
 
-Four language models as one writes them in JAX (stacked layers, `lax.scan`, `jax.checkpoint`) under
+Four language models as one writes them in JAX (stacked layers, `lax.scan`, `jax.checkpoint`), under
 AdamW in fp32, on eight simulated CPU devices (N). Honest jit: each array's largest dimension is cut
 by a NamedSharding, out_shardings are pinned, and XLA does the rest. Activations cut: the same, and
 activations are constrained to the batch axis. Vocabulary cut: that, and a head whose logits are cut
 along the classes. fullshard: each of its programs, and the one that mode "auto" takes.
 
-Memory and bytes sent are those of compiled programs, for each device; nothing is allocated for them,
-so the largest model costs seconds to compile. Peak: arguments, temporary memory, and results with
-no place in the arguments; in units of 4P/N, P being the parameters' bytes. Bytes sent are told in
-P. Time, for models named: the forms take turns (A B C A B C ...), and a row has the median of its
-steps and the median over rounds of fullshard's time over its own. Two processes, each with one
+Memory and bytes sent are those of compiled programs, for each device; nothing is allocated for
+them, so the largest model costs seconds to compile. Peak: arguments, temporary memory, and results
+with no place in the arguments; in units of 4P/N, P being the parameters' bytes. Bytes sent are told
+in P. Time, for models named: the forms take turns (A B C A B C ...), and a row has the median of
+its steps and the median over rounds of fullshard's time over its own. Two processes, each with one
 device, exchange over Gloo on local ports.
 """
 

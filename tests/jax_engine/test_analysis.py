@@ -71,6 +71,8 @@ backend_config={"known_trip_count":{"n":"3"},"known_init_step":{"init":"0","step
   %rs = f32[2,3]{1,0} reduce-scatter(%p), replica_groups={{0,1},{2,3},{4,5},{6,7}}, to_apply=%add
   %both = (f32[5]{0}, /*index=1*/bf16[7]{0}) all-reduce(%p, %q), replica_groups={}, to_apply=%add
   %grid = f32[6]{0} all-to-all(%p), replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}
+  %turned = f32[6]{0} all-to-all(%p), replica_groups=mesh['a'=4,'b'=2], \
+device_ids=([2,4]T(1,0)) {'b'}, dimensions={0}
   %half = f32[6]{0} all-to-all(%p), replica_groups=@mesh_0[a=2,b=4] {a, b:(1)2}, dimensions={0}
   ROOT %cp = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}
 }
@@ -86,6 +88,7 @@ def test_reading_a_program():
         "rs": ("reduce-scatter", (("f32", 12),), 2, 1),
         "both": ("all-reduce", (("f32", 5), ("bf16", 7)), 8, 1),
         "grid": ("all-to-all", (("f32", 6),), 4, 1),
+        "turned": ("all-to-all", (("f32", 6),), 2, 1),
         "half": ("all-to-all", (("f32", 6),), 4, 1),
         "cp": ("collective-permute", (("f32", 8),), 8, 1),
     }
@@ -95,6 +98,7 @@ def test_reading_a_program():
         "rs": 48 // 2,
         "both": 2 * (20 + 14) * 7 // 8,
         "grid": 24 * 3 // 4,
+        "turned": 24 // 2,
         "half": 24 * 3 // 4,
         "cp": 32,
     }
@@ -107,7 +111,7 @@ def test_reading_a_program():
         (
             "%rs = f32[2,3]{1,0} reduce-scatter(",
             "%rs := f32[2,3] reduce-scatter(",
-            "mentions 6 coll",
+            "mentions 8 collectives, of which 7",
         ),
         ("ENTRY %main (p: f32[8]) -> f32[8] {", "entry main {", "its entry is 'not found'"),
         ("replica_groups=[2,4]<=[8]", "replica_groups=V3(2,4)", "in an unknown notation: 'V3"),

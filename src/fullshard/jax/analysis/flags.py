@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import MutableMapping
+from typing import Any
 
 import jax
 
@@ -64,8 +65,11 @@ def _has_devices() -> bool:
 
     This setting can be given until then, and not later.
     """
+    config: Any = jax.config
+    before = config.jax_num_cpu_devices
     try:
-        jax.config.update("jax_num_cpu_devices", jax.config.read("jax_num_cpu_devices"))
+        config.update("jax_num_cpu_devices", max(before, 1) + 1)
+        config.update("jax_num_cpu_devices", before)
     except RuntimeError:
         return True
     return False

@@ -237,7 +237,7 @@ def _group_size(attributes: str, devices: int) -> int:
     iota = re.match(r"\[(\d+),(\d+)\]<=", written)
     if iota:
         return int(iota.group(2))
-    by_axes = re.match(r"@?\w+\[([^\]]*)\] *\{([^}]*)\}", written)
+    by_axes = re.match(r"@?\w+\[([^\]]*)\](?:, device_ids=\([^{]*)? *\{([^}]*)\}", written)
     if by_axes:
         sizes = dict(re.findall(r"'?([\w.\-]+)'?=(\d+)", by_axes.group(1)))
         # A part of an axis is written 'name':(before)size.

@@ -78,7 +78,8 @@ def _call_module(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     if program is None or program.mode != "weights":
         call_it: Any = module
         return call_it(*args, **kwargs)
-    graph, weights, rest = nnx.split(module, nnx.Param, ...)
+    split: Any = nnx.split(module, nnx.Param, ...)
+    graph, weights, rest = split
 
     def function(weights: Any, rest: Any, args: Any, kwargs: Any) -> Any:
         here = nnx.merge(graph, weights, rest)

@@ -304,3 +304,19 @@ def test_arrays_that_cannot_be_are_refused():
     whole = nnx.Dict(n=nnx.Param(jnp.arange(3)))
     with pytest.raises(ConfigurationError, match=r"'n' \(3,\) is int32, which cannot be trained"):
         tree_step(whole)
+
+
+def test_what_stays_gathered_is_said_by_array():
+    def loss_fn(params, batch):
+        first, _ = jax.lax.scan(lambda x, w: (x + w.sum(), None), batch.sum(), params["rows"])
+        factor = jax.lax.stop_gradient(params["factor"])
+        step = lambda x: x * factor.mean()  # noqa: E731
+        return first + jax.lax.while_loop(lambda x: x < 1, step, jax.lax.stop_gradient(first))
+
+    params = {"rows": jnp.ones((64, 3)), "factor": jnp.full(8, 2.0)}
+    step = make_train_step(params, optax.sgd(0.1), loss_fn, create_mesh(fsdp=4))
+    step.lowered(np.ones(8, np.float32))
+    assert any(
+        "rows, 768 B, is gathered from beginning to end: a scan takes" in n for n in step.notes
+    )
+    assert any(n.endswith("a while loop uses it") for n in step.notes), step.notes

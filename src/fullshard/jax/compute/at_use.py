@@ -8,38 +8,24 @@ operation with weights that are still cut: a cast or a slice of one is done on t
 gets it gathered there. So a scan over stacked layers gathers one layer at a time, whoever wrote the
 scan, and what is recomputed in backward is gathered again. What XLA makes of a gather's transpose
 (an all-reduce, a reduce-scatter) is its choice, but in a layer that `gathered` was asked for.
-
-[Note: What backward keeps]
-Gathered weights must not wait for backward. What stands in no scan and in no `jax.checkpoint` of
-the user's is put, run by run, under a policy that keeps what was computed and nothing that was only
-moved: collectives, reshapes, casts. One checkpoint around everything would overrule the user's: its
-policy would decide inside of them, too.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fullshard.core.text import bytes_text
 from fullshard.jax.compute.context import Program
 from fullshard.jax.compute.jaxprs import call, is_literal, part
+from fullshard.jax.compute.policies import OF_ROLLED, keep_computed
 from fullshard.jax.compute.rolled import Roll, roll_up
 
 __all__ = ["Weight", "run"]
-
-_NAMES = """
-all_gather broadcast_in_dim concatenate convert_element_type copy dynamic_slice reshape
-sharding_constraint slice squeeze transpose
-"""
-_MOVES = frozenset(_NAMES.split())
-
-
-def _keep_computed(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of `jax.checkpoint`; see [Note: What backward keeps]."""
-    return primitive.name not in _MOVES
 
 
 @dataclass(eq=False)
@@ -70,6 +56,14 @@ class _Level:
             # The weight stays alive with the entry, so that no other gets its identity.
             self.whole[id(x)] = _gather(self.program, x), x
         return self.whole[id(x)][0]
+
+    def hold(self, x: Any, why: str) -> Any:
+        """Gather a weight for longer than its use, and say so."""
+        if isinstance(x, Weight) and self.program.mode == "weights":
+            self.program.note(
+                f"{x.name}, {bytes_text(x.array.nbytes)}, is gathered from beginning to end: {why}"
+            )
+        return self.gather(x)
 
     def inside(self, keeping: bool = False, in_scan: bool = False) -> "_Level":
         """The level of a jaxpr that an operation of this one holds."""
@@ -105,6 +99,10 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], level: _Level) -> list[Any]:
             else:
                 rule = _RULES.get(each.primitive.name)
                 results = rule(each, operands, level) if rule else None
+        if results is None and getattr(each, "primitive", None) is not None:
+            loop = each.primitive.name == "while"
+            gather = partial(level.hold, why="a while loop uses it") if loop else level.gather
+            results = _bind(each, list(map(gather, operands)))
         if results is None:
             results = _bind(each, [level.gather(x) for x in operands])
         values.update(zip(each.outvars, results, strict=True))
@@ -162,7 +160,7 @@ def _entered(eqn: Any) -> bool:
 def _kept(run: _Run, operands: list[Any], level: _Level) -> list[Any]:
     """A run under the policy of [Note: What backward keeps]."""
     function = _entering(run.jaxpr(), operands, level.inside(keeping=True))
-    function = jax.checkpoint(function, policy=_keep_computed, prevent_cse=not level.in_scan)
+    function = jax.checkpoint(function, policy=keep_computed, prevent_cse=not level.in_scan)
     return function(*map(_array, operands))
 
 
@@ -256,7 +254,7 @@ def _roll(roll: Roll, operands: list[Any], level: _Level) -> list[Any]:
     rows = [operands[at : at + roll.count] for at in range(middle, len(operands), roll.count)]
     stacks = [_stacked(row, level) for row in rows]
     inside = [_layer_of(x) for x in stacks]
-    policy = _REMAT[level.program.remat]
+    policy = OF_ROLLED[level.program.remat]
     own = policy is None or any(map(_entered, roll.body.eqns))
 
     def step(carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -279,26 +277,15 @@ def _stacked(row: list[Any], level: _Level) -> Any:
     return Weight(jnp.stack([x.array for x in row]), (None, *first.axes), first.name)
 
 
-def _keep_matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Keep products with weights: of matrices without batch dims, and convolutions."""
-    if primitive.name == "conv_general_dilated":
-        return True
-    return primitive.name == "dot_general" and not any(params["dimension_numbers"][1])
-
-
-_REMAT: dict[str, Callable[..., bool] | None] = {
-    "block": jax.checkpoint_policies.nothing_saveable,
-    "matmuls": _keep_matmuls,
-    "none": None,
-}
-
-
 def _scan(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
     given = eqn.params
     first, rest = given["num_consts"], given["num_consts"] + given["num_carry"]
-    consts, carry = operands[:first], [level.gather(x) for x in operands[first:rest]]
+    consts = operands[:first]
+    carry = [level.hold(x, "a scan carries it") for x in operands[first:rest]]
     xs = [
-        level.gather(x) if isinstance(x, Weight) and x.axes[0] is not None else x
+        level.hold(x, "a scan takes slices of the dimension along which it is cut")
+        if isinstance(x, Weight) and x.axes[0] is not None
+        else x
         for x in operands[rest:]
     ]
     inside = [_layer_of(x) for x in xs]

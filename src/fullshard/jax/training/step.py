@@ -254,7 +254,8 @@ class TrainStep:
             self.notes[:] = before
             raise
         for note in self.notes[len(before) :]:
-            _log.info("%s", note)
+            whole = "from beginning to end" in note or "left to XLA" in note
+            _log.log(logging.WARNING if whole else logging.INFO, "%s", note)
         platforms = None if isinstance(self.layout.mesh, Mesh) else ("cpu",)  # without devices
         return traced.lower(lowering_platforms=platforms)
 

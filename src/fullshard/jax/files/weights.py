@@ -21,8 +21,8 @@ from fullshard.core.safetensors_format import (
     header_of,
     places_in,
 )
-from fullshard.jax.step import TrainState, TrainStep
-from fullshard.jax.torch_names import TorchName
+from fullshard.jax.files.torch_names import TorchName
+from fullshard.jax.training.step import TrainState, TrainStep
 
 __all__ = ["load_weights", "save_weights"]
 
@@ -80,7 +80,7 @@ def save_weights(
 ) -> None:
     """Write the parameters of ``state`` (and statistics, as of BatchNorm) to one safetensors file.
 
-    Arrays have their true shapes, without padding, unstacked. With ``names``, as
+    Arrays have their true shapes, without padding. With ``names``, as
     `fullshard.jax.torch_names` gives them, the file is what the torch model's
     ``load_state_dict`` wants, and only arrays with a name are in it; without, arrays are called by
     their paths here. One array is gathered at a time. The file appears at ``path`` when it is

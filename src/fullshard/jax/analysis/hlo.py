@@ -6,6 +6,11 @@ Among ``g`` devices a gather or a reduce-scatter of an array of B bytes sends at
 from each device, an all-reduce twice that, and rings reach it (Patarasuk and Yuan 2009, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations"). That is what is counted, whatever
 algorithm a backend takes.
+
+[Note: A text that is read]
+There is no interface to a compiled program but its text, whose form nobody promises. It is read
+here and nowhere else, and what cannot be read is an error: a collective that no pattern took in,
+groups of devices in another notation, a dtype of unknown size.
 """
 
 import math
@@ -14,18 +19,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
+from fullshard.core.errors import NotSupportedError
 from fullshard.core.text import bytes_text, in_columns
-from fullshard.jax.step import TrainStep
 
 __all__ = [
     "KINDS",
     "Collective",
     "Communication",
     "Instruction",
-    "communication",
     "communication_of",
     "instructions",
-    "written_program",
+    "memory_of",
 ]
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -131,33 +137,13 @@ class Communication:
         return in_columns([head, *rows], right=(2, 3, 4, 5)) + "\n" + together
 
 
-def communication(step: TrainStep, batch: Any) -> Communication:
-    """What ``step`` sends for batches like this one (arrays or shapes), from its compiled program.
-
-    Nothing is allocated. Loops count as often as they run.
-    """
-    asked = written_program(step, batch)
-    text = step.compiled(batch).as_text() or ""
-    return communication_of(text, step.mesh.size, asked)
-
-
-def written_program(step: TrainStep, batch: Any) -> str:
-    """The step's program before compilation, where that may tell other dtypes than after it."""
-    precision = step.options.precision
-    dtypes = {
-        of(each.dtype)
-        for each in step.placements
-        for of in (precision.full_dtype, precision.grad_dtype)
-    }
-    return "" if dtypes <= {"float32", "float64"} else step.lowered(batch).as_text()
-
-
 def communication_of(text: str, devices: int, asked: str = "") -> Communication:
     """The collectives in a compiled program's text.
 
     ``asked`` is the program before compilation, in StableHLO, for the dtypes asked for. A loop
     whose length XLA does not know counts once.
     """
+    _refuse_unread(text)
     known = _asked_dtypes(asked)
     found = []
     for each in instructions(text):
@@ -176,6 +162,19 @@ def communication_of(text: str, devices: int, asked: str = "") -> Communication:
             Collective(each.name, each.kind, tuple(arrays), asked_dtype, group, each.count)
         )
     return Communication(tuple(found))
+
+
+def _refuse_unread(text: str) -> None:
+    """Raise for a collective that `instructions` would not see."""
+    mentioned = len(re.findall(rf"[=)}}\]] (?:{'|'.join(KINDS)})(?:-start)?\(", text))
+    bodies, entry = _computations(text)
+    read = sum(line[2].removesuffix("-start") in KINDS for body in bodies.values() for line in body)
+    if mentioned != read or not entry:
+        raise NotSupportedError(
+            f"the compiled program mentions {mentioned} collectives, of which {read} were read, "
+            f"and its entry is {entry or 'not found'!r}: this XLA writes programs in a form that "
+            "fullshard does not know; please report it with the versions of jax and jaxlib"
+        )
 
 
 def instructions(text: str) -> Iterator[Instruction]:
@@ -238,7 +237,7 @@ def _group_size(attributes: str, devices: int) -> int:
     iota = re.match(r"\[(\d+),(\d+)\]<=", written)
     if iota:
         return int(iota.group(2))
-    by_axes = re.match(r"@?\w+\[([^\]]*)\] *\{([^}]*)\}", written)
+    by_axes = re.match(r"@?\w+\[([^\]]*)\](?:, device_ids=\([^{]*)? *\{([^}]*)\}", written)
     if by_axes:
         sizes = dict(re.findall(r"'?([\w.\-]+)'?=(\d+)", by_axes.group(1)))
         # A part of an axis is written 'name':(before)size.
@@ -247,7 +246,9 @@ def _group_size(attributes: str, devices: int) -> int:
             int(part.rpartition(")")[2]) if ")" in part else int(sizes[part.strip("'")])
             for part in parts
         )
-    return devices
+    if written.startswith("{}") or not written:
+        return devices
+    raise NotSupportedError(f"groups of devices in an unknown notation: {written[:60]!r}")
 
 
 def _asked_dtypes(stable: str) -> dict[tuple[str, int], set[str]]:
@@ -267,4 +268,21 @@ def _item_bits(dtype: str) -> int:
     if dtype == "pred":
         return 8
     digits = re.match(r"[a-z]+(\d+)", dtype)
-    return int(digits.group(1)) if digits else 0
+    if digits is None:
+        raise NotSupportedError(f"a dtype of unknown size in a compiled program: {dtype!r}")
+    return int(digits.group(1))
+
+
+def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
+    """A compiled program's arguments, temporary memory and peak, in bytes on each device.
+
+    The peak is everything that the program's buffers take; ``peak_memory_in_bytes`` leaves
+    temporary ones out on CPUs.
+    """
+    memory: Any = compiled.memory_analysis()
+    apart = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "arguments": memory.argument_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "peak": memory.argument_size_in_bytes + apart + memory.temp_size_in_bytes,
+    }

@@ -10,17 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
-from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import in_columns
-from fullshard.jax.collectives import Communication, communication
-from fullshard.jax.elsewhere import abstract_mesh, compile_elsewhere, memory_of
-from fullshard.jax.mesh import create_mesh
-from fullshard.jax.placement import Rule
-from fullshard.jax.step import TrainStep
+from fullshard.jax.analysis.elsewhere import abstract_mesh, compile_elsewhere, written_program
+from fullshard.jax.analysis.hlo import Communication, communication_of, memory_of
+from fullshard.jax.arrays.mesh import create_mesh
+from fullshard.jax.arrays.rule import Rule
+from fullshard.jax.training.choice import best, candidates
+from fullshard.jax.training.step import TrainStep
 
-__all__ = ["Needs", "NeedsTable", "compare", "memory_analysis", "which_needs_less"]
+__all__ = [
+    "Needs",
+    "NeedsTable",
+    "communication",
+    "compare",
+    "memory_analysis",
+    "which_needs_less",
+]
 
 WHOLE = Rule(replicate=("",))
 """Every array on every device."""
@@ -65,8 +72,9 @@ class NeedsTable:
 
     @property
     def least(self) -> Needs:
-        """The row with the lowest peak; of equal ones that which sends less."""
-        return min(self.rows, key=lambda row: (row.peak_bytes, row.sent_bytes))
+        """The row that sends least, of those whose peak is within 2% of the lowest."""
+        found = {row.name: (row.peak_bytes, row.sent_bytes) for row in self.rows}
+        return self[best(found)]
 
     def __str__(self) -> str:
         head = ("bytes per device", "devices", "state", "temporary", "peak", "sent in a step")
@@ -78,10 +86,19 @@ class NeedsTable:
         return in_columns(rows, right=(1, 2, 3, 4, 5))
 
 
+def communication(step: TrainStep, batch: Any) -> Communication:
+    """What ``step`` sends for batches like this one (arrays or shapes), from its compiled program.
+
+    Nothing is allocated. Loops count as often as they run.
+    """
+    text = step.compiled(batch).as_text() or ""
+    return communication_of(text, step.mesh.size, written_program(step, batch))
+
+
 def memory_analysis(step: TrainStep, batch: Any, devices: int | None = None) -> NeedsTable:
     """``step`` beside the same step with every array on every device: "sharded", "unsharded".
 
-    Exact for the devices of the step's mesh. With ``devices``, for a mesh whose fsdp axis has as
+    Exact for the devices of the step's mesh. With ``devices``, for a mesh whose shard axis has as
     many more or fewer of them: exact for CPUs, else marked as an estimate. That is compiled in
     another process, with as many simulated devices. ``batch`` (arrays or shapes) is the global one;
     it must divide by the devices.
@@ -89,44 +106,28 @@ def memory_analysis(step: TrainStep, batch: Any, devices: int | None = None) -> 
     Raises:
         ConfigurationError: if ``devices`` or the batch do not divide, or that process fails.
     """
-    mesh: Mesh | AbstractMesh = step.mesh
-    if devices is not None and devices != mesh.size:
-        others = mesh.shape["data"] * mesh.shape["tensor"]
-        if devices < 1 or devices % others:
-            raise ConfigurationError(
-                f"devices={devices} is no multiple of data x tensor = {others} of the step's mesh"
-            )
-        mesh = abstract_mesh(mesh.shape["data"], devices // others, mesh.shape["tensor"])
-    here = isinstance(mesh, Mesh)
-    estimate = not here and step.mesh.devices.flat[0].platform != "cpu"
-    if here:
-        sharded, data_parallel = step, _unsharded(step, _in_a_row(step.mesh))
-    else:
-        sharded = step.variant(mesh)  # type: ignore[arg-type]  # enough for tracing
-        data_parallel = _unsharded(step, abstract_mesh(1, mesh.size, 1))
+    estimate = False
+    sharded = step
+    if devices is not None and devices != step.mesh.size:
+        estimate = step.mesh.devices.flat[0].platform != "cpu"
+        sharded = step.variant(abstract_mesh(step.layout, devices))
+    whole = sharded.variant(rule=WHOLE, mode="jit", at_most_unsharded=1.0)
     return NeedsTable(
         (
             _needs("sharded", sharded, batch, estimate),
-            _needs("unsharded", data_parallel, batch, estimate),
+            _needs("unsharded", whole, batch, estimate),
         )
     )
 
 
 def which_needs_less(step: TrainStep, batch: Any) -> NeedsTable:
-    """``step`` in both modes: "shard_map" with explicit collectives, "compiler" with XLA's choice.
+    """``step`` in every mode, and with every way to compute over a vocabulary if its loss has one.
 
-    ``which_needs_less(...).least.name`` is the mode to give to `make_train_step`.
-
-    Raises:
-        ConfigurationError: if the mesh has a tensor axis, along which only the compiler cuts.
+    A row is called by its mode, as "weights", and with another way than "whole" by both, as
+    "weights, cut"; ``which_needs_less(...).least`` is what mode "auto" takes. Each row is compiled.
     """
-    if step.mesh.shape["tensor"] > 1:
-        raise ConfigurationError(
-            "with a tensor axis there is one mode, 'compiler': nothing to choose from"
-        )
-    modes = ("shard_map", "compiler")
-    steps = {mode: step if step.options.mode == mode else step.variant(mode=mode) for mode in modes}
-    return NeedsTable(tuple(_needs(mode, each, batch) for mode, each in steps.items()))
+    rows = [_needs(name, each, batch) for name, each in candidates(step, batch).items()]
+    return NeedsTable(tuple(rows))
 
 
 def compare(step: TrainStep, batch: Any, meshes: Mapping[str, Mesh] | None = None) -> NeedsTable:
@@ -139,8 +140,10 @@ def compare(step: TrainStep, batch: Any, meshes: Mapping[str, Mesh] | None = Non
     flat = list(step.mesh.devices.flat)
     groups = len({device.process_index for device in flat})
     groups = groups if groups > 1 else 2
-    row = _in_a_row(step.mesh)
-    steps = {"data parallel": _unsharded(step, row)}
+    row = create_mesh(fsdp=len(flat), devices=flat)
+    usual: Any = {"shard_axis": None, "batch_axes": None}
+    whole = step.variant(row, rule=WHOLE, mode="jit", at_most_unsharded=1.0, **usual)
+    steps = {"data parallel": whole}
     chosen = {f"FSDP over {len(flat)}": row}
     if len(flat) % groups == 0 and len(flat) > groups:
         within = len(flat) // groups
@@ -148,28 +151,14 @@ def compare(step: TrainStep, batch: Any, meshes: Mapping[str, Mesh] | None = Non
     chosen |= dict(meshes or {})
     for name, mesh in chosen.items():
         same = dict(mesh.shape) == dict(step.mesh.shape)
-        steps[name] = step if same else step.variant(mesh, **_mode_for(step, mesh))
+        steps[name] = step if same else step.variant(mesh, **usual)
     if step not in steps.values():
         steps["as it is"] = step
     return NeedsTable(tuple(_needs(name, each, batch) for name, each in steps.items()))
 
 
-def _mode_for(step: TrainStep, mesh: Mesh) -> Any:
-    """Options that a step needs on another mesh: none without a tensor axis but what it has."""
-    tensor = mesh.shape["tensor"] > 1
-    return {"mode": "auto"} if tensor != (step.mesh.shape["tensor"] > 1) else {}
-
-
-def _in_a_row(mesh: Mesh) -> Mesh:
-    return create_mesh(fsdp=mesh.size, devices=list(mesh.devices.flat))
-
-
-def _unsharded(step: TrainStep, mesh: Any) -> TrainStep:
-    return step.variant(mesh, rule=WHOLE, mode="shard_map")
-
-
 def _needs(name: str, step: TrainStep, batch: Any, estimate: bool = False) -> Needs:
-    if isinstance(step.mesh, Mesh):
+    if isinstance(step.layout.mesh, Mesh):
         memory = memory_of(step.compiled(batch))
         traffic = communication(step, batch)
     else:
@@ -177,7 +166,7 @@ def _needs(name: str, step: TrainStep, batch: Any, estimate: bool = False) -> Ne
     state = sum(map(_device_bytes, jax.tree.leaves(step.abstract_state())))
     return Needs(
         name,
-        step.mesh.size,
+        step.layout.mesh.size,
         state,
         memory["temporary"],
         memory["peak"],

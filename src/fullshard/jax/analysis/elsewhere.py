@@ -14,23 +14,45 @@ from typing import Any
 
 import jax
 from jax import export
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.jax.collectives import Communication, communication_of, written_program
-from fullshard.jax.mesh import AXES
-from fullshard.jax.program import batch_sharding
-from fullshard.jax.step import TrainStep
+from fullshard.jax.analysis.hlo import Communication, communication_of
+from fullshard.jax.arrays.mesh import Layout
+from fullshard.jax.training.step import TrainStep
 
-__all__ = ["abstract_mesh", "compile_elsewhere", "memory_of"]
+__all__ = ["abstract_mesh", "compile_elsewhere", "written_program"]
 
 _COUNT = "--xla_force_host_platform_device_count"
 _TIMEOUT_S = 3600
 
 
-def abstract_mesh(data: int, fsdp: int, tensor: int) -> AbstractMesh:
-    """A mesh of these sizes without devices."""
-    return AbstractMesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+def abstract_mesh(layout: Layout, devices: int) -> AbstractMesh:
+    """The same mesh without devices, its shard axis longer or shorter.
+
+    Raises:
+        ConfigurationError: if the other axes do not divide ``devices``.
+    """
+    sizes = layout.sizes
+    others = layout.mesh.size // layout.shards
+    if devices < 1 or devices % others:
+        raise ConfigurationError(
+            f"devices={devices} is no multiple of the {others} of the mesh's other axes"
+        )
+    sizes[layout.shard] = devices // others
+    kinds = (AxisType.Auto,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+def written_program(step: TrainStep, batch: Any) -> str:
+    """The step's program before compilation, where that may tell other dtypes than after it."""
+    precision = step.options.precision
+    dtypes = {
+        of(each.spec.dtype)
+        for each in step.placements
+        for of in (precision.full_dtype, precision.grad_dtype)
+    }
+    return "" if dtypes <= {"float32", "float64"} else step.lowered(batch).as_text()
 
 
 def compile_elsewhere(step: TrainStep, batch: Any) -> tuple[dict[str, int], Communication]:
@@ -40,16 +62,15 @@ def compile_elsewhere(step: TrainStep, batch: Any) -> tuple[dict[str, int], Comm
         ConfigurationError: if the step cannot be compiled there, with what the process said.
     """
     flags = re.sub(rf"{_COUNT}=\d+", "", os.environ.get("XLA_FLAGS", ""))
-    step.lowered(batch)  # settles how the model is used, which exporting does not
-    donated = len(jax.tree.leaves(step.abstract_state())) if step.options.donate else 0
-    sizes = (*step.mesh.shape.values(), donated)
+    donated = len(step.specs) if step.options.donate else 0
+    sizes = ",".join(f"{axis}={size}" for axis, size in step.layout.sizes.items())
     result = subprocess.run(
-        [sys.executable, "-m", "fullshard.jax.compile_exported", *map(str, sizes)],
+        [sys.executable, "-m", "fullshard.jax.analysis.compile_exported", sizes, str(donated)],
         input=bytes(_exported(step, batch).serialize()),
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"{flags} {_COUNT}={step.mesh.size}",
+            "XLA_FLAGS": f"{flags} {_COUNT}={step.layout.mesh.size}",
         },
         capture_output=True,
         timeout=_TIMEOUT_S,
@@ -58,24 +79,24 @@ def compile_elsewhere(step: TrainStep, batch: Any) -> tuple[dict[str, int], Comm
     if result.returncode:
         said = result.stderr.decode(errors="replace").strip().splitlines()
         raise ConfigurationError(
-            f"the step could not be compiled for {step.mesh.size} simulated devices: "
+            f"the step could not be compiled for {step.layout.mesh.size} simulated devices: "
             + " ".join(said[-1:])
         )
     memory, text = json.loads(result.stdout)
-    return memory, communication_of(text, step.mesh.size, written_program(step, batch))
+    return memory, communication_of(text, step.layout.mesh.size, written_program(step, batch))
 
 
 def _exported(step: TrainStep, batch: Any) -> export.Exported:
     """The step over flat lists of arrays, with the shardings of a state before and after it."""
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=batch_sharding(step.mesh, leaf)
+            leaf.shape, leaf.dtype, sharding=step.layout.of_batch(leaf)
         ),
         batch,
     )
     arguments = (step.abstract_state(), abstract)
     leaves, treedef = jax.tree.flatten(arguments)
-    whole = NamedSharding(step.mesh, PartitionSpec())
+    whole = step.layout.sharding()
     results = len(jax.tree.leaves(jax.eval_shape(step.function, *arguments)))
     state = [leaf.sharding for leaf in jax.tree.leaves(step.abstract_state())]
 
@@ -84,18 +105,3 @@ def _exported(step: TrainStep, batch: Any) -> export.Exported:
 
     jitted = jax.jit(flat, out_shardings=[*state, *(whole,) * (results - len(state))])
     return export.export(jitted, platforms=["cpu"])(*leaves)
-
-
-def memory_of(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """A compiled program's arguments, temporary memory and peak, in bytes on each device.
-
-    The peak is everything that the program's buffers take; ``peak_memory_in_bytes`` leaves
-    temporary ones out on CPUs.
-    """
-    memory: Any = compiled.memory_analysis()
-    apart = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return {
-        "arguments": memory.argument_size_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
-        "peak": memory.argument_size_in_bytes + apart + memory.temp_size_in_bytes,
-    }

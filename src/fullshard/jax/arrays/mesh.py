@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices as a mesh of three named axes, and several processes joined into one.
+"""Meshes, the part that each of their axes has, and several processes joined into one.
+
+`create_mesh` makes meshes of three axes; any other mesh does, too, if it is said what its axes are
+for, or if they have these names.
 
 | axis | what is cut along it |
 | --- | --- |
@@ -11,29 +14,114 @@
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.launchers import launcher_environment
 
 __all__ = [
     "AXES",
-    "BATCH_AXES",
+    "Layout",
     "create_mesh",
     "describe_mesh",
     "devices_of_process",
     "initialize",
+    "read_mesh",
 ]
 
 AXES = ("data", "fsdp", "tensor")
-BATCH_AXES = ("data", "fsdp")
 
 _LAST_PORT = 65_535
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and what its axes are for: ``shard`` cuts parameters, ``batch`` examples."""
+
+    mesh: Mesh | AbstractMesh
+    shard: str
+    batch: tuple[str, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of devices along each axis."""
+        return dict(self.mesh.shape)
+
+    @property
+    def shards(self) -> int:
+        """Devices along the shard axis."""
+        return int(self.mesh.shape[self.shard])
+
+    @property
+    def parts(self) -> int:
+        """How many parts a batch is cut into."""
+        return int(np.prod([self.mesh.shape[axis] for axis in self.batch]))
+
+    @property
+    def only_batch(self) -> bool:
+        """Whether the batch is cut along every axis that has more than one device."""
+        return self.parts == self.mesh.size
+
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """Axes of one device, which may be named or left out anywhere."""
+        return tuple(n for n, size in self.sizes.items() if size == 1 and n != self.shard)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """What cuts a weight in `jax.shard_map`: what is not named there is summed over."""
+        return (self.shard, *self.alone)
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """The same of examples."""
+        return (*self.batch, *(name for name in self.alone if name not in self.batch))
+
+    def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
+        """The sharding of arrays whose dimensions these axes cut; of none, that of whole ones."""
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    def of_batch(self, leaf: Any) -> NamedSharding:
+        """How an array of a batch lies: dimension 0 is cut, a scalar is on all devices."""
+        return self.sharding(self.batch) if np.ndim(leaf) else self.sharding()
+
+
+def read_mesh(
+    mesh: Mesh | AbstractMesh, shard: str | None = None, batch: Sequence[str] | None = None
+) -> Layout:
+    """What the axes of ``mesh`` are for; what is not said is read from their names.
+
+    The shard axis is "fsdp", or the only axis that there is. The batch is cut along "data" and the
+    shard axis.
+
+    Raises:
+        ConfigurationError: if that is undecided, a name is no axis of the mesh, or an axis is of
+            another type than Auto.
+    """
+    names = tuple(mesh.axis_names)
+    if shard is None:
+        shard = "fsdp" if "fsdp" in names else names[0] if len(names) == 1 else None
+    if shard is None:
+        raise ConfigurationError(
+            f"the mesh has axes {names}: say which one cuts parameters, as shard_axis={names[0]!r}"
+        )
+    chosen = tuple(n for n in names if n in ("data", shard)) if batch is None else tuple(batch)
+    for name in (shard, *chosen):
+        if name not in names:
+            raise ConfigurationError(f"{name!r} is no axis of the mesh, which has {names}")
+    if any(kind is not AxisType.Auto for kind in mesh.axis_types):
+        raise ConfigurationError(
+            f"the mesh has axes of types {mesh.axis_types}: ordinary models need Auto, as "
+            "create_mesh gives, or jax.make_mesh(..., axis_types=(AxisType.Auto,) * n)"
+        )
+    return Layout(mesh, shard, chosen)
 
 
 def create_mesh(

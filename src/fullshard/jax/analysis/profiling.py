@@ -14,9 +14,9 @@ from jax.profiler import ProfileData
 
 from fullshard.core.errors import UsageError
 from fullshard.core.text import in_columns
-from fullshard.jax.collectives import KINDS, instructions
-from fullshard.jax.state import TrainState
-from fullshard.jax.step import TrainStep
+from fullshard.jax.analysis.hlo import KINDS, instructions
+from fullshard.jax.training.state import TrainState
+from fullshard.jax.training.step import TrainStep
 
 __all__ = ["Profile", "profile"]
 

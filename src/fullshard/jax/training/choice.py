@@ -1,22 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which program of a step needs least, told from what was compiled."""
+"""The choice of the program that needs least, by what was compiled."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from jax.sharding import AbstractMesh, Mesh
 
 from fullshard.jax.analysis.hlo import communication_of, memory_of
 from fullshard.jax.compute.context import MODES
 
-if TYPE_CHECKING:
-    from fullshard.jax.training.step import TrainStep
-
-__all__ = ["best", "candidates", "choose"]
+__all__ = ["Candidate", "best", "candidates", "choose"]
 
 _NEAR = 1.02
 _WAYS = ("whole", "cut", "chunks")
 
 
-def candidates(step: "TrainStep", batch: Any) -> dict[str, "TrainStep"]:
+class Candidate(Protocol):
+    """A step that can be compiled in other modes: `fullshard.jax.training.step.TrainStep`."""
+
+    options: Any
+
+    @property
+    def mesh(self) -> Mesh | AbstractMesh:
+        """The mesh that the step runs on."""
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """True if the traced loss computes over a vocabulary."""
+
+    @property
+    def variant(self) -> Callable[..., Any]:
+        """Makes the same step with other options."""
+
+    def lowered(self, batch: Any) -> Any:
+        """The step's program, traced for batches like this one."""
+
+    def compiled(self, batch: Any) -> Any:
+        """The step's program, compiled for batches like this one."""
+
+
+_Step = TypeVar("_Step", bound=Candidate)
+
+
+def candidates(step: _Step, batch: Any) -> dict[str, _Step]:
     """The step in every mode, and with every way to compute over a vocabulary if it has one."""
     first = step.variant(mode="weights", vocabulary="whole")
     first.lowered(batch)
@@ -32,7 +58,7 @@ def candidates(step: "TrainStep", batch: Any) -> dict[str, "TrainStep"]:
     return found
 
 
-def choose(step: "TrainStep", batch: Any) -> "TrainStep":
+def choose(step: _Step, batch: Any) -> _Step:
     """The candidate that needs least for batches like this one; all are compiled."""
     found = candidates(step, batch)
     needs = {}

@@ -20,8 +20,8 @@ from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.optim.merged_step import MergedStep
 from fullshard.torch.state.optimizers import shard_state, translate
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.optimizer_steps import count_step
-from fullshard.torch.unit.replaced import last_replacement, name_of_replacement
+from fullshard.torch.unit.guards.optimizer_steps import count_step
+from fullshard.torch.unit.guards.replaced import last_replacement, name_of_replacement
 
 __all__ = [
     "NEEDS_WHOLE_TENSORS",

@@ -20,10 +20,10 @@ from fullshard.torch.comm.agreement import by_rank, differing_texts
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.tensor.tensor_parallel import held_here
 from fullshard.torch.unit.extensions import is_extended, plain_data
+from fullshard.torch.unit.guards.writes import checksum
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites
 from fullshard.torch.unit.unit import owner_of
-from fullshard.torch.unit.writes import checksum
 
 __all__ = ["values_are_checked", "verify_values"]
 

@@ -13,7 +13,7 @@ from fullshard.core.layout import lay_out_segments
 from fullshard.core.spec import ParamSpec
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import dtype_name, dtype_of
-from fullshard.torch.unit.replaced import Successor, mark_replaced, put_back
+from fullshard.torch.unit.guards.replaced import Successor, mark_replaced, put_back
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.unit import Unit, UnitState
 

@@ -16,12 +16,15 @@ EXTRAS = PROJECT["optional-dependencies"]
 # What the code of an extra imports, by the names under which it is installed.
 INSTALLED_AS = {"orbax": "orbax-checkpoint", "tomli_w": "tomli-w"}
 SOURCES = {
-    "torch": ("torch", "drop_in", "wrap.py", "run.py", "distributed.py", "local_ranks.py"),
+    "torch": (
+        *("torch", "drop_in", "wrap.py", "testing*"),
+        *("run.py", "distributed.py", "local_ranks.py"),
+    ),
     "jax": ("jax",),
     "train": ("train/*.py", "doctor/output.py"),
 }
-# Needed by what is imported: jax.export writes with flatbuffers, Tensor.numpy() is numpy's.
-INDIRECT = {"jax": {"flatbuffers"}, "torch": {"numpy"}}
+# Needed by what is imported: jax.export writes with flatbuffers, checkpoints with xxhash.
+INDIRECT = {"jax": {"flatbuffers", "xxhash"}, "torch": {"xxhash"}}
 
 
 def third_party(pattern):

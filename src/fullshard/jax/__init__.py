@@ -10,6 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fullshard.jax.analysis import Needs, NeedsTable, compare, memory_analysis, which_needs_less
+from fullshard.jax.checkpoint_runs import (
+    Loaded,
+    StoredAs,
+    load_checkpoint,
+    save_checkpoint,
+    torch_layout,
+)
 from fullshard.jax.collectives import Communication, communication
 from fullshard.jax.mesh import create_mesh, describe_mesh, initialize
 from fullshard.jax.options import StepOptions
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Communication",
+    "Loaded",
     "Needs",
     "NeedsTable",
     "Placement",
@@ -33,6 +41,7 @@ __all__ = [
     "Rule",
     "StateSpec",
     "StepOptions",
+    "StoredAs",
     "TrainState",
     "TrainStep",
     "communication",
@@ -42,17 +51,20 @@ __all__ = [
     "describe_mesh",
     "gather",
     "initialize",
+    "load_checkpoint",
     "load_weights",
     "make_train_step",
     "memory_analysis",
     "profile",
     "replicate",
     "restore_state",
+    "save_checkpoint",
     "save_state",
     "save_weights",
     "selective",
     "shard",
     "threshold",
+    "torch_layout",
     "torch_names",
     "which_needs_less",
 ]

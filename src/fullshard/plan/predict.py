@@ -21,7 +21,7 @@ _IDLE_SHARE = 0.3  # of a device's power while it waits: data centre GPUs, clock
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one configuration will need.
+    """The needs of one configuration.
 
     ``step_s`` is the seconds of an optimizer step, ``low_s`` and ``high_s`` a 90% interval around
     it, ``parts`` where they go. ``tokens_per_s`` is that of one device, ``mfu`` the share of the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is often said about sharding, as functions: memory, traffic, batches, links."""
+"""Common statements about sharding as functions: memory, traffic, batches, links."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class ModelState:
 
 
 def model_state(numel: int, devices: int = 1, *, item: int = 4, states: int = 2) -> ModelState:
-    """What a model of ``numel`` parameters of ``item`` bytes keeps on each of ``devices``.
+    """Return the bytes that a model of ``numel`` parameters of ``item`` bytes keeps on each of ``devices``.
 
     Adam has two ``states`` for each parameter: 4P without sharding, 4P/N with it.
     """
@@ -49,7 +49,7 @@ def model_state(numel: int, devices: int = 1, *, item: int = 4, states: int = 2)
 
 
 def sent_bytes(param_bytes: float, devices: int) -> dict[str, float]:
-    """What each device sends in a step, by strategy: rings, everything in one dtype.
+    """Return the bytes that each device sends in a step, by strategy, in rings and one dtype.
 
     An all-reduce sends 2(N-1)/N of the gradients; FULL_SHARD gathers twice and reduces once, 1.5
     times that; SHARD_GRAD_OP gathers once, as much as data parallelism.
@@ -70,7 +70,7 @@ def efficiency(compute_s: float, communication_s: float, *, overlapped: bool = T
 
 @dataclass(frozen=True)
 class LinkNeeded:
-    """What a link must carry so that a step waits little for it.
+    """Return the rate that a link must carry so that a step waits little for it.
 
     ``bytes_per_s`` is for one device in one direction; ``reached_bytes_per_s`` is what the
     cluster's links are expected to reach.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fullshard.core.host_memory import host_total_bytes
 from fullshard.doctor.links.measure import Links, measure_links
+from fullshard.host_memory import host_total_bytes
 from fullshard.torch.comm.protocol import Comm
 
 __all__ = ["Calibration", "calibrate"]

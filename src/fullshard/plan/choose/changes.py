@@ -20,7 +20,7 @@ _MOST = 3  # changes at once
 
 @dataclass(frozen=True)
 class Change:
-    """What to change, in words, and the prediction of the run so changed."""
+    """A change in words, and the prediction of the run so changed."""
 
     words: tuple[str, ...]
     prediction: Prediction

@@ -37,7 +37,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search found: ``ranked`` from the fastest on, ``rejected`` with reasons.
+    """The result of a search: ``ranked`` from the fastest on, ``rejected`` with reasons.
 
     ``budget_bytes`` is what one device may hold. ``tried`` counts all predictions.
     """

@@ -30,6 +30,7 @@ from fullshard.torch.unit.unit import Unit
 __all__ = [
     "ToShard",
     "agree",
+    "keep_for_double_backward",
     "refuse_copy",
     "refuse_pickle",
     "require_gradient_sync",
@@ -171,6 +172,18 @@ def require_gradient_sync(module: nn.Module, required: bool, *, recurse: bool = 
     """Choose if the units of ``module`` (``recurse``: and below) reduce after backward."""
     for managed in managed_units(module, recurse=recurse):
         managed.requires_gradient_sync = required
+
+
+def keep_for_double_backward(module: nn.Module, keep: bool = True) -> None:
+    """Keep the units of ``module`` and below full from forward to the next optimizer step.
+
+    What ``backward(create_graph=True)`` and ``torch.autograd.grad(..., create_graph=True)`` need,
+    since the second backward reads parameters again. It costs the memory of all full parameters.
+    Between steps; all ranks must choose the same.
+    """
+    for managed in managed_units(module):
+        managed.change("reshard_after_forward", False if keep else None)
+        managed.change("reshard_after_backward", not keep)
 
 
 def set_prefetch(

@@ -11,7 +11,7 @@ gathered and reduced with zeros, as the ranks that used it do; so are unused uni
 when that unit's backward ends.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,13 @@ from fullshard.core.strategy import Prefetch
 from fullshard.torch.step.calls import Call
 from fullshard.torch.step.executor import Executor
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
+from fullshard.torch.step.paths import leads_to_others, used_outside_their_unit
 from fullshard.torch.step.profiling import UnitMarks, profiler_runs
+from fullshard.torch.step.refusals import Ending, check_backward
 from fullshard.torch.step.unit_step import Phase
-from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.changes import check_initialised, follow_requires_grad
+from fullshard.torch.unit.lent import refuse_transforms
 from fullshard.torch.unit.sites import clean_name
-from fullshard.torch.unit.unit import owner_of
 
 __all__ = ["Tracker", "ensure_tracker", "tracker_of"]
 
@@ -47,6 +48,7 @@ class Tracker:
         self._recomputed = 0  # the one that recomputations in this backward belong to
         self._reached: set[int] = set()  # forwards of the root whose backward has begun in this one
         self._in_backward = False
+        self._ending: Callable[[], Ending | None] = lambda: None
         # Units that are due, by their latest forward, and those that backward has reached or given
         # a gradient, by when that was (dicts for their order).
         self._due: dict[ManagedUnit, None] = {}
@@ -80,12 +82,12 @@ class Tracker:
                     )
             managed.unit.rename(path)
         tracker = cls(list(found), prefetch)
-        tracker.unresolved = _used_outside_their_unit(root)
+        tracker.unresolved = used_outside_their_unit(root)
         owners = {id(param): managed for managed in found for param in managed.unit.sharded}
         for module in root.modules():
             managed = managed_unit_of(module)
             if managed is not None:
-                managed.ends_with_backward |= _leads_to_others(module, owners)
+                managed.ends_with_backward |= leads_to_others(module, owners)
         return tracker
 
     @property
@@ -111,6 +113,8 @@ class Tracker:
                 f"unit {managed.unit.name!r} cannot run forward within summon_full_params, which "
                 "shows its parameters to you; leave the context first"
             )
+        refuse_transforms(managed.unit.name)
+        managed.unit.check_shown()
         if not self._running or managed.number == 0:
             self._begin_at_the_top()
         self._running.append(managed)
@@ -133,7 +137,9 @@ class Tracker:
         """The unit's forward that runs already, as a call whose backward may come."""
         outer = [other for other in self._running if other is not managed]
         made_in = self._recomputed or self._forwards
-        return Call(managed, outer[-1].call if outer else None, (made_in, self._events))
+        call = Call(managed, outer[-1].call if outer else None, (made_in, self._events))
+        call.version = managed.unit.full.shards_version
+        return call
 
     def _begin_at_the_top(self) -> None:
         in_autograd = torch._C._current_graph_task_id() != -1
@@ -213,6 +219,7 @@ class Tracker:
 
     def backward_begins(self, managed: ManagedUnit, call: Call) -> None:
         """A gradient has reached a unit's output: gather it again."""
+        check_backward(managed, call, failed=self._in_backward and self._ending() is None)
         if not self._in_backward:
             self._enter_backward()
         self._reached.add(call.made_in)
@@ -225,7 +232,9 @@ class Tracker:
     def _enter_backward(self) -> None:
         self._in_backward = True
         self.executor.go_on(training=True)
-        Variable._execution_engine.queue_callback(self._backward_ends)
+        ending = Ending(self._backward_ends)
+        self._ending = ending.reference()
+        Variable._execution_engine.queue_callback(ending)
 
     def _begin(self, managed: ManagedUnit) -> None:
         unit = managed.unit
@@ -349,28 +358,6 @@ def _turn(managed: ManagedUnit) -> tuple[bool, int]:
     """Sorts open units: those that are due come first, the latest forward before others."""
     step = managed.step
     return (False, -step.last_begin) if step.phase.due else (True, -step.began_at)
-
-
-def _used_outside_their_unit(root: nn.Module) -> list[str]:
-    return [
-        repr(clean_name(name))
-        for name, param in root.named_parameters()
-        if owner_of(param) is not None
-    ]
-
-
-def _leads_to_others(module: nn.Module, owners: Mapping[int, ManagedUnit]) -> bool:
-    """True if a path through ``module`` may lead to parameters that no unit below it has.
-
-    These are trainable parameters of no unit, and tied ones that belong to a unit around it.
-    """
-    below = {managed_unit_of(each) for each in module.modules()}
-    return any(
-        owners.get(id(param)) not in below
-        if isinstance(param, ShardedParameter)
-        else param.requires_grad
-        for param in module.parameters()
-    )
 
 
 def tracker_of(module: nn.Module) -> Tracker | None:

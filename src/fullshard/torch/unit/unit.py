@@ -25,6 +25,7 @@ from fullshard.torch.unit.full_parameters import (
     view_of,
 )
 from fullshard.torch.unit.gradients import Gradients, ReduceSettings
+from fullshard.torch.unit.lent import check_lent
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.sites import ParamSites
@@ -101,6 +102,7 @@ class Unit:
         self.full = FullParameters(self.name, shards, self.plan, self._watch)
         self.state = UnitState.FULL if self.resident else UnitState.RESTING
         self._sites = [(*site, i) for i, each in enumerate(self.params) for site in each.sites]
+        self._lent: set[tuple[int, str]] = set()  # sites that show what functional_call put there
         cuts = enumerate(each.tensor_parallel for each in self.params)
         self._cuts = {index: cut for index, cut in cuts if cut is not None}
         self.show_sharded()
@@ -116,15 +118,35 @@ class Unit:
 
     def show_full(self) -> None:
         """Let the modules use the full parameters; whoever needs them now has gathered them."""
-        full = self.full.params
-        for parameters, key, index in self._sites:
-            parameters[key] = full[index]
+        self._show(self.full.params)
 
     def show_sharded(self) -> None:
         """Let the modules show the sharded parameters."""
-        sharded = self.sharded
+        self._show(self.sharded)
+
+    def _show(self, values: Sequence[Tensor]) -> None:
+        if self._lent:
+            for parameters, key, index in self._sites:
+                if (id(parameters), key) not in self._lent:
+                    parameters[key] = values[index]
+            return
         for parameters, key, index in self._sites:
-            parameters[key] = sharded[index]
+            parameters[key] = values[index]
+
+    def check_shown(self) -> None:
+        """Look at what modules show before it is replaced by full parameters for a forward.
+
+        Full tensors that `torch.func.functional_call` has put there stay, until it takes them away.
+        Raises `UsageError` for anything else that is not the unit's own: training would go on with
+        the old parameter, and an optimizer over the new one would train nothing.
+        """
+        sharded, full = self.sharded, self.full.params
+        self._lent.clear()
+        for parameters, key, index in self._sites:
+            shown = parameters.get(key)
+            if shown is not sharded[index] and not (full and shown is full[index]):
+                check_lent(sharded[index], shown, missing=key not in parameters)
+                self._lent.add((id(parameters), key))
 
     # ---- gather and free ------------------------------------------------------------------------
 

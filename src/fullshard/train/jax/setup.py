@@ -12,8 +12,8 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from fullshard.core.host_memory import host_total_bytes, resident_bytes
 from fullshard.core.presets import device_named, training_flops_per_token, transformer
+from fullshard.host_memory import host_total_bytes, resident_bytes
 from fullshard.jax.mesh import create_mesh
 from fullshard.jax.step import TrainState, TrainStep, make_train_step
 from fullshard.jax.torch_names import TorchName, torch_names

@@ -36,7 +36,7 @@ class ModelState:
 
 
 def model_state(numel: int, devices: int = 1, *, item: int = 4, states: int = 2) -> ModelState:
-    """Return the bytes that a model of ``numel`` parameters of ``item`` bytes keeps on each of ``devices``.
+    """Return the bytes that ``numel`` parameters of ``item`` bytes keep on each of ``devices``.
 
     Adam has two ``states`` for each parameter: 4P without sharding, 4P/N with it.
     """

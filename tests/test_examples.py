@@ -146,7 +146,8 @@ def test_kubernetes_template():
 
 
 def test_no_example_is_forgotten():
-    of_torch = {"article_features.py", "cluster.py", "minimal.py", "mnist.py", "train_loop.py"}
+    of_torch = {"article_features.py", "cluster.py", "minimal.py", "mnist.py"}
+    of_torch |= {"survive.py", "train_loop.py"}
     here = of_torch | {"jax_fsdp.py", "jax_hybrid.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == here
 

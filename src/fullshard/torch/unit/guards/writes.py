@@ -50,7 +50,8 @@ class Writes:
 
     @torch.no_grad()
     def forward_begins(self) -> None:
-        """Remember the values, in the first forward."""
+        """Remember the versions, and in the first forward the values."""
+        self._versions = [param._version for param in self._params]
         if not self._watched and self._params and not isinstance(self._params[0], FakeTensor):
             self._sums = [checksum(param) for param in self._params]
 
@@ -60,7 +61,6 @@ class Writes:
         written: set[str] = set()
         for number, param in enumerate(self._params):
             if param._version != self._versions[number]:
-                self._versions[number] = param._version
                 written.add(names[number])
         if self._sums is not None:
             before, self._sums = self._sums, None

@@ -183,9 +183,11 @@ class ManagedUnit:
             self._unseen = self.unit.trainable and hidden
             if outputs:
                 self.call.watch_outputs(outputs)
-        assert self.tracker is not None
-        if self._modules_run == self._modules_to_run or self.tracker.runs_alone(self):
-            self.end_forward()
+        # Not if the pre-hook has raised before the module ran.
+        if self._modules_run and self.tracker is not None:
+            all_run = self._modules_run == self._modules_to_run
+            if all_run or self.tracker.runs_alone(self):
+                self.end_forward()
         return None if output is given else output
 
     def run(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:

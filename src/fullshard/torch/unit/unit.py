@@ -151,6 +151,19 @@ class Unit:
             if shown is not sharded[index] and not (full and shown is full[index]):
                 check_lent(sharded[index], shown, missing=key not in parameters)
                 self._lent.add((id(parameters), key))
+        if self._lent:
+            self._check_lent_everywhere()
+
+    def _check_lent_everywhere(self) -> None:
+        lent = {index for table, key, index in self._sites if (id(table), key) in self._lent}
+        for parameters, key, index in self._sites:
+            name = self.sharded[index].ownership.name
+            if index in lent and (id(parameters), key) not in self._lent:
+                raise UsageError(
+                    f"functional_call got a value for one use of {name!r}, which is tied, and none "
+                    "for another; give it one under each of its names "
+                    "(named_parameters(remove_duplicate=False))"
+                )
 
     # ---- gather and free ------------------------------------------------------------------------
 

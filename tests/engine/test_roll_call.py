@@ -148,11 +148,11 @@ def test_a_rank_whose_peer_has_ended_is_told(unused_port):
         for rank in range(2)
     ]
     try:
-        (told, _), (_, _) = [process.communicate(timeout=PROCESS_S) for process in processes]
+        (told, _), (_, errors) = [each.communicate(timeout=PROCESS_S) for each in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0]
+    assert [process.returncode for process in processes] == [0, 0], errors
     assert "rank 0 calls look()" in told
     assert "rank 1: has left the process group" in told
 

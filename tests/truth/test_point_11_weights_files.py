@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of weights: what a failure leaves behind, and headers that somebody has tampered with."""
 
+import contextlib
 import errno
 import json
 import os
@@ -37,20 +38,23 @@ def write(path, header, data=bytes(28)):
     return path
 
 
-@pytest.fixture
-def file_limit():
-    """A full disk, as far as `write` can tell: files may have 200 bytes."""
+@contextlib.contextmanager
+def full_disk():
+    """As far as `write` can tell: files may have 200 bytes, that of pytest's own output too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path, file_limit):
+def test_a_full_disk_leaves_nothing_behind(tmp_path):
     target = tmp_path / "weights"
     target.write_bytes(b"before")
-    with pytest.raises(ConfigurationError, match="could not write"):
-        save_full_weights(fully_shard(nn.Linear(30, 20), mesh=SoloComm()), target)
+    model = fully_shard(nn.Linear(30, 20), mesh=SoloComm())
+    with pytest.raises(ConfigurationError, match="could not write"), full_disk():
+        save_full_weights(model, target)
     assert [path.name for path in tmp_path.iterdir()] == ["weights"]
     assert target.read_bytes() == b"before"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.torch import inspection
+from fullshard.torch.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.torch.comm.compressed import CommunicationCompression
 from fullshard.torch.comm.uneven_inputs import stop_together
 from fullshard.torch.fsdp1.wrapper import FullyShardedDataParallel
@@ -48,8 +49,10 @@ __all__ = [
     "fully_shard",
     "inspection",
     "keep_for_double_backward",
+    "load_checkpoint",
     "load_full_weights",
     "overlap_optimizer",
+    "save_checkpoint",
     "save_full_weights",
     "set_prefetch",
     "stop_together",
@@ -59,7 +62,7 @@ __all__ = [
 ]
 
 # Modules whose ``__all__`` can be imported from here, too, in the order in which they are asked.
-_MORE = ("fsdp1", "fsdp2", "inspection", "comm.uneven_inputs")
+_MORE = ("fsdp1", "fsdp2", "inspection", "checkpoint", "comm.uneven_inputs")
 
 
 def __getattr__(name: str) -> Any:

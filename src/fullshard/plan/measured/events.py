@@ -8,8 +8,8 @@ engine's hooks. Here they are applied to the marks of a recording instead of to 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from fullshard.core.recording import Mark, MarkKind, StepRecording
 from fullshard.core.schedule import Event, Moment
+from fullshard.plan.measured.recording import Mark, MarkKind, StepRecording
 from fullshard.plan.step.units import PlannedUnit
 
 __all__ = ["EventsOfRecording"]

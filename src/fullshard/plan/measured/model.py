@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.recording import Mark, MarkKind, MemoryUse, RecordedOp, StepRecording
 from fullshard.core.schedule import Event, Moment
 from fullshard.core.spec import ModelSpec
 from fullshard.plan.measured.events import EventsOfRecording
+from fullshard.plan.measured.recording import Mark, MarkKind, MemoryUse, RecordedOp, StepRecording
 from fullshard.plan.model.operations import Call, Kind, Operation, Work
 from fullshard.plan.run import Run
 from fullshard.plan.step.script import Act, Phase, Stretch, Walk

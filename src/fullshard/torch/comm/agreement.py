@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do all ranks of a group mean the same? A hash is compared; texts travel only if it differs."""
+"""Compare texts across ranks: hashes first, and the texts themselves only if the hashes differ."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ def verify_agreement(
 def differing_texts(
     comm: Comm, text: str, device: torch.device, subject: str = "texts"
 ) -> list[str] | None:
-    """The texts of all ranks in rank order if any two differ, else None. Collective."""
+    """Return the texts of all ranks in rank order if any two differ, else None. Collective."""
     if comm.size == 1:
         return None
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -70,7 +70,7 @@ def _all_texts(comm: Comm, text: str, device: torch.device) -> list[str]:
 
 
 def by_rank(comm: Comm, values: Sequence[str]) -> str:
-    """Which ranks say what: ``A on rank 0; B on ranks 1, 2``, counted in the world if possible."""
+    """Tell who says what: ``A on rank 0; B on ranks 1, 2``, in ranks of the world if possible."""
     ranks: dict[str, list[int]] = {}
     for rank, value in zip(members_of(comm), values, strict=True):
         ranks.setdefault(value, []).append(rank)

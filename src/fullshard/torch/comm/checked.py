@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Debug mode: before every collective the ranks make sure that they are about to do the same."""
+"""The communicator of debug mode: ranks compare every collective before they issue it."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -16,13 +16,13 @@ __all__ = ["CheckedComm", "checked_in_debug_mode"]
 
 
 def checked_in_debug_mode(comm: Comm) -> Comm:
-    """``comm``, checked if the environment has ``FULLSHARD_DEBUG=1`` now; the same on all ranks."""
+    """Wrap ``comm`` in a `CheckedComm` if ``FULLSHARD_DEBUG=1``, as all ranks must set it."""
     debug = os.environ.get("FULLSHARD_DEBUG", "") not in ("", "0")
     return CheckedComm(comm) if debug and comm.size > 1 else comm
 
 
 class CheckedComm(WrappedComm):
-    """A `Comm` whose collectives are compared over the ranks before they are issued.
+    """A communicator that compares collectives across ranks before it issues them.
 
     Each costs a further small all-reduce that the host waits for. If ranks are about to call
     different operations, or the same for another unit or with other sizes or dtypes, all of them

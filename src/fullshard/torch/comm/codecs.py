@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of fewer bytes for runs of numbers, and the numbers back out of them.
+"""Codecs that turn numbers into messages of fewer bytes, and messages back into numbers.
 
 Numbers are matrices of a floating dtype with one row for each rank; so are their messages, in
 uint8.
@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["BlockCodec", "CastCodec", "Codec", "Run", "add_up", "decode", "encode"]
+__all__ = ["BlockCodec", "CastCodec", "Codec", "Codes", "add_up", "decode", "encode"]
 
 _PIECE_NUMEL = 2**19
 _PIECE_NUMEL_ON_GPU = 2**24
@@ -32,7 +32,7 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny  # its inverse is finite
 _Where = tuple[slice, slice]  # of ranks, and of rows of codes
 
 
-class Run(NamedTuple):
+class Codes(NamedTuple):
     """Codes of consecutive numbers in the messages of several ranks.
 
     ``place`` is where the numbers are among those of a rank. ``codes`` are (ranks, rows) or (ranks,
@@ -44,31 +44,31 @@ class Run(NamedTuple):
     scales: Tensor | None = None
 
     def of(self, numbers: Tensor) -> Tensor:
-        """The run's part of ``numbers`` (ranks, numel), as a view of the shape of the codes."""
+        """Return this part of ``numbers`` (ranks, numel) as a view in the shape of the codes."""
         return numbers[:, self.place].view(self.codes.shape)
 
-    def at(self, where: _Where) -> "Run":
-        """A piece of it."""
+    def at(self, where: _Where) -> "Codes":
+        """Return a piece of these codes."""
         scales = None if self.scales is None else self.scales[where]
-        return Run(self.place, self.codes[where], scales)
+        return Codes(self.place, self.codes[where], scales)
 
 
 class Codec(Protocol):
-    """How numbers travel."""
+    """A way to send numbers in fewer bytes."""
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """True if numbers of this dtype get smaller."""
+        """Return True if numbers of this dtype get smaller."""
 
     def message_bytes(self, numel: int) -> int:
-        """Bytes of a message of ``numel`` numbers, a multiple of 4."""
+        """Return the bytes of a message of ``numel`` numbers, a multiple of 4."""
 
-    def runs(self, messages: Tensor, numel: int) -> list[Run]:
-        """What the messages (ranks, bytes) hold for ``numel`` numbers a rank."""
+    def runs(self, messages: Tensor, numel: int) -> list[Codes]:
+        """View the messages (ranks, bytes) as the codes of ``numel`` numbers per rank."""
 
-    def write(self, numbers: Tensor, run: Run, scratch: Tensor) -> None:
+    def write(self, numbers: Tensor, run: Codes, scratch: Tensor) -> None:
         """Round ``numbers``, float32, into ``run``. ``scratch`` is another tensor like them."""
 
-    def read(self, run: Run, out: Tensor) -> None:
+    def read(self, run: Codes, out: Tensor) -> None:
         """Write the numbers of ``run`` into ``out``, float32."""
 
 
@@ -76,22 +76,22 @@ class CastCodec:
     """Numbers as bfloat16: half of float32's bytes, 8 bits of precision, the same range."""
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Those of float32."""
+        """Return True for float32."""
         return dtype is torch.float32
 
     def message_bytes(self, numel: int) -> int:
-        """Two for each number."""
+        """Return two bytes for each number."""
         return _padded(2 * numel)
 
-    def runs(self, messages: Tensor, numel: int) -> list[Run]:
+    def runs(self, messages: Tensor, numel: int) -> list[Codes]:
         """See `Codec.runs`."""
-        return [Run(slice(numel), messages[:, : 2 * numel].view(torch.bfloat16))]
+        return [Codes(slice(numel), messages[:, : 2 * numel].view(torch.bfloat16))]
 
-    def write(self, numbers: Tensor, run: Run, scratch: Tensor) -> None:
+    def write(self, numbers: Tensor, run: Codes, scratch: Tensor) -> None:
         """See `Codec.write`; to the nearest."""
         run.codes.copy_(numbers)
 
-    def read(self, run: Run, out: Tensor) -> None:
+    def read(self, run: Codes, out: Tensor) -> None:
         """See `Codec.read`."""
         out.copy_(run.codes)
 
@@ -108,14 +108,14 @@ class BlockCodec:
     dtype: torch.dtype = torch.int8
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Those of two and four bytes."""
+        """Return True for dtypes of two and four bytes."""
         return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def message_bytes(self, numel: int) -> int:
         """One for each number and four for each block, the last of which may be a part of one."""
         return _padded(numel) + 4 * -(-numel // self.block_numel)
 
-    def runs(self, messages: Tensor, numel: int) -> list[Run]:
+    def runs(self, messages: Tensor, numel: int) -> list[Codes]:
         """See `Codec.runs`: whole blocks, then the part of one that may be left."""
         codes = messages[:, :numel].view(self.dtype)
         scales = messages[:, _padded(numel) :].view(torch.float32).unsqueeze(-1)
@@ -124,12 +124,14 @@ class BlockCodec:
         runs = []
         if blocks:
             rows = codes[:, :whole].view(ranks, blocks, self.block_numel)
-            runs.append(Run(slice(whole), rows, scales[:, :blocks]))
+            runs.append(Codes(slice(whole), rows, scales[:, :blocks]))
         if whole < numel:
-            runs.append(Run(slice(whole, numel), codes[:, whole:].unsqueeze(1), scales[:, blocks:]))
+            runs.append(
+                Codes(slice(whole, numel), codes[:, whole:].unsqueeze(1), scales[:, blocks:])
+            )
         return runs
 
-    def write(self, numbers: Tensor, run: Run, scratch: Tensor) -> None:
+    def write(self, numbers: Tensor, run: Codes, scratch: Tensor) -> None:
         """See `Codec.write`; to the nearest code."""
         codes, scales = run.codes, run.scales
         assert scales is not None
@@ -140,7 +142,7 @@ class BlockCodec:
         torch.mul(numbers, scales.reciprocal(), out=scratch)
         codes.copy_(scratch.round_() if whole else scratch)
 
-    def read(self, run: Run, out: Tensor) -> None:
+    def read(self, run: Codes, out: Tensor) -> None:
         """See `Codec.read`."""
         assert run.scales is not None
         if self.dtype is torch.int8:
@@ -191,12 +193,12 @@ def add_up(codec: Codec, messages: Tensor, own: Tensor, place: int, out: Tensor)
     rank at ``place``.
     """
     for all_runs in codec.runs(messages, out.numel()):
-        runs: list[Run | None] = [
-            Run(all_runs.place, all_runs.codes[n : n + 1], _row(all_runs.scales, n))
+        runs: list[Codes | None] = [
+            Codes(all_runs.place, all_runs.codes[n : n + 1], _row(all_runs.scales, n))
             for n in range(messages.shape[0])
         ]
         runs.insert(place, None)
-        first = Run(all_runs.place, all_runs.codes[:1])
+        first = Codes(all_runs.place, all_runs.codes[:1])
         mine, into = first.of(own.unsqueeze(0)), first.of(out.unsqueeze(0))
         for where, scratch, wide in _pieces(first.codes):
             total = into[where] if out.dtype is torch.float32 else wide
@@ -223,7 +225,7 @@ def _padded(count: int) -> int:
 
 
 def _pieces(codes: Tensor) -> Iterator[tuple[_Where, Tensor, Tensor]]:
-    """Which ranks and rows, and two pieces of float32 scratch of that shape."""
+    """Yield slices of ranks and rows, with two float32 scratch tensors of their shape."""
     if not codes.numel():
         return
     ranks, rows, *block = codes.shape
@@ -239,7 +241,7 @@ def _pieces(codes: Tensor) -> Iterator[tuple[_Where, Tensor, Tensor]]:
 
 
 def _copy_float8(codes: Tensor, out: Tensor) -> None:
-    """Cast codes that are no NaN, by way of float16: torch casts them one by one on the CPU.
+    """Cast codes other than NaN by way of float16: on the CPU torch casts float8 one by one.
 
     Shifted left by seven, sign, exponent and fraction of e4m3 stand where float16 has them, but for
     a copy of the sign between; the exponent then is 8 too small.

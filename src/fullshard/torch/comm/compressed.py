@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A unit's gathers and reduces with fewer bytes on the wire: a `Comm` around another one.
+"""A communicator around another one that sends a unit's gathers and reduces in fewer bytes.
 
 As in ZeRO++ (arXiv:2306.10209), weights are quantised for a gather while the shards stay what they
 are, and gradients are quantised once, exchanged, and added up in float32, so that rounding does not
@@ -10,10 +10,10 @@ All ranks must compute with the same weights, bit by bit. So a rank decodes its 
 own message, as the others do, instead of copying the exact one.
 
 [Note: Error feedback]
-What a message lacks of the gradients is added to the next gradients before these are quantised
-(1-bit Adam, arXiv:2102.02888; arXiv:1901.09847): what is sent over many steps then adds up to what
-was meant, and rounding is no bias. A rank keeps that for the slices of all other ranks, in
-bfloat16. Its own slice it adds exactly.
+The rounding error of a message is added to the next gradients before these are quantised (1-bit
+Adam, arXiv:2102.02888; arXiv:1901.09847). Over many steps the messages then add up to the exact
+gradients, so rounding introduces no bias. A rank keeps these errors for the slices of all other
+ranks, in bfloat16; it adds its own slice exactly.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ __all__ = ["CommunicationCompression", "CompressedComm", "check_compression"]
 
 
 def _codec_of(kind: str | None, block_numel: int) -> Codec | None:
-    """What a name of `CommunicationCompression` stands for."""
+    """Make the codec that a name in `CommunicationCompression` stands for."""
     if kind is None:
         return None
     if kind == "bf16":
@@ -41,10 +41,10 @@ def _codec_of(kind: str | None, block_numel: int) -> Codec | None:
 
 @dataclass(frozen=True)
 class CommunicationCompression:
-    """Fewer bytes for the gathers and reduces of a unit; None leaves them as they are.
+    """Options to send a unit's gathers and reduces in fewer bytes; None leaves them as they are.
 
-    Rounds numbers: what each choice costs a model is told in docs/modes/compression.md. Parameters,
-    gradients and optimizer state rest as without it, and state dicts are exact.
+    Compression rounds numbers; docs/modes/compression.md tells what each choice costs a model.
+    Parameters, gradients and optimizer state rest uncompressed, and state dicts are exact.
 
     Attributes:
         gather: "bf16", or "int8" or "fp8" (e4m3) with a scale for each block of numbers. Forward
@@ -58,7 +58,7 @@ class CommunicationCompression:
     bf16 takes what travels in float32; int8 and fp8 also take bfloat16 and float16.
 
     Raises:
-        ConfigurationError: another name, a size that cannot be, or a choice without effect.
+        ConfigurationError: if a name is unknown, a size is invalid, or a choice has no effect.
     """
 
     gather: Literal["bf16", "int8", "fp8"] | None = None
@@ -95,7 +95,7 @@ class CommunicationCompression:
 
 
 def check_compression(given: Any) -> None:
-    """Raise `ConfigurationError` for what is no `CommunicationCompression` and not None."""
+    """Raise `ConfigurationError` unless given a `CommunicationCompression` or None."""
     if given is not None and not isinstance(given, CommunicationCompression):
         raise ConfigurationError(
             f"compression must be a CommunicationCompression or None, got {given!r} "
@@ -104,9 +104,9 @@ def check_compression(given: Any) -> None:
 
 
 class CompressedComm(WrappedComm):
-    """A `Comm` whose gathers and reduces send compressed floating-point numbers.
+    """A communicator whose gathers and reduces send compressed floating-point numbers.
 
-    Made for one unit: it keeps what error feedback needs of the unit's reduces. Tensors of dtypes
+    Made for one unit, whose rounding errors it keeps for error feedback. Tensors of dtypes
     that the chosen codec does not make smaller travel as they are, and so do all other calls.
     """
 
@@ -188,7 +188,7 @@ class CompressedComm(WrappedComm):
                 encode(codec, parts[ranks], messages[number][rows], residual)
 
     def _residuals_for(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """What error feedback adds to each pair's parts for the other ranks; empty without it."""
+        """Return the rounding errors to add to each pair's parts; empty without error feedback."""
         if not self.compression.error_feedback:
             return []
         numels = [shard.numel() for shard, _ in pairs]
@@ -201,7 +201,7 @@ class CompressedComm(WrappedComm):
         return self._residuals
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:
-        """Messages to and from the other ranks; what the plain reduce needs if that is done."""
+        """Return the bytes of messages to and from other ranks, or those of the plain reduce."""
         if self._reduce is None or not self._reduce.takes(full.dtype):
             return super().reduce_scratch_bytes(full)
         return 2 * self.reduce_part_bytes(full) * (self.size - 1)
@@ -209,11 +209,11 @@ class CompressedComm(WrappedComm):
     # ---- what it costs on the wire --------------------------------------------------------------
 
     def gather_part_bytes(self, full: Tensor) -> int:
-        """Bytes in which a rank's slice of ``full`` travels to each other rank in a gather."""
+        """Return the bytes in which a slice of ``full`` travels to each other rank in a gather."""
         return _part_bytes(self._gather, full, self.size)
 
     def reduce_part_bytes(self, full: Tensor) -> int:
-        """Bytes that a rank sends to each other rank in a reduce of ``full``."""
+        """Return the bytes that a rank sends to each other rank in a reduce of ``full``."""
         return _part_bytes(self._reduce, full, self.size)
 
     def duplicate(self) -> "CompressedComm":

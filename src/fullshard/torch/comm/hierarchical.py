@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Comm` for hosts with several ranks each: nothing crosses the link between hosts twice.
+"""A communicator in two stages, so that nothing crosses the link between hosts twice.
 
 [Note: Two stages]
 A direct exchange among the N = H x L ranks of H hosts sends each slice of a gather over the link L
@@ -50,7 +50,7 @@ PRETEND = "FULLSHARD_RANKS_PER_HOST"
 
 
 def hierarchical_between_hosts(comm: ProcessGroupComm) -> Comm:
-    """``comm``, in two stages for host tensors if that spares the link between hosts.
+    """Wrap ``comm`` in two stages for host tensors if that spares the link between hosts.
 
     It does where Gloo carries them and ranks are consecutive by host, several on each of several.
     Hosts are told apart by their names. With ``FULLSHARD_RANKS_PER_HOST=n`` in the environment of
@@ -68,7 +68,7 @@ def hierarchical_between_hosts(comm: ProcessGroupComm) -> Comm:
 
 
 def ranks_per_host(hosts: Sequence[object]) -> int:
-    """How many ranks each host has, if ranks are consecutive by host and equally many, else 1.
+    """Return the ranks per host if ranks are consecutive by host and equally many, else 1.
 
     ``hosts`` names the host of each rank, in rank order.
     """
@@ -98,7 +98,9 @@ def _host_name() -> str:
 
 
 class HierarchicalComm(WrappedComm):
-    """Gathers and reduces of host tensors in two stages; all else is that of ``wide``.
+    """A communicator that gathers and reduces host tensors in two stages.
+
+    All other calls go to ``wide``.
 
     ``wide`` is over H x ``ranks_per_host`` ranks, consecutive by host; those of a host need not be
     on one, tests pretend. See [Note: Two stages] and [Note: Order of sums].
@@ -166,14 +168,16 @@ class HierarchicalComm(WrappedComm):
         )
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:
-        """This host's sums for all hosts, and what the first stage receives to add them up."""
+        """Return the bytes of this host's sums, and of what its first stage receives for them."""
         if full.device.type != "cpu":
             return super().reduce_scratch_bytes(full)
         received = super().reduce_scratch_bytes(full) * self.size // (self.size - 1)
         return (received * (self._per_host - 1) + full.nbytes) // self._per_host
 
     def _channels_for(self, purpose: str, tensor: Tensor) -> tuple[Comm, Comm] | None:
-        """Communicators across hosts and within this one; None to do without. Collective at first.
+        """Return communicators across hosts and within this one, or None for a direct exchange.
+
+        Collective the first time.
 
         Each purpose has its own; they are made when first needed, as reduces are not called where
         gathers are.
@@ -205,7 +209,7 @@ class HierarchicalComm(WrappedComm):
 
 
 class _TwoStages:
-    """What the thread carries on: waits for the first stage and issues the second."""
+    """A call in progress: the thread waits for its first stage and issues the second."""
 
     def __init__(self, first: Work, second: Callable[[], Work]):
         self._stages: tuple[Work, Callable[[], Work]] | None = (first, second)
@@ -260,7 +264,7 @@ class _Call:
 
 
 def _advance_all(calls: "queue.SimpleQueue[_TwoStages | None]") -> None:
-    """What the thread does until its communicator is gone."""
+    """Advance calls, in the thread, until the communicator is gone."""
     with torch.no_grad():
         while (call := calls.get()) is not None:
             call.advance()
@@ -268,7 +272,7 @@ def _advance_all(calls: "queue.SimpleQueue[_TwoStages | None]") -> None:
 
 
 def _subgroup(wide: Any, ranks: Sequence[int], kind: str) -> Comm | None:
-    """A communicator over some ranks of ``wide``; see `sibling_group`."""
+    """Make a communicator over some ranks of ``wide``; see `sibling_group`."""
     if not isinstance(wide, ProcessGroupComm):
         made: Comm = wide.subgroup(ranks)
         return made
@@ -281,7 +285,7 @@ def _subgroup(wide: Any, ranks: Sequence[int], kind: str) -> Comm | None:
 
 
 class _Backstage(Witness):
-    """For stages of calls over ``whole``: the calls have been noted and counted there.
+    """A witness that only reports failures; the witness ``whole`` notes and counts the calls.
 
     The thread issues second stages at moments that differ between ranks; counted, they would make a
     roll call find ranks in different places. Of a failure it tells what all ranks are doing, as the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Comm` on torch.distributed. This is the only file of the engine that calls collectives."""
+"""The communicator on torch.distributed; no other file of the engine calls collectives."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ __all__ = ["ProcessGroupComm", "group_of", "witness_of"]
 
 
 class _Pending:
-    """Several works of torch.distributed as one, and what is to be done with their results."""
+    """Several works of torch.distributed as one, and the last step that completes their outputs."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class _Pending:
 
 
 class _Route(NamedTuple):
-    """How tensors of one kind of device travel."""
+    """The way that tensors of one kind of device travel."""
 
     carrier: str | None  # the device from which they are sent, None for their own
     on_gloo: bool
@@ -68,8 +68,11 @@ _REDUCE_OPS = {
 }
 
 
+_host_families: list[str] = []
+
+
 class ProcessGroupComm:
-    """`Comm` over a process group of torch.distributed (NCCL, Gloo, ...).
+    """The communicator over a process group of torch.distributed (NCCL, Gloo, ...).
 
     A collective that fails raises `CommunicationError`, which names what the other ranks are doing,
     and makes the group's other ranks fail at their next one. ``family`` is the name under which
@@ -88,14 +91,14 @@ class ProcessGroupComm:
         self._routes: dict[torch.device, _Route] = {}
 
     def _backend(self, device: torch.device) -> str | None:
-        """The name of the backend that carries this device's tensors, None if there is none."""
+        """Return the name of the backend that carries this device's tensors, or None."""
         try:
             return str(self.group._get_backend(device).name())
         except RuntimeError:
             return None
 
     def _route_of(self, tensor: Tensor) -> _Route:
-        """How ``tensor`` travels.
+        """Return the way that ``tensor`` travels.
 
         NCCL reaches no host memory, and Gloo only that: its isend passes the address to a socket.
         """
@@ -112,13 +115,24 @@ class ProcessGroupComm:
         return route
 
     def duplicate(self) -> "ProcessGroupComm":
-        """A new process group over the same ranks, made by them alone.
+        """Return a communicator over a new process group of the same ranks, made by them alone.
 
-        Itself in a version of torch in which that cannot be: gathers and reduces then share a
+        Return itself in a version of torch that cannot make one: gathers and reduces then share a
         communicator, which is correct, as all ranks issue them in one order, but overlaps less.
         """
         group = sibling_group(self.group, self.members, "duplicate")
         return self if group is None else ProcessGroupComm(group, self._family)
+
+    def on_host(self) -> "ProcessGroupComm":
+        """A communicator over the same ranks for tensors in host memory, for any one thread.
+
+        Its failures are its own: they do not fail this one. Collective.
+        """
+        number = len(_host_families)
+        group = sibling_group(self.group, self.members, "host", "gloo") or self.group
+        family = f"{self.group.group_name}/host/{number}"
+        _host_families.append(family)
+        return ProcessGroupComm(group, family)
 
     def block(self, size: int) -> "ProcessGroupComm":
         """See `Comm.block`. A new process group, made by this communicator's ranks alone."""
@@ -287,7 +301,7 @@ class ProcessGroupComm:
         return self._start(what, [received.flat, sent.flat], start)
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:
-        """The other ranks' parts of this rank's slice if reduces are exchanges, else none."""
+        """Return the bytes of the other ranks' parts if reduces are exchanges, else 0."""
         on_host = full.device.type == "cpu" and self._route_of(full).on_gloo
         return full.nbytes * (self.size - 1) // self.size if on_host else 0
 

@@ -3,7 +3,7 @@
 
 `SoloComm` is a group of one rank; `WrappedComm` hands every call on to another communicator.
 
-Every collective is asynchronous: the call returns a `Work`, its outputs may be read, and its inputs
+Every collective is asynchronous: the call returns a `Work`. Its outputs may be read, and its inputs
 changed or freed, only after ``wait()``. On CUDA ``wait()`` makes the current stream wait, not the
 host. `fullshard.torch.comm.process_group` implements it on torch.distributed, and is the only file
 of the engine that calls collectives.
@@ -51,24 +51,24 @@ class Work(Protocol):
 
 @runtime_checkable
 class Comm(Protocol):
-    """A group of ranks and what they can do together.
+    """A group of ranks and the collectives that they can call.
 
     Each method is collective: all ranks of the group call it, in the same order, with tensors of
     the same sizes and dtypes. A method takes a list of tensors (or pairs) that travel in one call.
-    ``label`` says for people what the call is for; it too must be the same on all ranks.
+    ``label`` tells people what the call is for; it must be the same on all ranks, too.
     """
 
     rank: int
     size: int
 
     def duplicate(self) -> "Comm":
-        """A communicator over the same ranks whose calls may overlap with this one's.
+        """Return a communicator over the same ranks whose calls may overlap with this one's.
 
-        May be this one where a further one cannot be had: calls keep one order over both.
+        It may be this one if no other can be made: calls then keep one order over both.
         """
 
     def block(self, size: int) -> "Comm":
-        """A communicator over the ``size`` consecutive ranks among which this rank is.
+        """Return a communicator over the ``size`` consecutive ranks that include this one.
 
         ``size`` divides this one's. Called by all ranks.
         """
@@ -96,11 +96,11 @@ class Comm(Protocol):
         """
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:
-        """Bytes that a `reduce_scatter` of ``full`` holds beside its tensors meanwhile."""
+        """Return the bytes that a `reduce_scatter` of ``full`` holds beside its tensors."""
 
 
 def rank_order_sum(slices: Sequence[Tensor], out: Tensor) -> None:
-    """``out`` = the sum of ``slices``, added in rank order, low precision accumulated in fp32.
+    """Write the sum of ``slices``, added in rank order, to ``out``; low precision adds in fp32.
 
     The fixed order makes a reduce reproducible bit by bit, on threads, processes and in a
     reference.
@@ -126,7 +126,7 @@ class Done:
         """Return at once."""
 
     def is_completed(self) -> bool:
-        """Always true."""
+        """Return True."""
         return True
 
 
@@ -163,11 +163,11 @@ class SoloComm:
     size = 1
 
     def duplicate(self) -> "SoloComm":
-        """Itself: there is no order to keep."""
+        """Return itself: there is no order to keep."""
         return self
 
     def block(self, size: int) -> "SoloComm":
-        """Itself: the only block there is."""
+        """Return itself, the only block."""
         return self
 
     def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
@@ -183,20 +183,20 @@ class SoloComm:
         return Done()
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
-        """Nothing to do: the sum over one rank."""
+        """Do nothing: the tensors are the sum over one rank."""
         return Done()
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """Nothing to do: the source is this rank."""
+        """Do nothing: the source is this rank."""
         return Done()
 
     def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
-        """Copy: the only part is this rank's."""
+        """Copy the only part, which is this rank's."""
         received.flat.copy_(sent.flat)
         return Done()
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:
-        """None."""
+        """Return 0."""
         return 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a caller names (a process group, a mesh, nothing) to the ranks that share a unit."""
+"""The ranks that share a unit, made from a process group, a mesh, or nothing."""
 
 import os
 import sys
@@ -38,12 +38,13 @@ _host_meshes: "weakref.WeakKeyDictionary[Any, dict[int, DeviceMesh]]" = weakref.
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who holds the slices of a unit, and who holds the same slice.
+    """The ranks that hold the slices of a unit, and those that hold the same slice.
 
     ``gather`` and ``reduce`` are communicators over the same ranks, so that gathers and reduces
     need not queue behind each other. ``replicas`` joins the ranks with equal slices. ``block``, if
-    there is one, joins ranks among the first that together keep the whole unit between forward and
-    backward. ``compressing``, if there is one, gathers in steps; ``gather`` is exact for all else.
+    there is one, joins ranks of ``gather`` that together keep the whole unit between forward and
+    backward. ``compressing``, if there is one, gathers in steps; all other gathers are exact, by
+    ``gather``.
     Gradients are averaged over slices and replicas.
     """
 
@@ -57,12 +58,12 @@ class Ranks:
 
     @property
     def gather_of_steps(self) -> Comm:
-        """What gathers full parameters for forward and backward."""
+        """The communicator that gathers full parameters for forward and backward."""
         return self.compressing or self.gather
 
     @property
     def size(self) -> int:
-        """How many ranks contribute to a gradient."""
+        """The number of ranks that contribute to a gradient."""
         return self.gather.size * self.replicas.size
 
     @property
@@ -84,12 +85,12 @@ class Ranks:
 
 
 def ranks_of(where: Where, sharding: Sharding) -> Ranks:
-    """The ranks that ``where`` stands for, sharing slices, holding replicas, or both.
+    """Return the ranks that ``where`` stands for, sharing slices, holding replicas, or both.
 
-    Collective over those ranks the first time. Without ``where`` it is the default process group,
-    which is initialised from a launcher's environment if need be; hybrid sharding then shares
-    slices within each host. Raises `ConfigurationError` for something that is no group or does not
-    fit ``sharding``, `UsageError` where there is no group to be had.
+    Collective over those ranks the first time. Without ``where`` they are the default process
+    group, initialised from a launcher's environment if need be; hybrid sharding then shares slices
+    within each host. Raises `ConfigurationError` if ``where`` is not a group or does not fit
+    ``sharding``, and `UsageError` if there is no group.
     """
     hybrid = sharding.sharded and sharding.replicated
     if hybrid and where is None:
@@ -143,7 +144,7 @@ def _is_pair(where: Where) -> bool:
 
 
 def _mesh_of_hosts() -> DeviceMesh:
-    """Ranks of one host share slices, ranks with the same number on their hosts are replicas."""
+    """Make a mesh whose hosts share slices; ranks of equal number on their hosts are replicas."""
     _init_default_group()
     world = dist.get_world_size()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count())) if world > 1 else 1
@@ -161,7 +162,7 @@ def _mesh_of_hosts() -> DeviceMesh:
 
 
 def in_blocks(ranks: Ranks, size: int) -> Ranks:
-    """The same, with blocks of ``size`` consecutive ranks to gather from in backward. Collective.
+    """Add blocks of ``size`` consecutive ranks, from which backward gathers. Collective.
 
     Raises `ConfigurationError` if ``size`` does not divide the number of slices.
     """
@@ -179,11 +180,11 @@ def in_blocks(ranks: Ranks, size: int) -> Ranks:
 def compute_device(
     where: Where, resting: torch.device, wanted: int | torch.device | None = None
 ) -> torch.device:
-    """Where parameters that lie on ``resting`` now are to live.
+    """Choose the device for parameters that lie on ``resting`` now.
 
-    On the device ``wanted`` (a number is that of a GPU), else, since NCCL needs them there, on the
-    current GPU, else where they are. Raises `ConfigurationError` if they are on another GPU than
-    the one wanted.
+    That is ``wanted`` (a number means a GPU) if given; with NCCL, which needs them there, the
+    current GPU; otherwise the device where they are. Raises `ConfigurationError` if they are on
+    another GPU than the one wanted.
     """
     if wanted is not None:
         device = torch.device("cuda", wanted) if isinstance(wanted, int) else torch.device(wanted)
@@ -228,7 +229,7 @@ def _communicators_of(where: Any) -> tuple[Comm, Comm, DeviceMesh | None]:
 
 
 def _group_of(where: Any) -> dist.ProcessGroup | None:
-    """The process group meant, None for a `Comm`."""
+    """Return the process group that ``where`` means, or None for a `Comm`."""
     if isinstance(where, DeviceMesh):
         return where.get_group()
     if where is None:
@@ -257,10 +258,10 @@ def _init_default_group() -> None:
 
 
 def compressed(ranks: Ranks, compression: CommunicationCompression | None) -> Ranks:
-    """The same ranks, for one unit whose steps gather and reduce as ``compression`` says.
+    """Let the steps of one unit over ``ranks`` gather and reduce as ``compression`` says.
 
-    The sum over replicas, gathers within a block (see `Ranks`), and all that is no step's gather or
-    reduce (state dicts, norms, votes) stay exact. Raises `ConfigurationError` where ranks only sum
+    The sum over replicas, gathers within a block (see `Ranks`), and everything outside of steps
+    (state dicts, norms, votes) stay exact. Raises `ConfigurationError` where ranks only sum
     over replicas. A single rank sends nothing, so there is nothing to compress.
     """
     if compression is None:

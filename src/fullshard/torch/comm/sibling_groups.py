@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Further process groups that some ranks of a group make alone, without asking the others."""
+"""Further process groups, which some ranks of a group make without the others."""
 
 import threading
 import weakref
@@ -28,12 +28,13 @@ _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDict
 
 
 def sibling_group(
-    parent: dist.ProcessGroup, ranks: Sequence[int], kind: str
+    parent: dist.ProcessGroup, ranks: Sequence[int], kind: str, backend: str | None = None
 ) -> dist.ProcessGroup | None:
-    """A new process group over ``ranks`` (global) of ``parent``, with its backends and timeout.
+    """Make a process group over ``ranks`` (global) of ``parent``, with its backends and timeout.
 
+    ``backend`` names another one than the parent's.
     Collective over ``parent``; ranks may ask for different disjoint groups, of different ``kind``.
-    None if this version of torch does not let itself be told a name.
+    Returns None if this version of torch does not accept a name for a group.
     """
     number = _made.get(parent, 0)
     _made[parent] = number + 1
@@ -51,7 +52,7 @@ def sibling_group(
         group: dist.ProcessGroup = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=timeout_s_of(parent)),
-            backend=dist.get_backend_config(parent),
+            backend=backend or dist.get_backend_config(parent),
             use_local_synchronization=True,
             **order,
         )
@@ -59,7 +60,7 @@ def sibling_group(
 
 
 def timeout_s_of(group: dist.ProcessGroup) -> float:
-    """Seconds after which the group gives up a collective."""
+    """Return the seconds after which the group gives up a collective."""
     options = group._get_backend(group._device_types[0]).options
     timeout = getattr(options, "_timeout", None) or dist.default_pg_timeout
     return float(timeout.total_seconds())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with unequal work: different numbers of batches, sequences that end apart.
+"""Loops over unequal work: ranks with different numbers of batches, or sequences that end apart.
 
 A rank without work must still take part in every gather and reduce, so it has to run the model as
 often as the others do. (DDP's ``join`` can answer for a model that is not run; here parameters are
@@ -40,7 +40,7 @@ _END = object()
 
 
 def any_rank(flag: bool, group: Where = None) -> bool:
-    """True on every rank if ``flag`` is true on one of them.
+    """Return True on every rank if ``flag`` is true on one of them.
 
     Collective over ``group``, by default all ranks. For generation, where a rank whose sequences
     have ended keeps running the model while ``any_rank(not finished)``.
@@ -51,7 +51,7 @@ def any_rank(flag: bool, group: Where = None) -> bool:
 
 
 def stop_together(batches: Iterable[T], group: Where = None) -> Iterator[T]:
-    """The batches of this rank, as many as the rank with the fewest has.
+    """Yield batches of this rank, as many as the rank with the fewest has.
 
     Every step is collective over ``group``, by default all ranks: iterate on all of them.
     """
@@ -66,10 +66,10 @@ def pad_to_longest(
     size_of: Callable[[T], float] | None = None,
     spare: T | None = None,
 ) -> Iterator[tuple[T, float]]:
-    """Pairs (batch, weight), as many as the rank with the most batches has.
+    """Yield pairs (batch, weight), as many as the rank with the most batches has.
 
-    Multiply the loss by the weight. A rank that has come to its end gets its last batch again (if
-    it never had one, ``spare``), with weight 0; the others' weights make up for it, so that the
+    Multiply the loss by the weight. A rank that has no batch left gets its last one again (or
+    ``spare``, if it never had one), with weight 0; the others' weights make up for it, so that the
     gradient is the mean over the ranks that have a batch. With ``size_of`` (the samples of a batch,
     or the tokens that count) it is the mean over all of those, also where batches differ in size,
     if each loss is the mean over its own batch. The mean of the weights over the ranks is 1.
@@ -98,7 +98,7 @@ def pad_to_longest(
 
 @dataclass(frozen=True)
 class _Turn(Generic[T]):
-    """One step: this rank's batch and its size, and what all ranks say, in rank order."""
+    """One step: this rank's batch and its size, and the votes of all ranks in rank order."""
 
     batch: T
     size: float
@@ -113,9 +113,9 @@ def _turns(
     size_of: Callable[[T], float] | None = None,
     spare: T | None = None,
 ) -> Iterator[_Turn[T]]:
-    """Steps for as long as what the ranks ``agree`` on is that there is a batch.
+    """Yield steps for as long as the ranks ``agree`` that there is a batch.
 
-    The next batch is fetched, and its vote under way, when a step is given out.
+    The next batch is fetched, and its vote is in flight, when a step is yielded.
     """
     iterator = iter(batches)
     last: Any = spare

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What libraries take from inside FSDP1: flat parameters, of which there are none.
+"""Stand-ins for FSDP1's flat parameters, which some training libraries look for.
 
 Lightning Fabric knows them by a mark, without which it refuses an optimizer (`mark_flattened`).
 Hugging Face Accelerate, with mixed precision, goes through the wrappers and casts the flat
@@ -40,7 +40,7 @@ class FlatParameter:
 
 
 def mark_flattened(params: Iterable[Tensor]) -> None:
-    """Put FSDP1's mark on what optimizers shall be made from when ``use_orig_params`` is False."""
+    """Put FSDP1's mark on the parameters of optimizers when ``use_orig_params`` is False."""
     for param in params:
         param._fsdp_flattened = True  # type: ignore[attr-defined]
 

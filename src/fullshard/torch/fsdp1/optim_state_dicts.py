@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP1's state dicts of optimizers: keyed by name, whole or sharded, for any number of ranks.
+"""FSDP1's optimizer state dicts: keyed by name, whole or sharded, for any number of ranks.
 
 Such a dict has ``state``, from a parameter's name in the plain model to the optimizer's state of
 it, and ``param_groups``, whose ``params`` are names. What is to be loaded has numbers in place of
@@ -17,7 +17,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.fsdp1.state_dicts import StateDictForms
 from fullshard.torch.state.broadcast_state import broadcast_state
-from fullshard.torch.state.forms import Form
+from fullshard.torch.state.forms import StateForm
 from fullshard.torch.state.optimizers import cut_state, in_form, uncut_spans
 from fullshard.torch.state.state_dict_types import OptimStateKeyType, StateDictType
 from fullshard.torch.step.managed import managed_units, speaks_for_all
@@ -44,15 +44,15 @@ class OptimizerStateDicts(StateDictForms):
         optim_state_dict: dict[str, Any] | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """The state of ``optim`` by name, in the form that `set_state_dict_type` has chosen.
+        """Return the state of ``optim`` by name, in the form that `set_state_dict_type` chose.
 
         Collective. ``optim_state_dict`` may hold what ``optim.state_dict()`` gave. ``group`` is
-        accepted: the model knows its ranks.
+        without effect: the model knows its ranks.
         """
         settings = StateDictForms.get_state_dict_type(model)
         config = settings.optim_state_dict_config
         kept = not getattr(config, "rank0_only", False) or speaks_for_all(model)
-        form = Form(settings.state_dict_type, config.offload_to_cpu, kept)
+        form = StateForm(settings.state_dict_type, config.offload_to_cpu, kept)
         return _saved(model, optim, optim_state_dict, form)
 
     @staticmethod
@@ -64,13 +64,13 @@ class OptimizerStateDicts(StateDictForms):
         load_directly: bool = False,
         group: Any = None,
     ) -> dict[str, Any]:
-        """What ``optim.load_state_dict`` takes, from a dict by name, whole or sharded. Collective.
+        """Turn a dict by name into one for ``optim.load_state_dict``. Collective.
 
         With ``rank0_only`` in the settings only the first rank needs to have ``optim_state_dict``.
-        ``load_directly``: load it, too. ``is_named_optimizer``, ``group`` are accepted.
+        ``load_directly``: load it, too. ``is_named_optimizer`` and ``group`` have no effect.
 
         Raises:
-            ConfigurationError: parameters without a group in it, or state of unknown ones.
+            ConfigurationError: if a parameter is in no group, or state is of an unknown one.
         """
         settings = StateDictForms.get_state_dict_type(model)
         if getattr(settings.optim_state_dict_config, "rank0_only", False):
@@ -93,19 +93,19 @@ class OptimizerStateDicts(StateDictForms):
         rank0_only: bool = True,
         group: Any = None,
     ) -> dict[str, Any]:
-        """The whole state by name in host memory, whatever is chosen. Collective.
+        """Return the whole state by name in host memory, whatever is chosen. Collective.
 
-        ``rank0_only``: other ranks get an empty dict. ``optim_input``, ``group`` are accepted.
+        ``rank0_only``: other ranks get an empty dict. ``optim_input``, ``group``: no effect.
         """
         kept = not rank0_only or speaks_for_all(model)
-        return _saved(model, optim, None, Form(StateDictType.FULL_STATE_DICT, True, kept))
+        return _saved(model, optim, None, StateForm(StateDictType.FULL_STATE_DICT, True, kept))
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: Optimizer, group: Any = None
     ) -> dict[str, Any]:
-        """The state by name as DTensors, whatever is chosen. Collective."""
-        return _saved(model, optim, None, Form(StateDictType.SHARDED_STATE_DICT))
+        """Return the state by name as DTensors, whatever is chosen. Collective."""
+        return _saved(model, optim, None, StateForm(StateDictType.SHARDED_STATE_DICT))
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -114,7 +114,7 @@ class OptimizerStateDicts(StateDictForms):
         optim_input: Any = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """This rank's part of a whole state that every rank has, for ``optim.load_state_dict``.
+        """Cut a whole state that every rank has to this rank's, for ``optim.load_state_dict``.
 
         Without ``optim`` the parameters are in the order of ``optim_input`` (as the optimizer got
         them), else in the model's.
@@ -125,7 +125,7 @@ class OptimizerStateDicts(StateDictForms):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
     ) -> dict[str, Any]:
-        """The same for a state of DTensors, from any number of ranks. Collective."""
+        """Do the same for a state of DTensors, from any number of ranks. Collective."""
         return _to_load(model, optim.param_groups, sharded_optim_state_dict)
 
     @staticmethod
@@ -136,7 +136,7 @@ class OptimizerStateDicts(StateDictForms):
         optim: Optimizer | None = None,
         group: Any = None,
     ) -> dict[str, Any]:
-        """The same for a whole state that the first rank alone has. Collective.
+        """Do the same for a whole state that only the first rank has. Collective.
 
         It is sent tensor by tensor, of which each rank keeps its span.
         """
@@ -151,7 +151,7 @@ class OptimizerStateDicts(StateDictForms):
         optim_input: Any = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
-        """A state by name as one by number, or the other way; for a plain ``model`` too."""
+        """Turn a state by name into one by number, or back; works for a plain ``model`` too."""
         if not isinstance(optim_state_key_type, OptimStateKeyType):
             raise ConfigurationError(f"expected an OptimStateKeyType, got {optim_state_key_type!r}")
         names = dict(enumerate(_names(model, _groups_of(model, optim, optim_input))))
@@ -165,7 +165,7 @@ def _params_by_name(model: nn.Module) -> dict[str, Any]:
 
 
 def _names(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Of the parameters in ``groups``, in the order in which optimizers number them."""
+    """List the names of the parameters in ``groups``, in the order of optimizers' numbers."""
     known = {id(param): name for name, param in _params_by_name(model).items()}
     params = [param for group in groups for param in group["params"]]
     if any(id(param) not in known for param in params):
@@ -186,7 +186,7 @@ def _groups_of(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> _
 
 
 def _packed(optim: Optimizer) -> dict[str, Any]:
-    """As ``optim.state_dict()``, but with the values as they are."""
+    """Return ``optim.state_dict()`` with values as they are inside."""
     params = [param for group in optim.param_groups for param in group["params"]]
     numbers = {id(param): number for number, param in enumerate(params)}
     groups = [
@@ -198,7 +198,7 @@ def _packed(optim: Optimizer) -> dict[str, Any]:
 
 
 def _rekeyed(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
-    """With the keys of parameters replaced; those that have their new form already stay."""
+    """Replace the keys of parameters; keys that have their new form already stay."""
     known = {**{new: new for new in keys.values()}, **keys}
     groups = [
         {**group, "params": [known[key] for key in group["params"]]}
@@ -212,7 +212,7 @@ def _rekeyed(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any
 
 
 def _saved(
-    model: nn.Module, optim: Optimizer, given: dict[str, Any] | None, form: Form
+    model: nn.Module, optim: Optimizer, given: dict[str, Any] | None, form: StateForm
 ) -> dict[str, Any]:
     names = dict(enumerate(_names(model, optim.param_groups)))
     named = _rekeyed(_packed(optim) if given is None else given, names)

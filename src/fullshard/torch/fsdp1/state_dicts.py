@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP1's state dicts: the form that was chosen, by wrapper."""
+"""FSDP1's model state dicts, in the form that was chosen for each wrapper."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.sharding.module_buffers import buffer_dtypes
-from fullshard.torch.state.forms import Form, ask_before_loading, collecting, hand_out
+from fullshard.torch.state.forms import StateForm, ask_before_loading, collecting, hand_out
 from fullshard.torch.state.optimizers import as_span
 from fullshard.torch.state.state_dict_types import (
     OptimStateDictConfig,
@@ -34,7 +34,7 @@ class StateDictForms(nn.Module):
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """The wrapped module's state dict in the form that `set_state_dict_type` has chosen.
+        """Return the wrapped module's state dict in the form that `set_state_dict_type` chose.
 
         Collective. Without a choice every rank gets whole tensors, gathered one by one, as from
         FSDP1, and `torch.distributed.checkpoint` DTensors; its ``get_state_dict`` and their like
@@ -73,7 +73,7 @@ class StateDictForms(nn.Module):
         return super().load_state_dict(state_dict, strict, assign)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """For `torch.distributed.checkpoint`: the level that names of entries do not have."""
+        """Return the prefix that `torch.distributed.checkpoint` must strip from keys."""
         return {"": WRAPPED}
 
     @staticmethod
@@ -95,7 +95,7 @@ class StateDictForms(nn.Module):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The form of state dicts of the first outermost wrapper in ``module``."""
+        """Return the form of state dicts of the first outermost wrapper in ``module``."""
         for wrapper in wrappers_in(module, StateDictForms, root_only=True):
             settings: StateDictSettings | None = wrapper.__dict__.get(_STATE_DICT_SETTINGS)
             return settings or StateDictSettings()
@@ -109,7 +109,7 @@ class StateDictForms(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Iterator[None]:
-        """`set_state_dict_type` for a while."""
+        """Choose the form of state dicts within, and restore the former choice."""
         wrappers = wrappers_in(module, StateDictForms, root_only=False)
         former = [wrapper.__dict__.get(_STATE_DICT_SETTINGS) for wrapper in wrappers]
         StateDictForms.set_state_dict_type(
@@ -126,7 +126,7 @@ W = TypeVar("W", bound=nn.Module)
 
 
 def wrappers_in(module: nn.Module, kind: type[W], *, root_only: bool) -> list[W]:
-    """The modules of class ``kind`` in ``module``; ``root_only``: those not inside another."""
+    """List the modules of class ``kind`` in ``module``; ``root_only``: only outermost ones."""
     wrappers = [each for each in module.modules() if isinstance(each, kind)]
     if not root_only:
         return wrappers
@@ -134,10 +134,10 @@ def wrappers_in(module: nn.Module, kind: type[W], *, root_only: bool) -> list[W]
     return [each for each in wrappers if each not in inner]
 
 
-def _form(settings: StateDictSettings, wrapper: nn.Module) -> Form:
+def _form(settings: StateDictSettings, wrapper: nn.Module) -> StateForm:
     config = settings.state_dict_config
     kept = not getattr(config, "rank0_only", False) or speaks_for_all(wrapper)
-    return Form(settings.state_dict_type, config.offload_to_cpu, kept)
+    return StateForm(settings.state_dict_type, config.offload_to_cpu, kept)
 
 
 # [Note: Who asks for a state dict]
@@ -151,7 +151,7 @@ _DCP_STATE_DICT = f"{_DCP}state_dict"
 
 
 def _asking_module() -> str:
-    """The name of the module whose code wants the state dict."""
+    """Return the name of the module whose code asks for the state dict."""
     frame = sys._getframe(2)
     while frame.f_back is not None and _passes_on(_module_of(frame)):
         frame = frame.f_back
@@ -159,7 +159,7 @@ def _asking_module() -> str:
 
 
 def _passes_on(module: str) -> bool:
-    """True for code by which modules ask those inside them."""
+    """Return True for code by which modules ask the modules inside them."""
     return module.startswith(("torch.nn.", "fullshard.torch."))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What FSDP1's arguments and its policy's choices mean for each unit."""
+"""The translation of FSDP1's arguments and its policy's choices into plans of units."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -37,7 +37,7 @@ _ACCEPTED = {"limit_all_gathers", "use_orig_params"}
 def check_unit_options(
     given: dict[str, Any], overrides: Mapping[nn.Module, Mapping[str, Any]]
 ) -> None:
-    """Refuse what a unit cannot be told, by the caller or by the policy for one module."""
+    """Refuse options that a unit does not have, from the caller or from the policy."""
     for module, its_own in overrides.items():
         if unknown := sorted(its_own.keys() - given.keys() - _ACCEPTED):
             raise ConfigurationError(
@@ -63,7 +63,7 @@ def check_unit_options(
 def in_full_precision(
     root: nn.Module, options: MixedPrecision | None, ignored: AbstractSet[nn.Module]
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The modules of classes that mixed precision shall leave alone, as units of their own."""
+    """Find the modules that mixed precision shall leave alone, as units of their own."""
     if options is None or options.param_dtype is None:
         return {}
     classes = tuple(options._module_classes_to_ignore)
@@ -83,7 +83,7 @@ class _FullPrecision(MixedPrecision):
 
 
 def plan_of(options: dict[str, Any], device: torch.device, sync_states: bool) -> Plan:
-    """The plan that a unit's options make."""
+    """Make the plan of a unit from its options."""
     sharding = (options["sharding_strategy"] or ShardingStrategy.FULL_SHARD).sharding
     ranks = compressed(ranks_of(options["process_group"], sharding), options["compression"])
     return Plan(
@@ -102,13 +102,13 @@ def prefetches_backward(options: Mapping[str, Any]) -> bool:
 
 
 def prefetch_of(root: Mapping[str, Any], units: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """How many units are gathered ahead in forward and backward, if a unit has no other wish."""
+    """Return the depths of prefetch in forward and backward, where a unit has no other wish."""
     forward = 2 if root["forward_prefetch"] else 1
     return forward, int(any(prefetches_backward(options) for options in units))
 
 
 def attributes_of(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """What scripts read from a wrapper of FSDP1: what was chosen for its unit, and its ranks."""
+    """Return the attributes that scripts read from FSDP1's wrappers: choices and ranks."""
     ranks = plan.ranks
     comm = ranks.gather if ranks.gather.size > 1 else ranks.replicas
     return {
@@ -127,7 +127,7 @@ def attributes_of(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 def parameters_by_module(
     root: nn.Module, chosen: Iterable[nn.Module], params: Sequence[ParamSites]
 ) -> dict[nn.Module, list[ParamSites]]:
-    """Which of ``params`` each chosen module's unit owns, named from that module on.
+    """Assign ``params`` to the units of the chosen modules, named from that module on.
 
     ``chosen`` has children before parents: of a module and a wrapper around it, which have one name
     in the plain model, the inner one owns.
@@ -148,6 +148,6 @@ def parameters_by_module(
 def members_by_name(
     root: nn.Module, members: Mapping[nn.Module, list[ParamSites]]
 ) -> dict[str, list[ParamSites]]:
-    """The same by the paths of the modules, wrappers' part of them included."""
+    """Key the same by the paths of the modules, including wrappers' parts of them."""
     paths = {module: path for path, module in root.named_modules()}
     return {paths[module]: params for module, params in members.items()}

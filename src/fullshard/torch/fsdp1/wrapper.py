@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP1's door: a module that wraps another one, and the submodules that a policy picks."""
+"""The interface of FSDP1: a module that wraps another one and what a policy picks inside it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +29,7 @@ from fullshard.torch.fsdp1.units import (
 )
 from fullshard.torch.optim.checks import clip_grad_norm_
 from fullshard.torch.optim.original_params import switch_optimizers
+from fullshard.torch.sharding.auto_wrap import auto_wrap_policy
 from fullshard.torch.sharding.find import ignored_parts
 from fullshard.torch.sharding.initialisation import broadcast_buffers, initialise
 from fullshard.torch.sharding.module_buffers import cast_buffers, move_buffers
@@ -50,6 +51,8 @@ from fullshard.torch.unit.sites import WRAPPED, ParamSites, clean_name
 from fullshard.wrap import modules_to_wrap
 
 __all__ = ["FullyShardedDataParallel"]
+
+_ONE_AHEAD = BackwardPrefetch.BACKWARD_PRE  # one unit is gathered ahead in backward
 
 
 class _OptionClasses:
@@ -79,7 +82,7 @@ class FullyShardedDataParallel(
             slices within each host.
         sharding_strategy: FULL_SHARD if None.
         cpu_offload: see `CPUOffload`.
-        auto_wrap_policy: see `fullshard.wrap`.
+        auto_wrap_policy: see `fullshard.wrap`; "auto" lets the planner choose.
         backward_prefetch: BACKWARD_PRE gathers one unit ahead in backward, others none. A
             `CustomPolicy` may choose it for each unit: what is gathered while that one runs.
         mixed_precision: see `MixedPrecision`.
@@ -92,7 +95,7 @@ class FullyShardedDataParallel(
         sync_module_states: take parameters and buffers from the first rank before sharding; other
             ranks may have the module on the meta device.
         forward_prefetch: one unit is always gathered ahead in forward; True gathers two.
-        limit_all_gathers: accepted; the schedule always bounds what is gathered ahead.
+        limit_all_gathers: no effect; the schedule always bounds how much is gathered ahead.
         use_orig_params: let optimizers that were created before go on with the sharded
             parameters. Original names and shapes are always kept.
         ignored_states: as ``ignored_modules``, but may hold parameters too.
@@ -101,10 +104,11 @@ class FullyShardedDataParallel(
         check_values: compare the values that ranks start with. Not part of FSDP1.
 
     Raises:
-        ConfigurationError: parameters on several devices, a policy whose result is unknown, a group
-            that is none, ranks that start with different values. Nothing has been changed then.
-            Also a parameter on the meta device that nobody initialised.
-        UsageError: no process group and no launcher's environment.
+        ConfigurationError: if parameters are on several devices, a policy returns something
+            unknown, ``process_group`` is not a process group, or ranks start with different values
+            (nothing has been changed then); or if a parameter on the meta device is never
+            initialised.
+        UsageError: if there is neither a process group nor a launcher's environment.
     """
 
     def __init__(
@@ -157,10 +161,7 @@ class FullyShardedDataParallel(
         self._wrap_all(module, plans, members, param_init_fn, not sync_module_states)
         if sync_module_states:
             broadcast_buffers([module], plans[module].ranks, found.device)
-        if mixed_precision is not None and mixed_precision.buffer_dtype is not None:
-            # With a policy they are units in full precision, see `in_full_precision`.
-            apart = mixed_precision._module_classes_to_ignore if auto_wrap_policy else ()
-            cast_buffers(module, mixed_precision.buffer_dtype, except_for=apart)
+        _cast_buffers(module, mixed_precision, with_policy=auto_wrap_policy is not None)
         self._note_choices(options, plans)
         if not use_orig_params:
             mark_flattened(each.shown for each in found.all_of_them)
@@ -272,7 +273,7 @@ class FullyShardedDataParallel(
         return self
 
     def check_is_root(self) -> bool:
-        """True if no wrapper around this one is known to run it."""
+        """Return True unless a wrapper around this one is known to run it. Changes nothing."""
         managed = managed_unit_of(self)
         assert managed is not None
         return managed.tracker is None or managed.number == 0
@@ -345,6 +346,8 @@ def _modules_below(
     if policy is None:
         return {}
     _check_nothing_is_sharded(root)
+    if policy == "auto":
+        policy = auto_wrap_policy(root, ignored)
     apart = in_full_precision(root, precision, ignored)
     chosen = {**apart, **modules_to_wrap(root, policy, ignored)}
     chosen |= {module: {**chosen[module], **options} for module, options in apart.items()}
@@ -366,6 +369,15 @@ def _one_of(process_group: Where, device_mesh: Where) -> Where:
     if process_group is not None and device_mesh is not None:
         raise ConfigurationError("pass process_group or device_mesh, not both")
     return process_group if device_mesh is None else device_mesh
+
+
+def _cast_buffers(
+    module: nn.Module, precision: MixedPrecision | None, *, with_policy: bool
+) -> None:
+    if precision is not None and precision.buffer_dtype is not None:
+        # With a policy they are units in full precision, see `in_full_precision`.
+        apart = precision._module_classes_to_ignore if with_policy else ()
+        cast_buffers(module, precision.buffer_dtype, except_for=apart)
 
 
 def _replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2's door: a function that shards modules in place, bottom-up."""
+"""The interface of FSDP2: a function that shards modules in place, bottom-up."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -77,10 +77,10 @@ def fully_shard(
         ``module``; its class is now a subclass of its own class and of `FSDPModule`.
 
     Raises:
-        ConfigurationError: parameters on several devices, a mesh that is none, ranks that start
-            with different values.
-        NotSupportedError: a placement other than ``Shard(0)``.
-        UsageError: no process group, or a module that is sharded already.
+        ConfigurationError: if parameters are on several devices, ``mesh`` is not a DeviceMesh, or
+            ranks start with different values.
+        NotSupportedError: if a placement other than ``Shard(0)`` is asked for.
+        UsageError: if there is no process group, or a module is sharded already.
     """
     precision = precision_of("mp_policy", mp_policy)
     offload = offload_of("offload_policy", offload_policy)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a module's class gains from `fully_shard`: FSDP2's methods.
+"""The methods that `fully_shard` adds to a module's class, as FSDP2 has them.
 
 Unless a method says otherwise it is called between steps, with the same arguments on all ranks, and
 concerns the module's own unit; with ``recurse`` also those below.
@@ -50,7 +50,7 @@ class FSDPModule:
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
-        """The module's state dict with DTensors, placed as ``Shard(0)``. Collective.
+        """Return the module's state dict with DTensors, placed as ``Shard(0)``. Collective.
 
         They have elements of their own: to load into them is not to load into the model. With
         ``keep_vars`` entries are the sharded parameters themselves.
@@ -124,7 +124,7 @@ class FSDPModule:
         _managed(self).change("prefetch_forward", [_managed(module) for module in modules])
 
     def set_modules_to_backward_prefetch(self, modules: "list[FSDPModule]") -> None:
-        """The same when this one's backward begins."""
+        """Gather the units of ``modules`` when this one's backward begins."""
         _managed(self).change("prefetch_backward", [_managed(module) for module in modules])
 
     # ---- gradients ------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class FSDPModule:
         _managed(self).unit.settings.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The former name of `set_gradient_divide_factor`."""
+        """Do as `set_gradient_divide_factor`, under its former name."""
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(
@@ -294,7 +294,7 @@ class FSDPModule:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let ``module.method_name(...)`` gather and free like forward does (``generate``, ``encode``).
 
-    Does nothing for a module that is no unit's. Raises `ConfigurationError` if there is no such
+    Does nothing for a module without a unit. Raises `ConfigurationError` if there is no such
     method.
     """
     managed = managed_unit_of(module)
@@ -311,7 +311,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Accepted: units of one group of ranks share their communicators and streams already.
+    """Do nothing: units of one group of ranks share communicators and streams already.
 
     Raises `ConfigurationError` for a module that is not sharded.
     """
@@ -325,7 +325,7 @@ def _module(module: object) -> nn.Module:
 
 
 def _show_sharded(module: nn.Module) -> None:
-    """Take back what `FSDPModule.unshard` shows; not in a step, nor what has been summoned."""
+    """Show sharded parameters again after `FSDPModule.unshard`, unless in a step or summoned."""
     for managed in managed_units(module):
         if not managed.summoned and (managed.tracker is None or managed.tracker.idle):
             managed.unit.show_sharded()

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks at a model, sharded or not: who holds what, what it costs in memory, what it sends.
-
-`describe` lists parameters; `memory_summary` and `communication` add up. None is collective and
-none changes anything. Call them between steps.
-"""
+"""A list of a model's parameters and units: who holds what, sharded or not."""
 
 import math
 from dataclasses import dataclass
@@ -42,10 +38,10 @@ class DescribedParameter:
 
 @dataclass(frozen=True)
 class DescribedUnit:
-    """One unit: over how many ranks it is cut, how many hold the same slice, and its bytes here.
+    """One unit: the number of its slices, the ranks that hold each slice, and its bytes here.
 
-    ``shard_bytes`` has the padding of ``padding_bytes`` in it. ``compute_dtypes`` are those of the
-    gathered parameters, of ``full_bytes``.
+    ``shard_bytes`` includes ``padding_bytes``. ``compute_dtypes`` are the dtypes of the gathered
+    parameters, which take ``full_bytes``.
     """
 
     name: str
@@ -60,7 +56,7 @@ class DescribedUnit:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` found; ``str()`` is two tables and a line of totals."""
+    """The result of `describe`; ``str()`` is two tables and a line of totals."""
 
     units: tuple[DescribedUnit, ...]
     parameters: tuple[DescribedParameter, ...]
@@ -109,10 +105,10 @@ class Description:
 
 
 def describe(model: nn.Module) -> Description:
-    """Which unit each parameter of ``model`` belongs to, and what of it this rank holds.
+    """List the parameters of ``model``: the unit of each, and the elements that this rank holds.
 
-    For models behind either door, parts of them, and plain ones. Not collective: each rank tells
-    of itself.
+    Works for models behind either interface, for parts of them, and for plain models. Not
+    collective: each rank describes itself. Call it between steps.
 
     Raises:
         UsageError: while modules show full parameters (in a forward, or `summon_full_params`).

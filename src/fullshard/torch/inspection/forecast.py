@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prices the units of a model as they stand, so that the next step can be foreseen."""
+"""Prices of the units of a model as they stand, and the forecast of its next step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class NamedUnit:
 
 @dataclass(frozen=True)
 class StepForecast:
-    """What the units of a model will hold beyond their shards, and send, in one step."""
+    """The bytes that units will hold beyond their shards, and send, in one step."""
 
     peak_bytes: int
     sent: dict[str, Sent]  # by the unit's name
@@ -68,10 +68,10 @@ def named_units(model: nn.Module) -> list[NamedUnit]:
 
 
 def forecast_step(units: Sequence[NamedUnit]) -> StepForecast:
-    """What one forward and backward holds and sends with the settings as they are now.
+    """Forecast what one forward and backward holds and sends with the present settings.
 
-    It is a step after an optimizer's (full parameters that were kept are gathered again), and not
-    the very first, in which nothing is gathered ahead.
+    The forecast is of a step after an optimizer's (full parameters that were kept are gathered
+    again), and not of the very first, in which nothing is gathered ahead.
     """
     around = [each.around for each in units]
     trained = [each.unit.trainable for each in units]
@@ -102,7 +102,7 @@ def _numbered(
 
 
 def cost_of(unit: Unit) -> UnitCost:
-    """What the ops on ``unit`` hold and send, by its layout.
+    """Price the ops on ``unit`` by its layout: bytes held and sent.
 
     An all-reduce of b bytes over R ranks sends 2 (R-1)/R b, as a ring does; the other collectives
     send the other ranks' slices, or the slice to the other ranks, whichever way they go.
@@ -139,5 +139,5 @@ def cost_of(unit: Unit) -> UnitCost:
 
 
 def _of_size(dtype: str, numel: int, unit: Unit) -> torch.Tensor:
-    """A tensor of that many elements, which take no memory."""
+    """Make a tensor of that many elements that takes no memory."""
     return torch.empty((), dtype=dtype_of(dtype), device=unit.device).expand(numel)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this process, or every rank's, uses at the moment."""
+"""The memory that this process, or every rank's, uses at the moment."""
 
 from dataclasses import astuple, dataclass, fields
 from typing import Any
@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.core.host_memory import host_total_bytes, resident_bytes
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.core.text import bytes_text, in_columns
+from fullshard.host_memory import host_total_bytes, resident_bytes
 from fullshard.torch.comm.ranks import Where, ranks_of
 
 __all__ = ["MemoryOfRank", "MemoryOfRanks", "memory_of_rank", "memory_of_ranks"]
@@ -17,7 +17,7 @@ __all__ = ["MemoryOfRank", "MemoryOfRanks", "memory_of_rank", "memory_of_ranks"]
 
 @dataclass(frozen=True)
 class MemoryOfRank:
-    """Bytes that one process uses. What cannot be known, or does not exist, is None.
+    """The bytes that one process uses; None for figures that cannot be known or do not exist.
 
     ``host_rss_bytes`` is physical memory now, ``host_peak_rss_bytes`` the most since the process
     began, ``host_total_bytes`` what its host has. The rest is of one GPU: what tensors hold now and
@@ -74,7 +74,7 @@ class MemoryOfRanks(tuple[MemoryOfRank, ...]):
 
 
 def memory_of_rank(device: torch.device | None = None) -> MemoryOfRank:
-    """What this process uses now, on its host and on ``device`` (by default its current GPU).
+    """Return what this process uses now, on its host and on ``device`` (by default its GPU).
 
     Not collective. The rank is that in the default process group, 0 without one.
     """
@@ -100,7 +100,7 @@ def memory_of_rank(device: torch.device | None = None) -> MemoryOfRank:
 
 
 def memory_of_ranks(group: Where = None) -> MemoryOfRanks:
-    """What every rank of ``group`` (all ranks, if None) uses now. Collective.
+    """Return what every rank of ``group`` (all ranks, if None) uses now. Collective.
 
     Ranks are numbered within the group. Without a process group there is this process alone.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model costs a rank in memory, beside what it would cost one process without shards."""
+"""The bytes that a model takes on a rank, beside those of one process without shards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +81,7 @@ class MemorySummary:
 
     @property
     def peak_savings(self) -> float:
-        """The same with full units at their most; below 0 if few units hold the whole model."""
+        """The share of the peak that a rank is spared; below 0 if few units hold all."""
         return (
             1 - self.rank.total_bytes / self.unsharded.total_bytes
             if self.unsharded.total_bytes
@@ -90,7 +90,7 @@ class MemorySummary:
 
     @property
     def times_larger(self) -> float:
-        """How many times larger a model the same bytes at rest of each rank could hold.
+        """The factor by which a model could be larger in the same bytes at rest of each rank.
 
         Without shards over with shards, both at rest: parameters, gradients and optimizer state. Of
         a larger model the full units and activations are larger too; they are not in this figure.
@@ -133,16 +133,15 @@ class MemorySummary:
 
 
 def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> MemorySummary:
-    """What parameters, gradients and optimizer state of ``model`` take on this rank, and would
-    without sharding.
+    """Sum up the bytes of ``model`` on this rank, and in one process without sharding.
 
     At rest means after a backward: parameters and gradients by the units' layouts, padding
-    included, and whatever is not sharded as it is. Optimizer state is counted if ``optimizer`` has
-    stepped (or is an SGD that never has any), else said for AdamW. "Full units in a step" is the
+    included, and everything else as it is. Optimizer state is counted if ``optimizer`` has stepped
+    (or is an SGD that keeps none), and computed for AdamW otherwise. "Full units in a step" is the
     peak of the engine's own schedule for a step that runs each unit once, with every reduce ending
-    as late as it may; copies on their way to the host, activations and buffers are not in it. A
-    plain model saves nothing. Both doors; not collective, so ranks may differ by padding and by
-    where parameters end.
+    as late as it may; copies on their way to the host, activations and buffers are not included. A
+    plain model saves nothing. Works behind both interfaces. Not collective: ranks may differ by
+    padding and by where parameters end.
     """
     units = named_units(model)
     sharded = {id(param) for each in units for param in each.unit.sharded}
@@ -182,13 +181,13 @@ def _unsharded_state_bytes(optimizer: Optimizer) -> int:
 
 
 def _keeps_none(optimizer: Optimizer) -> bool:
-    """True if it has no state whether or not it has stepped."""
+    """Return True if ``optimizer`` never keeps state."""
     groups = optimizer.param_groups
     return isinstance(optimizer, torch.optim.SGD) and not any(g["momentum"] for g in groups)
 
 
 def _parameter_bytes(unit: Unit) -> int:
-    """Its shard, and the copy of it that stays on the device if only optimizer state is away."""
+    """Add up its shard and the copy that stays on the device if only optimizer state is away."""
     offload = unit.plan.offload
     copies = offload.to_host and not offload.params
     working = sum(s.slice_numel * item_bytes(s.full_dtype) for s in unit.layout.segments)
@@ -210,10 +209,10 @@ def _bytes_on_host(units: Sequence[Unit]) -> int:
 
 
 def resting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
-    """Bytes that this rank holds now for parameters, gradients and optimizer state.
+    """Return the bytes that this rank holds now for parameters, gradients and optimizer state.
 
-    Counted from the storages there are, not from the layout; what error feedback of compressed
-    reduces keeps counts as gradients. Works for plain models too.
+    They are counted from existing storages, not from the layout; the rounding errors that error
+    feedback keeps count as gradients. Works for plain models too. Not collective.
     """
     params = list(model.parameters())
     grads = [param.grad for param in params if param.grad is not None]

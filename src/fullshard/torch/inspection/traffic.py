@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes a rank sends in a training step, foreseen from layouts or counted from a trace."""
+"""The bytes that a rank sends in a step, forecast from layouts or counted from a trace."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ _HEADS = ("unit", "gather in forward", "gather in backward", "reduce", "all-redu
 
 @dataclass(frozen=True)
 class Counted:
-    """What a trace says was sent: how often each collective was called, and its bytes together.
+    """The calls of each collective in a trace, and their bytes.
 
     An all-reduce over replicas follows its unit's reduce, so there is no number of its own.
     """
@@ -37,7 +37,7 @@ class Counted:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The bytes of all collectives."""
         return self.gather_bytes + self.reduce_bytes + self.all_reduce_bytes
 
 
@@ -59,7 +59,7 @@ class Communication:
 
     @property
     def total_bytes(self) -> int:
-        """All that is sent in the step."""
+        """The bytes of everything that is sent in the step."""
         return self.total.total_bytes
 
     def __str__(self) -> str:
@@ -81,22 +81,22 @@ class Communication:
 
 
 def communication(model: nn.Module, trace: Trace | None = None) -> Communication:
-    """What this rank sends in a forward and backward of ``model``, with the settings as they are.
+    """Forecast the bytes that this rank sends in a forward and backward, with present settings.
 
-    Within ``no_sync()`` that is a micro-batch without reduces; outside, one with them. Foreseen is
-    a step that runs each unit once, follows an optimizer's step, and is not the very first; frozen
-    units before the first trained one are taken to have no backward. Gathers of b bytes of full
-    parameters (in the dtype of computation) over N ranks send b (N-1)/N, reduces the same of full
-    gradients (in the dtype of the reduce), the all-reduce of a slice s over R replicas 2 s (R-1)/R,
-    as a ring sends it. Norms, votes on uneven inputs, tensor parallelism, and what users call
-    themselves are not in it; parameters with ``fsdp_pre_all_gather`` count as if plain. Nothing
-    is sent by a model without units.
+    Within ``no_sync()`` that is a micro-batch without reduces; outside, one with them. The forecast
+    is for a step that runs each unit once, follows an optimizer's step, and is not the very first;
+    frozen units before the first trained one are assumed to have no backward. Over N ranks a gather
+    of b bytes of full parameters (in the dtype of computation) sends b (N-1)/N, and so does a
+    reduce of b bytes of full gradients (in the dtype of the reduce). The all-reduce of a slice s
+    over R replicas sends 2 s (R-1)/R, as a ring does. Norms, votes on uneven inputs, tensor
+    parallelism, and collectives that users call are not included; parameters with
+    ``fsdp_pre_all_gather`` count as plain ones. A model without units sends nothing.
 
-    With the trace of a step (``with fullshard.torch.tracing(model) as trace``) what has happened is
-    counted beside it, at the prices of now. Not collective.
+    With the trace of a step (``with tracing(model) as trace``) the recorded calls are counted
+    beside the forecast, at present prices. Not collective.
 
     Raises:
-        ConfigurationError: if the trace has units that ``model`` has not.
+        ConfigurationError: if the trace has units that ``model`` lacks.
     """
     units = named_units(model)
     own = [each for each in units if _does_it_itself(each)]
@@ -137,7 +137,7 @@ def _count(units: Sequence[NamedUnit], trace: Trace) -> Counted:
 def _cost_in(costs: Mapping[str, UnitCost], name: str) -> UnitCost:
     if name not in costs:
         raise ConfigurationError(
-            f"the trace has a unit {name!r}, which this model has not; its units are "
+            f"the trace has a unit {name!r}, which this model lacks; its units are "
             f"{', '.join(map(repr, costs)) or 'none: it is not sharded'}"
         )
     return costs[name]

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from fullshard.core.recording import (
+from fullshard.plan.measured.recording import (
     Mark,
     MarkKind,
     MemoryUse,
@@ -24,7 +24,7 @@ from fullshard.core.recording import (
 from fullshard.torch.measuring.workspace import workspace_bytes
 from fullshard.torch.step.structures import map_tensors, tensors_in
 
-__all__ = ["CallToken", "Tape"]
+__all__ = ["CallToken", "OpsMode", "Tape", "watch_module"]
 
 _WATCHED = "_fullshard_measured"
 

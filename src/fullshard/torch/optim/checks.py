@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers over sharded parameters: which are refused, what they hold, and gradient clipping.
+"""Checks of optimizers over sharded parameters, their state's bytes, and gradient clipping.
 
 [Note: Looking at optimizers]
-An optimizer that was created before the model was sharded holds parameters which nothing uses any
-more: it would train nothing, in silence. And one that needs whole tensors must not see spans. So
-from the first sharding on, every optimizer is looked at when it steps: once, and again when it has
-more parameters or more parameters have been sharded since.
+An optimizer that was created before the model was sharded holds parameters that nothing uses any
+more: it would silently train nothing. And an optimizer that needs whole tensors must not see spans.
+So from the first sharding on, every optimizer is looked at when it steps: once, and again when it
+has more parameters or more parameters have been sharded since.
 """
 
 import threading
@@ -18,11 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.optim.merged_step import MergedStep
-from fullshard.torch.state.optimizers import adopt, translate
+from fullshard.torch.state.optimizers import shard_state, translate
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.optimizer_steps import count_step
-from fullshard.torch.unit.replaced import last_replacement, name_of_replacement
+from fullshard.torch.unit.guards.optimizer_steps import count_step
+from fullshard.torch.unit.guards.replaced import last_replacement, name_of_replacement
 
 __all__ = [
     "NEEDS_WHOLE_TENSORS",
@@ -67,7 +67,7 @@ def watch_optimizers() -> None:
 def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
     """Raise, before anything has changed, if ``optimizer`` cannot work on what it holds.
 
-    Else make it ready for sharded parameters. See [Note: Looking at optimizers].
+    Otherwise make it ready for sharded parameters. See [Note: Looking at optimizers].
     """
     groups = optimizer.param_groups
     seen = (last_replacement(), sum(len(group["params"]) for group in groups))
@@ -94,7 +94,7 @@ def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
         )
     if sharded is not None:
         translate(optimizer)
-        adopt(optimizer)
+        shard_state(optimizer)
         MergedStep.of(optimizer)
     held = [each for each in params if isinstance(each, ShardedParameter)]
     setattr(optimizer, _COMMS, list(dict.fromkeys(each.ownership.comm for each in held)))
@@ -120,14 +120,15 @@ def clip_grad_norm_(
     """Scale the gradients so that their global norm is at most ``max_norm``.
 
     Returns the norm before clipping, the same on every rank. Gradients of plain parameters count
-    once: every rank is taken to have the same. Collective. The same as `torch.nn.utils`' function.
+    once: every rank is assumed to hold the same. Collective. `torch.nn.utils.clip_grad_norm_` does
+    the same.
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
 
 def optimizer_state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of this rank's state of ``optimizer``: spans, and plain tensors as they are."""
+    """Return the bytes of ``optimizer``'s state on this rank: spans, and plain tensors whole."""
     return sum(
         _bytes_of(value)
         for state in optimizer.state.values()

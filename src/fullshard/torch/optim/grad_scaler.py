@@ -3,7 +3,7 @@
 
 `torch.amp.GradScaler` is right on sharded gradients as it is: an inf or NaN in the span of one rank
 is found on all ranks that share the parameter (`fullshard.torch.tensor.reductions.unscale`), so
-that all skip the step and scale down together. `ShardedGradScaler` adds what that cannot see.
+that all skip the step and scale down together. `ShardedGradScaler` covers what torch's cannot see.
 """
 
 import torch
@@ -51,7 +51,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Found infs by device, equal on all ranks, also on one that has no gradients."""
+        """Return found infs by device, equal on all ranks, even on one without gradients."""
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16=True)
         comm = self._comm()
         if comm.size > 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's elementwise optimizers step on a few plain tensors instead of on every parameter.
+"""Optimizer steps on a few long plain tensors instead of on every parameter.
 
 [Note: Runs of spans]
 The spans of a unit lie one behind the other in its shard, and their gradients in the reduced ones.
@@ -64,7 +64,7 @@ the optimizer does without, else with a place for each parameter."""
 
 
 class MergedStep:
-    """Merges what one optimizer collects for its steps; see [Note: Runs of spans]."""
+    """The merging of what one optimizer collects for its steps; see [Note: Runs of spans]."""
 
     def __init__(self, optimizer: Optimizer):
         self._optimizer = weakref.ref(optimizer)
@@ -77,7 +77,7 @@ class MergedStep:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "MergedStep | None":
-        """That of ``optimizer``, made with the first call; None if its class is not known."""
+        """Return that of ``optimizer``, made with the first call; None for an unknown class."""
         known: MergedStep | None = optimizer.__dict__.get(_ATTRIBUTE)
         if known is not None or type(optimizer) not in ELEMENTWISE:
             return known
@@ -92,7 +92,7 @@ class MergedStep:
         return merged
 
     def _collect_merged(self, group: dict[str, Any], *lists: list[Any]) -> Any:
-        """Stands for the optimizer's ``_init_group``."""
+        """Collect as the optimizer's ``_init_group`` does, with runs in place of parameters."""
         self.finish()  # the group before this one, or a step that failed
         if self.prepare is not None:
             self.prepare(group["params"])
@@ -143,7 +143,7 @@ class MergedStep:
                 optimizer.state.pop(run.param, None)
 
     def _equal_numbers(self, numbers: list[Tensor]) -> list[Any]:
-        """For each of ``numbers`` something that is equal for those of which the value is."""
+        """Return a key per number; equal values share a key."""
         classes: list[Any] = [None] * len(numbers)
         by_kind: dict[Any, list[int]] = {}
         for i, number in enumerate(numbers):
@@ -163,7 +163,7 @@ class MergedStep:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    """True if a CUDA graph is being captured, in which nothing can be read."""
+    """Return True while a CUDA graph is captured, when no value can be read."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -180,7 +180,7 @@ class _Run:
         self._ends: list[tuple[int, int]] = []  # of spans and gradients: see `_where`
 
     def takes(self, kind: Any, span: Tensor, grad: Tensor) -> bool:
-        """True if this span and gradient go on where the run ends; empty ones go anywhere."""
+        """Return True if this span and gradient begin where the run ends; empty ones always do."""
         if kind != self.kind:
             return False
         if not span.numel() or not self.held:
@@ -195,21 +195,21 @@ class _Run:
             self._ends = [_where(each, behind=True) for each in (span, grad)]
 
     def view(self, items: Sequence[Any]) -> Tensor:
-        """The memory of the run in ``items``, which have a place for each parameter."""
+        """View the memory of the run in ``items``, which have a place for each parameter."""
         first: Tensor = items[self.held[0] if self.held else self.first].local
         return first if len(self.held) < 2 else first.as_strided((self.numel,), (1,))
 
     def fits_storage(self, items: Sequence[Any]) -> bool:
-        """True if the storage of the first of ``items`` goes on for the length of the run.
+        """Return True if the storage of the first of ``items`` is as long as the run.
 
-        What lies at an address within a storage belongs to it.
+        Whatever lies at an address within a storage belongs to it.
         """
         first: Tensor = items[self.held[0]].local
         numel = first.storage_offset() + self.numel
         return numel * first.element_size() <= first.untyped_storage().nbytes()
 
     def joined(self, items: Sequence[Any]) -> Tensor:
-        """As `view`, of state, which is moved if it does not lie in a run yet."""
+        """View state as `view` does, after moving it into a run if it does not lie in one."""
         if len(self.held) < 2:
             return self.view(items)
         parts: list[Tensor] = [items[i].local for i in self.held]
@@ -225,13 +225,13 @@ class _Run:
 
 
 def _where(part: Tensor, *, behind: bool = False) -> tuple[int, int]:
-    """Storage and address at which ``part`` begins, or ends."""
+    """Return storage and address at which ``part`` begins, or ends."""
     end = part.numel() * part.element_size() if behind else 0
     return part.untyped_storage().data_ptr(), part.data_ptr() + end
 
 
 class _Plan:
-    """What replaces what in the lists of one group, as long as they hold the same tensors."""
+    """The replacements in the lists of one group, valid while these hold the same tensors."""
 
     def __init__(self, lists: Lists, equal: Callable[[list[Tensor]], list[Any]]):
         self._columns = [k for k in range(2, len(lists)) if lists[k]]  # of state
@@ -303,7 +303,7 @@ class _Plan:
         return [items[run.first] for run in self.runs]
 
     def watch(self, lists: Lists, forget: Callable[[Any], None]) -> None:
-        """Call ``forget`` when a tensor is no more that the plan was made for.
+        """Call ``forget`` when any tensor of the plan is garbage-collected.
 
         So the plan keeps no memory alive, and the identities that it knows are those of the living.
         """
@@ -313,7 +313,7 @@ class _Plan:
         self._watched = [weakref.ref(tensor, forget) for tensor in tensors]
 
     def merged_grads(self, lists: Lists) -> list[Tensor] | None:
-        """The gradients of the runs as they are now; None if the plan does not fit ``lists``."""
+        """Return the gradients of the runs as they are now; None if the plan does not fit."""
         if not self.runs or _ids(lists) != self._ids:
             return None
         if list(map(_version, self._numbers)) != self._versions:
@@ -354,7 +354,7 @@ def _ids(lists: Lists) -> list[list[int]]:
 
 
 def _goes_with(value: Any, param: ShardedParameter) -> bool:
-    """True if ``value`` is cut as ``param`` is, and lies in memory as that does."""
+    """Return True if ``value`` is cut as ``param`` is and lies in memory in the same way."""
     if type(value) is not ShardedParameter:
         return False
     owner, local = value.ownership, value.local
@@ -364,7 +364,7 @@ def _goes_with(value: Any, param: ShardedParameter) -> bool:
 
 
 def _kind(param: Any, grad: Any, state: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What must be equal in a run, beginning with which of ``state`` are cut; None if odd."""
+    """Return what must be equal within a run, cut names of ``state`` first; None if odd."""
     if type(param) is not ShardedParameter or not _goes_with(grad, param):
         return None
     cut = tuple(_goes_with(each, param) for each in state)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP1's ``use_orig_params``: optimizers made before sharding go on with what was sharded.
+"""FSDP1's ``use_orig_params``: optimizers made before sharding continue with sharded parameters.
 
-Under FSDP1 parameters stay the same objects and optimizers notice nothing; here others take their
-place. Training libraries that are handed model and optimizer together depend on it.
+Under FSDP1 parameters stay the same objects, and optimizers notice nothing; here new parameters
+replace them. Training libraries that are given model and optimizer together depend on it.
 """
 
 import gc
@@ -10,16 +10,16 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from fullshard.torch.unit.replaced import Successor
+from fullshard.torch.unit.guards.replaced import Successor
 
 __all__ = ["switch_optimizers"]
 
 
 def switch_optimizers(successors: Sequence[Successor]) -> None:
-    """Let the groups of all optimizers that there are hold the successors of their parameters.
+    """Let the groups of all existing optimizers hold the successors of their parameters.
 
-    An optimizer that has state of a parameter already keeps it, and is refused when it steps: its
-    state is not cut. Parameters that nobody holds any more are known to be in no optimizer.
+    An optimizer that has state of a parameter already keeps that parameter and is refused when it
+    steps, because its state is not cut. Parameters that nobody holds any more are in no optimizer.
     """
     held = {old(): new for old, new in successors}
     held.pop(None, None)
@@ -34,7 +34,7 @@ def switch_optimizers(successors: Sequence[Successor]) -> None:
 
 
 def _living_optimizers() -> list[Optimizer]:
-    """Found among all objects: torch keeps no list of them."""
+    """Find them among all objects: torch keeps no list of optimizers."""
     classes = {Optimizer}
     new = classes
     while new:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer's step unit by unit, in backward, as soon as a unit's gradients are reduced.
+"""Optimizer steps in backward: each unit steps as soon as its gradients are reduced.
 
 [Note: Applied gradients]
-What is stepped in backward has no gradient left when the loop comes to clip, to unscale or to step.
+A parameter that was stepped in backward has no gradient when the loop clips, unscales or steps.
 With ``grad = None`` clipping would find a norm of zero and go on. So until ``optimizer.step()``
-such a parameter has a gradient of no memory which raises whenever somebody reads it or adds to it.
+its gradient is an object without memory that raises whenever somebody reads it or adds to it.
 """
 
 import weakref
@@ -72,7 +72,7 @@ def overlap_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 class _Overlap:
-    """Steps in backward for one optimizer, which owns this."""
+    """The steps in backward of one optimizer, which owns this."""
 
     def __init__(self, optimizer: Optimizer):
         merged = MergedStep.of(optimizer)
@@ -86,7 +86,7 @@ class _Overlap:
         optimizer.register_step_pre_hook(_refuse_closure)
 
     def watch(self, managed: ManagedUnit) -> None:
-        """Hear when gradients of the unit are delivered, as long as there is the optimizer."""
+        """Listen for delivered gradients of the unit, for as long as the optimizer exists."""
         if managed in self._watched:
             return
         self._watched.add(managed)
@@ -139,7 +139,7 @@ class _Overlap:
 
 
 class _AppliedGradient(torch.Tensor):
-    """See [Note: Applied gradients]."""
+    """A gradient that has been applied; see [Note: Applied gradients]."""
 
     parameter: str
 
@@ -175,7 +175,7 @@ def _applied_gradient(param: ShardedParameter) -> Tensor:
 
 
 def _drop_applied(params: list[Tensor]) -> None:
-    """Before a step looks for gradients: what has been applied has none."""
+    """Remove applied gradients before a step looks for gradients."""
     for param in params:
         if type(param.grad) is _AppliedGradient:
             param.grad = None

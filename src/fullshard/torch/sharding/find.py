@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the parameters below a module that a unit is to own."""
+"""The search for the parameters below a module that a unit is to own."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -34,7 +34,7 @@ class TiedSites:
 def ignored_parts(
     ignored: Mapping[str, Iterable[nn.Module | nn.Parameter] | None],
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """The modules and the parameters (those below the modules too) that arguments name.
+    """Return the modules and parameters that arguments name, with those below the modules.
 
     ``ignored`` maps the name of an argument to what it got. Raises `ConfigurationError` naming the
     argument if something in it is neither.
@@ -58,7 +58,7 @@ def ignored_parts(
 def find_parameters(
     modules: Sequence[nn.Module], ignored: AbstractSet[nn.Parameter] = frozenset()
 ) -> tuple[list[ParamSites], list[TiedSites]]:
-    """The distinct parameters below ``modules`` that a unit shall own, in registration order.
+    """Find the distinct parameters below ``modules`` that a unit shall own, in their order.
 
     Those in ``ignored`` are left as they are. With several modules, names begin with the module's
     number in the list. The second list has those which a unit below owns, but which are used

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the first values of parameters come from: modules on the meta device, the first rank.
+"""First values of parameters: from modules on the meta device, or from the first rank.
 
 [Note: Memory that nobody has written]
 A module that was built on the meta device gets memory first and values then, and it is easy to
@@ -40,7 +40,7 @@ class _FillWithNaN(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def filled_with_nan() -> Iterator[None]:
-    """Within, new floating-point memory holds NaN. See [Note: Memory that nobody has written]."""
+    """Fill new floating-point memory with NaN. See [Note: Memory that nobody has written]."""
     with _FillWithNaN():  # type: ignore[no-untyped-call]
         yield
 
@@ -99,14 +99,14 @@ def _initialise_one(
 
 
 def _tie_again(each: ParamSites, module: nn.Module) -> None:
-    """What ``module`` has got in place of a tied parameter is its other users' too."""
+    """Give the new parameter to every module tied to it."""
     for parameters, key in each.sites:
         if parameters is module._parameters and not parameters[key].is_meta:
             each.put(parameters[key])
 
 
 def value_of_first_rank(ranks: Ranks, device: torch.device) -> Values:
-    """A source of values that are those of the first rank; others may be on the meta device.
+    """Make a source of the first rank's values; other ranks may be on the meta device.
 
     Each is broadcast when it is asked for, by all ranks in the same order: a device holds one full
     parameter, not the model.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffers of units in a CUDA memory pool of their own, registered with NCCL if wished."""
+"""A CUDA memory pool for the buffers of units, registered with NCCL if asked for."""
 
 import threading
 from collections.abc import Sequence
@@ -83,7 +83,7 @@ def _register(units: Sequence[Unit], device: torch.device) -> None:
 
 
 def _source(device: torch.device, allocator: Any) -> MemorySource:
-    """The pool of ``device``, made of memory from NCCL's ``allocator`` if there is none yet."""
+    """Return the pool of ``device``; make it, with NCCL's ``allocator``, if there is none."""
     with _making:
         source = MemorySource.of(device)
         if source is None:
@@ -95,7 +95,7 @@ def _source(device: torch.device, allocator: Any) -> MemorySource:
 
 
 def _communicators(units: Sequence[Unit]) -> list[Comm]:
-    """Those through which units gather and reduce, each once, in one order on all ranks."""
+    """List the communicators of units, each once, in one order on all ranks."""
     found: dict[Any, Comm] = {}
     for unit in units:
         ranks = unit.ranks
@@ -106,7 +106,7 @@ def _communicators(units: Sequence[Unit]) -> list[Comm]:
 
 
 def _registering_backend(comm: Comm, device: torch.device) -> Any:
-    """The backend of ``comm`` that registers memory of ``device``."""
+    """Return the backend of ``comm`` that registers memory of ``device``."""
     what, group = f"a {type(comm).__name__}", group_of(comm)
     if group is not None:
         try:

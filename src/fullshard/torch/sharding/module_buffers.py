@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move and cast the buffers of modules."""
+"""Moves and casts of the buffers of modules."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ def cast_buffers(
 
 
 def buffer_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
-    """Of the buffers that `cast_buffers` has cast below ``module``, what they were, by name."""
+    """Return, by name, the dtypes of buffers below ``module`` before `cast_buffers`."""
     return {
         clean_name(f"{path}.{key}" if path else key): dtype
         for path, each in module.named_modules()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option classes of FSDP1 and FSDP2, and what the engine understands by them."""
+"""The option classes of FSDP1 and FSDP2, and their translation for the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,15 +26,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """FSDP1's precision options. None keeps the dtype that things have.
+    """FSDP1's precision options. None keeps a dtype as it is.
 
     Parameters, optimizer state and gradients at rest keep the parameters' own dtype, fp32 as a
     rule: only what is gathered, computed with and reduced changes. A model that is bf16 *before* it
     is sharded also rests and is optimised in bf16, where small updates are lost; shard it in fp32.
 
     Attributes:
-        param_dtype: of full parameters in forward and backward, and of their gathers.
-        reduce_dtype: in which gradients travel; None is ``param_dtype``.
+        param_dtype: the dtype of full parameters in forward and backward, and of their gathers.
+        reduce_dtype: the dtype in which gradients travel; None means ``param_dtype``.
         buffer_dtype: floating-point buffers are cast to it when the model is sharded.
         keep_low_precision_grads: leave reduced gradients in ``reduce_dtype``.
         cast_forward_inputs: cast floating-point inputs of every wrapped module to ``param_dtype``.
@@ -58,7 +58,7 @@ class MixedPrecisionPolicy:
     """FSDP2's precision options, for one call of `fully_shard`; see also `MixedPrecision`.
 
     Attributes:
-        param_dtype: of full parameters in forward and backward, and of their gathers.
+        param_dtype: the dtype of full parameters in forward and backward, and of their gathers.
         reduce_dtype: in which gradients travel, and are kept full by
             ``set_requires_gradient_sync(False)``; None is ``param_dtype``.
         output_dtype: floating-point outputs of the module are cast to it.
@@ -73,7 +73,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """FSDP1's offload options, and one that it lacks.
+    """FSDP1's offload options, and ``offload_optimizer``, which FSDP1 lacks.
 
     ``offload_params``: shards, their gradients and optimizer state rest in host memory, every
     gather begins with a copy to the device. ``offload_optimizer`` alone: the same rest there, but
@@ -101,7 +101,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which dims of a larger mesh `fully_shard` shards over, and which it replicates over.
+    """The dims of a larger mesh that `fully_shard` shards over and replicates over.
 
     Several names are one flattened axis. Raises `ConfigurationError` without any name.
     """
@@ -155,7 +155,7 @@ def _float_name(name: str, dtype: Any) -> str | None:
 
 
 def precision_of(name: str, options: Any) -> Precision:
-    """What a `MixedPrecision`, a `MixedPrecisionPolicy` or None, given as ``name``, asks for.
+    """Translate a `MixedPrecision`, a `MixedPrecisionPolicy` or None, given as ``name``.
 
     Raises `ConfigurationError` naming the argument for anything else.
     """
@@ -182,7 +182,7 @@ def precision_of(name: str, options: Any) -> Precision:
 
 
 def offload_of(name: str, options: Any) -> Offload:
-    """What a `CPUOffload`, an `OffloadPolicy` or None, given as ``name``, asks for."""
+    """Translate a `CPUOffload`, an `OffloadPolicy` or None, given as ``name``."""
     if name == "cpu_offload":
         chosen = _checked(name, options, CPUOffload)
         return Offload(params=chosen.offload_params, optimizer=chosen.offload_optimizer)

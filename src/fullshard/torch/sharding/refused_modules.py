@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What modules do with their parameters that cannot survive sharding, found before it."""
+"""Refuse modules that use their parameters in ways that sharding would break."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do all ranks start with the same values? A checksum of each parameter is compared.
+"""The check that all ranks start with the same values, by a checksum of each parameter.
 
 [Note: Values of one rank]
 Each rank keeps slices of its own full parameters. If rank 0 has loaded a checkpoint and the others
@@ -20,10 +20,10 @@ from fullshard.torch.comm.agreement import by_rank, differing_texts
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.tensor.tensor_parallel import held_here
 from fullshard.torch.unit.extensions import is_extended, plain_data
+from fullshard.torch.unit.guards.writes import checksum
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites
 from fullshard.torch.unit.unit import owner_of
-from fullshard.torch.unit.writes import checksum
 
 __all__ = ["values_are_checked", "verify_values"]
 
@@ -34,7 +34,7 @@ _NO_VALUE = torch.iinfo(torch.int64).min  # of a parameter on the meta device; n
 
 
 def values_are_checked(wanted: bool) -> bool:
-    """False if the caller does not want the check, or ``FULLSHARD_CHECK_VALUES=0`` says so."""
+    """Return False if the caller, or ``FULLSHARD_CHECK_VALUES=0``, does not want the check."""
     return wanted and os.environ.get(SWITCH, "1") != "0"
 
 
@@ -90,7 +90,7 @@ def _comms_of(plans: Sequence[Plan]) -> list[Comm]:
 
 
 def _checksums(params: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """Those of ``params`` in their order, as one vector on ``device``."""
+    """Return the checksums of ``params`` in their order, as one vector on ``device``."""
     held = [plain_data(param) if is_extended(param) else held_here(param) for param in params]
     sums: list[Tensor | None] = [None] * len(held)
     by_device: dict[torch.device, list[int]] = {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two front doors share: the check of what is to be sharded, and the act.
+"""The part of sharding that both interfaces share: checks first, then the change itself.
 
-The doors (`fullshard.torch.fsdp1`, `fullshard.torch.fsdp2`) differ in who chooses the units, a
-policy or the caller, and in what is left standing, a wrapper or the module with another class.
+The interfaces (`fullshard.torch.fsdp1`, `fullshard.torch.fsdp2`) differ in who chooses the units, a
+policy or the caller, and in their result, a wrapper or the module with another class.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ToShard:
-    """The parameters that are to be sharded now, all checked, and where they shall compute."""
+    """The checked parameters that are to be sharded now, and the device that computes."""
 
     params: list[ParamSites]
     tied: list[TiedSites]
@@ -53,11 +53,11 @@ class ToShard:
 
     @property
     def all_of_them(self) -> list[ParamSites]:
-        """Those that no unit has yet, and those that units below have to give up."""
+        """The parameters that no unit has yet, and those that units below have to give up."""
         return [*self.params, *(each.everywhere for each in self.tied)]
 
     def claim(self) -> list[ParamSites]:
-        """All of them, after units below have given up what is used outside them. Collective."""
+        """Let units below give up what is used outside them; return all parameters. Collective."""
         by_owner: dict[Unit, dict[str, nn.Parameter]] = {}
         for each in self.tied:
             by_owner.setdefault(each.owner, {})[each.name_in_owner] = each.everywhere.param
@@ -72,7 +72,7 @@ def shardable_parameters(
     ignored: AbstractSet[nn.Parameter] = frozenset(),
     device_id: int | torch.device | None = None,
 ) -> ToShard:
-    """What is to be sharded of ``modules``; nothing is changed yet."""
+    """Find what is to be sharded of ``modules``; nothing is changed yet."""
     params, tied = find_parameters(modules, ignored)
     check_modules(modules, params)
     device = device_of(params) or torch.device("cpu")
@@ -150,13 +150,13 @@ def _after_loading(module: nn.Module, _incompatible: object) -> None:
 
 
 def take_over_below(module: nn.Module) -> None:
-    """Let the units of ``module`` and below adopt what modules show. See `take_over`."""
+    """Let the units of ``module`` and below take over what modules show. See `take_over`."""
     for managed in managed_units(module):
         take_over(managed.unit)
 
 
 def refuse_copy(module: nn.Module) -> NoReturn:
-    """Raise: what makes a sharded module work cannot be copied."""
+    """Raise: hooks and communicators of a sharded module cannot be copied."""
     raise UsageError(
         f"a sharded {type(module).__name__} cannot be copied: its hooks and communicators belong "
         "to this instance. Copy the plain module before sharding, or build a second one and load "
@@ -173,7 +173,7 @@ def refuse_pickle(module: nn.Module) -> NoReturn:
 
 
 def require_gradient_sync(module: nn.Module, required: bool, *, recurse: bool = True) -> None:
-    """Say if the units of ``module`` (``recurse``: and below) are reduced after backward."""
+    """Choose if the units of ``module`` (``recurse``: and below) reduce after backward."""
     for managed in managed_units(module, recurse=recurse):
         managed.requires_gradient_sync = required
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Full parameters shown between steps, to be looked at and changed."""
+"""Full parameters between steps, shown to be read and changed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Within, modules show full parameters, in the dtypes in which they rest.
+    """Let modules show full parameters within, in the dtypes in which they rest.
 
     Collective, between steps. All units of ``module`` (``recurse``: and below) are whole at the
     same time, which costs their memory. ``writeback``: on leaving, every rank keeps its spans of
@@ -54,8 +54,8 @@ def summon_full_params(
     """
     if writeback and rank0_only:
         raise ConfigurationError(
-            "writeback with rank0_only cannot be: other ranks see no full parameters whose spans "
-            "they could keep; pass writeback=False, or change them on all ranks"
+            "writeback with rank0_only is impossible: other ranks see no full parameters whose "
+            "spans they could keep; pass writeback=False, or change them on all ranks"
         )
     chosen = list(managed_units(module, recurse=recurse))
     for managed in chosen:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of an optimizer from the first rank to all, tensor by tensor."""
+"""Broadcast of optimizer state from the first rank to all, tensor by tensor."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ _PLAIN = (str, int, float, bool, type(None))
 def broadcast_state(
     ranks: Ranks, given: Mapping[str, Any], params: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any]:
-    """The first rank's ``given`` on all ranks, its state cut to each rank's spans. Collective.
+    """Send the first rank's ``given`` to all ranks, which keep their spans of it. Collective.
 
     ``given`` has ``state`` (by the names of ``params``) and ``param_groups``, made of tensors,
     numbers, texts, dicts, lists and tuples. One tensor at a time is whole, on ``device``; nothing
@@ -61,7 +61,7 @@ def broadcast_state(
 
 
 def _described(value: Any, tensors: list[Tensor]) -> Any:
-    """``value`` as JSON can say it; its tensors are only named, and collected."""
+    """Describe ``value`` for JSON, and collect its tensors, which are only named there."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}

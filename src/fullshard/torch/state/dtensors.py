@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded values as true DTensors, for those who know no other kind.
+"""Conversion of sharded values to true DTensors, for code that knows no other kind.
 
 A `ShardedParameter` holds an interval of the flattened tensor, a DTensor placed as ``Shard(0)``
-whole rows. Between the two ranks exchange what lies on another one; it is at most their own share.
+whole rows. To convert, ranks exchange the elements that lie elsewhere: at most their own share.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ BATCH_BYTES = 64 * 2**20  # of spans that are exchanged in one call
 
 @torch.no_grad()
 def as_dtensors(values: Sequence[ShardedParameter]) -> list[Tensor]:
-    """The same values as DTensors with elements of their own. Collective.
+    """Return the same values as DTensors with elements of their own. Collective.
 
     Placed as ``Shard(0)`` over the ranks that share slices and replicated over others; along a
     tensor axis as they were before. Values on the meta device need no communication. A value that
@@ -44,7 +44,7 @@ def as_dtensors(values: Sequence[ShardedParameter]) -> list[Tensor]:
 
 
 def _batches(values: Iterable[ShardedParameter]) -> Iterator[list[ShardedParameter]]:
-    """Values that can be exchanged together: alike, and not too many bytes. Alike on all ranks."""
+    """Yield values to exchange in one call: alike, of bounded bytes, the same on all ranks."""
     groups: dict[tuple[Comm, torch.dtype, torch.device], list[ShardedParameter]] = {}
     for value in values:
         if value.ownership.device_mesh is not None:
@@ -64,7 +64,7 @@ def _batches(values: Iterable[ShardedParameter]) -> Iterator[list[ShardedParamet
 
 
 def _rows(batch: Sequence[ShardedParameter]) -> list[Tensor]:
-    """This rank's rows of each value, shaped."""
+    """Return this rank's rows of each value, in their shape."""
     comm = batch[0].ownership.comm
     shapes = [_held_shape(each.ownership) for each in batch]
     cuts = [
@@ -82,7 +82,7 @@ def _rows(batch: Sequence[ShardedParameter]) -> list[Tensor]:
 
 
 def _rows_shape(shape: tuple[int, ...], comm: Comm) -> tuple[int, ...]:
-    """Of this rank's rows of a tensor of ``shape``."""
+    """Return the shape of this rank's rows of a tensor of ``shape``."""
     if not shape:
         return shape
     chunk = -(-shape[0] // comm.size)
@@ -90,7 +90,7 @@ def _rows_shape(shape: tuple[int, ...], comm: Comm) -> tuple[int, ...]:
 
 
 def _held_shape(ownership: Ownership) -> tuple[int, ...]:
-    """Of what the ranks that share slices hold together."""
+    """Return the shape of what the ranks that share slices hold together."""
     cut = ownership.tensor_parallel
     return ownership.shape if cut is None else cut.local_shape
 
@@ -124,7 +124,7 @@ def _placed(ownership: Ownership) -> tuple[DeviceMesh, tuple[Placement, ...]]:
 
 
 def _joined(data: DeviceMesh, tensor: DeviceMesh, ownership: Ownership) -> DeviceMesh:
-    """One mesh with the dims of both; ``data`` may have been named by its group alone."""
+    """Return one mesh with the dims of both; ``data`` may have been named by its group alone."""
     try:
         root = tensor._get_root_mesh()
         if data._get_root_mesh() != root:
@@ -144,9 +144,9 @@ def _joined(data: DeviceMesh, tensor: DeviceMesh, ownership: Ownership) -> Devic
 
 
 def without_sharded_tensor(value: Tensor, device: torch.device) -> Tensor:
-    """A ShardedTensor as a DTensor that shares its memory; another value as it is.
+    """Turn a ShardedTensor into a DTensor that shares its memory; return other values as is.
 
-    ``device``: where a rank that has no rows is to have none.
+    ``device`` is that of the empty tensor of a rank without rows.
 
     Raises `NotSupportedError` if its ranks do not hold whole rows as `torch.chunk` cuts them.
     """

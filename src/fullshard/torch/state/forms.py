@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``state_dict()`` of a sharded model gives: whole tensors, DTensors, or spans."""
+"""The forms in which state dicts show sharded values: whole tensors, DTensors, or spans."""
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
@@ -19,7 +19,7 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = [
     "AS_DTENSORS",
-    "Form",
+    "StateForm",
     "ask_before_loading",
     "change_form",
     "collecting",
@@ -30,8 +30,8 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Form:
-    """How sharded values are handed out.
+class StateForm:
+    """The form in which a state dict shows sharded values.
 
     ``kind``: FULL_STATE_DICT is whole tensors, SHARDED_STATE_DICT DTensors, LOCAL_STATE_DICT this
     rank's spans as flat plain tensors. ``on_host``: in host memory. ``kept``: False for a rank that
@@ -45,7 +45,7 @@ class Form:
 
 K = TypeVar("K")
 
-AS_DTENSORS = Form(StateDictType.SHARDED_STATE_DICT)
+AS_DTENSORS = StateForm(StateDictType.SHARDED_STATE_DICT)
 _INSTEAD = {
     StateDictType.FULL_STATE_DICT: "call it on every rank, and write on one: "
     "state = model.state_dict(); if rank == 0: torch.save(state, path)",
@@ -64,7 +64,7 @@ _depth = _Depth()
 
 @contextmanager
 def collecting() -> Iterator[bool]:
-    """Around the collection of a state dict: True for the outermost one, which is to be changed."""
+    """Enter the collection of a state dict; yield True for the outermost, which changes form."""
     _depth.value += 1
     try:
         yield _depth.value == 1
@@ -72,7 +72,7 @@ def collecting() -> Iterator[bool]:
         _depth.value -= 1
 
 
-def hand_out(state: MutableMapping[str, Any], prefix: str, form: Form) -> None:
+def hand_out(state: MutableMapping[str, Any], prefix: str, form: StateForm) -> None:
     """Change the entries of a module's state dict whose names begin with ``prefix``."""
     entries = {name: value for name, value in state.items() if name.startswith(prefix)}
     change_form(entries, form, "state_dict()", _INSTEAD.get(form.kind, ""))
@@ -86,20 +86,20 @@ def hand_out(state: MutableMapping[str, Any], prefix: str, form: Form) -> None:
 def ask_before_loading(
     values: Iterable[Any], params: Iterable[Any], what: str = "load_state_dict() of DTensors"
 ) -> None:
-    """Call the roll if loading ``values`` into ``params`` is collective: if there are DTensors."""
+    """Call the roll if loading ``values`` into ``params`` is collective, as for DTensors."""
     if any(isinstance(value, DTensor) for value in values):
         owners = [each.ownership for each in params if isinstance(each, ShardedParameter)]
         comms = list(dict.fromkeys(comm for owner in owners for comm in owner.comms))
         call_roll(comms, what, "call it on every rank, or load whole tensors")
 
 
-def change_form(values: MutableMapping[Any, Any], form: Form, what: str, instead: str) -> None:
-    """Replace the sharded ones of ``values`` by what ``form`` says. Collective but for spans.
+def change_form(values: MutableMapping[Any, Any], form: StateForm, what: str, instead: str) -> None:
+    """Replace sharded values by those that ``form`` asks for. Collective, except for spans.
 
     Whole tensors are gathered one by one, so a rank that keeps none, or keeps them in host memory,
-    never has more than one on its device. What others are handed has memory of its own, plain
-    tensors too; tied values stay one tensor. ``what`` and ``instead`` are
-    for the error of a rank that calls alone, see `call_roll`.
+    never has more than one on its device. All results, plain tensors too, have memory of their
+    own; tied values stay one tensor. ``what`` and ``instead`` go into the error of a rank that
+    calls alone, see `call_roll`.
     """
     sharded = in_agreed_order(values)
     if form.kind is not StateDictType.LOCAL_STATE_DICT:
@@ -155,7 +155,7 @@ def verify_same_values(values: Mapping[Any, ShardedParameter], what: str) -> Non
             verify_agreement(comm, lines, device, f"what is in {what}")
 
 
-def _taken(value: Any, source: ShardedParameter | None, form: Form) -> Any:
+def _taken(value: Any, source: ShardedParameter | None, form: StateForm) -> Any:
     if not form.kept and form.kind is not StateDictType.FULL_STATE_DICT:
         return None
     if source is not None and form.kind is StateDictType.FULL_STATE_DICT:

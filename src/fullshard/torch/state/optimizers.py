@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an ordinary optimizer over sharded parameters hands out as its state, and takes back.
+"""Optimizer state as others see it: the conversion in ``state_dict`` and ``load_state_dict``.
 
 [Note: State of optimizers at the border]
-Inside, state is cut as its parameter is. What ``optimizer.state_dict()`` gives is read by others
-(`torch.save`, `torch.distributed.checkpoint`), who know DTensors: so it has those, and taking it is
-collective. ``load_state_dict`` takes whole tensors, DTensors and our own. The hooks for that are
-put on an optimizer when it is first looked at, see [Note: Looking at optimizers]; what was loaded
-before that is cut then.
+Inside, state is cut as its parameter is. Others (`torch.save`, `torch.distributed.checkpoint`) read
+``optimizer.state_dict()``, and they know DTensors: so it holds DTensors, and taking it is
+collective. ``load_state_dict`` accepts whole tensors, DTensors and `ShardedParameter`s. Hooks do
+this from the first time that an optimizer is looked at, see [Note: Looking at optimizers]; state
+that was loaded before is cut then.
 """
 
 import sys
@@ -24,14 +24,14 @@ from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.state.dtensors import without_sharded_tensor
 from fullshard.torch.state.forms import (
     AS_DTENSORS,
-    Form,
+    StateForm,
     ask_before_loading,
     change_form,
     in_agreed_order,
 )
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["adopt", "as_span", "cut_state", "in_form", "translate", "uncut_spans"]
+__all__ = ["as_span", "cut_state", "in_form", "shard_state", "translate", "uncut_spans"]
 
 _TRANSLATED = "_fullshard_translates"
 _FRAMES = 8  # within which PyTorch's functions are found
@@ -45,7 +45,7 @@ _INSTEAD = (
 
 
 def translate(optimizer: Optimizer) -> None:
-    """Let ``optimizer`` hand out DTensors and cut what it loads, from now on."""
+    """Let ``optimizer`` hand out DTensors and cut the state that it loads, from now on."""
     if getattr(optimizer, _TRANSLATED, False):
         return
     setattr(optimizer, _TRANSLATED, True)
@@ -53,8 +53,8 @@ def translate(optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_pre_hook(_cut_before_loading)
 
 
-def adopt(optimizer: Optimizer) -> None:
-    """Cut what the optimizer holds of sharded parameters and is not cut. Collective if there is."""
+def shard_state(optimizer: Optimizer) -> None:
+    """Shard optimizer state that is still whole. Collective if any is a DTensor."""
     for param in in_agreed_order({param: param for param in optimizer.state}).values():
         optimizer.state[param] = cut_state(optimizer.state[param], param)
 
@@ -120,16 +120,16 @@ def _verify_same_numbers(numbered: Mapping[Any, ShardedParameter]) -> None:
 def _params_by_key(
     optimizer: Optimizer, state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[Any, Any]]:
-    """As `Optimizer.load_state_dict` matches them: by their order in the groups."""
+    """Pair keys and parameters as `Optimizer.load_state_dict` does: by order in the groups."""
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         yield from zip(saved["params"], group["params"], strict=False)
 
 
 def cut_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, Any]:
-    """The state of one parameter, of which this rank keeps its span. Collective for DTensors.
+    """Cut the state of one parameter to this rank's span. Collective for DTensors.
 
-    A tensor of the parameter's shape is state of its elements; another one is not cut. ``step``
-    and other names of numbers are not, also beside a parameter without dims.
+    A tensor of the parameter's shape belongs to its elements and is cut; others are not. ``step``
+    and other numbers are never cut, even beside a parameter without dims.
     """
     return {name: _cut(name, value, param) for name, value in state.items()}
 
@@ -148,7 +148,7 @@ def _cut(name: str, value: Any, param: ShardedParameter) -> Any:
 def uncut_spans(
     state: Mapping[str, Mapping[str, Any]], params: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """State by name in the local form, flat spans as plain tensors, made sharded again."""
+    """Turn state in the local form, whose flat spans are plain tensors, into sharded state."""
     return {
         name: {
             # Optimizers keep what they load: it must not be the memory of what was loaded.
@@ -160,7 +160,7 @@ def uncut_spans(
 
 
 def as_span(value: Any, param: Any) -> Any:
-    """A flat plain tensor of this rank's elements of ``param`` as one that is sharded alike."""
+    """Wrap a flat plain tensor of this rank's elements of ``param`` as sharded like it."""
     if not isinstance(param, ShardedParameter) or isinstance(value, ShardedParameter | DTensor):
         return value  # a DTensor is of the global shape, which may be that of a span
     if not isinstance(value, Tensor) or value.shape != param.local.shape:
@@ -169,9 +169,9 @@ def as_span(value: Any, param: Any) -> Any:
 
 
 def in_form(
-    state: Mapping[Any, Mapping[str, Any]], form: Form, what: str, instead: str
+    state: Mapping[Any, Mapping[str, Any]], form: StateForm, what: str, instead: str
 ) -> dict[Any, dict[str, Any]]:
-    """The state of all parameters in another form; the dicts inside are new. See `change_form`."""
+    """Return the state of all parameters in another form, in new dicts. See `change_form`."""
     flat = {(key, name): value for key, each in state.items() for name, value in each.items()}
     change_form(flat, form, what, instead)
     result: dict[Any, dict[str, Any]] = {key: {} for key in state} if form.kept else {}

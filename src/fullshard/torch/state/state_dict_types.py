@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which form of state dict FSDP1's wrappers give, as data."""
+"""FSDP1's types that choose the form of state dicts."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -24,7 +24,10 @@ __all__ = [
 
 
 class StateDictType(Enum):
-    """FULL: whole tensors. SHARDED: DTensors, by rows. LOCAL: this rank's spans, flat and plain."""
+    """The form of a state dict.
+
+    FULL: whole tensors. SHARDED: DTensors, cut by rows. LOCAL: this rank's spans, flat and plain.
+    """
 
     FULL_STATE_DICT = auto()
     LOCAL_STATE_DICT = auto()
@@ -32,7 +35,7 @@ class StateDictType(Enum):
 
 
 class OptimStateKeyType(Enum):
-    """What optimizer state dicts are keyed by."""
+    """The keys of an optimizer state dict: names or numbers of parameters."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -40,7 +43,7 @@ class OptimStateKeyType(Enum):
 
 @dataclass
 class StateDictConfig:
-    """``offload_to_cpu``: values are in host memory."""
+    """Options of model state dicts; ``offload_to_cpu`` puts values into host memory."""
 
     offload_to_cpu: bool = False
 
@@ -54,7 +57,7 @@ class FullStateDictConfig(StateDictConfig):
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """As its base."""
+    """Options for LOCAL_STATE_DICT: those of its base."""
 
 
 @dataclass
@@ -66,7 +69,7 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig:
-    """``offload_to_cpu``: values are in host memory."""
+    """Options of optimizer state dicts; ``offload_to_cpu`` puts values into host memory."""
 
     offload_to_cpu: bool = True
 
@@ -80,7 +83,7 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """As its base, but values stay where they are."""
+    """Options for LOCAL_STATE_DICT: those of its base, but values stay where they are."""
 
     offload_to_cpu: bool = False
 
@@ -94,7 +97,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class StateDictSettings:
-    """What a wrapper's state dict and its optimizer's shall look like."""
+    """The chosen forms of a wrapper's state dict and of its optimizer's."""
 
     state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
@@ -122,7 +125,7 @@ def settings_of(
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """The settings for ``kind``; raises `ConfigurationError` for a config of another kind."""
+    """Make the settings for ``kind``; raise `ConfigurationError` for a config of another kind."""
     expected, expected_optim = _CONFIGS[_checked(kind, StateDictType)]
     return StateDictSettings(
         kind,

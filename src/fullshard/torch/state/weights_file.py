@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a sharded model as one safetensors file, written and read in small pieces."""
+"""Writing and reading the weights of a sharded model as one safetensors file, in small pieces."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,6 +38,11 @@ DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.float32: "F32",
     torch.float64: "F64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
 }
 
 PIECE_BYTES = 8 * 2**20  # two of them are under way at the same time
@@ -118,7 +123,7 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
 
 
 class _Entries:
-    """The parameters and buffers of a model by name, and the ranks that have parts of them."""
+    """The parameters and buffers of a model by name, and the ranks that hold parts of them."""
 
     def __init__(self, model: nn.Module):
         held = model.state_dict(keep_vars=True)
@@ -190,9 +195,9 @@ class _Piece:
 
 
 def _pieces(entries: _Entries) -> Iterator[_Piece]:
-    """All bytes in the order of the file, each piece under way when it is handed out. Collective.
+    """Yield all bytes in the order of the file, as pieces in flight. Collective.
 
-    One that is not for this rank is empty.
+    A piece that is not for this rank is empty.
     """
     destinations, room = _destinations(entries), _Room()
     for name, tensor in entries.values.items():
@@ -210,7 +215,7 @@ def _pieces(entries: _Entries) -> Iterator[_Piece]:
 
 
 def _destinations(entries: _Entries) -> dict[Comm, int | None]:
-    """Which rank of each communicator writes the file; None if it is not among them. Collective."""
+    """Find the rank of each communicator that writes the file, or None. Collective."""
     found: dict[Comm, int | None] = {}
     for comm in entries.shard_comms:
         rank = torch.tensor(comm.rank if entries.first else -1, device=entries.device)
@@ -220,13 +225,13 @@ def _destinations(entries: _Entries) -> dict[Comm, int | None]:
 
 
 class _Room:
-    """Where pieces arrive: two buffers in turn, which an allocator cannot scatter."""
+    """Memory for arriving pieces: two buffers in turn, which an allocator cannot scatter."""
 
     def __init__(self) -> None:
         self._buffers: dict[torch.device, list[Tensor]] = {}
 
     def take(self, size_bytes: int, device: torch.device) -> Tensor:
-        """Memory that was handed out two calls ago."""
+        """Return the memory that was handed out two calls ago."""
         if size_bytes == 0:
             return _buffer(0, device)
         if device not in self._buffers:
@@ -261,7 +266,7 @@ def _sent_pieces(
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The elements as flat bytes, in the memory of ``tensor`` if it is contiguous."""
+    """View the elements as flat bytes; copies if ``tensor`` is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -269,7 +274,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _read_into(name: str, tensor: Tensor, file: IO[bytes], start: int, buffer: Tensor) -> None:
-    """Fill ``tensor``, or what this rank has of it, from the bytes that begin at ``start``."""
+    """Fill ``tensor``, or this rank's part of it, from the bytes that begin at ``start``."""
     cut = tensor.ownership.tensor_parallel if isinstance(tensor, ShardedParameter) else None
     if isinstance(tensor, ShardedParameter) and cut is None:
         begin = start + tensor.span.start * tensor.element_size()
@@ -309,7 +314,7 @@ def _read_pieces(into: Tensor, file: IO[bytes], start: int, buffer: Tensor) -> N
 
 
 def entries_of(tensors: dict[str, Tensor]) -> dict[str, Entry]:
-    """What a header tells of ``tensors``, which have dtypes of `DTYPE_NAMES`."""
+    """Describe ``tensors`` for a header; their dtypes must be in `DTYPE_NAMES`."""
     return {
         name: Entry(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
         for name, tensor in tensors.items()

@@ -14,17 +14,17 @@ __all__ = ["Ending", "check_backward"]
 
 
 class Ending:
-    """What autograd calls at the end of a backward, and forgets if that fails."""
+    """A callback that autograd runs at the end of a backward, and forgets if that fails."""
 
     def __init__(self, end: Callable[[], None]):
         self._end = end
 
     def __call__(self) -> None:
-        """Backward has ended."""
+        """End the backward."""
         self._end()
 
     def reference(self) -> "Callable[[], Ending | None]":
-        """A function that gives None as soon as the backward has ended or failed."""
+        """Return a function that gives None once the backward has ended or failed."""
         return weakref.ref(self)
 
 

@@ -31,7 +31,7 @@ from fullshard.torch.step.refusals import Ending, check_backward
 from fullshard.torch.step.unit_step import Phase
 from fullshard.torch.step.usage import settle_usage
 from fullshard.torch.unit.changes import check_initialised, follow_requires_grad
-from fullshard.torch.unit.lent import refuse_transforms
+from fullshard.torch.unit.guards.lent import refuse_transforms
 from fullshard.torch.unit.sites import clean_name
 
 __all__ = ["Tracker", "ensure_tracker", "tracker_of"]

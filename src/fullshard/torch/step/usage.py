@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fullshard.core.errors import UsageError
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.step.managed import ManagedUnit
-from fullshard.torch.unit.optimizer_steps import take_steps
+from fullshard.torch.unit.guards.optimizer_steps import take_steps
 from fullshard.torch.unit.unit import Unit
 
 __all__ = ["settle_usage"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sharded parameter is and does."""
+"""Sharded parameters, and the rules by which torch operations run on them."""
 
 from fullshard.torch.tensor import rules as rules
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which elements of a parameter each rank holds, and how to speak about it in errors."""
+"""The record of which elements of a parameter each rank holds."""
 
 import math
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def next_serial(comm: Comm) -> int:
 
 @dataclass(frozen=True)
 class Ownership:
-    """Where the elements of one parameter are: rank r of ``comm`` holds ``spans[r]``.
+    """The place of the elements of one parameter: rank r of ``comm`` holds ``spans[r]``.
 
     ``name`` is the parameter's fully-qualified name, ``shape`` its global shape. The spans tile the
     flattened parameter in rank order; some may be empty. With ``tensor_parallel`` they tile the
@@ -72,7 +72,7 @@ class Ownership:
         return math.prod(self.shape)
 
     def agrees_with(self, other: "Ownership") -> bool:
-        """True if element by element both are on the same rank: names do not matter."""
+        """Return True if both put every element on the same rank; names do not matter."""
         return self is other or (
             _are_equal(self.spans, other.spans)
             and self.comm is other.comm
@@ -81,7 +81,7 @@ class Ownership:
         )
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's span of a tensor of the global shape, flattened.
+        """Return this rank's span of a tensor of the global shape, flattened.
 
         Collective if that is a DTensor, unless it is cut along the same tensor axis.
         """
@@ -98,7 +98,7 @@ class Ownership:
         return self.cut_part(full if cut is None else cut.part_of(full))
 
     def _has_rows(self, value: DTensor) -> bool:
-        """True if each rank of ``comm`` holds its rows of ``value``, as `rows_of_ranks` says."""
+        """Return True if ``value`` is cut over the ranks of ``comm`` as `rows_of_ranks` says."""
         dims = [dim for dim, each in enumerate(value.placements) if not each.is_replicate()]
         if self.comm.size == 1 or len(dims) != 1 or value.placements[dims[0]] != Shard(0):
             return False
@@ -106,11 +106,11 @@ class Ownership:
         return tuple(ranks) == members_of(self.comm)
 
     def cut_part(self, part: Tensor) -> Tensor:
-        """This rank's span of what the ranks of ``comm`` have, flattened."""
+        """Return this rank's span of the part that the ranks of ``comm`` share, flattened."""
         return part.reshape(-1)[self.span.start : self.span.stop]
 
     def whole(self, flat: Tensor) -> Tensor:
-        """The tensor of global shape of which ``flat`` has what the ranks of ``comm`` have.
+        """Return the tensor of global shape, given the flat part that the ranks of ``comm`` share.
 
         Collective over the tensor axis, if there is one.
         """
@@ -119,7 +119,7 @@ class Ownership:
         return self.tensor_parallel.whole(flat.view(self.tensor_parallel.local_shape))
 
     def reshaped(self, shape: Sequence[int]) -> "Ownership":
-        """The same elements in the same order, as a tensor of another shape."""
+        """Return the ownership of the same elements, in the same order, in another shape."""
         return replace(self, shape=tuple(shape))
 
     def __str__(self) -> str:

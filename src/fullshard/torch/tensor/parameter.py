@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameter that a sharded model shows: of global shape, holding one rank's span.
 
-The same type serves as parameter, as gradient and as optimizer state. What operations do on it is
-in `fullshard.torch.tensor.rules`.
+Parameters, gradients and optimizer state are all of this type. `fullshard.torch.tensor.rules` says
+how torch operations run on it.
 """
 
 from collections.abc import Callable
@@ -68,19 +68,19 @@ class ShardedParameter(torch.Tensor):
     def parameter(
         local: Tensor, ownership: Ownership, *, requires_grad: bool = True
     ) -> "ShardedParameter":
-        """A parameter whose elements on this rank are ``local``, which is used, not copied."""
+        """Make a parameter whose elements on this rank are ``local``, which is not copied."""
         made = _make(local, ownership, requires_grad)
         made._is_param = True  # what isinstance(x, nn.Parameter) looks at
         return made
 
     @staticmethod
     def value(local: Tensor, ownership: Ownership) -> "ShardedParameter":
-        """A gradient or a state that is cut as its parameter is; ``local`` is not copied."""
+        """Make a gradient or a state that is cut as its parameter is; ``local`` is not copied."""
         return _make(local, ownership, False)
 
     @property
     def span(self) -> Span:
-        """Which elements of the flattened parameter this rank holds."""
+        """The elements of the flattened parameter that this rank holds."""
         return self.ownership.span
 
     @property
@@ -89,7 +89,7 @@ class ShardedParameter(torch.Tensor):
         return self.ownership.device_mesh
 
     def to_local(self) -> Tensor:
-        """This rank's elements, flat: ``local``, under the name that a DTensor has for its own."""
+        """Return ``local``, this rank's elements, flat; DTensors have a method of this name."""
         return self.local
 
     @property
@@ -101,7 +101,7 @@ class ShardedParameter(torch.Tensor):
         )
 
     def full_tensor(self) -> Tensor:
-        """The whole parameter as a new plain tensor without gradient. Collective.
+        """Return the whole parameter as a new plain tensor without gradient. Collective.
 
         Raises `UsageError` on a rank that calls it alone.
         """
@@ -111,7 +111,7 @@ class ShardedParameter(torch.Tensor):
 
     @torch.no_grad()
     def gathered(self) -> Tensor:
-        """`full_tensor` for code that all ranks are known to run: nobody is asked first."""
+        """Do as `full_tensor`, without a roll call: for code that all ranks are known to run."""
         ownership = self.ownership
         comm, spans = ownership.comm, ownership.spans
         most, numel = longest(spans), spans[-1].stop
@@ -142,7 +142,7 @@ class ShardedParameter(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same elements without gradient; assigning copies into them."""
+        """The same elements without gradient; assignment copies into them."""
         return self.detach()
 
     @data.setter
@@ -159,7 +159,7 @@ class ShardedParameter(torch.Tensor):
             self.detach().copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
-        """A copy with elements of its own; like `torch.nn.Parameter`, without ``grad``."""
+        """Copy with elements of its own; like `torch.nn.Parameter`, without ``grad``."""
         if id(self) in memo:
             known: ShardedParameter = memo[id(self)]
             return known

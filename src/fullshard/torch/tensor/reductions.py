@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, sums, extremes, truth values of whole parameters, of which each rank sees one span.
+"""Norms, sums, extremes and truth values of whole parameters, of which each rank holds a span.
 
 [Note: Norms across ranks]
 A p-norm is (sum of |x|^p)^(1/p). Each rank takes the norm of its span in fp64, and the ranks add
@@ -53,25 +53,25 @@ class GlobalScalar(torch.Tensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """As a replicated DTensor has them."""
+        """The placements of a replicated DTensor."""
         return (Replicate(),)
 
     def to_local(self) -> Tensor:
-        """The same number as a plain tensor, like `full_tensor`."""
+        """Return the same number as a plain tensor, like `full_tensor`."""
         return self.full_tensor()
 
     def full_tensor(self) -> Tensor:
-        """The same number as a plain tensor; nothing is communicated."""
+        """Return the same number as a plain tensor; nothing is communicated."""
         return self.as_subclass(torch.Tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GlobalScalar":
-        """The same number in memory of its own."""
+        """Copy the number into memory of its own."""
         made: GlobalScalar = copy.deepcopy(self.full_tensor(), memo).as_subclass(GlobalScalar)
         memo[id(self)] = made
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled as a plain tensor, so that any reader can load it."""
+        """Pickle as a plain tensor, so that any reader can load it."""
         plain = self.full_tensor()
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -105,7 +105,7 @@ def global_norms(
     order: float,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """The norm of order ``order`` of each whole tensor; see [Note: Norms across ranks].
+    """Return the norm of order ``order`` of each whole tensor; see [Note: Norms across ranks].
 
     ``parts`` are (tensor, None) for what every rank has whole, and (span, ownership) otherwise.
     Returns 0-dim tensors of ``dtype``, by default the real dtype of each part. Collective over the
@@ -146,7 +146,7 @@ _PIECE_NUMEL = 2**16  # of which a CPU makes an fp64 copy that stays in its cach
 
 
 def _local_norms(locals_: Sequence[Tensor], order: float) -> Tensor:
-    """The norms of the spans as one fp64 vector; an empty span gives what does not count."""
+    """Return the norms of the spans as one fp64 vector; an empty span counts for nothing."""
     nothing = math.inf if order == -math.inf or -math.inf < order < 0 else 0.0
     norms = [torch.full((), nothing, dtype=torch.float64, device=locals_[0].device)] * len(locals_)
     by_dtype: dict[torch.dtype, list[int]] = {}
@@ -169,7 +169,7 @@ def _local_norms(locals_: Sequence[Tensor], order: float) -> Tensor:
 
 
 def _pieces(local: Tensor) -> list[Tensor]:
-    """The same elements in parts that a CPU can widen one by one."""
+    """Split the elements into parts that a CPU can widen one by one."""
     if local.device.type != "cpu" or local.numel() <= _PIECE_NUMEL or not local.is_contiguous():
         return [local]
     return list(torch.split(local.view(-1), _PIECE_NUMEL))
@@ -202,7 +202,7 @@ def _combine(norms: Tensor, order: float, owners: Sequence[Ownership]) -> Tensor
 
 
 def _are_alike(owners: Sequence[Ownership], device: torch.device) -> Tensor:
-    """If all ranks are about to add up values of these same parameters, a 0-dim bool. Collective.
+    """Return, as a 0-dim bool, if all ranks are about to add up the same parameters. Collective.
 
     See [Note: Ranks that loop in their own order]. Raises `UsageError` on all ranks instead of
     False if that is known without waiting.
@@ -229,7 +229,7 @@ def _are_alike(owners: Sequence[Ownership], device: torch.device) -> Tensor:
 
 
 def global_truth(local: Tensor, ownership: Ownership, *, every: bool) -> Tensor:
-    """``all`` (``every``) or ``any`` over the whole parameter, as a 0-dim bool. Collective."""
+    """Return ``all`` (``every``) or ``any`` of the whole parameter, a 0-dim bool. Collective."""
     _are_alike([ownership], local.device)
     mine = local.all() if every else local.any()
     votes = mine.to(torch.int32).reshape(1)
@@ -239,7 +239,7 @@ def global_truth(local: Tensor, ownership: Ownership, *, every: bool) -> Tensor:
 
 
 def global_sum(local: Tensor, ownership: Ownership, dtype: torch.dtype | None = None) -> Tensor:
-    """The sum over the whole parameter, 0-dim; of integers and truth values in int64. Collective.
+    """Return the sum of the whole parameter, 0-dim; int64 for integers and bools. Collective.
 
     Added up in fp64, and so, when rounded to ``dtype``, closer than one process's sum.
     """
@@ -259,7 +259,7 @@ def global_sum(local: Tensor, ownership: Ownership, dtype: torch.dtype | None = 
 
 
 def global_extreme(local: Tensor, ownership: Ownership, *, largest: bool) -> Tensor:
-    """The largest or smallest element of the whole parameter, 0-dim; NaN if one is. Collective."""
+    """Return the largest or smallest element, 0-dim; NaN if any element is NaN. Collective."""
     op: ReduceOp = "max" if largest else "min"
     alike = _are_alike([ownership], local.device)
     floating = local.is_floating_point()

@@ -161,7 +161,7 @@ def _extreme(func: OpOverload) -> Rule:
 
 
 def _unscale(func: OpOverload) -> Rule:
-    """What `torch.amp.GradScaler` does to gradients."""
+    """Unscale gradients as `torch.amp.GradScaler` does."""
     if func._overloadname != "default":
         return refused(func)
 
@@ -216,7 +216,7 @@ def _eye(func: OpOverload) -> Rule:
 
 
 def _reshape(func: OpOverload) -> Rule:
-    """Another shape of the same elements in the same order: the span stays what it is."""
+    """Give the same elements, in the same order, another shape: the span stays the same."""
     if func._overloadname == "dtype":
         return refused(func)
 
@@ -232,13 +232,13 @@ def _reshape(func: OpOverload) -> Rule:
 
 
 def _need_flat_spans(func: OpOverload, owner: Ownership) -> None:
-    """Refuse views of what is cut along a tensor axis: spans are not those of the whole there."""
+    """Refuse views of parameters cut along a tensor axis, whose spans are those of a part."""
     if owner.tensor_parallel is not None:
         need_whole(func, owner)
 
 
 def _reinterpret(func: OpOverload) -> Rule:
-    """Complex numbers as pairs of real ones, and back: spans count twice or half as much."""
+    """View complex numbers as pairs of real ones, or back: spans double, or halve."""
     to_real = func.overloadpacket is _aten.view_as_real
 
     def rule(args: Args, kwargs: Kwargs) -> Any:
@@ -256,7 +256,7 @@ def _reinterpret(func: OpOverload) -> Rule:
 
 
 def _rows(func: OpOverload) -> Rule:
-    """``x[i]`` and ``x[i:j]``: elements that follow each other, of which each rank has a span."""
+    """Run ``x[i]`` and ``x[i:j]``: consecutive elements, of which each rank holds a span."""
     names = [argument.name for argument in func._schema.arguments]
 
     def rule(args: Args, kwargs: Kwargs) -> Any:
@@ -280,7 +280,7 @@ def _rows(func: OpOverload) -> Rule:
 
 
 def _part(owner: Ownership, start: int, shape: Sequence[int]) -> Ownership:
-    """Where the flat elements from ``start`` on are that make up a tensor of ``shape``."""
+    """Return the ownership of the flat elements from ``start`` on that make up ``shape``."""
     numel = math.prod(shape)
     ends = (
         [min(max(end - start, 0), numel) for end in (span.start, span.stop)] for span in owner.spans
@@ -290,7 +290,7 @@ def _part(owner: Ownership, start: int, shape: Sequence[int]) -> Ownership:
 
 
 def _pad(func: OpOverload) -> Rule:
-    """Nothing added is a copy, which libraries make where sizes may differ; else it is refused."""
+    """Copy if nothing is to be added, as libraries ask for; refuse any other padding."""
 
     def rule(args: Args, kwargs: Kwargs) -> Any:
         if any(args[1]):
@@ -305,12 +305,12 @@ def _alias(func: OpOverload) -> Rule:
 
 
 def _new_plain(func: OpOverload) -> Rule:
-    """``new_empty(size)`` and its kin name a size of their own: a plain tensor of that size."""
+    """Make a plain tensor for ``new_empty(size)`` and its kin, which name their own size."""
     return lambda args, kwargs: func(args[0].local, *args[1:], **kwargs)
 
 
 def _index_put(func: OpOverload) -> Rule:
-    """``x[mask] = number``, with a mask that is cut as x is."""
+    """Run ``x[mask] = number`` with a mask that is cut as x is."""
     in_place = func.overloadpacket is _aten.index_put_
 
     def rule(args: Args, kwargs: Kwargs) -> Any:

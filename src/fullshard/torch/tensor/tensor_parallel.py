@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are DTensors already, as `parallelize_module` makes them: the tensor axis.
+"""Parameters that are DTensors on a tensor axis, as `parallelize_module` makes them.
 
-A unit lays out what this rank has of such a parameter. Inside forward the module sees a DTensor
-again, made of the gathered elements; its gradient comes as one. Outside, the parameter has the
-shape of the whole, and what is global is so over both axes.
+A unit lays out the part that this rank holds of such a parameter. Inside forward the module sees a
+DTensor again, made of the gathered elements, and its gradient is a DTensor, too. Outside, the
+parameter has the shape of the whole, and global results are global over both axes.
 """
 
 import weakref
@@ -28,7 +28,7 @@ _communicators = weakref.WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a parameter of global ``shape`` and ``stride`` is cut before units cut it further.
+    """The cut of a parameter of global ``shape`` and ``stride`` before units cut it further.
 
     This rank's part is of ``local_shape``; ``comms`` join the ranks that have different parts, dim
     by dim of ``mesh``.
@@ -47,7 +47,7 @@ class TensorParallel:
         return not any(self.mesh.get_coordinate() or ())
 
     def part_of(self, full: Tensor) -> Tensor:
-        """This rank's part of a tensor of the global shape."""
+        """Return this rank's part of a tensor of the global shape."""
         part = full
         for dim, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
@@ -59,7 +59,7 @@ class TensorParallel:
         return part
 
     def dtensor(self, part: Tensor) -> DTensor:
-        """The DTensor of which this rank has ``part``; shares its memory."""
+        """Return the DTensor of which this rank holds ``part``; it shares its memory."""
         return DTensor.from_local(
             part,
             self.mesh,
@@ -70,11 +70,11 @@ class TensorParallel:
         )
 
     def whole(self, part: Tensor) -> Tensor:
-        """All parts together as a plain tensor. Collective over the mesh."""
+        """Return all parts together as a plain tensor. Collective over the mesh."""
         return self.dtensor(part).full_tensor()
 
     def part_of_dtensor(self, value: Tensor) -> Tensor:
-        """This rank's part of a DTensor. Collective over the mesh if it is placed otherwise."""
+        """Return this rank's part of a DTensor. Collective if it is placed otherwise."""
         assert isinstance(value, DTensor)
         if value.device_mesh != self.mesh or tuple(value.placements) != self.placements:
             # A gradient may be a sum over ranks that nobody has taken yet.
@@ -83,7 +83,7 @@ class TensorParallel:
 
 
 def tensor_parallel_of(name: str, param: Tensor) -> TensorParallel | None:
-    """How ``param`` is cut if it is a DTensor.
+    """Return how ``param`` is cut along a tensor axis, or None if it is not a DTensor.
 
     Raises `NotSupportedError` for placements other than ``Shard`` and ``Replicate``.
     """
@@ -111,7 +111,7 @@ def tensor_parallel_of(name: str, param: Tensor) -> TensorParallel | None:
 
 
 def held_here(param: Tensor) -> Tensor:
-    """What this rank has of a parameter: of a DTensor its local tensor, of others everything."""
+    """Return the part of a parameter on this rank: a DTensor's local tensor, else all of it."""
     return param.to_local().detach() if isinstance(param, DTensor) else param
 
 

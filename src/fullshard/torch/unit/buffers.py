@@ -22,12 +22,12 @@ __all__ = ["FlatBuffer", "MemorySource", "dtype_name", "dtype_of"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in `fullshard.core`: "float32" for ``torch.float32``."""
+    """Return the name of a dtype in `fullshard.core`: "float32" for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype that `dtype_name` names."""
+    """Return the dtype that `dtype_name` names."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -57,7 +57,7 @@ class MemorySource:
 
     @classmethod
     def of(cls, device: torch.device) -> "MemorySource | None":
-        """The source that serves ``device``, if there is one."""
+        """Return the source that serves ``device``, if there is one."""
         return cls._of.get(_with_index(device)) if cls._of else None
 
     def serve(self, device: torch.device) -> None:
@@ -89,7 +89,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def _ask_for_huge_pages(address: int, size: int) -> None:
-    """Advice only: where it is not followed, nothing is different."""
+    """Advise the kernel to use huge pages; nothing depends on it."""
     if _libc is not None:
         begin = -(-address // _PAGE_BYTES) * _PAGE_BYTES
         whole = (address + size - begin) // _PAGE_BYTES * _PAGE_BYTES
@@ -124,7 +124,7 @@ class FlatBuffer:
 
     @property
     def allocated(self) -> bool:
-        """Whether the storage has its memory now."""
+        """True while the storage has its memory."""
         return self._storage.nbytes() > 0
 
     def allocate(self) -> None:

@@ -13,7 +13,7 @@ from fullshard.core.layout import lay_out_segments
 from fullshard.core.spec import ParamSpec
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import dtype_name, dtype_of
-from fullshard.torch.unit.replaced import Successor, mark_replaced, put_back
+from fullshard.torch.unit.guards.replaced import Successor, mark_replaced, put_back
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.unit import Unit, UnitState
 
@@ -58,7 +58,7 @@ def follow_requires_grad(unit: Unit) -> bool:
 
 
 def _split(specs: list[ParamSpec], thawed: set[str]) -> list[list[ParamSpec]]:
-    """Those of one segment that stay as they are, and those that are trained from now on."""
+    """Split a segment into what stays as it is and what is trained from now on."""
     stay = [spec for spec in specs if spec.name not in thawed]
     return [stay, [replace(spec, trainable=True) for spec in specs if spec.name in thawed]]
 
@@ -86,9 +86,9 @@ def give_up(unit: Unit, originals: Mapping[str, nn.Parameter]) -> None:
 
 
 def rest_in_float32(unit: Unit) -> list[Successor]:
-    """Keep trained parameters of lower precision in float32; which took whose place. Collective.
+    """Keep trained parameters of lower precision in float32. Collective.
 
-    They are other parameters afterwards, since a tensor does not change its dtype.
+    Returns which new parameter replaces which, since a tensor cannot change its dtype.
     """
     before, names = unit.sharded, [param.ownership.name for param in unit.sharded]
     _lay_out_anew(unit, lambda specs: [[_raised(spec) for spec in specs]])
@@ -109,7 +109,7 @@ def _raised(spec: ParamSpec) -> ParamSpec:
 def _lay_out_anew(
     unit: Unit, regroup: Callable[[list[ParamSpec]], list[list[ParamSpec]]]
 ) -> dict[str, Tensor]:
-    """Lay out what ``regroup`` makes of each segment; the full values by name. Collective."""
+    """Lay out anew by ``regroup``, per segment; return full values by name. Collective."""
     full = unit.full_views(unit.gather_values())
     values = {each.spec.name: view for each, view in zip(unit.params, full, strict=True)}
     known = {each.spec.name: p for each, p in zip(unit.params, unit.sharded, strict=True)}
@@ -126,10 +126,10 @@ def _lay_out_anew(
 
 
 def take_over(unit: Unit) -> None:
-    """Adopt what modules show in place of the sharded parameters.
+    """Take over what modules show in place of the sharded parameters.
 
-    So it is after ``to_empty`` and after ``load_state_dict(assign=True)``. While some of the unit's
-    parameters are still on the meta device, nothing happens.
+    They do so after ``to_empty`` and after ``load_state_dict(assign=True)``. While some of the
+    unit's parameters are still on the meta device, nothing happens.
     """
     shown = unit.shards.shown()
     if all(a is b for a, b in zip(shown, unit.sharded, strict=True)):
@@ -155,7 +155,7 @@ def take_over(unit: Unit) -> None:
 
 
 def check_initialised(unit: Unit) -> None:
-    """Raise if a parameter that came from the meta device has got no value. Collective.
+    """Raise if a parameter that came from the meta device has no values yet. Collective.
 
     Memory for such parameters is filled with NaN when it is made, see
     `fullshard.torch.sharding.initialisation`.

@@ -27,7 +27,7 @@ def is_extended(param: Tensor) -> bool:
 
 
 def _inner_name(param: Any) -> str:
-    """The attribute in which the class keeps a tensor of the parameter's shape."""
+    """Return the attribute in which the class keeps a tensor of the parameter's shape."""
     attributes, _ = param.__tensor_flatten__()
     names = [name for name in attributes if getattr(param, name).shape == param.shape]
     if len(names) != 1:
@@ -39,7 +39,7 @@ def _inner_name(param: Any) -> str:
 
 
 def plain_data(param: Tensor) -> Tensor:
-    """The values of a parameter as a plain tensor of its shape: the inner one of an extended."""
+    """Return a parameter's values as a plain tensor; of an extended one, the inner tensor."""
     if not is_extended(param):
         return param.detach()
     inner: Tensor = getattr(param, _inner_name(param))
@@ -47,7 +47,7 @@ def plain_data(param: Tensor) -> Tensor:
 
 
 def without_values(param: Tensor) -> Tensor:
-    """A tensor of the same class, shape and notes whose values take no memory."""
+    """Make a tensor of the same class, shape and notes whose values take no memory."""
     attributes, context = param.__tensor_flatten__()  # type: ignore[attr-defined]
     inner = {name: getattr(param, name) for name in attributes}
     data = inner[_inner_name(param)]
@@ -60,7 +60,7 @@ def without_values(param: Tensor) -> Tensor:
 
 
 class Extension:
-    """One such parameter: what it sends, where that arrives, and the full parameter made of it."""
+    """One such parameter: what it sends, where it arrives, and the full parameter made of it."""
 
     def __init__(self, template: Tensor, slot: Slot, slices: int, mesh: Any, dtype: torch.dtype):
         self._inner = _inner_name(template)
@@ -75,11 +75,11 @@ class Extension:
 
     @property
     def bytes(self) -> int:
-        """Bytes that what has arrived holds now."""
+        """The bytes of what has arrived and is still held."""
         return self._arrived.bytes if self._arrived is not None and self._arrived.allocated else 0
 
     def send(self, shard: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pairs for `Comm.all_gather`, made of this rank's slice."""
+        """Make the pairs for `Comm.all_gather` from this rank's slice."""
         inputs, self._notes = self._call_before(self._of_slice(shard))
         for each in inputs:
             if each.numel() != shard.numel():
@@ -116,7 +116,7 @@ class Extension:
         return inputs, notes
 
     def receive(self) -> bool:
-        """Make the full parameter of what has arrived; True if it is a new object."""
+        """Make the full parameter of what has arrived; return True if it is a new object."""
         assert self._arrived is not None
         spec = self._slot.spec
         outputs = tuple(flat[: spec.numel].view(spec.shape) for flat in self._arrived.flats)

@@ -19,7 +19,7 @@ Values = Callable[[ParamSites], Tensor]
 
 
 def own_value(param: ParamSites) -> Tensor:
-    """The values that the parameter itself has."""
+    """Return the values that the parameter itself has."""
     return plain_data(param.param)
 
 
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def resting_device(self) -> torch.device:
-        """Where shards, their gradients and the optimizer's state are between steps."""
+        """The device of shards, their gradients and the optimizer's state between steps."""
         return torch.device("cpu") if self.offload.to_host else self.device
 
     @property

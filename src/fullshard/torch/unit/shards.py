@@ -14,8 +14,8 @@ from fullshard.torch.tensor.ownership import Ownership, next_serial
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import is_extended, plain_data, without_values
+from fullshard.torch.unit.guards.replaced import mark_replaced, take_over_hooks
 from fullshard.torch.unit.plan import Plan, Values
-from fullshard.torch.unit.replaced import mark_replaced, take_over_hooks
 from fullshard.torch.unit.sites import ParamSites, notes_on
 
 __all__ = ["Place", "Shards", "span_of"]
@@ -23,7 +23,7 @@ __all__ = ["Place", "Shards", "span_of"]
 
 @dataclass(frozen=True)
 class Place:
-    """Where the layout puts one parameter, and this rank's span of it."""
+    """The place of one parameter in the layout, and this rank's span of it."""
 
     segment: Segment
     slot: Slot
@@ -113,7 +113,7 @@ class Shards:
         return param
 
     def rename(self, prefix: str) -> None:
-        """Let the parameters go by the name that the whole model has for them."""
+        """Name the parameters as the whole model names them."""
         for place, param in zip(self.places, self.sharded, strict=True):
             full_name = f"{prefix}.{place.slot.spec.name}" if prefix else place.slot.spec.name
             param.ownership = replace(param.ownership, name=full_name)
@@ -145,7 +145,7 @@ def _stub(original: Tensor) -> Any:
 
 
 def span_of(value: Tensor, ownership: Ownership) -> Tensor:
-    """This rank's elements of a full tensor, or of one that is sharded.
+    """Return this rank's elements of a full tensor, or of one that is sharded.
 
     Collective if the tensor is sharded otherwise than ``ownership`` says. Raises
     `ConfigurationError` for another shape.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From ``nn.Module`` to specs: which parameters there are, where each is used, how to swap them.
+"""The places of parameters in modules: where each is used, and how to swap it.
 
 Outside of forward and backward a module shows its sharded parameters, inside its full ones.
 Swapping writes to ``module._parameters`` directly: going through ``setattr`` costs more than
@@ -51,24 +51,24 @@ class ParamSites:
         return parameters[key]
 
     def relative_to(self, path: str) -> "ParamSites":
-        """The same parameter, named as the module at ``path`` names it."""
+        """Return the same parameter, named as the module at ``path`` names it."""
         start = len(path) + 1 if path else 0
         aliases = tuple(alias[start:] for alias in self.spec.aliases)
         return replace(self, spec=replace(self.spec, name=self.spec.name[start:], aliases=aliases))
 
 
 def clean_name(name: str) -> str:
-    """A name as the plain model has it, without what wrappers of several kinds add."""
+    """Return a name as the plain model has it, without what wrappers of all kinds add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPING)
 
 
 def notes_on(param: Tensor) -> dict[str, Any]:
-    """The attributes that users have put on a parameter."""
+    """Return the attributes that users have put on a parameter."""
     return {key: value for key, value in param.__dict__.items() if "_fullshard" not in key}
 
 
 def device_of(sites: Sequence[ParamSites]) -> torch.device | None:
-    """The one device of all the parameters, None if there are none.
+    """Return the one device of all the parameters, or None if there are none.
 
     Raises `ConfigurationError` naming two parameters if they are on several devices.
     """

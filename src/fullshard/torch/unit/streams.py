@@ -73,7 +73,7 @@ class DeviceClock:
         self.start = self.mark()
 
     def mark(self) -> "float | torch.cuda.Event":
-        """A moment: now on the host, or when the current CUDA stream gets here."""
+        """Mark a moment: now on the host, or when the current CUDA stream gets here."""
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ class DeviceClock:
     def elapsed_s(
         self, begin: "float | torch.cuda.Event", end: "float | torch.cuda.Event"
     ) -> float:
-        """Seconds from one mark to another; on CUDA this waits for the later one."""
+        """Return the seconds from one mark to another; on CUDA this waits for the later one."""
         if isinstance(begin, float) and isinstance(end, float):
             return end - begin
         assert not isinstance(begin, float)

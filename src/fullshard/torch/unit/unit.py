@@ -25,11 +25,11 @@ from fullshard.torch.unit.full_parameters import (
     view_of,
 )
 from fullshard.torch.unit.gradients import Gradients, ReduceSettings
-from fullshard.torch.unit.lent import check_lent
+from fullshard.torch.unit.guards.lent import check_lent
+from fullshard.torch.unit.guards.writes import Writes
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.sites import ParamSites
-from fullshard.torch.unit.writes import Writes
 
 __all__ = ["Unit", "UnitState", "owner_of", "set_owner"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people can do about a failure, as far as what the other ranks do tells."""
+"""Advice on a failure, derived from what the other ranks are doing."""
 
 __all__ = ["LEFT", "NOTHING_AWAITED", "STORE_ENDED", "way_out"]
 
@@ -9,7 +9,7 @@ STORE_ENDED = "the process that keeps the store has ended"
 
 
 def way_out(table: str) -> str:
-    """A further line for an error with the `table` of a watchdog, or nothing.
+    """Return one more line for an error that shows the ``table`` of a watchdog, or nothing.
 
     A rank whose loop has ended before the others' has left, or goes on with something else.
     """

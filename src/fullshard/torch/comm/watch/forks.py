@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forked child has its parent's process groups, but none of the threads and sockets they need.
+"""Refusal of collectives in forked children, which would wait for ever.
 
-What it sends is never answered, so it would wait for ever. So children are told at once.
+A forked child has its parent's process groups, but none of the threads and sockets that they need;
+nothing that it sends is answered.
 """
 
 import os

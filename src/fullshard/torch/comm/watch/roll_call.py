@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is everybody here? What people may call on one rank only asks first, without a collective."""
+"""The roll call: before a collective that people may call on one rank only, wait for all ranks."""
 
 import hashlib
 import random
@@ -10,7 +10,7 @@ from typing import Any
 from fullshard.core.errors import FullshardError, UsageError
 from fullshard.torch.comm.process_group import witness_of
 from fullshard.torch.comm.protocol import Comm
-from fullshard.torch.comm.watch.watchdog import PERIOD_S, Place, Watchdog, Witness
+from fullshard.torch.comm.watch.watchdog import PERIOD_S, Standing, Watchdog, Witness
 
 __all__ = ["call_roll"]
 
@@ -79,7 +79,7 @@ class _Roll:
         self._what = what
         self._size = len(witness.members)
         self._others = [rank for rank in witness.members if rank != watchdog.rank]
-        number = watchdog.places.get(witness.family, Place()).rolls
+        number = watchdog.places.get(witness.family, Standing()).rolls
         subject = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
         self._key = f"roll/{witness.family}/{number}/{subject}"
         self._completed = self._add(1) >= self._size
@@ -91,8 +91,8 @@ class _Roll:
         """True once all ranks have come; this rank then goes on."""
         if not self._completed and self._add(0) < self._size:
             return False
-        place = self.watchdog.places.get(self.witness.family, Place())
-        self.watchdog.places[self.witness.family] = Place(place.rolls + 1)
+        place = self.watchdog.places.get(self.witness.family, Standing())
+        self.watchdog.places[self.witness.family] = Standing(place.rolls + 1)
         if self._add(1) == 2 * self._size:
             self.watchdog.store.delete_key(self._key)
         return True
@@ -120,8 +120,8 @@ class _Roll:
 
     def _is_elsewhere(self, record: dict[str, Any]) -> bool:
         family = self.witness.family
-        place = Place(*record["places"].get(family, ()))
-        mine = self.watchdog.places.get(family, Place())
+        place = Standing(*record["places"].get(family, ()))
+        mine = self.watchdog.places.get(family, Standing())
         if place.rolls != mine.rolls:  # the record is older than the last roll call
             return False
         calls = record["rolls"].get(family, self._what)

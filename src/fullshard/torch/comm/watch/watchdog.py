@@ -27,7 +27,7 @@ from fullshard.core.errors import CommunicationError
 from fullshard.torch.comm.watch.advice import LEFT, NOTHING_AWAITED, STORE_ENDED, way_out
 from fullshard.torch.comm.watch.forks import check_not_forked, current_pid, refuse_inherited_world
 
-__all__ = ["Place", "Progress", "Watchdog", "Witness"]
+__all__ = ["Progress", "Standing", "Watchdog", "Witness"]
 
 PERIOD_S = 1.0
 SILENT_S = 3 * PERIOD_S  # a rank that has not written for so long has died or hangs as a whole
@@ -40,7 +40,7 @@ _Event = tuple[str, float]  # what, and when by this host's clock (seconds since
 
 @dataclass
 class Progress:
-    """What this process is doing. The fields are assigned whole, so any thread may read them."""
+    """The present activity of this process; any thread may read it, as fields are set whole."""
 
     issued: _Event | None = None
     waiting: _Event | None = None
@@ -52,8 +52,8 @@ class Progress:
 _progress = Progress()
 
 
-class Place(NamedTuple):
-    """How far this rank has come in a family: roll calls completed, collectives issued since.
+class Standing(NamedTuple):
+    """The progress of this rank in a family: roll calls completed, collectives issued since.
 
     All ranks of the family come through the same places in the same order.
     """
@@ -89,8 +89,8 @@ class Witness:
         self.stop_if_failed(what)
         _progress.issued = (what, time.time())
         if self.watchdog is not None:
-            place = self.watchdog.places.get(self.family, Place())
-            self.watchdog.places[self.family] = Place(place.rolls, place.issued + 1)
+            place = self.watchdog.places.get(self.family, Standing())
+            self.watchdog.places[self.family] = Standing(place.rolls, place.issued + 1)
 
     def leaves_pending(self, what: str, works: Sequence[dist.Work]) -> None:
         """Note a collective for which the host will not wait, the last of those under way."""
@@ -150,7 +150,7 @@ class Witness:
             )
 
     def overdue(self) -> str | None:
-        """What the device has not completed as the timeout draws near, once."""
+        """Return, once, the call that the device has not completed as the timeout draws near."""
         if self._pending is None:
             return None
         what, begin, works = self._pending
@@ -171,7 +171,7 @@ class Watchdog:
 
     @classmethod
     def of_this_process(cls) -> "Watchdog | None":
-        """The one of the present default group, started if need be; None if no store is to be had.
+        """Return that of the default group, started if need be; None if there is no store.
 
         Not collective.
         """
@@ -190,7 +190,7 @@ class Watchdog:
     def __init__(self, store: Any):
         self.rank = dist.get_rank()
         self.announced: dict[str, _Event] = {}  # the first failure in each family, when heard
-        self.places: dict[str, Place] = {}  # by family
+        self.places: dict[str, Standing] = {}  # by family
         self.rolls: dict[str, str] = {}  # what this rank calls now, by family
         self._last_table = ""  # as the store may be gone when it is wanted
         self._lifeline = _connect_to_server_of(store)
@@ -215,7 +215,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def calling(self, what: str, families: Sequence[str]) -> Iterator[None]:
-        """Within, this rank waits in roll calls of ``families`` for ``what``."""
+        """Show within that this rank waits in roll calls of ``families`` for ``what``."""
         _progress.calling = (what, time.time())
         self.rolls.update(dict.fromkeys(families, what))
         try:
@@ -241,7 +241,7 @@ class Watchdog:
                 self.store.set(_failure_of(family), text)
 
     def table(self, members: Sequence[int]) -> str:
-        """One line for each of the other ranks, or for those that are in the same place."""
+        """Write one line for each of the other ranks, or for several in the same place."""
         others = [rank for rank in members if rank != self.rank]
         if not self.store_lives():
             return self._last_table or f"\n{_UNKNOWN}: {STORE_ENDED}"
@@ -275,7 +275,7 @@ class Watchdog:
     # said, and look whether it is still open.
 
     def store_lives(self) -> bool:
-        """False once the store is known to be gone."""
+        """Return False once the store is known to be gone."""
         if self._lifeline is not None and not self._store_is_gone:
             try:
                 self._store_is_gone = self._lifeline.recv(1) == b""
@@ -308,7 +308,7 @@ class Watchdog:
                 print(f"fullshard: rank {self.rank}: {late}, not done yet{table}", file=sys.stderr)
 
     def read(self, ranks: Sequence[int]) -> dict[int, dict[str, Any] | None]:
-        """What each rank has last written; None for one that has not."""
+        """Return what each rank has last written, or None for a rank that has not."""
         keys = [str(rank) for rank in ranks]
         if self.store.has_extended_api() and self.store.check(keys):
             found: list[bytes | None] = list(self.store.multi_get(keys))
@@ -359,7 +359,7 @@ def _lines(records: dict[int, dict[str, Any] | None]) -> list[str]:
 
 
 def _state(record: dict[str, Any] | None, now: float) -> tuple[str, float]:
-    """What a rank does, with ``{age}`` where it says since when, and that moment."""
+    """Describe a rank's activity, with ``{age}`` for its duration, and when it began."""
     if record is None:
         return "no sign of life at all", now
     safe = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is in a model: parameters, other state, and how to put values back into it.
+"""Read a model: its parameters, its other state, and how values are put back into it.
 
 Two kinds of models are known: an `nnx.Module`, and any pytree of arrays (Equinox modules, variables
 of Linen and Haiku).

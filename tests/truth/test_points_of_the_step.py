@@ -244,7 +244,7 @@ def test_point_06_sharded_parameters_as_inputs_of_autograd_are_named(door):
         loss = model(X).sum()
         with pytest.raises(UsageError, match=r"autograd\.grad"):
             torch.autograd.grad(loss, model.parameters())
-        with pytest.raises(UsageError, match=r"autograd\.backward"):
+        with pytest.raises(UsageError, match="backward"):
             loss.backward(inputs=list(model.parameters()))
         plain = seeded(net)
         plain(X).sum().backward()

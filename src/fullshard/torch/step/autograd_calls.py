@@ -2,12 +2,12 @@
 """Calls of autograd that name sharded parameters, which are in no graph: refused by name.
 
 `torch.autograd.grad` would say that they are unused, and ``backward(inputs=...)`` would do
-nothing at all. Autograd tells nobody what it was asked for, so both functions are looked at.
+nothing at all. Autograd tells nobody what it was asked for, so what both functions hand to its
+engine is looked at. (The functions themselves stay what they are: compilers know them.)
 """
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = ["watch_autograd"]
 
+_ENGINE = "_engine_run_backward"
+_INPUTS = 4  # behind outputs, their gradients, retain_graph and create_graph
+
 _lock = threading.Lock()
 _watching = False
 
@@ -25,42 +28,26 @@ def watch_autograd() -> None:
     """Refuse sharded parameters as inputs of autograd's functions, from now on."""
     global _watching
     with _lock:
-        if _watching:
+        run = getattr(torch.autograd, _ENGINE, None)
+        if _watching or run is None:  # another version of torch
             return
         _watching = True
-        torch.autograd.grad = _checked(torch.autograd.grad, 1)
-        torch.autograd.backward = _checked(torch.autograd.backward, 5)
+
+        @functools.wraps(run)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            if len(args) > _INPUTS and args[_INPUTS]:
+                _refuse_sharded(args[_INPUTS])
+            return run(*args, **kwargs)
+
+        setattr(torch.autograd, _ENGINE, checked)
 
 
-def _checked(function: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """``function``, whose argument ``inputs`` is at ``position``, after a look at it."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        inputs = args[position] if len(args) > position else kwargs.get("inputs")
-        if inputs is not None:
-            if isinstance(inputs, Iterator):  # which can be read once
-                inputs = list(inputs)
-                if len(args) > position:
-                    args = (*args[:position], inputs, *args[position + 1 :])
-                else:
-                    kwargs["inputs"] = inputs
-            _refuse_sharded(function.__name__, inputs)
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _refuse_sharded(name: str, inputs: Any) -> None:
-    if isinstance(inputs, torch.Tensor):
-        inputs = (inputs,)
-    elif isinstance(inputs, dict):
-        inputs = inputs.values()
-    for each in inputs if isinstance(inputs, Iterable) else ():
+def _refuse_sharded(inputs: Any) -> None:
+    for each in inputs:
         if isinstance(each, ShardedParameter):
             raise UsageError(
-                f"torch.autograd.{name} cannot take gradients for {each.ownership}: the graph has "
-                "full parameters, whose gradients are reduced when backward has left their unit. "
-                "Call loss.backward() without inputs and read param.grad; to leave parameters out, "
-                "param.requires_grad_(False) before forward"
+                "torch.autograd.grad and backward(inputs=...) cannot take gradients for "
+                f"{each.ownership}: the graph has full parameters, whose gradients are reduced "
+                "when backward has left their unit. Call loss.backward() without inputs and read "
+                "param.grad; to leave parameters out, param.requires_grad_(False) before forward"
             )

@@ -83,7 +83,9 @@ def _foreach_norm(args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 
 def _parts(tensors: list[Any]) -> list[tuple[Tensor, Ownership | None]]:
-    return [(x.local, x.ownership) if type(x) is ShardedParameter else (x, None) for x in tensors]
+    return [
+        (x.local, x.ownership) if isinstance(x, ShardedParameter) else (x, None) for x in tensors
+    ]
 
 
 def _norm(func: OpOverload) -> Rule:
@@ -168,7 +170,7 @@ def _unscale(func: OpOverload) -> Rule:
     def rule(args: Args, kwargs: Kwargs) -> None:
         grads, found_inf, inv_scale = args
         unscale(_parts(grads), found_inf, inv_scale)
-        count_change(*(grad.local for grad in grads if type(grad) is ShardedParameter))
+        count_change(*(grad.local for grad in grads if isinstance(grad, ShardedParameter)))
 
     return rule
 
@@ -182,8 +184,8 @@ def _draw(func: OpOverload) -> Rule:
     def rule(args: Args, kwargs: Kwargs) -> Any:
         target = args[0]
         others = (*args[1:], *kwargs.values())
-        if type(target) is not ShardedParameter or any(
-            type(other) is ShardedParameter for other in others
+        if not isinstance(target, ShardedParameter) or any(
+            isinstance(other, ShardedParameter) for other in others
         ):
             need_whole(func, leading_ownership(func, args, kwargs))
         owner = target.ownership
@@ -226,14 +228,17 @@ def _reshape(func: OpOverload) -> Rule:
         if shape == owner.shape:
             return ShardedParameter.value(args[0].local, owner)
         _need_flat_spans(func, owner)
-        return ShardedParameter.value(args[0].local, owner.reshaped(shape))
+        reshaped = owner.reshaped(shape)
+        if owner.placed is not None and reshaped.placed is None:
+            need_whole(func, owner)  # ranks hold no whole rows of it; DTensor knows what to do
+        return ShardedParameter.value(args[0].local, reshaped)
 
     return rule
 
 
 def _need_flat_spans(func: OpOverload, owner: Ownership) -> None:
-    """Refuse views of parameters cut along a tensor axis, whose spans are those of a part."""
-    if owner.tensor_parallel is not None:
+    """Refuse views of parameters whose spans are those of a part, or in another order."""
+    if owner.tensor_parallel is not None or owner.dim:
         need_whole(func, owner)
 
 
@@ -286,7 +291,8 @@ def _part(owner: Ownership, start: int, shape: Sequence[int]) -> Ownership:
         [min(max(end - start, 0), numel) for end in (span.start, span.stop)] for span in owner.spans
     )
     name = f"{owner.name}[{start}:{start + numel} of the flat elements]"
-    return replace(owner, name=name, shape=tuple(shape), spans=tuple(Span(*each) for each in ends))
+    spans = tuple(Span(*each) for each in ends)
+    return replace(owner, name=name, shape=tuple(shape), spans=spans, placed=None)
 
 
 def _pad(func: OpOverload) -> Rule:
@@ -317,9 +323,10 @@ def _index_put(func: OpOverload) -> Rule:
         target, indices, value = args[:3]
         owner = leading_ownership(func, args, kwargs)
         mask: Any = indices[0] if len(indices) == 1 else None
-        plain_number = type(value) is not ShardedParameter and value.numel() == 1
+        plain_number = not isinstance(value, ShardedParameter) and value.numel() == 1
         if not (
-            type(target) is ShardedParameter is type(mask)
+            isinstance(target, ShardedParameter)
+            and isinstance(mask, ShardedParameter)
             and mask.dtype is torch.bool
             and owner.agrees_with(mask.ownership)
             and plain_number

@@ -119,7 +119,7 @@ def _lay_out_anew(
     params = [
         replace(each, spec=specs[each.spec.name]) for each in unit.params if each.spec.name in specs
     ]
-    layout = lay_out_segments(groups, unit.ranks.gather.size, unit.plan.precision)
+    layout = lay_out_segments(groups, unit.ranks.gather.size, unit.plan.precision, unit.plan.align)
     plan = replace(unit.plan, values=lambda each: values[each.spec.name])
     unit.rest_in(Shards(params, layout, plan, unit.shards.device, known))
     return values

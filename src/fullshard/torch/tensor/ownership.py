@@ -76,6 +76,11 @@ class Ownership:
         return (self.comm,) if cut is None else (self.comm, *cut.comms)
 
     @property
+    def is_interval(self) -> bool:
+        """True if spans are intervals of the whole parameter's elements in their own order."""
+        return self.tensor_parallel is None and not self.dim
+
+    @property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
@@ -306,7 +306,15 @@ def _as_dtensor_does(
         raise refusal from error
     if func._schema.is_mutable:
         torch._C._increment_version([each.local for each in taken.values()])
-    return tree_map_only(DTensor, lambda each: taken.get(id(each), each), result)
+    return tree_map_only(DTensor, lambda each: taken.get(id(each)) or _taken_together(each), result)
+
+
+def _taken_together(value: DTensor) -> DTensor:
+    """Add up a sum of which each rank has a part: most operations in place refuse that."""
+    if not any(placement.is_partial() for placement in value.placements):
+        return value
+    whole = [Replicate() if each.is_partial() else each for each in value.placements]
+    return value.redistribute(placements=whole)
 
 
 def _make(local: Tensor, ownership: Ownership, requires_grad: bool) -> ShardedParameter:

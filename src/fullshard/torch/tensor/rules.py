@@ -312,7 +312,13 @@ def _alias(func: OpOverload) -> Rule:
 
 def _new_plain(func: OpOverload) -> Rule:
     """Make a plain tensor for ``new_empty(size)`` and its kin, which name their own size."""
-    return lambda args, kwargs: func(args[0].local, *args[1:], **kwargs)
+
+    def rule(args: Args, kwargs: Kwargs) -> Any:
+        if args[0].ownership.placed is not None:
+            need_whole(func, args[0].ownership)  # a DTensor makes DTensors
+        return func(args[0].local, *args[1:], **kwargs)
+
+    return rule
 
 
 def _index_put(func: OpOverload) -> Rule:

@@ -164,12 +164,12 @@ def check_initialised(unit: Unit) -> None:
     bare = [
         param.ownership.name
         for param in unit.sharded
-        if param.is_floating_point() and bool(torch.isnan(param.local).any())
+        if param.is_meta or (param.is_floating_point() and bool(torch.isnan(param.local).any()))
     ]
     if unit.ranks.any(bool(bare), unit.device):
         names = ", ".join(bare) or "(parameters that other ranks hold)"
         raise UsageError(
             f"unit {unit.name!r} came from the meta device, and nobody has initialised {names}: "
-            "their values are not numbers. Call the modules' reset_parameters() after to_empty(), "
+            "they have no values, or none that are numbers. Call the modules' reset_parameters() after to_empty(), "
             "or load a state dict"
         )

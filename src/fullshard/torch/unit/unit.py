@@ -84,11 +84,12 @@ class Unit:
         self.settings = ReduceSettings()
         self.custom_gather: CustomGather | None = None
         self._lent: set[tuple[int, str]] = set()  # sites that show what functional_call put there
-        self.unchecked = False  # was on a meta device, and nobody has looked for values since
         specs = (each.spec for each in params)
         layout = lay_out(specs, self.ranks.gather.size, plan.precision, plan.align)
         on_meta = plan.values is own_value and any(each.param.is_meta for each in params)
         device = torch.device("meta") if on_meta else plan.resting_device
+        # A rank was on the meta device, and nobody has looked for values since: all look together.
+        self.unchecked = plan.values is own_value and self.ranks.any(on_meta, plan.device)
         for each in params:
             set_owner(each.param, self, each.spec.name)
         self.rest_in(Shards(params, layout, plan, device, {}))

@@ -34,6 +34,7 @@ copied to their places. So does what is cut along another dimension than the fir
 without dims has no rows; it stays in a segment that is cut by element.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
@@ -62,7 +63,7 @@ Align = Literal["element", "row"]
 
 ALIGN_NUMEL = 32
 
-PACKED_BYTES = 2**16
+PACKED_BYTES = 2**15
 """Parameters of at most so many bytes share a segment when they are cut by rows."""
 
 _ALIGN_BYTES = 32
@@ -231,6 +232,22 @@ class Layout:
         return sum(segment.full_bytes for segment in self.segments)
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes of the slice that one rank sends in a gather to each of the others."""
+        return sum(each.slice_numel * item_bytes(each.full_dtype) for each in self.segments)
+
+    @property
+    def grad_sent_bytes(self) -> int:
+        """Bytes of the slice that one rank sends in a reduce to each of the others."""
+        trained = (each for each in self.segments if each.trainable)
+        return sum(each.slice_numel * item_bytes(each.grad_dtype) for each in trained)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that a gather holds beside the full parameters; see [Note: Whole rows]."""
+        return sum(segment.staged_bytes for segment in self.segments)
+
+    @property
     def grad_shard_bytes(self) -> int:
         """Bytes of one rank's shard of the gradients at rest: frozen parameters have none."""
         return sum(segment.slice_bytes for segment in self.segments if segment.trainable)
@@ -314,6 +331,8 @@ def _kinds(
             kinds[1].append(spec)
         else:
             kinds[2].append(spec)
+    if len(kinds[1]) == 1 and not kinds[1][0].cut_dim:  # it shares the message with nobody
+        kinds[2].append(kinds[1].pop())
     return kinds
 
 
@@ -327,7 +346,8 @@ def _one_behind_the_other(specs: Sequence[ParamSpec], shards: int) -> tuple[tupl
 
 def _packed(specs: Sequence[ParamSpec], shards: int) -> tuple[tuple[Slot, ...], int]:
     slots, end = [], 0  # of a slice
+    unit = ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, shards)  # the parameters begin on 32 elements then
     for spec in specs:
         slots.append(Slot(spec, shards * end, shards * end + spec.numel))
-        end += _round_up(chunk_numel(spec, shards), ALIGN_NUMEL)
-    return tuple(slots), end
+        end += _round_up(chunk_numel(spec, shards), unit)
+    return tuple(slots), _round_up(end, ALIGN_NUMEL)

@@ -4,7 +4,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
@@ -23,6 +23,7 @@ from fullshard.torch.sharding.options import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    check_align,
     offload_of,
     precision_of,
 )
@@ -91,14 +92,13 @@ def fully_shard(
     """
     precision = precision_of("mp_policy", mp_policy)
     offload = offload_of("offload_policy", offload_policy)
+    check_align(align)
     check_compression(compression)
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
     _, ignored = ignored_parts({"ignored_params": ignored_params})
     where = _chosen_dims(mesh, dp_mesh_dims)
     found = shardable_parameters(modules, where, ignored)
-    if align not in get_args(Align):
-        raise ConfigurationError(f"align must be one of {get_args(Align)}, got {align!r}")
     hybrid = isinstance(where, tuple) or (isinstance(where, DeviceMesh) and where.ndim == 2)
     ranks = ranks_of(where, Sharding(True, True, replicated=hybrid))
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):

@@ -170,6 +170,6 @@ def check_initialised(unit: Unit) -> None:
         names = ", ".join(bare) or "(parameters that other ranks hold)"
         raise UsageError(
             f"unit {unit.name!r} came from the meta device, and nobody has initialised {names}: "
-            "they have no values, or none that are numbers. Call the modules' reset_parameters() after to_empty(), "
-            "or load a state dict"
+            "they have no values, or none that are numbers. Call the modules' reset_parameters() "
+            "after to_empty(), or load a state dict"
         )

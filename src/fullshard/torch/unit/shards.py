@@ -116,7 +116,7 @@ class Shards:
         return param
 
     def _placed(self, each: ParamSites, place: Place, shape: tuple[int, ...]) -> Placed | None:
-        """What DTensor calls the place, if ranks hold whole rows and have a mesh."""
+        """Return what DTensor calls the place, if ranks hold whole rows and have a mesh."""
         ranks, spec = self._plan.ranks, place.slot.spec
         if not place.segment.by_row or ranks.device_mesh is None:
             return None

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fullshard.core.forecast import Sent, UnitCost, forecast, step_events
+from fullshard.core.layout import stored_bytes
 from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm.compressed import CompressedComm

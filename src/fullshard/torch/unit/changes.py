@@ -160,7 +160,6 @@ def check_initialised(unit: Unit) -> None:
     Memory for such parameters is filled with NaN when it is made, see
     `fullshard.torch.sharding.initialisation`.
     """
-    unit.unchecked = False
     bare = [
         param.ownership.name
         for param in unit.sharded
@@ -173,3 +172,4 @@ def check_initialised(unit: Unit) -> None:
             "they have no values, or none that are numbers. Call the modules' reset_parameters() "
             "after to_empty(), or load a state dict"
         )
+    unit.unchecked = False  # on all ranks, or on none

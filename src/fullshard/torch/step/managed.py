@@ -227,7 +227,7 @@ class ManagedUnit:
         self._swapped.clear()
         self.call = None
         self.unit.drop_gradients()
-        self.unit.show_sharded()
+        self.unit.hide_full()
 
 
 def _swap(swaps: Swaps, given: tuple[Any, Any], change: Callable[[Tensor], Tensor]) -> Any:

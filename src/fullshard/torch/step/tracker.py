@@ -51,8 +51,8 @@ class Tracker:
         self._reached: set[int] = set()  # forwards of the root whose backward has begun in this one
         self._in_backward = False
         self._ending: Callable[[], Ending | None] = lambda: None
-        # Units that are due, by their latest forward, and those that backward has reached or given
-        # a gradient, by when that was (dicts for their order).
+        # Units that are due, or were, with a call to come, by their latest forward; and those that
+        # backward has reached or given a gradient, by when that was (dicts for their order).
         self._due: dict[ManagedUnit, None] = {}
         self._active: dict[ManagedUnit, None] = {}
         self._marks = UnitMarks()
@@ -342,7 +342,8 @@ class Tracker:
         if step.phase.due and not unused:
             self._pass_over(after=step.first_begin)
         step.end_backward()
-        self._due.pop(managed, None)
+        if not step.calls(self._reached):  # else units around it wait for an earlier call
+            self._due.pop(managed, None)
         self._active.pop(managed, None)
         step.held_back = managed.unit.trainable and not managed.requires_gradient_sync
         self.executor.do(Moment.BACKWARD_END, managed)
@@ -359,6 +360,7 @@ class Tracker:
                 self._end(managed)
         for managed in list(self._active):
             self._end(managed)
+        self._due.clear()
         self._reached.clear()
         self._recomputed = 0
         for managed in self.executor.units:

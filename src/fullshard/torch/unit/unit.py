@@ -128,6 +128,13 @@ class Unit:
         """Let the modules show the sharded parameters."""
         self._show(self.sharded)
 
+    def hide_full(self) -> None:
+        """Let the modules show the sharded parameters where they show full ones, and only there."""
+        full = self.full.params
+        for parameters, key, index in self._sites:
+            if full and parameters.get(key) is full[index]:
+                parameters[key] = self.sharded[index]
+
     def _show(self, values: Sequence[Tensor]) -> None:
         if self._lent:
             for parameters, key, index in self._sites:

@@ -163,23 +163,111 @@ def test_point_02_what_blocks_append_is_kept(door):
 # ---- 4, 5: stale references, writes in forward -------------------------------------------------
 
 
-class Stale(nn.Module):
+class Listing(nn.Module):
+    """Uses its parameters by lists and dicts that it has made of them."""
+
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.weights = [self.layer.weight]
+        self.layer, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.weights = [self.layer.weight, (1, 2), {"deep": self.other.weight}]
 
     def forward(self, x):
-        return x @ self.weights[0]
+        first, _, named = self.weights
+        return self.layer(x) @ first + self.other.bias @ named["deep"]
+
+
+def by_attribute(plain):
+    weights = plain.weights
+    weights[0], weights[2]["deep"] = plain.layer.weight, plain.other.weight
+    return plain
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_point_04_lists_of_weights_follow_what_modules_show(door):
+    def body(comm):
+        model, plain = seeded(Listing).double(), by_attribute(seeded(Listing).double())
+        model = shard(model, comm, door, units=())
+        ours = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+        theirs = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1)
+        for step in range(4):
+            if step == 2:  # thawing lays parameters out anew
+                for each in (model.module if door == "wrapper" else model, plain):
+                    each.layer.bias.requires_grad_(False)
+            if step == 3:
+                for each in (model.module if door == "wrapper" else model, plain):
+                    each.layer.bias.requires_grad_(True)
+            with torch.no_grad():
+                torch.testing.assert_close(model(X), plain(X))
+            model(X).square().sum().backward()
+            plain(X).square().sum().backward()
+            assert_grads(model, plain)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    LocalWorld(2).run(body)
+
+
+class Stale(nn.Module):
+    """Has a reference that nobody can find: in a closure."""
+
+    def __init__(self, trained=True):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        weight = self.layer.weight.requires_grad_(trained)
+        self.multiply = lambda x: x @ weight
+        self.weigh = lambda: weight
+
+    def forward(self, x):
+        return self.multiply(x)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_point_04_a_replaced_original_in_forward_is_named(door, trained, grad):
+    def body(comm):
+        model = shard(seeded(lambda: Stale(trained)).double(), comm, door, units=())
+        inner = model.module if door == "wrapper" else model
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(UsageError, match=r"parameter 'layer\.weight' that was taken before"),
+        ):
+            model(X)
+        weight = inner.weigh()  # outside forward it can be looked at, and compared
+        assert tuple(weight.shape) == (3, 3)
+        assert torch.equal(weight, inner.layer.weight.full_tensor())
+
+    LocalWorld(2).run(body)
 
 
 def test_point_04_a_gradient_of_a_replaced_original_is_named():
     def body(comm):
-        model = fully_shard(seeded(Stale).double(), mesh=comm)
+        model = seeded(Stale).double()
+        fully_shard(model, mesh=comm)
         with pytest.raises(UsageError, match=r"sharded as 'layer\.weight'"):
-            model(X).sum().backward()
+            model.weigh().square().sum().backward()
 
     LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU])
+def test_point_04_recurrent_layers_leave_full_parameters_where_they_are(cls):
+    def body(comm):
+        model, plain = seeded(lambda: cls(3, 3).double()), seeded(lambda: cls(3, 3).double())
+        model = fully_shard(model, mesh=comm)
+        moved = []  # as on CUDA, where forward flattens what has changed
+        cls.flatten_parameters, kept = lambda self: moved.append(self), cls.flatten_parameters
+        try:
+            for _ in range(2):
+                model(X)[0].square().sum().backward()
+                plain(X)[0].square().sum().backward()
+                assert_grads(model, plain)
+        finally:
+            cls.flatten_parameters = kept
+        assert not moved
+
+    LocalWorld(1).run(body)
 
 
 def test_point_04_a_buffer_in_the_memory_of_a_parameter_is_named():

@@ -9,10 +9,10 @@ from torch import nn
 from fullshard.core.errors import UsageError
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.sites import clean_name
+from fullshard.torch.unit.sites import clean_name, holders_in
 from fullshard.torch.unit.unit import owner_of
 
-__all__ = ["Structure", "leads_to_others", "used_outside_their_unit"]
+__all__ = ["Structure", "follow_holders", "leads_to_others", "used_outside_their_unit"]
 
 _STRUCTURE = "_fullshard_structure"
 
@@ -85,6 +85,31 @@ def used_outside_their_unit(root: nn.Module, owners: Mapping[int, ManagedUnit]) 
             if outside:
                 found[repr(clean_name(f"{path}.{key}" if path else key))] = None
     return list(found)
+
+
+def follow_holders(root: nn.Module, owners: Mapping[int, ManagedUnit]) -> None:
+    """Let lists and dicts of modules below ``root`` follow the parameters that they hold.
+
+    A list of weights that was made in ``__init__`` shows what the modules show, full in forward.
+    ``owners`` has the units below ``root`` by the ids of their parameters.
+    """
+    for module in root.modules():
+        if isinstance(module, nn.RNNBase):
+            # On CUDA this would move full parameters out of the memory that is gathered into.
+            module.__dict__["flatten_parameters"] = _leave_as_they_are
+        for holder, param in list(holders_in(module)):
+            managed = owners.get(id(param))
+            if managed is not None:
+                numbers = {id(each): index for index, each in enumerate(managed.unit.sharded)}
+                managed.unit.follow(holder, numbers[id(param)])
+                continue
+            owned = None if isinstance(param, ShardedParameter) else owner_of(param)
+            if owned is not None:
+                owned[0].follow(holder, owned[1])
+
+
+def _leave_as_they_are() -> None:
+    pass
 
 
 def leads_to_others(module: nn.Module, owners: Mapping[int, ManagedUnit]) -> bool:

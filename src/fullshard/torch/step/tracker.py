@@ -22,10 +22,10 @@ from torch.autograd import Variable
 from fullshard.core.errors import UsageError
 from fullshard.core.schedule import Moment
 from fullshard.core.strategy import Prefetch
+from fullshard.torch.step import paths
 from fullshard.torch.step.calls import Call
 from fullshard.torch.step.executor import Executor
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
-from fullshard.torch.step.paths import Structure, leads_to_others, used_outside_their_unit
 from fullshard.torch.step.profiling import UnitMarks, profiler_runs
 from fullshard.torch.step.refusals import Ending, check_backward
 from fullshard.torch.step.unit_step import Phase
@@ -61,7 +61,7 @@ class Tracker:
         for number, managed in enumerate(units):
             managed.number = number
             managed.tracker = self
-        self.structure: Callable[[], Structure | None] = lambda: None
+        self.structure: Callable[[], paths.Structure | None] = lambda: None
         self.executor = Executor(units, prefetch)
 
     @classmethod
@@ -86,12 +86,13 @@ class Tracker:
             managed.unit.rename(path)
         tracker = cls(list(found), prefetch)
         owners = {id(param): managed for managed in found for param in managed.unit.sharded}
-        tracker.unresolved = used_outside_their_unit(root, owners)
-        tracker.structure = weakref.ref(Structure(root))
+        tracker.unresolved = paths.used_outside_their_unit(root, owners)
+        paths.follow_holders(root, owners)
+        tracker.structure = weakref.ref(paths.Structure(root))
         for module in root.modules():
             managed = managed_unit_of(module)
             if managed is not None:
-                managed.ends_with_backward |= leads_to_others(module, owners)
+                managed.ends_with_backward |= paths.leads_to_others(module, owners)
         return tracker
 
     @property

@@ -6,7 +6,7 @@ Swapping writes to ``module._parameters`` directly: going through ``setattr`` co
 everything else that the engine does for a parameter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from fullshard.torch.tensor.tensor_parallel import TensorParallel
 if TYPE_CHECKING:
     pass
 
-__all__ = ["WRAPPED", "ParamSites", "clean_name", "device_of", "notes_on"]
+__all__ = ["WRAPPED", "Holder", "ParamSites", "clean_name", "device_of", "holders_in", "notes_on"]
 
 
 WRAPPED = "_fsdp_wrapped_module"
@@ -55,6 +55,33 @@ class ParamSites:
         start = len(path) + 1 if path else 0
         aliases = tuple(alias[start:] for alias in self.spec.aliases)
         return replace(self, spec=replace(self.spec, name=self.spec.name[start:], aliases=aliases))
+
+
+Holder = tuple[list[Any] | dict[Any, Any], Any]
+"""A list or dict beside ``module._parameters`` that holds a parameter, and the key in it."""
+
+_HELD_DEPTH = 3
+
+
+def holders_in(module: nn.Module) -> Iterator[tuple[Holder, nn.Parameter]]:
+    """Yield the parameters in lists and dicts that are attributes of ``module``, nested or not."""
+    for name, value in module.__dict__.items():
+        if isinstance(value, (list, dict)) and name not in _REGISTRIES:
+            yield from _held_in(value, _HELD_DEPTH)
+
+
+_REGISTRIES = set(nn.Module().__dict__)  # of parameters, modules, hooks
+
+
+def _held_in(
+    container: list[Any] | dict[Any, Any], depth: int
+) -> Iterator[tuple[Holder, nn.Parameter]]:
+    items = enumerate(container) if isinstance(container, list) else container.items()
+    for key, value in items:
+        if isinstance(value, nn.Parameter):
+            yield (container, key), value
+        elif depth > 1 and isinstance(value, (list, dict)):
+            yield from _held_in(value, depth - 1)
 
 
 def clean_name(name: str) -> str:

@@ -9,6 +9,7 @@ of gradients in `fullshard.torch.unit.gradients`.
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
 
 import torch
@@ -29,7 +30,7 @@ from fullshard.torch.unit.guards.lent import check_lent
 from fullshard.torch.unit.guards.writes import Writes
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.shards import Shards
-from fullshard.torch.unit.sites import ParamSites
+from fullshard.torch.unit.sites import Holder, ParamSites
 
 __all__ = ["Unit", "UnitState", "owner_of", "set_owner"]
 
@@ -83,6 +84,7 @@ class Unit:
         self.settings = ReduceSettings()
         self.custom_gather: CustomGather | None = None
         self._lent: set[tuple[int, str]] = set()  # sites that show what functional_call put there
+        self._holders: list[tuple[Holder, str]] = []  # lists of users, by the parameter's name here
         self.unchecked = False  # was on a meta device, and nobody has looked for values since
         layout = lay_out((each.spec for each in params), self.ranks.gather.size, plan.precision)
         on_meta = plan.values is own_value and any(each.param.is_meta for each in params)
@@ -134,8 +136,31 @@ class Unit:
         for parameters, key, index in self._sites:
             if full and parameters.get(key) is full[index]:
                 parameters[key] = self.sharded[index]
+        if self._holders:
+            self._show_in_holders(self.sharded)
+
+    def follow(self, holder: Holder, index: int) -> None:
+        """Let a list or dict of the user's show from now on what modules show of a parameter."""
+        container, key = holder
+        container[key] = self.sharded[index]
+        known = ((id(each), other) for (each, other), _ in self._holders)
+        if (id(container), key) not in known:
+            self._holders.append((holder, self.params[index].spec.name))
+
+    def _show_in_holders(self, values: Sequence[Tensor]) -> None:
+        numbers = {each.spec.name: index for index, each in enumerate(self.params)}
+        for (container, key), name in self._holders:
+            index = numbers.get(name)
+            if index is None:  # another unit has it now
+                continue
+            with suppress(LookupError):  # users may change their lists
+                ours = (self.sharded[index], *self.full.params[index : index + 1])
+                if any(container[key] is each for each in ours):
+                    container[key] = values[index]
 
     def _show(self, values: Sequence[Tensor]) -> None:
+        if self._holders:
+            self._show_in_holders(values)
         if self._lent:
             for parameters, key, index in self._sites:
                 if (id(parameters), key) not in self._lent:

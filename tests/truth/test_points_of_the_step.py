@@ -573,6 +573,95 @@ def test_point_09_double_backward_of_units_that_are_freed_is_named(door):
     LocalWorld(2).run(body)
 
 
+class Featured(nn.Module):
+    """Makes a tensor that the next block does not get, and computes with a bare parameter."""
+
+    where = "nowhere"
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)
+        self.gain = nn.Parameter(torch.full((2, 3), 2.0))
+        self.losses = {}
+
+    def forward(self, x):
+        feature = self.norm(self.first(x) * self.gain)
+        if self.where == "attribute":
+            self.losses["auxiliary"] = [feature.square().mean()]
+        return self.last(feature)
+
+
+def features_of(model):
+    return [m for m in model.modules() if isinstance(m, Featured)]
+
+
+def loss_of_features(model, where):
+    """A loss of the first block's features; a hook takes them, or an attribute keeps them."""
+    first, taken = features_of(model)[0], []
+    handles = []
+    if where == "hook":
+        handles.append(first.norm.register_forward_hook(lambda m, args, out: taken.append(out)))
+    if where == "input of a hook":
+        handles.append(first.last.register_forward_hook(lambda m, args, out: taken.append(args[0])))
+    output = model(X)
+    for handle in handles:
+        handle.remove()
+    if where == "attribute":
+        taken = first.losses["auxiliary"]
+    return output, taken[0].square().sum()
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("where", ["hook", "input of a hook", "attribute"])
+def test_point_09_losses_on_features_from_inside_a_unit_equal_one_process(door, both, where):
+    def blocks():
+        return nn.Sequential(Featured(), Featured(), Featured()).double()
+
+    def body(comm):
+        model, plain = shard(seeded(blocks), comm, door, units=(Featured,)), seeded(blocks)
+        for each in (model, plain):
+            features_of(each)[0].where = where
+        model(X).sum().backward()  # the hooks come after the first step
+        model.zero_grad()
+        for _ in range(2):
+            for each in (model, plain):
+                output, loss = loss_of_features(each, where)
+                (loss + output.sum() if both else loss).backward()
+            assert_grads(model, plain)
+
+    LocalWorld(2).run(body)
+
+
+def test_point_09_a_backward_into_a_unit_that_nobody_has_announced_is_named():
+    class Hiding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x, taken):
+            taken.x = self.last(self.first(x))
+            return self.last(taken.x)
+
+    class Taken:
+        x = None
+
+    def body(comm):
+        model, taken = (
+            fully_shard(seeded(Hiding).double(), mesh=comm, reshard_after_forward=True),
+            Taken(),
+        )
+        model(X, taken)
+        with pytest.raises(UsageError, match="from inside the unit"):
+            taken.x.square().sum().backward()
+        model(X, taken).sum().backward()
+        plain = seeded(Hiding).double()
+        plain(X, taken).sum().backward()
+        assert_grads(model, plain)
+
+    LocalWorld(2).run(body)
+
+
 # ---- 20: gradients of unused parameters --------------------------------------------------------
 
 

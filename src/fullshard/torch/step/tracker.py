@@ -88,7 +88,7 @@ class Tracker:
         owners = {id(param): managed for managed in found for param in managed.unit.sharded}
         tracker.unresolved = paths.used_outside_their_unit(root, owners)
         paths.follow_holders(root, owners)
-        tracker.structure = weakref.ref(paths.Structure(root))
+        tracker.structure = weakref.ref(paths.Structure(root, tracker._running))
         for module in root.modules():
             managed = managed_unit_of(module)
             if managed is not None:

@@ -112,7 +112,7 @@ def mark_replaced(original: Tensor, name: str) -> None:
 def put_back(original: Tensor) -> None:
     """Let ``original`` be a parameter as others again."""
     if type(original) is _Replaced:
-        original.__class__ = nn.Parameter
+        setattr(original, "__class__", nn.Parameter)  # noqa: B010 - mypy takes it for narrowed
     guard = original.__dict__.pop(_GUARD, None)
     if guard is not None:
         guard.remove()

@@ -9,7 +9,7 @@ import torch.distributed.fsdp as theirs
 import torch.nn.functional as F
 from support.world import without_warnings
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard.torch as ours
 
@@ -74,7 +74,7 @@ def _run(kind, group, clip, reduced):
     if kind != "reference":
         library = ours if kind == "ours" else theirs
         policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
-        mesh = init_device_mesh("cpu", (group.size(),))
+        mesh = DeviceMesh.from_group(group, "cpu")
         for block in (model[1], model[2], model):
             library.fully_shard(block, mesh=mesh, mp_policy=policy)
     params = list(model.parameters())

@@ -3,7 +3,9 @@
 
 import copy
 import importlib
+import warnings
 
+import pytest
 import torch
 from support.world import without_warnings
 from torch import nn
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard.torch as ours
+from fullshard.core.errors import ConfigurationError
 from fullshard.torch import FullyShardedDataParallel as FSDP
 from fullshard.torch import fully_shard
 from fullshard.wrap import ModuleWrapPolicy
@@ -82,9 +85,11 @@ def fsdp2_states(group):
         options = StateDictOptions(full_state_dict=full)
         state = get_optimizer_state_dict(model, optimizer, options=options)
         _assert_right(state["state"])
-        if full:  # PyTorch's function scatters whole tensors in each rank's own order
-            continue
         other, other_optimizer = _trained(group, "function", seed=1)
+        if full:  # PyTorch's function scatters whole tensors in each rank's own order
+            with pytest.raises(ConfigurationError, match="would mix them"):
+                set_optimizer_state_dict(other, other_optimizer, state, options=options)
+            continue
         set_optimizer_state_dict(other, other_optimizer, copy.deepcopy(state), options=options)
         _assert_right(get_optimizer_state_dict(other, other_optimizer)["state"])
     try:
@@ -154,10 +159,21 @@ def others_functions(group):
     return model[0].weight.grad.full_tensor(), model[1].weight.grad
 
 
-def mesh_of_two_dims(group):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "other"))
-    try:
-        FSDP(nn.Linear(2, 2), device_mesh=mesh)
-    except ValueError as error:
-        return str(error)
-    return None
+def mesh_of_two_dims(group, named):
+    """Train over dim 0 of a 2-D mesh; ranks that differ in dim 1 get other data."""
+    names = ("data", "other") if named else None
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    row, column = mesh.get_coordinate()
+    torch.manual_seed(0)
+    model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = FSDP(model, device_mesh=mesh)
+    model(torch.full((1, 3), 1.0 + row + 10 * column)).sum().backward()
+    for other in range(2):
+        (plain(torch.full((1, 3), 1.0 + other + 10 * column)).sum() / 2).backward()
+    (sharded,) = {param.ownership.comm.size for param in model.parameters()}
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+    return sharded, [str(each.message) for each in caught if "2-D" in str(each.message)]

@@ -126,9 +126,11 @@ def test_point_19_attributes_of_wrappers_and_a_policy_that_chooses_prefetch():
         FullyShardedDataParallel(nn.Linear(2, 2), SoloComm(), backward_prefetch="pre")
 
 
-def test_point_19_a_mesh_of_two_dims_with_full_shard_is_refused_by_name(gloo_world):
-    for text in gloo_world.run(4, workers.mesh_of_two_dims):
-        assert "mesh['data']" in text
+@pytest.mark.parametrize("named", [True, False])
+def test_point_19_a_mesh_of_two_dims_with_full_shard_shards_over_its_first(gloo_world, named):
+    for sharded, (text,) in gloo_world.run(4, workers.mesh_of_two_dims, named):
+        assert sharded == 2
+        assert f"dim '{'other' if named else '1'}' exchange nothing" in text
         assert "HYBRID_SHARD" in text
 
 

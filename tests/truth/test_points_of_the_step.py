@@ -163,23 +163,111 @@ def test_point_02_what_blocks_append_is_kept(door):
 # ---- 4, 5: stale references, writes in forward -------------------------------------------------
 
 
-class Stale(nn.Module):
+class Listing(nn.Module):
+    """Uses its parameters by lists and dicts that it has made of them."""
+
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(3, 3)
-        self.weights = [self.layer.weight]
+        self.layer, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.weights = [self.layer.weight, (1, 2), {"deep": self.other.weight}]
 
     def forward(self, x):
-        return x @ self.weights[0]
+        first, _, named = self.weights
+        return self.layer(x) @ first + self.other.bias @ named["deep"]
+
+
+def by_attribute(plain):
+    weights = plain.weights
+    weights[0], weights[2]["deep"] = plain.layer.weight, plain.other.weight
+    return plain
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_point_04_lists_of_weights_follow_what_modules_show(door):
+    def body(comm):
+        model, plain = seeded(Listing).double(), by_attribute(seeded(Listing).double())
+        model = shard(model, comm, door, units=())
+        ours = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+        theirs = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1)
+        for step in range(4):
+            if step == 2:  # thawing lays parameters out anew
+                for each in (model.module if door == "wrapper" else model, plain):
+                    each.layer.bias.requires_grad_(False)
+            if step == 3:
+                for each in (model.module if door == "wrapper" else model, plain):
+                    each.layer.bias.requires_grad_(True)
+            with torch.no_grad():
+                torch.testing.assert_close(model(X), plain(X))
+            model(X).square().sum().backward()
+            plain(X).square().sum().backward()
+            assert_grads(model, plain)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    LocalWorld(2).run(body)
+
+
+class Stale(nn.Module):
+    """Has a reference that nobody can find: in a closure."""
+
+    def __init__(self, trained=True):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        weight = self.layer.weight.requires_grad_(trained)
+        self.multiply = lambda x: x @ weight
+        self.weigh = lambda: weight
+
+    def forward(self, x):
+        return self.multiply(x)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_point_04_a_replaced_original_in_forward_is_named(door, trained, grad):
+    def body(comm):
+        model = shard(seeded(lambda: Stale(trained)).double(), comm, door, units=())
+        inner = model.module if door == "wrapper" else model
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(UsageError, match=r"parameter 'layer\.weight' that was taken before"),
+        ):
+            model(X)
+        weight = inner.weigh()  # outside forward it can be looked at, and compared
+        assert tuple(weight.shape) == (3, 3)
+        assert torch.equal(weight, inner.layer.weight.full_tensor())
+
+    LocalWorld(2).run(body)
 
 
 def test_point_04_a_gradient_of_a_replaced_original_is_named():
     def body(comm):
-        model = fully_shard(seeded(Stale).double(), mesh=comm)
+        model = seeded(Stale).double()
+        fully_shard(model, mesh=comm)
         with pytest.raises(UsageError, match=r"sharded as 'layer\.weight'"):
-            model(X).sum().backward()
+            model.weigh().square().sum().backward()
 
     LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU])
+def test_point_04_recurrent_layers_leave_full_parameters_where_they_are(cls):
+    def body(comm):
+        model, plain = seeded(lambda: cls(3, 3).double()), seeded(lambda: cls(3, 3).double())
+        model = fully_shard(model, mesh=comm)
+        moved = []  # as on CUDA, where forward flattens what has changed
+        cls.flatten_parameters, kept = lambda self: moved.append(self), cls.flatten_parameters
+        try:
+            for _ in range(2):
+                model(X)[0].square().sum().backward()
+                plain(X)[0].square().sum().backward()
+                assert_grads(model, plain)
+        finally:
+            cls.flatten_parameters = kept
+        assert not moved
+
+    LocalWorld(1).run(body)
 
 
 def test_point_04_a_buffer_in_the_memory_of_a_parameter_is_named():
@@ -481,6 +569,95 @@ def test_point_09_double_backward_of_units_that_are_freed_is_named(door):
         with pytest.raises(NotSupportedError, match="keep_for_double_backward"):
             penalised(model)
         model(X).sum().backward()
+
+    LocalWorld(2).run(body)
+
+
+class Featured(nn.Module):
+    """Makes a tensor that the next block does not get, and computes with a bare parameter."""
+
+    where = "nowhere"
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)
+        self.gain = nn.Parameter(torch.full((2, 3), 2.0))
+        self.losses = {}
+
+    def forward(self, x):
+        feature = self.norm(self.first(x) * self.gain)
+        if self.where == "attribute":
+            self.losses["auxiliary"] = [feature.square().mean()]
+        return self.last(feature)
+
+
+def features_of(model):
+    return [m for m in model.modules() if isinstance(m, Featured)]
+
+
+def loss_of_features(model, where):
+    """A loss of the first block's features; a hook takes them, or an attribute keeps them."""
+    first, taken = features_of(model)[0], []
+    handles = []
+    if where == "hook":
+        handles.append(first.norm.register_forward_hook(lambda m, args, out: taken.append(out)))
+    if where == "input of a hook":
+        handles.append(first.last.register_forward_hook(lambda m, args, out: taken.append(args[0])))
+    output = model(X)
+    for handle in handles:
+        handle.remove()
+    if where == "attribute":
+        taken = first.losses["auxiliary"]
+    return output, taken[0].square().sum()
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("where", ["hook", "input of a hook", "attribute"])
+def test_point_09_losses_on_features_from_inside_a_unit_equal_one_process(door, both, where):
+    def blocks():
+        return nn.Sequential(Featured(), Featured(), Featured()).double()
+
+    def body(comm):
+        model, plain = shard(seeded(blocks), comm, door, units=(Featured,)), seeded(blocks)
+        for each in (model, plain):
+            features_of(each)[0].where = where
+        model(X).sum().backward()  # the hooks come after the first step
+        model.zero_grad()
+        for _ in range(2):
+            for each in (model, plain):
+                output, loss = loss_of_features(each, where)
+                (loss + output.sum() if both else loss).backward()
+            assert_grads(model, plain)
+
+    LocalWorld(2).run(body)
+
+
+def test_point_09_a_backward_into_a_unit_that_nobody_has_announced_is_named():
+    class Hiding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x, taken):
+            taken.x = self.last(self.first(x))
+            return self.last(taken.x)
+
+    class Taken:
+        x = None
+
+    def body(comm):
+        model, taken = (
+            fully_shard(seeded(Hiding).double(), mesh=comm, reshard_after_forward=True),
+            Taken(),
+        )
+        model(X, taken)
+        with pytest.raises(UsageError, match="from inside the unit"):
+            taken.x.square().sum().backward()
+        model(X, taken).sum().backward()
+        plain = seeded(Hiding).double()
+        plain(X, taken).sum().backward()
+        assert_grads(model, plain)
 
     LocalWorld(2).run(body)
 

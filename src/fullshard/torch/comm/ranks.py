@@ -3,6 +3,7 @@
 
 import os
 import sys
+import warnings
 import weakref
 from dataclasses import dataclass, replace
 from typing import Any
@@ -96,13 +97,7 @@ def ranks_of(where: Where, sharding: Sharding) -> Ranks:
     if hybrid and where is None:
         where = _mesh_of_hosts()
     if isinstance(where, DeviceMesh) and where.ndim == 2 and not hybrid:
-        first = (where.mesh_dim_names or ("its dimension 0",))[0]
-        raise ConfigurationError(
-            f"a 2-D mesh goes with hybrid sharding, and the strategy is another one ({sharding}). "
-            "(PyTorch's FSDP1 would use dimension 0 alone, and ranks that differ in the other "
-            f"would silently train apart.) Pass the 1-D mesh that is meant, as mesh[{first!r}], or "
-            "HYBRID_SHARD"
-        )
+        where = _first_dim(where)
     if _is_pair(where) != hybrid:
         raise ConfigurationError(
             "hybrid sharding needs a 2-D DeviceMesh (replicate, shard) or a pair of process groups "
@@ -121,6 +116,19 @@ def ranks_of(where: Where, sharding: Sharding) -> Ranks:
     gather, reduce, mesh = _communicators_of(where[0])
     replicas, _, _ = _communicators_of(where[1])
     return Ranks(gather, reduce, replicas, mesh)
+
+
+def _first_dim(mesh: DeviceMesh) -> Where:
+    """Dimension 0 of a 2-D mesh, over which PyTorch's FSDP1 shards if that is not hybrid."""
+    names = mesh.mesh_dim_names
+    first, other = names if names is not None else ("0", "1")
+    warnings.warn(
+        f"the strategy is not a hybrid one, so its ranks are those of dim {first!r} of the 2-D "
+        f"mesh alone, as in PyTorch: ranks that differ in dim {other!r} exchange nothing (right "
+        f"for tensor parallelism). Pass mesh[{first!r}] to say so, or choose HYBRID_SHARD",
+        stacklevel=2,
+    )
+    return mesh.get_group(0) if names is None else mesh[first]
 
 
 def _has_nccl(group: dist.ProcessGroup) -> bool:

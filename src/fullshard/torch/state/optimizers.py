@@ -85,15 +85,19 @@ def _cut_before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dic
 
 
 def _asked_by_names() -> bool:
-    """True if PyTorch's functions ask that replace each rank's numbers by names."""
+    """True if PyTorch's functions ask that replace each rank's numbers by names.
+
+    Not when they load whole tensors, which they scatter in each rank's own order.
+    """
     frame: FrameType | None = sys._getframe(2)  # of the optimizer's own state_dict
+    asking: list[str] = []
     for _ in range(_FRAMES):
         if frame is None:
-            return False
+            break
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            return True
+            asking.append(frame.f_code.co_name)
         frame = frame.f_back
-    return False
+    return bool(asking) and not {"_get_optim_state_dict", "_load_optim_state_dict"} <= set(asking)
 
 
 def _verify_same_numbers(numbered: Mapping[Any, ShardedParameter]) -> None:

@@ -37,9 +37,28 @@ def watch_autograd() -> None:
         def checked(*args: Any, **kwargs: Any) -> Any:
             if len(args) > _INPUTS and args[_INPUTS]:
                 _refuse_sharded(args[_INPUTS])
-            return run(*args, **kwargs)
+            try:
+                return run(*args, **kwargs)
+            except RuntimeError as error:
+                _name_what_was_freed(error)
+                raise
 
         setattr(torch.autograd, _ENGINE, checked)
+
+
+def _name_what_was_freed(error: RuntimeError) -> None:
+    text = str(error)
+    if any(all(part in text for part in parts) for parts in _FREED):
+        raise UsageError(
+            "backward needs the full parameters of a unit that was freed after its forward, and "
+            "has not come through the unit's outputs, which would have gathered it again: it "
+            "began at a tensor from inside the unit. Return that tensor from the module's forward, "
+            "take it by a forward hook, or keep it as an attribute of a module from the first "
+            "forward on; or set reshard_after_forward=False (SHARD_GRAD_OP)"
+        ) from error
+
+
+_FREED = (("setStorage", "storage of size 0"), ("data is not allocated yet",))
 
 
 def _refuse_sharded(inputs: Any) -> None:

@@ -107,6 +107,11 @@ class Call:
             if base is not None and base is not node and base._sequence_nr() >= self._first_node:
                 base.register_prehook(self._on_output_gradient)
 
+    def has_made(self, tensor: Tensor) -> bool:
+        """True if this forward has made ``tensor``, which leads back into it."""
+        node = tensor.grad_fn
+        return node is not None and node._sequence_nr() >= self._first_node
+
     def _on_output_gradient(self, _grads: object) -> None:
         if not self.begun and torch._C._current_graph_task_id() != self._over_in:
             self.begin()

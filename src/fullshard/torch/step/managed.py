@@ -27,7 +27,9 @@ from fullshard.core.errors import CommunicationError, UsageError
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.step.calls import WATCHED, Call
 from fullshard.torch.step.structures import (
+    AttributePlace,
     Swaps,
+    attributes_with_gradients,
     map_tensors,
     outputs_with_gradients,
     tensors_with_gradients,
@@ -112,6 +114,8 @@ class ManagedUnit:
         self._unseen = False  # the output is of a class that tensors cannot be found in
         self._inside_itself = 0  # how deep a module has called itself
         self._handled_outside = 0
+        # Attributes in which a module's first forward has left tensors, as auxiliary losses are.
+        self._features: dict[int, list[AttributePlace]] = {}  # by the module's id
         self._swapped: list[Swaps] = []  # in the arguments of forwards that run, innermost last
         for module in modules:
             module.__dict__[_ATTRIBUTE] = self
@@ -183,12 +187,30 @@ class ManagedUnit:
             self._unseen = self.unit.trainable and hidden
             if outputs:
                 self.call.watch_outputs(outputs)
+            self._watch_features(_module)
         # Not if the pre-hook has raised before the module ran.
         if self._modules_run and self.tracker is not None:
             all_run = self._modules_run == self._modules_to_run
             if all_run or self.tracker.runs_alone(self):
                 self.end_forward()
         return None if output is given else output
+
+    def watch_inside(self, tensors: Sequence[Tensor]) -> None:
+        """Hear of gradients of ``tensors`` too, which somebody has taken inside the unit."""
+        if self.call is not None:
+            made_here = [tensor for tensor in tensors if self.call.has_made(tensor)]
+            if made_here:
+                self.call.watch_outputs(made_here)
+
+    def _watch_features(self, module: nn.Module) -> None:
+        features = self._features.get(id(module))
+        if features is None:
+            features = attributes_with_gradients(
+                module, leave_out=lambda each: managed_unit_of(each) is not None
+            )
+            self._features[id(module)] = features
+        for attributes, name in features:
+            self.watch_inside(tensors_with_gradients(attributes.get(name)))
 
     def run(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call another method of ``module`` as if it were its forward."""
@@ -227,7 +249,7 @@ class ManagedUnit:
         self._swapped.clear()
         self.call = None
         self.unit.drop_gradients()
-        self.unit.show_sharded()
+        self.unit.hide_full()
 
 
 def _swap(swaps: Swaps, given: tuple[Any, Any], change: Callable[[Tensor], Tensor]) -> Any:

@@ -2,17 +2,20 @@
 """Paths through the modules of a root: which lead to parameters of other units."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from fullshard.core.errors import UsageError
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of
+from fullshard.torch.step.structures import tensors_with_gradients
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.sites import clean_name
+from fullshard.torch.unit.sites import clean_name, holders_in
 from fullshard.torch.unit.unit import owner_of
 
-__all__ = ["Structure", "leads_to_others", "used_outside_their_unit"]
+__all__ = ["Structure", "follow_holders", "leads_to_others", "used_outside_their_unit"]
 
 _STRUCTURE = "_fullshard_structure"
 
@@ -20,31 +23,44 @@ _STRUCTURE = "_fullshard_structure"
 class Structure:
     """The modules and parameters below a root, to see if some have been added or replaced.
 
-    The root keeps it: whoever else did would keep the modules.
+    The root keeps it: whoever else did would keep the modules. ``running`` has the units whose
+    forward runs, innermost last.
     """
 
-    def __init__(self, root: nn.Module):
+    def __init__(self, root: nn.Module, running: Sequence[ManagedUnit]):
+        self._running = running
         self._root = weakref.ref(root)
         root.__dict__[_STRUCTURE] = self
         self._plain = {id(param) for param in root.parameters()}
+        self._listening: set[int] = set()  # modules, by id, whose hooks may take tensors
         self._note(root)
 
     def _note(self, root: nn.Module) -> None:
         modules = list(root.modules())
         self._children = [(m._modules, tuple(m._modules.values())) for m in modules if m._modules]
         self._parameters = [(m._parameters, len(m._parameters)) for m in modules]
+        for module in modules:
+            own = 0 if managed_unit_of(module) is None else 1
+            if len(module._forward_hooks) > own and id(module) not in self._listening:
+                self._listen(module)
+        self._hooks = [(m._forward_hooks, len(m._forward_hooks)) for m in modules]
+
+    def _listen(self, module: nn.Module) -> None:
+        """Watch what hooks of ``module`` see: a loss may be made of it, inside a unit."""
+        running = self._running
+
+        def see(_module: nn.Module, inputs: Any, output: Any) -> None:
+            if running:
+                running[-1].watch_inside(tensors_with_gradients((inputs, output)))
+
+        seen = torch.compiler.disable(see)  # type: ignore[no-untyped-call]
+        module.register_forward_hook(seen, prepend=True)
+        self._listening.add(id(module))
 
     def check(self) -> None:
         """Raise `UsageError` for trained parameters that were added after sharding."""
-        for held, count in self._parameters:
-            if len(held) != count:
-                break
-        else:
-            for children, known in self._children:
-                if tuple(children.values()) != known:
-                    break
-            else:
-                return
+        if self._as_it_was():
+            return
         root = self._root()
         if root is None:
             return
@@ -62,6 +78,13 @@ class Structure:
                 "Add modules before sharding, shard the new ones too (fully_shard), or freeze them"
             )
         self._note(root)
+
+    def _as_it_was(self) -> bool:
+        if any(len(held) != count for held, count in self._parameters):
+            return False
+        if any(len(hooks) != count for hooks, count in self._hooks):
+            return False
+        return all(tuple(children.values()) == known for children, known in self._children)
 
 
 def used_outside_their_unit(root: nn.Module, owners: Mapping[int, ManagedUnit]) -> list[str]:
@@ -85,6 +108,31 @@ def used_outside_their_unit(root: nn.Module, owners: Mapping[int, ManagedUnit]) 
             if outside:
                 found[repr(clean_name(f"{path}.{key}" if path else key))] = None
     return list(found)
+
+
+def follow_holders(root: nn.Module, owners: Mapping[int, ManagedUnit]) -> None:
+    """Let lists and dicts of modules below ``root`` follow the parameters that they hold.
+
+    A list of weights that was made in ``__init__`` shows what the modules show, full in forward.
+    ``owners`` has the units below ``root`` by the ids of their parameters.
+    """
+    for module in root.modules():
+        if isinstance(module, nn.RNNBase):
+            # On CUDA this would move full parameters out of the memory that is gathered into.
+            module.__dict__["flatten_parameters"] = _leave_as_they_are
+        for holder, param in list(holders_in(module)):
+            managed = owners.get(id(param))
+            if managed is not None:
+                numbers = {id(each): index for index, each in enumerate(managed.unit.sharded)}
+                managed.unit.follow(holder, numbers[id(param)])
+                continue
+            owned = None if isinstance(param, ShardedParameter) else owner_of(param)
+            if owned is not None:
+                owned[0].follow(holder, owned[1])
+
+
+def _leave_as_they_are() -> None:
+    pass
 
 
 def leads_to_others(module: nn.Module, owners: Mapping[int, ManagedUnit]) -> bool:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from numbers import Number
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
+    "AttributePlace",
     "Swaps",
+    "attributes_with_gradients",
     "holds_unknown",
     "map_tensors",
     "outputs_with_gradients",
@@ -35,6 +37,31 @@ def tensors_in(structure: Any, keep: Callable[[Tensor], bool]) -> Iterator[Tenso
             yield from tensors_in(getattr(structure, spec.name), keep)
 
 
+AttributePlace = tuple[dict[str, Any], str]
+"""The attributes of a module, and the name of one."""
+
+
+def attributes_with_gradients(
+    module: nn.Module, leave_out: Callable[[nn.Module], bool]
+) -> list[AttributePlace]:
+    """The attributes of ``module`` and modules below it in which forward has left tensors.
+
+    Only those that autograd can go back from; ``leave_out`` ends the search below a module.
+    """
+    found: list[AttributePlace] = []
+    for name, value in module.__dict__.items():
+        may_hold = name not in _REGISTRIES and isinstance(value, (Tensor, list, tuple, dict))
+        if may_hold and any(True for _ in tensors_in(value, _leads_back)):
+            found.append((module.__dict__, name))
+    for child in module.children():
+        if not leave_out(child):
+            found += attributes_with_gradients(child, leave_out)
+    return found
+
+
+_REGISTRIES = set(nn.Module().__dict__)  # of parameters, modules, hooks
+
+
 def tensors_with_gradients(structure: Any) -> list[Tensor]:
     """The tensors in ``structure`` that require gradients."""
     return list(tensors_in(structure, _requires_grad))
@@ -43,6 +70,10 @@ def tensors_with_gradients(structure: Any) -> list[Tensor]:
 def outputs_with_gradients(structure: Any) -> tuple[list[Tensor], bool]:
     """The tensors in an output that require gradients; and whether it may hide further tensors."""
     return tensors_with_gradients(structure), holds_unknown(structure)
+
+
+def _leads_back(tensor: Tensor) -> bool:
+    return tensor.grad_fn is not None
 
 
 def _requires_grad(tensor: Tensor) -> bool:

@@ -22,10 +22,10 @@ from torch.autograd import Variable
 from fullshard.core.errors import UsageError
 from fullshard.core.schedule import Moment
 from fullshard.core.strategy import Prefetch
+from fullshard.torch.step import paths
 from fullshard.torch.step.calls import Call
 from fullshard.torch.step.executor import Executor
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
-from fullshard.torch.step.paths import Structure, leads_to_others, used_outside_their_unit
 from fullshard.torch.step.profiling import UnitMarks, profiler_runs
 from fullshard.torch.step.refusals import Ending, check_backward
 from fullshard.torch.step.unit_step import Phase
@@ -51,8 +51,8 @@ class Tracker:
         self._reached: set[int] = set()  # forwards of the root whose backward has begun in this one
         self._in_backward = False
         self._ending: Callable[[], Ending | None] = lambda: None
-        # Units that are due, by their latest forward, and those that backward has reached or given
-        # a gradient, by when that was (dicts for their order).
+        # Units that are due, or were, with a call to come, by their latest forward; and those that
+        # backward has reached or given a gradient, by when that was (dicts for their order).
         self._due: dict[ManagedUnit, None] = {}
         self._active: dict[ManagedUnit, None] = {}
         self._marks = UnitMarks()
@@ -61,7 +61,7 @@ class Tracker:
         for number, managed in enumerate(units):
             managed.number = number
             managed.tracker = self
-        self.structure: Callable[[], Structure | None] = lambda: None
+        self.structure: Callable[[], paths.Structure | None] = lambda: None
         self.executor = Executor(units, prefetch)
 
     @classmethod
@@ -86,12 +86,13 @@ class Tracker:
             managed.unit.rename(path)
         tracker = cls(list(found), prefetch)
         owners = {id(param): managed for managed in found for param in managed.unit.sharded}
-        tracker.unresolved = used_outside_their_unit(root, owners)
-        tracker.structure = weakref.ref(Structure(root))
+        tracker.unresolved = paths.used_outside_their_unit(root, owners)
+        paths.follow_holders(root, owners)
+        tracker.structure = weakref.ref(paths.Structure(root, tracker._running))
         for module in root.modules():
             managed = managed_unit_of(module)
             if managed is not None:
-                managed.ends_with_backward |= leads_to_others(module, owners)
+                managed.ends_with_backward |= paths.leads_to_others(module, owners)
         return tracker
 
     @property
@@ -342,7 +343,8 @@ class Tracker:
         if step.phase.due and not unused:
             self._pass_over(after=step.first_begin)
         step.end_backward()
-        self._due.pop(managed, None)
+        if not step.calls(self._reached):  # else units around it wait for an earlier call
+            self._due.pop(managed, None)
         self._active.pop(managed, None)
         step.held_back = managed.unit.trainable and not managed.requires_gradient_sync
         self.executor.do(Moment.BACKWARD_END, managed)
@@ -359,6 +361,7 @@ class Tracker:
                 self._end(managed)
         for managed in list(self._active):
             self._end(managed)
+        self._due.clear()
         self._reached.clear()
         self._recomputed = 0
         for managed in self.executor.units:

@@ -6,9 +6,10 @@ Swapping writes to ``module._parameters`` directly: going through ``setattr`` co
 everything else that the engine does for a parameter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,16 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 from fullshard.torch.tensor.tensor_parallel import TensorParallel
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["WRAPPED", "ParamSites", "clean_name", "device_of", "notes_on"]
+__all__ = [
+    "WRAPPED",
+    "Holder",
+    "Holders",
+    "ParamSites",
+    "clean_name",
+    "device_of",
+    "holders_in",
+    "notes_on",
+]
 
 
 WRAPPED = "_fsdp_wrapped_module"
@@ -55,6 +62,62 @@ class ParamSites:
         start = len(path) + 1 if path else 0
         aliases = tuple(alias[start:] for alias in self.spec.aliases)
         return replace(self, spec=replace(self.spec, name=self.spec.name[start:], aliases=aliases))
+
+
+Holder = tuple[list[Any] | dict[Any, Any], Any]
+"""A list or dict beside ``module._parameters`` that holds a parameter, and the key in it."""
+
+_HELD_DEPTH = 3
+
+
+def holders_in(module: nn.Module) -> Iterator[tuple[Holder, nn.Parameter]]:
+    """Yield the parameters in lists and dicts that are attributes of ``module``, nested or not."""
+    for name, value in module.__dict__.items():
+        if isinstance(value, (list, dict)) and name not in _REGISTRIES:
+            yield from _held_in(value, _HELD_DEPTH)
+
+
+_REGISTRIES = set(nn.Module().__dict__)  # of parameters, modules, hooks
+
+
+def _held_in(
+    container: list[Any] | dict[Any, Any], depth: int
+) -> Iterator[tuple[Holder, nn.Parameter]]:
+    items = enumerate(container) if isinstance(container, list) else container.items()
+    for key, value in items:
+        if isinstance(value, nn.Parameter):
+            yield (container, key), value
+        elif depth > 1 and isinstance(value, (list, dict)):
+            yield from _held_in(value, depth - 1)
+
+
+class Holders:
+    """The lists and dicts of users that show what modules show of a unit's parameters."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Holder, str]] = []  # and the parameter's name in the unit
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def follow(self, holder: Holder, name: str, value: Tensor) -> None:
+        """Let a place show ``value`` now, and from now on what modules show of ``name``."""
+        container, key = holder
+        container[key] = value
+        known = ((id(each), other) for (each, other), _ in self._held)
+        if (id(container), key) not in known:
+            self._held.append((holder, name))
+
+    def show(self, values: Mapping[str, tuple[Tensor, ...]]) -> None:
+        """Show new values by name: the first, where one of the others is shown.
+
+        What users have put in its place, and names that another unit has now, are left alone.
+        """
+        for (container, key), name in self._held:
+            value, *ours = values.get(name, (None,))
+            with suppress(LookupError):  # users may change their lists
+                if any(container[key] is each for each in ours):
+                    container[key] = value
 
 
 def clean_name(name: str) -> str:

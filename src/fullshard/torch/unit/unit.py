@@ -30,7 +30,7 @@ from fullshard.torch.unit.guards.writes import Writes
 from fullshard.torch.unit.packing import unpack
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.shards import Shards
-from fullshard.torch.unit.sites import ParamSites
+from fullshard.torch.unit.sites import Holder, Holders, ParamSites
 
 __all__ = ["Unit", "UnitState", "owner_of", "set_owner"]
 
@@ -84,6 +84,7 @@ class Unit:
         self.settings = ReduceSettings()
         self.custom_gather: CustomGather | None = None
         self._lent: set[tuple[int, str]] = set()  # sites that show what functional_call put there
+        self._holders = Holders()
         specs = (each.spec for each in params)
         layout = lay_out(specs, self.ranks.gather.size, plan.precision, plan.align)
         on_meta = plan.values is own_value and any(each.param.is_meta for each in params)
@@ -131,7 +132,27 @@ class Unit:
         """Let the modules show the sharded parameters."""
         self._show(self.sharded)
 
+    def hide_full(self) -> None:
+        """Let the modules show the sharded parameters where they show full ones, and only there."""
+        full = self.full.params
+        for parameters, key, index in self._sites:
+            if full and parameters.get(key) is full[index]:
+                parameters[key] = self.sharded[index]
+        if self._holders:
+            self._show_in_holders(self.sharded)
+
+    def follow(self, holder: Holder, index: int) -> None:
+        """Let a list or dict of the user's show from now on what modules show of a parameter."""
+        self._holders.follow(holder, self.params[index].spec.name, self.sharded[index])
+
+    def _show_in_holders(self, values: Sequence[Tensor]) -> None:
+        full = self.full.params or self.sharded
+        named = zip(self.params, values, self.sharded, full, strict=True)
+        self._holders.show({each.spec.name: (value, *ours) for each, value, *ours in named})
+
     def _show(self, values: Sequence[Tensor]) -> None:
+        if self._holders:
+            self._show_in_holders(values)
         if self._lent:
             for parameters, key, index in self._sites:
                 if (id(parameters), key) not in self._lent:

@@ -3,7 +3,8 @@
 
 Gathers and reduces have communicators of their own, so each has a stream; both share the links, so
 what is issued later begins when the earlier one has its bytes. Compute waits where the engine
-waits. The host runs ahead and launches kernels one by one: where it cannot keep up, it is waited
+waits, and a collective begins no sooner than compute has reached the place where it was issued.
+The host runs ahead and launches kernels one by one: where it cannot keep up, it is waited
 for.
 """
 
@@ -127,7 +128,7 @@ class _Streams:
             self._copy(unit)
         if op.kind is OpKind.GATHER:
             seconds = self._unit_s(op.unit)[0]
-            begin = max(self.wire_free, self.host)
+            begin = max(self.wire_free, self.host, self.compute)  # c10d waits for compute so far
             self.wire_free = self.gathers[op.unit] = begin + seconds
             self._on_wire("gather", unit, op.unit, begin, self.wire_free)
         elif op.kind is OpKind.AWAIT_GATHER:

@@ -131,7 +131,8 @@ def _recomputing(model: nn.Module, paths: Sequence[str], selective: bool) -> Ite
 
 
 def _contexts() -> tuple[Any, Any]:
-    found: tuple[Any, Any] = create_selective_checkpoint_contexts(_EachSecondProduct())
+    found: tuple[Any, Any]
+    found = create_selective_checkpoint_contexts(_EachSecondProduct())  # type: ignore[no-untyped-call]
     return found
 
 

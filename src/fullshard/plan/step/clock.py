@@ -24,6 +24,8 @@ from fullshard.plan.step.units import PlannedUnit
 
 __all__ = ["Busy", "Timeline", "replay"]
 
+_SYSTEM_BYTES = 2**25  # from here on the C library gives memory back when it is released
+
 
 @dataclass(frozen=True)
 class Busy:
@@ -126,6 +128,7 @@ class _Streams:
         unit = self.script.units[op.unit]
         if op.kind is OpKind.REDUCE:
             self._copy(unit)
+        self._take_memory(op.kind, unit.layout)
         if op.kind is OpKind.GATHER:
             seconds = self._unit_s(op.unit)[0]
             begin = max(self.wire_free, self.host, self.compute)  # c10d waits for compute so far
@@ -149,6 +152,23 @@ class _Streams:
         moved = numel * item * (1 + 2 * self.run.extra_copies) + unit.layout.grad_full_bytes
         self.compute += moved / memory
         self.busy += moved / memory
+
+    def _take_memory(self, kind: OpKind, layout: Layout) -> None:
+        """Large buffers of a CPU come from the system at each use, which has to clear them.
+
+        A gather's has the full parameters, a reduce's the full gradients and what is received.
+        """
+        fresh, shards = self.cluster.device.fresh, layout.shards
+        if fresh is None or shards == 1:
+            return
+        sizes: tuple[float, ...] = ()
+        if kind is OpKind.GATHER:
+            sizes = (layout.full_bytes,)
+        elif kind is OpKind.REDUCE:
+            sizes = layout.grad_full_bytes, layout.grad_full_bytes * (shards - 1) / shards
+        seconds = sum(each for each in sizes if each >= _SYSTEM_BYTES) / fresh
+        self.compute += seconds
+        self.busy += seconds
 
     def _wait(self, until: float) -> None:
         if until > self.compute:

@@ -19,6 +19,7 @@ from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Done, Work
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
+from fullshard.torch.unit.packing import holes, pieces_of, travelling_pieces
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.streams import CopyStream
@@ -61,7 +62,7 @@ class Gradients:
         self._low_range = any(segment.grad_dtype == "float16" for segment in segments)
         self._moves = plan.resting_device != plan.device
         self._full: FlatBuffer | None = None
-        self._views: dict[int, Tensor] = {}
+        self._views: dict[int, list[Tensor]] = {}  # of each parameter, one or `pieces_of`
         self._padding: list[Tensor] = []  # what lies between the views, and behind them
         self._delivered: set[int] = set()  # parameters that the buffer holds
         self._trained = [i for i, place in enumerate(shards.places) if place.grad_number >= 0]
@@ -104,10 +105,16 @@ class Gradients:
         for index, place in enumerate(self._shards.places):
             if place.grad_number >= 0:
                 flat = self._full.flats[place.grad_number]
-                view = flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)
-                self._views[index] = view
+                self._views[index] = (
+                    travelling_pieces(flat, place.segment, place.slot)
+                    if place.segment.travels_apart
+                    else [flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)]
+                )
         self._padding = []
         for segment, flat in zip(self._shards.trainable, self._full.flats, strict=True):
+            if segment.travels_apart:
+                self._padding += holes(flat, segment)
+                continue
             ends = [0, *(slot.stop for slot in segment.slots)]
             starts = [*(slot.start for slot in segment.slots), flat.numel()]
             between = zip(ends, starts, strict=True)
@@ -120,11 +127,16 @@ class Gradients:
                 f"parameter {self._shards.sharded[index].ownership.name!r} got a {grad.layout} "
                 "gradient; only dense gradients can be reduced (use sparse=False in embeddings)"
             )
+        place, into = self._shards.places[index], self._views[index]
+        apart = place.segment.travels_apart
+        parts = pieces_of(grad, place.slot, place.segment.shards) if apart else [grad]
         if index in self._delivered:
-            self._views[index].add_(grad)
-        else:
-            self._views[index].copy_(grad)
-            self._delivered.add(index)
+            for view, part in zip(into, parts, strict=True):
+                view.add_(part)
+            return
+        for view, part in zip(into, parts, strict=True):
+            view.copy_(part)
+        self._delivered.add(index)
 
     def drop(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
@@ -168,9 +180,10 @@ class Gradients:
         if self._padding:
             torch._foreach_zero_(self._padding)
         if len(self._delivered) < len(self._views):
-            for index, view in self._views.items():
+            for index, views in self._views.items():
                 if index not in self._delivered:
-                    view.zero_()
+                    for view in views:
+                        view.zero_()
 
     # ---- the reduce -----------------------------------------------------------------------------
 

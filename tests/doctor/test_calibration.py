@@ -47,6 +47,9 @@ def test_the_file_is_a_device_with_constants_of_its_own(tmp_path):
     assert device.cpu
     assert device.constants is not None
     assert (device.constants.contention, device.constants.matmul_ramp) == (0.3, 20.0)
+    assert device.fresh is None
+    file.write_text(dataclasses.replace(MEASURED, fresh=2e9).toml("mine", 1), encoding="utf-8")
+    assert named_device(str(file)).fresh == 2e9
     setup = with_setting(Setup(Run(), cluster_of(device, 2)), "precision", "fp32")
     found = predict(named_model("nano"), setup.run, setup.cluster)
     assert found.cluster.hosts == 2

@@ -19,6 +19,12 @@ def test_blocks_run(capsys):
     assert "P('fsdp')" in printed
 
 
+def test_promises_hold():
+    page = PAGE.with_name("jax_promises.md")
+    blocks = re.findall(r"^```python runnable\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": "page"})
+
+
 def test_links_lead_somewhere():
     targets = re.findall(r"\]\(([^)#]+)", TEXT)
     assert targets

@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from support import jax_models as models
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.jax import Rule, create_mesh, cross_entropy, embed, gathered, make_train_step
 
 WIDTH = 12
+LINEN = linen.Sequential([linen.Dense(7), jnp.tanh, linen.Dense(12)])
 
 
 def adam():
@@ -89,16 +90,13 @@ def contrastive(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(scores))).mean()
 
 
-def linen_like():
-    """Variables as Linen and Haiku keep them: nested dicts under their modules' names."""
-    tree = models.make_tree()
-    return {"params": {"Dense_0": tree["layers"][0], "Dense_1": tree["layers"][1]}}
+def linen_init():
+    """Variables of Flax Linen: nested dicts under the names of their modules."""
+    return LINEN.init(jax.random.key(4), jnp.ones((1, 12)))
 
 
 def linen_loss(variables, batch):
-    dense = variables["params"]
-    tree = {"layers": [dense["Dense_0"], dense["Dense_1"]], "scale": 1.0}
-    return models.tree_error(tree, batch)
+    return ((LINEN.apply(variables, batch["x"]) - batch["y"]) ** 2).mean()
 
 
 def conv_net():
@@ -122,7 +120,7 @@ CASES = {
     ),
     "stack, auto": (stack, stack_loss, TOKENS, 2, {"mode": "jit"}),
     "tree": (models.make_tree, models.tree_error, lambda n: VECTORS(n, 12), 3, {}),
-    "linen": (linen_like, linen_loss, lambda n: VECTORS(n, 12), 5, {"remat": "none"}),
+    "linen": (linen_init, linen_loss, lambda n: VECTORS(n, 12), 5, {"remat": "none"}),
     "batch norm": (conv_net, CE, IMAGES, 5, {}),
     "masked": (stack, masked, TOKENS, 8, {}),
     "contrastive": (models.make_tree, contrastive, lambda n: VECTORS(n, 12), 6, {}),
@@ -193,6 +191,19 @@ def test_bf16_is_that_of_one_device():
     losses, params, _ = models.train_sharded(step, batches)
     np.testing.assert_allclose(losses, alone[0], rtol=5e-3)
     assert {x.dtype for x in params.values()} == {np.dtype(np.float32)}
+
+
+def test_a_haiku_model_is_a_pytree(monkeypatch):
+    hk = pytest.importorskip("haiku", reason="its modules are needed")
+    net = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([10, 12])(x)))
+    begin = net.init(jax.random.key(0), jnp.ones((1, 12)))
+
+    def loss_fn(params, batch):
+        return ((net.apply(params, batch["x"]) - batch["y"]) ** 2).mean()
+
+    case = lambda: begin, loss_fn, lambda n: VECTORS(n, 12), 5, {}
+    monkeypatch.setitem(CASES, "haiku", case)
+    assert_trains_alike("haiku")
 
 
 def test_results_of_each_example_come_in_order():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of a step: what must hold of them whatever the constants."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import DEVICES
-from fullshard.core.strategy import Prefetch, ShardingStrategy
+from fullshard.core.strategy import Precision, Prefetch, ShardingStrategy
 from fullshard.plan import (
     Recompute,
     Run,
@@ -163,3 +164,25 @@ def test_a_calibration_file_is_a_device(tmp_path):
         named_device(str(file))
     with pytest.raises(ConfigurationError, match="No such file"):
         named_device(str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "times"),
+    [("FULL_SHARD", "small", 2.5), ("NO_SHARD", "small", 0), ("FULL_SHARD", "nano", 0)],
+)
+def test_large_buffers_of_a_cpu_are_cleared_by_its_system_at_each_use(strategy, name, times):
+    """Of the parameters' bytes: gathered once, and gradients with half of them received."""
+    model, device = named_model(name), named_device("cpu")
+    run = Run(
+        param_dtype="float32",
+        precision=Precision(),
+        strategy=ShardingStrategy[strategy],
+        wrap=Wrap.NONE,
+    )
+    kept, fresh = (
+        predict(model, run, cluster_of(replace(device, fresh=rate), 2)).parts["compute"]
+        for rate in (None, 1e9)
+    )
+    whole = sum(math.prod(spec.shape) * 4 for spec in model.spec(run).params)
+    assert (whole >= 2**25) == (name == "small")
+    assert fresh - kept == pytest.approx(times * whole / 1e9, rel=0.01, abs=1e-9)

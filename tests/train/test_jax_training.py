@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -13,20 +14,26 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fullshard.checkpoint import Files, open_checkpoint, steps_in
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import TRANSFORMERS, Transformer
+from fullshard.jax import create_mesh, load_checkpoint, make_train_step, save_checkpoint
 from fullshard.jax.arrays.mesh import devices_of_process
 from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import resolve
 from fullshard.train.data import load
+from fullshard.train.jax.checkpoints import Checkpoints, layout
 from fullshard.train.jax.closing import bytes_of, conclude
 from fullshard.train.jax.launch import launch
-from fullshard.train.jax.loop import evaluate, train_step
-from fullshard.train.jax.setup import prepare
+from fullshard.train.jax.loop import evaluate, fit, train_step
+from fullshard.train.jax.optimizer import adamw
+from fullshard.train.jax.setup import loss_of, prepare
 from fullshard.train.metrics import Reporter
 from fullshard.train.summary import NonFiniteError
+from fullshard.train.survival import CHECKPOINTS, COME_AGAIN, StopRequest
 from fullshard.train.torch import loop as torch_loop
 from fullshard.train.torch import setup as torch_setup
+from fullshard.train.torch.checkpoints import Checkpoints as TorchCheckpoints
 from fullshard.train.torch.world import World
 
 STEPS, DEVICES = 20, 4
@@ -126,6 +133,134 @@ def test_the_end_leaves_weights_for_torch_and_tells_exact_bytes(by_torch, by_jax
     assert "each device" in printed
     assert "A sample of what it writes after 'def '" in printed
     assert "model.safetensors" in printed
+
+
+# -- runs that end and go on --------------------------------------------------------------------
+
+
+class Killed(Exception):
+    """Stands for SIGKILL: nothing after it runs."""
+
+
+class FailingData:
+    """The data of a run; step ``fail_at`` does not get its batch."""
+
+    def __init__(self, data, fail_at):
+        self._data, self._fail_at = data, fail_at
+
+    def __getattr__(self, name):
+        return getattr(self._data, name)
+
+    def train_batch(self, seed, numbers):
+        if numbers[0] // len(numbers) == self._fail_at:
+            raise Killed
+        return self._data.train_batch(seed, numbers)
+
+
+def train_on(run, state, folder, steps, fail_at=None, **changed):
+    """Train a copy of ``state``; the last state, and the losses by step."""
+    config = run.config
+    config = dataclasses.replace(
+        config,
+        train=dataclasses.replace(config.train, steps=steps),
+        log=dataclasses.replace(config.log, every=1),
+        checkpoint=dataclasses.replace(config.checkpoint, every=2, **changed.pop("keep", {})),
+    )
+    run = dataclasses.replace(run, config=config, data=FailingData(run.data, fail_at))
+    reporter, losses = Reporter(run.devices, folder, steps), {}
+    reporter.step = lambda step, values, token: losses.setdefault(step, values["loss"])
+    checkpoints = Checkpoints(run, folder, reporter, changed.get("stop", StopRequest()))
+    try:
+        state = fit(run, jax.tree.map(lambda x: x.copy(), state), reporter, checkpoints)
+    finally:
+        checkpoints.finish()
+    return state, losses
+
+
+def test_stopped_and_resumed_it_is_the_same_bit_by_bit(by_jax, by_torch, tmp_path):
+    run, state, _ = by_jax
+    expected, losses = train_on(run, state, tmp_path / "whole", 5)
+    with pytest.raises(Killed):
+        train_on(run, state, tmp_path / "cut", 5, fail_at=3)
+    elsewhere = jax.tree.map(lambda x: x * 0, state)
+    found, again = train_on(run, elsewhere, tmp_path / "cut", 5)
+    assert again == {step: losses[step] for step in (3, 4, 5)}
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+        assert one.sharding == other.sharding
+        assert np.array_equal(np.asarray(one), np.asarray(other))
+    assert run.step.compilations == 1
+
+    torch_run = torch_setup.Run(
+        run.config, ONE, run.data, by_torch[2], torch_setup._adamw(by_torch[2], run.config.optim),
+        1.0, Bytes.unsharded(by_torch[2]),
+    )  # fmt: skip
+    reporter = Reporter(ONE, None, 1)
+    by_other = TorchCheckpoints(torch_run, tmp_path / "cut", reporter, StopRequest())
+    assert by_other.resume() == 4
+    values = torch_loop.train_step(torch_run, 4, reporter)
+    assert values["loss"] == pytest.approx(losses[5], abs=1e-4)
+
+
+def test_a_signal_saves_and_leaves_and_old_steps_go(by_jax, tmp_path):
+    run, state, _ = by_jax
+    stop = StopRequest()
+    keep = {"keep": 1, "asynchronous": False}
+    train_on(run, state, tmp_path, 4, keep=keep)
+    assert [each.step for each in steps_in(Files(), tmp_path / CHECKPOINTS)] == [4]
+    stop.signal = signal.SIGTERM
+    with pytest.raises(SystemExit) as left:
+        train_on(run, state, tmp_path, 6, stop=stop)
+    assert left.value.code == COME_AGAIN
+    saved = open_checkpoint(tmp_path / CHECKPOINTS)
+    assert (saved.step, saved.extra) == (5, {"position": 5 * run.config.train.batch})
+
+
+def test_a_damaged_step_is_left_for_the_one_before_and_another_batch_is_refused(by_jax, tmp_path):
+    run, state, _ = by_jax
+    train_on(run, state, tmp_path, 4)
+    file = tmp_path / CHECKPOINTS / "step-000000000004" / "00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.warns(RuntimeWarning, match="falling back to step 2"):
+        assert list(train_on(run, state, tmp_path, 3)[1]) == [3]
+    train = dataclasses.replace(run.config.train, batch=4)
+    other = dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))
+    with (
+        pytest.warns(RuntimeWarning, match="falling back"),
+        pytest.raises(ConfigurationError, match="sample 16, which is no multiple"),
+    ):
+        train_on(other, state, tmp_path, 3)
+
+
+def test_what_is_not_finite_is_not_saved(by_jax, tmp_path, capsys):
+    run, state, _ = by_jax
+    reporter = Reporter(run.devices, tmp_path, 4)
+    checkpoints = Checkpoints(run, tmp_path, reporter, StopRequest())
+    norm = np.full(32, np.inf, np.float32)
+    spoilt = run.step.load_arrays(state, [("parameters/norm.scale", norm)], strict=False)
+    checkpoints._save(spoilt, 2, at_once=True)
+    assert "step 2: parameters or optimizer state are not finite" in capsys.readouterr().out
+    assert not checkpoints.there
+
+
+def test_padding_of_other_devices_is_not_kept(by_jax, config, tmp_path):
+    run, state, _ = by_jax
+    three = make_train_step(
+        run.plain.make,
+        adamw(config.optim, STEPS),
+        loss_of,
+        create_mesh(3, devices=jax.devices()[:3]),
+    )
+    padded = dataclasses.replace(run, step=three)
+    assert any(each.padded for each in three.placements)
+    save_checkpoint(tmp_path / "4", state, step=1, names=layout(run)[0])
+    names = layout(padded)[0]
+    moved = load_checkpoint(tmp_path / "4", three.abstract_state(), names=names).state
+    save_checkpoint(tmp_path / "3", moved, step=1, names=names)
+    back = load_checkpoint(tmp_path / "3", run.step.abstract_state(), names=layout(run)[0]).state
+    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(back), strict=True):
+        assert np.array_equal(np.asarray(one), np.asarray(other))
 
 
 @pytest.mark.parametrize("choice", ["stop", "skip"])

@@ -20,6 +20,7 @@ from fullshard.checkpoint.format.manifest import Manifest
 from fullshard.checkpoint.loading import Checkpoint, open_checkpoint
 from fullshard.checkpoint.ranks import Ranks, SoloRanks
 from fullshard.checkpoint.rewriting import Difference, compare, reshard_checkpoint
+from fullshard.checkpoint.run_folder import RunFolder
 from fullshard.core.errors import CheckpointError
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Keep",
     "Manifest",
     "Ranks",
+    "RunFolder",
     "Saving",
     "SealReport",
     "SoloRanks",

@@ -316,11 +316,6 @@ def _check(config: Config) -> None:
         transformer(config.model.preset)
     if config.train.engine == "jax" and config.log.trace:
         raise ConfigurationError("log.trace is kept by the torch engine only: leave it out")
-    if config.train.engine == "jax" and config.checkpoint.resume:
-        raise ConfigurationError(
-            "runs of --engine jax cannot be resumed yet: fullshard.jax.load_checkpoint can, in a "
-            "loop of your own"
-        )
     name, folder = config.run_name, config.log.folder
     if Path(name).name != name or name == ".." or not name.isprintable():
         raise ConfigurationError(

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from fullshard.doctor.links.measure import Links, measure_links
 from fullshard.host_memory import host_total_bytes
 from fullshard.torch.comm.protocol import Comm
+from fullshard.torch.unit.buffers import FlatBuffer
 
 __all__ = ["Calibration", "calibrate"]
 
@@ -30,7 +31,7 @@ class Calibration:
 
     ``ramp`` is the inner dimension at which a matrix product takes twice its time at full speed.
     ``links`` is None without other ranks; ``contention`` is how much longer compute takes while a
-    collective runs.
+    collective runs. ``fresh`` is the rate at which a CPU's system hands out memory, None on GPUs.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Calibration:
     kernel_s: float
     contention: float
     links: Links | None
+    fresh: float | None = None
 
     @property
     def link(self) -> tuple[float, float]:
@@ -79,6 +81,7 @@ class Calibration:
             f"between = {{ bandwidth = {link[0]:.6g}, latency_s = {link[1]:.6g} }}",
             "context_bytes = 0",
             f"cpu = {str(self.cpu).lower()}",
+            *([] if self.fresh is None else [f"fresh = {self.fresh:.6g}"]),
             f"assumed = {assumed}".replace("'", '"'),
             'origin = "measured by fullshard calibrate"',
             "",
@@ -107,7 +110,7 @@ def calibrate(device: torch.device, comm: Comm | None = None, backend: str = "")
     clock = _Clock(device, comm)
     flops, ramp = _matmuls(clock, dtype)
     rates = [flops, _attention(clock, dtype), _bandwidth(clock), 1 / _kernel_s(clock)]
-    rates = clock.slowest(rates)
+    rates = clock.slowest([*rates, _fresh(clock) if device.type == "cpu" else 0.0])
     links = None if comm is None else measure_links(comm, device, backend, _LINK_BYTES)
     contention = 0.0 if comm is None else clock.slowest([-_contention(clock, comm)])[0]
     memory = host_total_bytes()
@@ -125,6 +128,7 @@ def calibrate(device: torch.device, comm: Comm | None = None, backend: str = "")
         kernel_s=1 / rates[3],
         contention=max(0.0, -contention),
         links=links,
+        fresh=rates[4] or None,
     )
 
 
@@ -202,6 +206,19 @@ def _bandwidth(clock: _Clock) -> float:
     a = torch.ones(_BUFFER_BYTES // 4, device=clock.device)
     b = torch.empty_like(a)
     return 2 * _BUFFER_BYTES / clock.median_s(lambda: torch.mul(a, 2.0, out=b), 5)
+
+
+def _fresh(clock: _Clock) -> float:
+    """Bytes a second that the system hands out for a buffer, beyond the time of writing to it."""
+    buffer = FlatBuffer([(_BUFFER_BYTES // 4, torch.float32)], clock.device)
+    kept_s = clock.median_s(lambda: buffer.flats[0].fill_(1.0), 5)
+
+    def anew() -> None:
+        buffer.release()
+        buffer.allocate()
+        buffer.flats[0].fill_(1.0)
+
+    return _BUFFER_BYTES / max(clock.median_s(anew, 5) - kept_s, 0.05 * kept_s)
 
 
 def _kernel_s(clock: _Clock) -> float:

@@ -10,10 +10,11 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from fullshard.checkpoint import Checkpoint, open_checkpoint
+from fullshard.checkpoint import Checkpoint, Files, RunFolder, StepFolder
 from fullshard.checkpoint.format.values import from_json
 from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.ranks import agree
+from fullshard.checkpoint.run_folder import load_newest, run_folder
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError, FullshardError
 from fullshard.jax.checkpoint_runs.leaves import (
@@ -46,11 +47,12 @@ class Loaded:
 
 
 def load_checkpoint(
-    path: str | Path,
+    path: str | Path | RunFolder,
     state: Any,
     *,
     step: int | None = None,
     strict: bool = True,
+    fallback: bool = False,
     names: Names | None = None,
 ) -> Loaded:
     """The newest complete step of a run, or ``step``, as a state like ``state``.
@@ -58,20 +60,30 @@ def load_checkpoint(
     ``state`` says structure, shapes, dtypes and shardings; its leaves may be
     `jax.ShapeDtypeStruct`s with a sharding. It is not changed. Each process reads and verifies what
     its devices hold, whatever has saved it; nothing is made before all of it is right. Without
-    ``strict`` leaves that are not stored stay as they are.
+    ``strict`` leaves that are not stored stay as they are. With ``fallback`` the step before a
+    damaged one is taken, with a warning.
 
     Raises:
         CheckpointError: on all processes: no such step, damage, or leaves that do not fit.
     """
-    ranks = process_ranks()
     settle()
+    run, ranks = run_folder(path), process_ranks()
+
+    def load(folder: StepFolder) -> Loaded:
+        return _load(folder.path, run.files, state, names, strict)
+
+    return load_newest(run, step, ranks, fallback, load)
+
+
+def _load(folder: Path, files: Files, state: Any, names: Names | None, strict: bool) -> Loaded:
+    ranks = process_ranks()
     failure: Exception | None = None
     checkpoint: Checkpoint | None = None
     try:
-        checkpoint = open_checkpoint(path, step)
+        checkpoint = Checkpoint(folder, files)
     except FullshardError as error:
         failure = error
-    agree(ranks, f"cannot load a checkpoint of {path}", failure)
+    agree(ranks, f"cannot load {folder}", failure)
     assert checkpoint is not None
     try:
         leaves = leaves_of(state, names)
@@ -88,7 +100,7 @@ def load_checkpoint(
             loading.verify()
     except FullshardError as error:
         failure = error
-    agree(ranks, f"cannot load {checkpoint.folder}", failure)
+    agree(ranks, f"cannot load {folder}", failure)
     made = []
     for leaf in leaves:
         if leaf.path in reads:

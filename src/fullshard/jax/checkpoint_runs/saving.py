@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from fullshard.checkpoint import Background, Files, Saving
+from fullshard.checkpoint import Background, RunFolder, Saving
 from fullshard.checkpoint.background import save_in_background
 from fullshard.checkpoint.format.values import to_json
+from fullshard.checkpoint.run_folder import run_folder
 from fullshard.checkpoint.saving import About, Plans, write_step
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.checkpoint.streaming import Blocks
@@ -45,6 +46,12 @@ class _Session:
         if pending is not None:
             pending.wait()
 
+    def blocks_of(self, most: int) -> Blocks:
+        """Host memory for an asynchronous save, the same as last time if the bound is."""
+        if self.blocks is None or self.blocks[0] != most:
+            self.blocks = most, Blocks(most)
+        return self.blocks[1]
+
 
 _session = _Session()
 
@@ -55,7 +62,7 @@ def settle() -> None:
 
 
 def save_checkpoint(
-    path: str | Path,
+    path: str | Path | RunFolder,
     state: Any,
     *,
     step: int,
@@ -70,7 +77,8 @@ def save_checkpoint(
     step is complete or not to be seen. The state stays valid.
 
     Args:
-        path: the run's folder, on a file system that all processes share.
+        path: the run's folder, on a file system that all processes share; a `RunFolder` to say
+            which steps are kept.
         state: arrays of `jax.Array`, numpy arrays and numbers; random keys too.
         step: the step's number.
         extra: what process 0 wants to find again: numbers, texts, lists, tuples, dicts.
@@ -105,14 +113,13 @@ def save_checkpoint(
     except FullshardError as error:
         failure = error
     mine = _session.plans.mine(pieces, ranks, f"step {step} cannot be saved", failure)
+    run = run_folder(path)
+    target, files = Path(run.path), run.files
     if not asynchronous:
-        return Saving.finished(step, write_step(Path(path), mine, told, ranks, Files()))
-    background = asynchronous if isinstance(asynchronous, Background) else Background()
-    most = background.host_memory_bytes
-    if _session.blocks is None or _session.blocks[0] != most:
-        _session.blocks = most, Blocks(most)
-    blocks = _session.blocks[1]
-    _session.pending = save_in_background(Path(path), mine, told, ranks, Files(), blocks)
+        return Saving.finished(step, write_step(target, mine, told, ranks, files, run.keep))
+    background = asynchronous if isinstance(asynchronous, Background) else run.background
+    blocks = _session.blocks_of(background.host_memory_bytes)
+    _session.pending = save_in_background(target, mine, told, ranks, files, blocks, run.keep)
     return _session.pending
 
 

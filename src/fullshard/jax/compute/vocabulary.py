@@ -98,6 +98,8 @@ def _plain(hidden: Array, head: Array, targets: Array, classes_first: bool) -> A
 def _chunked(hidden: Array, head: Array, targets: Array, classes_first: bool) -> Array:
     """Position by position, so that logits of all of them are never there at once."""
     positions = targets.shape[1]
+    # Computed with before the scan, so that a head at rest is gathered once and not for each chunk.
+    head = head * jnp.ones((), head.dtype)
     count = max(n for n in range(1, _CHUNKS + 1) if positions % n == 0)
 
     def chunks(x: Array) -> Array:

@@ -19,6 +19,7 @@ class Candidate(Protocol):
     """A step that can be compiled in other modes: `fullshard.jax.training.step.TrainStep`."""
 
     options: Any
+    rivals: dict[str, Any]
 
     @property
     def mesh(self) -> Mesh | AbstractMesh:
@@ -43,7 +44,12 @@ _Step = TypeVar("_Step", bound=Candidate)
 
 
 def candidates(step: _Step, batch: Any) -> dict[str, _Step]:
-    """The step in every mode, and with every way to compute over a vocabulary if it has one."""
+    """The step in every mode, and with every way to compute over a vocabulary if it has one.
+
+    One in mode "auto" keeps them until it has chosen, so that none is compiled twice.
+    """
+    if step.rivals:
+        return step.rivals
     first = step.variant(mode="weights", vocabulary="whole")
     first.lowered(batch)
     ways = _WAYS if first.has_vocabulary else _WAYS[:1]
@@ -55,6 +61,8 @@ def candidates(step: _Step, batch: Any) -> dict[str, _Step]:
             each = step if chosen == (mode, way) else plain
             name = mode if way == "whole" else f"{mode}, {way}"
             found[name] = each or step.variant(mode=mode, vocabulary=way)
+    if step.options.mode == "auto":
+        step.rivals = found
     return found
 
 

@@ -67,7 +67,8 @@ class TrainStep:
     """A compiled train step over a sharded state; made by `make_train_step`.
 
     ``placements`` says how the parameters rest, ``notes`` what was found while the loss was traced:
-    equal layers that were rolled into a scan, layers that were left to XLA.
+    equal layers that were rolled into a scan, layers that were left to XLA. ``rivals`` are the
+    programs among which mode "auto" has still to choose, if it was asked for them before.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class TrainStep:
         self._arrays = StateArrays(layout, model, placements, functions[0])
         self._findings = Findings()
         self._program = StepProgram(model, self._arrays, functions[1], options, self._findings)
+        self.rivals: dict[str, TrainStep] = {}
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._applied: dict[Any, Any] = {}
         self._evaluations: dict[Any, _Evaluation] = {}
@@ -265,6 +267,7 @@ class TrainStep:
             chosen = choose(self, batch)
             self.options, self._program = chosen.options, chosen._program
             self._findings, self._compiled = chosen._findings, chosen._compiled
+            self.rivals = {}
             _log.info("%s, vocabulary %s", self.options.mode, self.options.vocabulary)
 
     def abstract_state(self) -> TrainState:

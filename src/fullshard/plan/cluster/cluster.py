@@ -53,7 +53,8 @@ class Device:
     attention kernel. ``context_bytes`` is taken by the driver's context. Hosts have ``per_host`` of
     it with the links ``inside`` and ``between``, unless a cluster says otherwise. ``assumed`` names
     the fields that nobody has measured, ``origin`` where the others come from. A device that was
-    calibrated has ``constants`` of its own.
+    calibrated has ``constants`` of its own. ``fresh`` is the rate in bytes/s at which a CPU's
+    system hands out memory; None: buffers are kept between steps.
     """
 
     key: str
@@ -73,6 +74,7 @@ class Device:
     origin: str
     cpu: bool = False
     constants: Constants | None = None
+    fresh: float | None = None
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products in ``dtype``."""

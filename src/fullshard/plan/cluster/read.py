@@ -36,7 +36,7 @@ def _devices() -> dict[str, Device]:
 def _device(key: str, entry: Mapping[str, Any]) -> Device:
     known = {field.name for field in fields(Device)}
     unknown = sorted(set(entry) - known)
-    missing = sorted(known - {"key", "cpu", "constants"} - set(entry))
+    missing = sorted(known - {"key", "cpu", "constants", "fresh"} - set(entry))
     if unknown or missing:
         raise ConfigurationError(f"device {key!r}: unknown {unknown}, missing {missing}")
     made = dict(entry)

@@ -3,7 +3,8 @@
 
 Gathers and reduces have communicators of their own, so each has a stream; both share the links, so
 what is issued later begins when the earlier one has its bytes. Compute waits where the engine
-waits. The host runs ahead and launches kernels one by one: where it cannot keep up, it is waited
+waits, and a collective begins no sooner than compute has reached the place where it was issued.
+The host runs ahead and launches kernels one by one: where it cannot keep up, it is waited
 for.
 """
 
@@ -22,6 +23,8 @@ from fullshard.plan.step.script import Act, Phase, Script
 from fullshard.plan.step.units import PlannedUnit
 
 __all__ = ["Busy", "Timeline", "replay"]
+
+_SYSTEM_BYTES = 2**25  # from here on the C library gives memory back when it is released
 
 
 @dataclass(frozen=True)
@@ -125,9 +128,10 @@ class _Streams:
         unit = self.script.units[op.unit]
         if op.kind is OpKind.REDUCE:
             self._copy(unit)
+        self._take_memory(op.kind, unit.layout)
         if op.kind is OpKind.GATHER:
             seconds = self._unit_s(op.unit)[0]
-            begin = max(self.wire_free, self.host)
+            begin = max(self.wire_free, self.host, self.compute)  # c10d waits for compute so far
             self.wire_free = self.gathers[op.unit] = begin + seconds
             self._on_wire("gather", unit, op.unit, begin, self.wire_free)
         elif op.kind is OpKind.AWAIT_GATHER:
@@ -148,6 +152,23 @@ class _Streams:
         moved = numel * item * (1 + 2 * self.run.extra_copies) + unit.layout.grad_full_bytes
         self.compute += moved / memory
         self.busy += moved / memory
+
+    def _take_memory(self, kind: OpKind, layout: Layout) -> None:
+        """Large buffers of a CPU come from the system at each use, which has to clear them.
+
+        A gather's has the full parameters, a reduce's the full gradients and what is received.
+        """
+        fresh, shards = self.cluster.device.fresh, layout.shards
+        if fresh is None or shards == 1:
+            return
+        sizes: tuple[float, ...] = ()
+        if kind is OpKind.GATHER:
+            sizes = (layout.full_bytes,)
+        elif kind is OpKind.REDUCE:
+            sizes = layout.grad_full_bytes, layout.grad_full_bytes * (shards - 1) / shards
+        seconds = sum(each for each in sizes if each >= _SYSTEM_BYTES) / fresh
+        self.compute += seconds
+        self.busy += seconds
 
     def _wait(self, until: float) -> None:
         if until > self.compute:

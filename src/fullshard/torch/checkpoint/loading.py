@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``load_checkpoint``: a step of a run into models and optimizers, on any number of ranks."""
 
-import json
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard.checkpoint import Checkpoint, Ranks, StepFolder
-from fullshard.checkpoint.commit import find_step, mark_verified, steps_in
+from fullshard.checkpoint import Checkpoint, Ranks, RunFolder, StepFolder
+from fullshard.checkpoint.commit import mark_verified
 from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.ranks import agree
+from fullshard.checkpoint.run_folder import load_newest, run_folder
 from fullshard.core.errors import CheckpointError, FullshardError
 from fullshard.torch.checkpoint.collecting import (
     Models,
@@ -29,7 +28,7 @@ from fullshard.torch.checkpoint.collecting import (
 )
 from fullshard.torch.checkpoint.optimizers import OptimizerLoad
 from fullshard.torch.checkpoint.ranks import call_all, comms_of
-from fullshard.torch.checkpoint.saving import RANDOM, RunFolder, run_folder, session_of
+from fullshard.torch.checkpoint.saving import RANDOM, session_of
 from fullshard.torch.checkpoint.tensors import Held, held_here
 from fullshard.torch.checkpoint.values import decode, random_state_of, set_random_state
 
@@ -98,34 +97,12 @@ def load_checkpoint(
     call_all(comms_of(list(models.values())), "load_checkpoint()")
     session = session_of(list(models.values()))
     session.settle()
-    run = run_folder(path)
-    ranks = session.ranks
-    steps = _agreed_steps(run, step, ranks)
-    while True:
-        try:
-            return _load(steps.pop(), run, models, optimizers, strict, ranks)
-        except CheckpointError as error:
-            if not fallback or not steps or error.file is None:
-                raise
-            if ranks.rank == 0:
-                warnings.warn(
-                    f"{error}\nfalling back to step {steps[-1].step}", RuntimeWarning, stacklevel=2
-                )
+    run, ranks = run_folder(path), session.ranks
 
+    def load(folder: StepFolder) -> Loaded:
+        return _load(folder, run, models, optimizers, strict, ranks)
 
-def _agreed_steps(run: RunFolder, step: int | None, ranks: Ranks) -> list[StepFolder]:
-    """The steps to try, the first one last, as rank 0 sees them. Collective."""
-    found, failure = "[]", None
-    if ranks.rank == 0:
-        try:
-            newest = find_step(run.files, Path(run.path), step)
-            steps = [each for each in steps_in(run.files, Path(run.path)) if each <= newest]
-            found = json.dumps([[each.step, each.revision, str(each.path)] for each in steps])
-        except FullshardError as error:
-            failure = error
-    agree(ranks, "cannot load a checkpoint", failure)
-    told = json.loads(ranks.broadcast(found.encode()))
-    return [StepFolder(number, revision, Path(path)) for number, revision, path in told]
+    return load_newest(run, step, ranks, fallback, load)
 
 
 def _load(

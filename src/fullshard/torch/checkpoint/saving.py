@@ -7,7 +7,6 @@ import platform
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint import Background, Files, Keep, Ranks, Saving
+from fullshard.checkpoint import Background, Ranks, RunFolder, Saving
 from fullshard.checkpoint.background import save_in_background
+from fullshard.checkpoint.run_folder import run_folder
 from fullshard.checkpoint.saving import About, Plans, write_step
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks, stream
 from fullshard.core.errors import ConfigurationError, FullshardError
@@ -33,28 +33,9 @@ from fullshard.torch.checkpoint.values import encode, random_state_tensor
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.step.managed import managed_units
 
-__all__ = ["RunFolder", "Session", "run_folder", "save_checkpoint", "session_of"]
+__all__ = ["Session", "save_checkpoint", "session_of"]
 
 RANDOM = "random"  # tensors "random/<rank>": the state of that rank's generators
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    """A folder of checkpoints and how it is kept; wherever a path to one is taken.
-
-    ``keep`` says which steps stay when a new one has come (None: all), ``background`` how much host
-    memory asynchronous saves may hold, and ``files`` is the file system.
-    """
-
-    path: str | os.PathLike[str]
-    keep: Keep | None = None
-    background: Background = field(default_factory=Background)
-    files: Files = field(default_factory=Files)
-
-
-def run_folder(path: "str | os.PathLike[str] | RunFolder") -> RunFolder:
-    """``path`` as a `RunFolder`."""
-    return path if isinstance(path, RunFolder) else RunFolder(path)
 
 
 class Session:

@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from fullshard.core.errors import ConfigurationError, NotSupportedError
+from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Precision
 from fullshard.plan.measured import MeasuredModel
 from fullshard.plan.measured.recording import StepRecording
@@ -23,6 +27,8 @@ __all__ = ["Inputs", "measure", "repeated_modules"]
 Inputs = Callable[[int], Sequence[Any]] | Sequence[Tensor]
 """Positional arguments of the model for a micro-batch: made by a function of its size, or tensors
 whose first dim is that of samples, which are repeated."""
+
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "convolution"}
 
 
 def measure(
@@ -41,8 +47,10 @@ def measure(
     paths of what is wrapped and recomputed, by default `repeated_modules`; ``parts`` those of finer
     units. Not collective; the model is not changed.
 
-    Raises `ConfigurationError` for unknown paths, `NotSupportedError` when a run asks for selective
-    recomputation, which is only known for presets.
+    Selective recomputation is recorded with a policy of torch's selective checkpoints that keeps
+    attention and each second matrix product of a block, as in torchtitan.
+
+    Raises `ConfigurationError` for unknown paths.
     """
     paths = tuple(repeated_modules(model) if blocks is None else blocks)
     known = {clean_name(path) for path, _ in model.named_modules()}
@@ -54,14 +62,10 @@ def measure(
     def record(run: Run) -> StepRecording:
         compute = run.autocast or run.precision.compute
         again = tuple(path for number, path in enumerate(paths) if run.recomputed(number))
-        if again and run.recompute is Recompute.SELECTIVE:
-            raise NotSupportedError(
-                f"selective recomputation of {type(model).__name__} is not known; plan with "
-                "Recompute.FULL, or recompute inside the model and measure it as it is"
-            )
-        key = (run.micro_batch, compute, again)
+        selective = bool(again) and run.recompute is Recompute.SELECTIVE
+        key = (run.micro_batch, compute, again, selective)
         if key not in recordings:
-            with _recomputing(model, again):
+            with _recomputing(model, again, selective):
                 recordings[key] = record_step(
                     model,
                     _given(inputs, run.micro_batch),
@@ -103,11 +107,18 @@ def _given(inputs: Inputs, micro_batch: int) -> Sequence[Any]:
 
 
 @contextmanager
-def _recomputing(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
-    """Within, the modules at ``paths`` keep their inputs alone, and run again in backward."""
+def _recomputing(model: nn.Module, paths: Sequence[str], selective: bool) -> Iterator[None]:
+    """Within, the modules at ``paths`` keep their inputs alone, and run again in backward.
+
+    With ``selective`` they also keep what `_EachSecondProduct` says.
+    """
     chosen = [m for path, m in model.named_modules() if clean_name(path) in set(paths)]
 
     def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        if selective:
+            return lambda *args, **kwargs: checkpoint(
+                forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs
+            )
         return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     for module in chosen:
@@ -117,3 +128,24 @@ def _recomputing(model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
     finally:
         for module in chosen:
             del module.__dict__["forward"]
+
+
+def _contexts() -> tuple[Any, Any]:
+    found: tuple[Any, Any]
+    found = create_selective_checkpoint_contexts(_EachSecondProduct())  # type: ignore[no-untyped-call]
+    return found
+
+
+class _EachSecondProduct:
+    """The policy of one call of a block: keep attention, and its first, third, ... product."""
+
+    def __init__(self) -> None:
+        self._products = {False: 0, True: 0}  # in forward, and when it is recomputed
+
+    def __call__(self, context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        name = str(op.overloadpacket).rpartition(".")[2]
+        keep = "attention" in name
+        if name in _PRODUCTS:
+            self._products[context.is_recompute] += 1
+            keep = self._products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -16,10 +16,12 @@ from jax import Array
 from fullshard.jax import TrainState
 from fullshard.train.config import Config, learning_rate
 from fullshard.train.data import rank_slice
+from fullshard.train.jax.checkpoints import Checkpoints
 from fullshard.train.jax.closing import conclude
 from fullshard.train.jax.setup import Run, cross_entropy, prepare
 from fullshard.train.metrics import Reporter, Speed
 from fullshard.train.summary import introduce, open_folder, turn_away
+from fullshard.train.survival import stop_request
 
 __all__ = ["evaluate", "fit", "train", "train_step"]
 
@@ -28,33 +30,43 @@ def train(config: Config, devices: list[jax.Device]) -> None:
     """Train, validate, report and save as ``config`` says, on ``devices``.
 
     With several processes all of them must call. Raises `NonFiniteError` if a loss or gradient is
-    not finite and the settings say stop.
+    not finite and the settings say stop, and `SystemExit` with `COME_AGAIN` when a signal has ended
+    it after a save.
     """
     run, state = prepare(config, devices)
     folder = open_folder(config, run.devices)
-    with Reporter(run.devices, folder, config.train.steps) as reporter:
+    with Reporter(run.devices, folder, config.train.steps) as reporter, stop_request() as stop:
         introduce(config, run.facts, reporter)
-        state = fit(run, state, reporter)
+        checkpoints = Checkpoints(run, folder, reporter, stop)
+        try:
+            state = fit(run, state, reporter, checkpoints)
+        finally:  # what was begun before an error is worth having, too
+            checkpoints.finish()
         reporter.validation(config.train.steps, *evaluate(run, state))
     conclude(run, state, reporter)
 
 
-def fit(run: Run, state: TrainState, reporter: Reporter) -> TrainState:
-    """All training steps; returns the last state."""
+def fit(run: Run, state: TrainState, reporter: Reporter, checkpoints: Checkpoints) -> TrainState:
+    """All training steps that are left; returns the last state."""
     config, log = run.config.train, run.config.log
     peak = run.devices.peak_flops(config.dtype)
     speed = Speed(run.plain.flops_per_token, run.devices.size, peak)
-    for step in range(config.steps):
+    first = 0
+    if checkpoints.there:
+        state, first = checkpoints.resume(state)
+    reporter.advance(first)
+    for step in range(first, config.steps):
         speed.start()
         state, values = train_step(run, state, step, reporter)
         speed.stop(config.batch * run.data.tokens_per_sample)
         reporter.advance()
         done = step + 1
-        if done % log.every == 0 or done in (1, config.steps):
+        if done % log.every == 0 or done in (first + 1, config.steps):
             measured = {**values, **run.devices.memory_used(), **speed.take()}
             reporter.step(done, measured, run.data.token)
         if done % config.eval_every == 0 and done < config.steps:
             reporter.validation(done, *evaluate(run, state))
+        checkpoints.after_step(state, done)
     return state
 
 

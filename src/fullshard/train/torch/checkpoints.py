@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from fullshard.checkpoint import Files, steps_in
-from fullshard.core.errors import ConfigurationError
 from fullshard.torch import Keep, RunFolder, Saving, load_checkpoint, save_checkpoint
 from fullshard.train.metrics import Reporter
 from fullshard.train.survival import (
@@ -14,6 +13,7 @@ from fullshard.train.survival import (
     COME_AGAIN,
     Clock,
     StopRequest,
+    check_position,
     forget_after,
 )
 from fullshard.train.torch.setup import Run
@@ -49,13 +49,7 @@ class Checkpoints:
         run = self._run
         loaded = load_checkpoint(self._folder, run.model, run.optimizer, fallback=True)
         same_ranks = loaded.world == run.world.size and loaded.restore_random_state()
-        batch = run.config.train.batch
-        position = int(loaded.extra["position"])
-        if position != loaded.step * batch:
-            raise ConfigurationError(
-                f"{loaded.folder} was saved at sample {position}, which is no multiple of "
-                f"train.batch={batch}: go on with the batch that it was trained with"
-            )
+        position = check_position(loaded, run.config.train.batch)
         if self._reporter.folder is not None:
             forget_after(self._reporter.folder, loaded.step)
         others = "" if same_ranks else f", saved by {loaded.world} ranks"

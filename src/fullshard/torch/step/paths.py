@@ -37,13 +37,15 @@ class Structure:
 
     def _note(self, root: nn.Module) -> None:
         modules = list(root.modules())
-        self._children = [(m._modules, tuple(m._modules.values())) for m in modules if m._modules]
-        self._parameters = [(m._parameters, len(m._parameters)) for m in modules]
         for module in modules:
             own = 0 if managed_unit_of(module) is None else 1
             if len(module._forward_hooks) > own and id(module) not in self._listening:
                 self._listen(module)
-        self._hooks = [(m._forward_hooks, len(m._forward_hooks)) for m in modules]
+        # Looked at in every step: as lists, which are compared without a Python call for each.
+        self._counted = [held for m in modules for held in (m._parameters, m._forward_hooks)]
+        self._counts = list(map(len, self._counted))
+        self._parents = [m._modules for m in modules if m._modules]
+        self._children = [tuple(each.values()) for each in self._parents]
 
     def _listen(self, module: nn.Module) -> None:
         """Watch what hooks of ``module`` see: a loss may be made of it, inside a unit."""
@@ -80,11 +82,9 @@ class Structure:
         self._note(root)
 
     def _as_it_was(self) -> bool:
-        if any(len(held) != count for held, count in self._parameters):
+        if list(map(len, self._counted)) != self._counts:
             return False
-        if any(len(hooks) != count for hooks, count in self._hooks):
-            return False
-        return all(tuple(children.values()) == known for children, known in self._children)
+        return list(map(tuple, map(dict.values, self._parents))) == self._children
 
 
 def used_outside_their_unit(root: nn.Module, owners: Mapping[int, ManagedUnit]) -> list[str]:

@@ -42,11 +42,11 @@ class Layer(nn.Sequential):
         super().__init__(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
-def bottom_up(units, shard):
+def bottom_up(units, shard, **options):
     model = nn.Sequential(*(Layer() for _ in range(units)))
     for layer in model:
-        shard(layer)
-    return shard(model)
+        shard(layer, **options)
+    return shard(model, **options)
 
 
 def wrapped(units, cls, policy, **options):
@@ -66,6 +66,7 @@ ENGINES = {
     ),
     PEER: lambda units: bottom_up(units, torch_fsdp.fully_shard),
     "fullshard, function": lambda units: bottom_up(units, fully_shard),
+    "the same by element": lambda units: bottom_up(units, fully_shard, align="element"),
     "fullshard, wrapper": lambda units: wrapped(units, FullyShardedDataParallel, ModuleWrapPolicy),
 }
 

@@ -34,7 +34,6 @@ copied to their places. So does what is cut along another dimension than the fir
 without dims has no rows; it stays in a segment that is cut by element.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
@@ -52,6 +51,7 @@ __all__ = [
     "Slot",
     "Span",
     "SpansOfRanks",
+    "aligned_bytes",
     "chunk_numel",
     "lay_out",
     "lay_out_segments",
@@ -71,7 +71,12 @@ _ALIGN_BYTES = 32
 
 def stored_bytes(numel: int, dtype: str) -> int:
     """Bytes that ``numel`` elements take in a flat buffer, where the next begin on 32 bytes."""
-    return _round_up(numel * item_bytes(dtype), _ALIGN_BYTES)
+    return aligned_bytes(numel * item_bytes(dtype))
+
+
+def aligned_bytes(size: int) -> int:
+    """Bytes up to where the next tensor begins in a flat buffer."""
+    return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 def _round_up(numel: int, multiple: int) -> int:
@@ -346,8 +351,7 @@ def _one_behind_the_other(specs: Sequence[ParamSpec], shards: int) -> tuple[tupl
 
 def _packed(specs: Sequence[ParamSpec], shards: int) -> tuple[tuple[Slot, ...], int]:
     slots, end = [], 0  # of a slice
-    unit = ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, shards)  # the parameters begin on 32 elements then
     for spec in specs:
         slots.append(Slot(spec, shards * end, shards * end + spec.numel))
-        end += _round_up(chunk_numel(spec, shards), unit)
+        end += chunk_numel(spec, shards)  # neighbours touch: an optimizer steps on them as one
     return tuple(slots), _round_up(end, ALIGN_NUMEL)

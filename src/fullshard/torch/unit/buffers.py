@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fullshard.core.layout import stored_bytes
+from fullshard.core.layout import aligned_bytes
 
 __all__ = ["FlatBuffer", "MemorySource", "dtype_name", "dtype_of"]
 
@@ -113,7 +113,7 @@ class FlatBuffer:
         pin: bool = False,
     ):
         sizes = list(sizes)
-        taken = [stored_bytes(numel, dtype_name(dtype)) for numel, dtype in sizes]
+        taken = [aligned_bytes(numel * dtype.itemsize) for numel, dtype in sizes]
         self.bytes = sum(taken)
         dtypes = {dtype for _, dtype in sizes}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
@@ -122,6 +122,9 @@ class FlatBuffer:
             self._memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self._storage = self._memory.untyped_storage()
         self._advise()
+        if len(sizes) == 1:
+            self.flats = [self._memory[: sizes[0][0]]]
+            return
         places = self._memory.split_with_sizes([each // dtype.itemsize for each in taken])
         self.flats = [
             place.view(dtype)[:numel] for place, (numel, dtype) in zip(places, sizes, strict=True)

@@ -15,7 +15,7 @@ from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Together, Work
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import Extension
-from fullshard.torch.unit.packing import unpack
+from fullshard.torch.unit.packing import Unpacking
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Place, Shards
 from fullshard.torch.unit.sites import notes_on
@@ -91,6 +91,10 @@ class FullParameters:
             )
             for number, flat in zip(self._packed, self._arrival.flats, strict=True):
                 travelling[number] = flat
+            self._unpacking = Unpacking(
+                (segments[number], travelling[number], self._buffer.flats[number])
+                for number in self._packed
+            )
         self.params = [
             # .data: a parameter that is a plain view shares its version counter with the buffer,
             # and writing gathered values into that would then trip autograd's in-place check.
@@ -213,18 +217,12 @@ class FullParameters:
             if self._copies:
                 self._fetch.join()
             if self._arrival is not None and self.part is None:
-                self._unpack()
+                with torch.no_grad():
+                    self._unpacking.copy()
+                self._arrival.release()
             self._gathering = self.part = None
             if self._extensions:
                 self._receive()
-
-    @torch.no_grad()
-    def _unpack(self) -> None:
-        assert self._arrival is not None
-        segments, flats = self._shards.layout.segments, self._buffer.flats
-        arrived = zip(self._packed, self._arrival.flats, strict=True)
-        unpack((segments[number], flat, flats[number]) for number, flat in arrived)
-        self._arrival.release()
 
     def _receive(self) -> None:
         for index, place in enumerate(self._shards.places):

@@ -19,7 +19,7 @@ from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Done, Work
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
-from fullshard.torch.unit.packing import holes, pieces_of, travelling_pieces
+from fullshard.torch.unit.packing import pieces_of, travelling_pieces
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.streams import CopyStream
@@ -64,6 +64,7 @@ class Gradients:
         self._full: FlatBuffer | None = None
         self._views: dict[int, list[Tensor]] = {}  # of each parameter, one or `pieces_of`
         self._padding: list[Tensor] = []  # what lies between the views, and behind them
+        self._holey: list[Tensor] = []  # small and packed, with padding here and there
         self._delivered: set[int] = set()  # parameters that the buffer holds
         self._trained = [i for i, place in enumerate(shards.places) if place.grad_number >= 0]
         self._absent: set[int] | None = None  # in no reduce since `settle` was called
@@ -100,6 +101,8 @@ class Gradients:
         self.await_all()  # a gradient that comes late must not touch a buffer under way
         if self._full is not None:
             self._full.allocate()
+            for flat in self._holey:
+                flat.zero_()
             return
         self._full = FlatBuffer(self._full_sizes, self._plan.device)
         for index, place in enumerate(self._shards.places):
@@ -110,15 +113,18 @@ class Gradients:
                     if place.segment.travels_apart
                     else [flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)]
                 )
-        self._padding = []
+        self._padding, self._holey = [], []
         for segment, flat in zip(self._shards.trainable, self._full.flats, strict=True):
             if segment.travels_apart:
-                self._padding += holes(flat, segment)
+                if segment.padding_numel:
+                    self._holey.append(flat)
                 continue
             ends = [0, *(slot.stop for slot in segment.slots)]
             starts = [*(slot.start for slot in segment.slots), flat.numel()]
             between = zip(ends, starts, strict=True)
             self._padding += [flat[end:start] for end, start in between if end < start]
+        for flat in self._holey:
+            flat.zero_()
 
     def deliver(self, index: int, grad: Tensor) -> None:
         """Put a parameter's gradient, or a further part of it, into the buffer."""
@@ -127,9 +133,10 @@ class Gradients:
                 f"parameter {self._shards.sharded[index].ownership.name!r} got a {grad.layout} "
                 "gradient; only dense gradients can be reduced (use sparse=False in embeddings)"
             )
-        place, into = self._shards.places[index], self._views[index]
-        apart = place.segment.travels_apart
-        parts = pieces_of(grad, place.slot, place.segment.shards) if apart else [grad]
+        into = self._views[index]
+        parts = [grad]
+        if self._shards.places[index].segment.travels_apart:
+            parts = self._parts(index, grad, into)
         if index in self._delivered:
             for view, part in zip(into, parts, strict=True):
                 view.add_(part)
@@ -137,6 +144,13 @@ class Gradients:
         for view, part in zip(into, parts, strict=True):
             view.copy_(part)
         self._delivered.add(index)
+
+    def _parts(self, index: int, grad: Tensor, into: list[Tensor]) -> list[Tensor]:
+        """Take a gradient apart as what travels: into all ranks' rows at once, as a rule."""
+        place = self._shards.places[index]
+        if len(into) == 1 and not place.slot.spec.cut_dim:
+            return [grad.reshape(into[0].shape)]
+        return pieces_of(grad, place.slot, place.segment.shards)
 
     def drop(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""

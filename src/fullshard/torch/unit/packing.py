@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from fullshard.core.layout import Segment, Slot, chunk_numel
+from fullshard.core.layout import Segment, Slot
 
-__all__ = ["holes", "pieces_of", "travelling_pieces", "unpack"]
+__all__ = ["Unpacking", "pieces_of", "travelling_pieces"]
 
 
 def pieces_of(value: Tensor, slot: Slot, shards: int) -> list[Tensor]:
@@ -39,23 +39,6 @@ def travelling_pieces(flat: Tensor, segment: Segment, slot: Slot) -> list[Tensor
     return pieces
 
 
-def holes(flat: Tensor, segment: Segment) -> list[Tensor]:
-    """Return what belongs to no parameter in a packed segment as it travels: views."""
-    shards = segment.shards
-    slices = flat.view(shards, segment.slice_numel)
-    starts = [slot.start // shards for slot in segment.slots]
-    found = []
-    for slot, start, end in zip(
-        segment.slots, starts, [*starts[1:], segment.slice_numel], strict=True
-    ):
-        numel = chunk_numel(slot.spec, shards)
-        chunks, _, _ = _counts(slot, shards)
-        held = slot.spec.numel - chunks * numel  # by the rank behind those with full chunks
-        found += [slices[:, start + numel : end], slices[chunks + 1 :, start : start + numel]]
-        found.append(slices[chunks : chunks + 1, start + held : start + numel])
-    return [hole for hole in found if hole.numel()]
-
-
 def _counts(slot: Slot, shards: int) -> tuple[int, int, int]:
     """How many ranks have full chunks, the rows of a chunk, and those of the last, shorter one."""
     rows = slot.spec.shape[slot.spec.cut_dim]
@@ -63,11 +46,18 @@ def _counts(slot: Slot, shards: int) -> tuple[int, int, int]:
     return (rows // chunk, chunk, rows % chunk) if chunk else (0, 0, 0)
 
 
-def unpack(segments: Iterable[tuple[Segment, Tensor, Tensor]]) -> None:
-    """Copy what has travelled to the parameters: of each (segment, travelled, parameters)."""
-    pairs = [pair for each in segments for pair in _both(*each)]
-    if pairs:
-        torch._foreach_copy_([mine for mine, _ in pairs], [theirs for _, theirs in pairs])
+class Unpacking:
+    """The copies from where packed segments arrive to their parameters, which stay the same."""
+
+    def __init__(self, segments: Iterable[tuple[Segment, Tensor, Tensor]]):
+        pairs = [pair for each in segments for pair in _both(*each)]
+        self._params = [mine for mine, _ in pairs]
+        self._arrived = [theirs for _, theirs in pairs]
+
+    def copy(self) -> None:
+        """Copy what has arrived."""
+        if self._params:
+            torch._foreach_copy_(self._params, self._arrived)
 
 
 def _both(segment: Segment, travelling: Tensor, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

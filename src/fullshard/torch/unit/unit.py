@@ -27,7 +27,7 @@ from fullshard.torch.unit.full_parameters import (
 from fullshard.torch.unit.gradients import Gradients, ReduceSettings
 from fullshard.torch.unit.guards.lent import check_lent
 from fullshard.torch.unit.guards.writes import Writes
-from fullshard.torch.unit.packing import unpack
+from fullshard.torch.unit.packing import Unpacking
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.sites import Holder, Holders, ParamSites
@@ -358,11 +358,8 @@ class Unit:
         if pairs:
             label = f"gather of values of unit {self.name!r}"
             self.ranks.gather.all_gather(pairs, label=label).wait()
-        unpack(
-            each
-            for each in zip(segments, travelling, full.flats, strict=True)
-            if each[0].travels_apart
-        )
+        arrived = zip(segments, travelling, full.flats, strict=True)
+        Unpacking(each for each in arrived if each[0].travels_apart).copy()
         return full
 
     def full_views(self, full: FlatBuffer) -> list[Tensor]:

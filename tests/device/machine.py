@@ -117,9 +117,9 @@ class Machine:
         _join(clock, self.clocks[HOST])
         fitting = [m for m in self._freed if m.home == home and m.size >= size]
         for memory in fitting:
+            memory.accesses = [a for a in memory.accesses if clock.get(a.timeline, 0) < a.tick]
             for access in memory.accesses:
-                if clock.get(access.timeline, 0) < access.tick:
-                    self.find(f"memory of {memory.label} is given to {label}, still {access}")
+                self.find(f"memory of {memory.label} is given to {label}, still {access}")
         if fitting:
             self._freed.remove(min(fitting, key=lambda m: m.size))
 
@@ -140,7 +140,7 @@ class Machine:
                 kind = "writes" if write else "reads"
                 self.find(f"{what} on {timeline} {kind} {memory.label}, unordered: {access}")
             covered = begin <= access.begin and access.end <= end and ordered
-            if not covered or (access.write and not write):
+            if not covered or (access.write and not write and access.timeline != timeline):
                 kept.append(access)
         memory.accesses = kept
         if write:

@@ -15,8 +15,11 @@ from device.machine import Machine
 from device.network import Network
 from device.operations import Memories, Operations
 from device.streams import Streams
+from fullshard.torch.comm import ranks
 from fullshard.torch.comm.watch.watchdog import Watchdog
+from fullshard.torch.unit import full_parameters, shards
 from fullshard.torch.unit import streams as engine_streams
+from fullshard.torch.unit.sites import notes_on
 
 
 @contextmanager
@@ -47,10 +50,21 @@ def rank_of_job(rank, size, answer=lambda: False):
         shapes = _unwatched(memories, ShardingPropagator._propagate_tensor_meta_non_cached)
         name = "_propagate_tensor_meta_non_cached"
         stack.enter_context(mock.patch.object(ShardingPropagator, name, shapes))
+        stack.enter_context(mock.patch.object(ranks, "_has_nccl", lambda group: True))
+        for module in (full_parameters, shards):
+            stack.enter_context(mock.patch.object(module, "notes_on", _notes_of_users))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         stack.callback(dist.destroy_process_group)
         machine.memories = memories
         yield machine
+
+
+_OF_FAKES = {"fake_device", "fake_mode", "constant", "real_tensor", "nonzero_memo", "pytype"}
+
+
+def _notes_of_users(param):
+    """What users have noted on a parameter, without what makes it a fake tensor."""
+    return {name: note for name, note in notes_on(param).items() if name not in _OF_FAKES}
 
 
 def _unwatched(memories, method):

@@ -105,7 +105,12 @@ class Machine:
     def allocate(self, size, home, label, *, pinned=False):
         if home != HOST:
             self._check_reuse(size, home, label)
-        return Memory(size, home, label, pinned)
+        memory = Memory(size, home, label, pinned)
+        if home != HOST:
+            # Another stream must come after those who had it before, as the home stream does.
+            tick = self.step(home)
+            memory.accesses.append(Access(home, tick, 0, size, True, "its former owner"))
+        return memory
 
     def free(self, memory):
         memory.gone = True

@@ -89,7 +89,8 @@ def run(wanted, rank=0, answer=lambda: False):
 
 def gpt(device="cuda", **options):
     with torch.device(device):
-        return GPT(width=16, blocks=2, **options)
+        # Three blocks where evictions of one run beside the next and free what the third one takes.
+        return GPT(width=16, blocks=3 if device == "cpu" else 2, **options)
 
 
 def adamw(model):
@@ -140,6 +141,7 @@ _simple(
 _simple("fp16 reduces", mp_policy=ours.MixedPrecisionPolicy(reduce_dtype=torch.float16))
 _simple("bf16 hybrid", shape=(2, 2), mp_policy=ours.MixedPrecisionPolicy(**BF16))
 _offload = {"device": "cpu", "syncs": _FETCHES}
+_simple("offload replicas", shape=(4, 1), **_offload, offload_policy=ours.CPUOffloadPolicy())
 _simple("offload", **_offload, offload_policy=ours.CPUOffloadPolicy())
 _simple("offload unpinned", **_offload, offload_policy=ours.CPUOffloadPolicy(pin_memory=False))
 _simple("offload hybrid", shape=(2, 2), **_offload, offload_policy=ours.CPUOffloadPolicy())
@@ -417,6 +419,17 @@ def _(job):
             job.loss(model)
 
     job.train(model, before_step=evaluate)
+
+
+@program("evaluation offloaded", syncs=_FETCHES)
+def _(job):
+    model = shard(gpt("cpu"), job.mesh, offload_policy=ours.CPUOffloadPolicy())
+    job.begin()
+    with torch.no_grad():
+        for _ in range(job.steps):
+            job.loss(model)
+            for param in model.parameters():
+                param.mul_(0.5)
 
 
 @program("a stream of the user's")

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -53,18 +53,22 @@ def rank_of_job(rank, size, answer=lambda: False):
         stack.enter_context(mock.patch.object(ranks, "_has_nccl", lambda group: True))
         for module in (full_parameters, shards):
             stack.enter_context(mock.patch.object(module, "notes_on", _notes_of_users))
+        # A fake tensor cannot become of another class.
+        same = mock.patch.object(FakeTensor, "as_subclass", lambda self, kind: self, create=True)
+        stack.enter_context(same)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         stack.callback(dist.destroy_process_group)
         machine.memories = memories
         yield machine
 
 
-_OF_FAKES = {"fake_device", "fake_mode", "constant", "real_tensor", "nonzero_memo", "pytype"}
-
-
 def _notes_of_users(param):
     """What users have noted on a parameter, without what makes it a fake tensor."""
-    return {name: note for name, note in notes_on(param).items() if name not in _OF_FAKES}
+    notes = notes_on(param)
+    if isinstance(param, FakeTensor):
+        bare = torch.empty(0, device=param.device).__dict__
+        notes = {name: note for name, note in notes.items() if name not in bare}
+    return notes
 
 
 def _unwatched(memories, method):

@@ -352,9 +352,7 @@ MUTANTS = {
     "unwaited gathers of offloaded shards": Mutant(
         ((FullParameters, "wait", _wait_without("work")),), _OFFLOAD
     ),
-    "no wait at the schedule's await": Mutant(
-        ((FullParameters, "wait", nothing),), _FULL
-    ),
+    "no wait at the schedule's await": Mutant(((FullParameters, "wait", nothing),), _FULL),
     "shards cross on the compute stream": Mutant(
         ((FullParameters, "_converted", _converted_on_compute),), _OFFLOAD
     ),
@@ -369,9 +367,7 @@ MUTANTS = {
         (_after(FullParameters, "gather", lambda self: setattr(self, "part", None)),),
         ("blocks of 2",),
     ),
-    "gathers hold up the host": Mutant(
-        ((FullParameters, "gather", _synchronizing_gather),), _FULL
-    ),
+    "gathers hold up the host": Mutant(((FullParameters, "gather", _synchronizing_gather),), _FULL),
     "full parameters are freed when gathered": Mutant(
         (_after(FullParameters, "gather", lambda self: self._buffer.release()),), _FULL
     ),

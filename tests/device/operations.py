@@ -19,7 +19,15 @@ _OVERWRITE = {
     *("_foreach_copy_", "_foreach_zero_", "trunc_normal_"),
 }
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_SHAPE_ONLY = ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_zeros", "new_ones")
+_SHAPE_ONLY = (
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "new_zeros",
+    "new_ones",
+)
 _COPIES = {aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default}
 
 
@@ -177,7 +185,7 @@ def _operands(func, args, kwargs):
     if name in _EMPTY or name in _SHAPE_ONLY:
         return reads, writes
     if name == "all_gather_copy_in":  # of FSDP2, which does not declare that it writes
-        return [t for t in args[0]], [args[1]]
+        return list(args[0]), [args[1]]
     overwrites = name in _OVERWRITE
     for number, argument in enumerate(func._schema.arguments):
         value = args[number] if number < len(args) else kwargs.get(argument.name)

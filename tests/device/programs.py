@@ -116,7 +116,8 @@ def wrapped(model, mesh, **options):
 
 # ---- ways to shard ------------------------------------------------------------------------------
 
-_FETCHES = ("CopyStream.synchronize",)
+# The host reads gradients and writes shards that rest in its memory.
+_FETCHES = ("event.synchronize in streams.py:synchronize",)
 
 
 def _simple(name, *, shape=(4,), syncs=(), into=PROGRAMS, door=None, device="cuda", **options):
@@ -143,7 +144,12 @@ _simple("bf16 hybrid", shape=(2, 2), mp_policy=ours.MixedPrecisionPolicy(**BF16)
 _offload = {"device": "cpu", "syncs": _FETCHES}
 _simple("offload replicas", shape=(4, 1), **_offload, offload_policy=ours.CPUOffloadPolicy())
 _simple("offload", **_offload, offload_policy=ours.CPUOffloadPolicy())
-_simple("offload unpinned", **_offload, offload_policy=ours.CPUOffloadPolicy(pin_memory=False))
+_simple(
+    "offload unpinned",
+    device="cpu",
+    syncs=(*_FETCHES, "a blocking copy_ in gradients.py:_evict"),
+    offload_policy=ours.CPUOffloadPolicy(pin_memory=False),
+)
 _simple("offload hybrid", shape=(2, 2), **_offload, offload_policy=ours.CPUOffloadPolicy())
 _simple(
     "offload bf16",
@@ -288,9 +294,7 @@ def _(job):
 @program("clipping")
 def _(job):
     model = shard(gpt(), job.mesh)
-    job.train(
-        model, before_step=lambda _: nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    )
+    job.train(model, before_step=lambda _: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
 
 
 @program("clipping at the first door", shape=(2, 2))
@@ -464,7 +468,7 @@ def _(job):
     job.train(model, loss=lambda model: model(torch.zeros(2, 3, device="cuda")).sum())
 
 
-@program("state dicts between steps", syncs=("state_dict",))
+@program("state dicts between steps", syncs=("agreement.py:differing_texts",))
 def _(job):
     model = shard(gpt(), job.mesh)
     job.train(model, before_step=lambda _: model.state_dict())
@@ -490,7 +494,7 @@ def _(job):
     job.train(model)
 
 
-@program("scaled losses", syncs=("ShardedGradScaler", "GradScaler", "_unscale_grads_"))
+@program("scaled losses", syncs=("_local_scalar_dense in the program",))
 def _(job):
     half = ours.MixedPrecisionPolicy(param_dtype=torch.float16)
     model = shard(gpt(), job.mesh, mp_policy=half)

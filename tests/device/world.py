@@ -42,7 +42,7 @@ def rank_of_job(rank, size, answer=lambda: False):
         for name, stand_in in Network(machine, memories).names.items():
             stack.enter_context(mock.patch.object(dist.ProcessGroup, name, stand_in))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
-        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None))
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
         # Nobody else is there whom it could tell anything.
         nobody = classmethod(lambda cls: None)
         stack.enter_context(mock.patch.object(Watchdog, "of_this_process", nobody))

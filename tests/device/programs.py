@@ -191,7 +191,7 @@ _first_door(
 )
 _first_door(
     "FULL_SHARD in bf16",
-    mixed_precision=ours.MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True),
+    mixed_precision=ours.MixedPrecision(param_dtype=torch.bfloat16),
 )
 
 

@@ -50,7 +50,7 @@ def rank_of_job(rank, size, answer=lambda: False):
         shapes = _unwatched(memories, ShardingPropagator._propagate_tensor_meta_non_cached)
         name = "_propagate_tensor_meta_non_cached"
         stack.enter_context(mock.patch.object(ShardingPropagator, name, shapes))
-        stack.enter_context(mock.patch.object(ranks, "_has_nccl", lambda group: True))
+        stack.enter_context(mock.patch.object(ranks, "_has_nccl", return_value=True))
         for module in (full_parameters, shards):
             stack.enter_context(mock.patch.object(module, "notes_on", _notes_of_users))
         # A fake tensor cannot become of another class.

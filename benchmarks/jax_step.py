@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a step on JAX need and take, beside what XLA makes of shardings, and data parallel?
+"""What does a step on JAX need and take, beside the best that is made of `jax.jit` by hand?
 
-    python benchmarks/jax_step.py [--time "29M, 4k tokens"] [--rounds 7] [--out FILE.json]
+    python benchmarks/jax_step.py [--models small words] [--time small] [--rounds 7] [--out FILE]
 
-GPTs of `fullshard train` under AdamW in fp32, on eight simulated CPU devices (N), in four forms:
-`make_train_step` with explicit collectives (shard_map); the same with the collectives left to XLA
-(compiler: layers scanned and recomputed, weights constrained where they are used); kernels with a
-NamedSharding under a plain `jax.jit`, as the document that asked for this has it (sharded jit); and
-everything on every device (data parallel). The last two are neither scanned nor recomputed.
+Four language models as one writes them in JAX (stacked layers, `lax.scan`, `jax.checkpoint`), under
+AdamW in fp32, on eight simulated CPU devices (N). Honest jit: each array's largest dimension is cut
+by a NamedSharding, out_shardings are pinned, and XLA does the rest. Activations cut: the same, and
+activations are constrained to the batch axis. Vocabulary cut: that, and a head whose logits are cut
+along the classes. fullshard: each of its programs, and the one that mode "auto" takes.
 
-Memory, bytes sent and compilations are those of compiled programs, for each device; nothing is
-allocated for them. Peak: arguments, temporary memory, and results with no place in the arguments;
-in units of 4P/N, P being the parameters' bytes. Compilations: until a step's output has the
-shardings of its input. Time, for the case named: the forms take turns (A B C D A B C D ...), and a
-row has the median of its steps and the median over rounds of fullshard's time over its own. Two
-processes, each with one device, exchange over Gloo on local ports.
+Memory and bytes sent are those of compiled programs, for each device; nothing is allocated for
+them, so the largest model costs seconds to compile. Peak: arguments, temporary memory, and results
+with no place in the arguments; in units of 4P/N, P being the parameters' bytes. Bytes sent are told
+in P. Time, for models named: the forms take turns (A B C A B C ...), and a row has the median of
+its steps and the median over rounds of fullshard's time over its own. Two processes, each with one
+device, exchange over Gloo on local ports.
 """
 
 import argparse
@@ -31,57 +31,151 @@ from pathlib import Path
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from report import write_report
 from rich.console import Console
 from rich.table import Table
 
-from fullshard.core.presets import Transformer
-from fullshard.core.spec import ParamSpec
-from fullshard.jax import Rule, communication, create_mesh, initialize, make_train_step
-from fullshard.jax.collectives import communication_of
-from fullshard.jax.elsewhere import memory_of
-from fullshard.jax.placement import place_dims
-from fullshard.jax.program import batch_sharding
-from fullshard.train.jax.models import GPT
+from fullshard.jax import (
+    batch_sharding,
+    create_mesh,
+    cross_entropy,
+    embed,
+    gathered,
+    initialize,
+    make_train_step,
+    shardings,
+    which_needs_less,
+)
+from fullshard.jax.analysis.hlo import communication_of, memory_of
 
 DEVICES = 8
-OURS, THEIRS = "fullshard, shard_map", "fullshard, compiler"
-SMALL = Transformer(8, 512, 8, 8, 1376, 4096, 256)
-CASES = {  # shape, rows and tokens in a row of the global batch
-    "235M, 1k tokens": (Transformer(12, 1024, 16, 16, 4096, 16_384, 128), 8, 128),
-    "236M, 41k words": (Transformer(12, 1024, 16, 16, 2752, 40_960, 128), 8, 128),
-    "29M, 4k tokens": (SMALL, 16, 256),
+OURS = "fullshard, auto"
+MODELS = {  # width, layers, words, heads, rows and tokens in a row of the global batch
+    "small": (256, 8, 4096, 8, 8, 128),
+    "words": (768, 8, 50_257, 12, 8, 64),
+    "long": (512, 6, 4096, 8, 8, 4096),
+    "large": (2048, 24, 32_768, 16, 8, 64),
 }
-OVER_PROCESSES = {
-    "29M, 64 tokens, 2 processes": (SMALL, 2, 32),
-    "29M, 512 tokens, 2 processes": (SMALL, 2, 256),
-}
+OVER_PROCESSES = {"2 processes, 64 tokens": (512, 8, 4096, 8, 2, 32)}
 OPTIMIZER = optax.adamw(1e-3)
 
 
-def loss_fn(model, batch):
-    logits = model(batch["x"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+def shapes_of(model):
+    width, layers, words, *_ = model
+
+    def shape(*dims):
+        return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+    return {
+        "embed": shape(words, width),
+        "layers": {
+            "norm1": shape(layers, width),
+            "qkv": shape(layers, width, 3 * width),
+            "out": shape(layers, width, width),
+            "norm2": shape(layers, width),
+            "up": shape(layers, width, 4 * width),
+            "down": shape(layers, 4 * width, width),
+        },
+        "norm": shape(width),
+        "head": shape(width, words),
+    }
+
+
+def make(model):
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: (
+            jnp.ones(x.shape)
+            if "norm" in path[-1].key
+            else 0.02 * jax.random.normal(next(keys), x.shape)
+        ),
+        shapes_of(model),
+    )
+
+
+def normed(x, scale):
+    return x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
+
+
+def layer_of(heads):
+    def layer(weights, x):
+        rows, length, width = x.shape
+        parts = jnp.split(normed(x, weights["norm1"]) @ weights["qkv"], 3, -1)
+        query, key, value = (part.reshape(rows, length, heads, -1) for part in parts)
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        x = x + mixed.reshape(rows, length, width) @ weights["out"]
+        return x + jax.nn.gelu(normed(x, weights["norm2"]) @ weights["up"]) @ weights["down"]
+
+    return layer
+
+
+def loss_of(model, keep=lambda x: x, losses=None, look_up=None, around=lambda layer: layer):
+    """The loss of a model; ``keep`` is done to activations, ``around`` to layers."""
+    layer = around(layer_of(model[3]))
+
+    def loss(params, batch):
+        @jax.checkpoint
+        def body(x, weights):
+            return keep(layer(weights, keep(x))), None
+
+        rows = look_up(params["embed"], batch["x"]) if look_up else params["embed"][batch["x"]]
+        x, _ = lax.scan(body, keep(rows), params["layers"])
+        x = normed(x, params["norm"])
+        if losses:
+            return losses(x, params["head"], batch["y"]).mean()
+        logits = x @ params["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    return loss
+
+
+class Jitted:
+    """An honest `jax.jit`, with what is constrained in ``loss``."""
+
+    def __init__(self, model, mesh, loss):
+        self.mesh, self.model = mesh, model
+        shapes = shapes_of(model)
+        params = shardings(shapes, mesh)
+        state = jax.eval_shape(OPTIMIZER.init, shapes)
+        whole = NamedSharding(mesh, PartitionSpec())
+        moments = jax.tree.structure(shapes)
+        is_moment = lambda tree: jax.tree.structure(tree) == moments  # noqa: E731
+        kept = jax.tree.map(lambda x: params if is_moment(x) else whole, state, is_leaf=is_moment)
+        self.shapes, self.shardings = (shapes, state), (params, kept)
+
+        def step(state, batch):
+            params, kept = state
+            value, grads = jax.value_and_grad(loss)(params, batch)
+            updates, kept = OPTIMIZER.update(grads, kept, params)
+            return (optax.apply_updates(params, updates), kept), value
+
+        self.jitted = jax.jit(step, donate_argnums=0, out_shardings=(self.shardings, whole))
+
+    def compiled(self, batch):
+        state = jax.tree.map(with_sharding, self.shapes, self.shardings)
+        return self.jitted.lower(state, batch).compile()
+
+    def start(self):
+        params = jax.jit(lambda: make(self.model), out_shardings=self.shardings[0])()
+        return params, jax.jit(OPTIMIZER.init, out_shardings=self.shardings[1])(params)
+
+    def run(self, state, batch):
+        return self.jitted(state, batch)
 
 
 class Engine:
-    """A `TrainStep` of ours."""
+    """A step of ours, of one mode."""
 
-    def __init__(self, shape, mesh, mode):
-        def make():
-            return GPT(shape, rngs=nnx.Rngs(0))
-
-        self.step = make_train_step(make, OPTIMIZER, loss_fn, mesh, mode=mode)
-        self.numel = sum(each.numel for each in self.step.placements)
+    def __init__(self, step):
+        self.step = step
 
     def compiled(self, batch):
-        """The program, its collectives, and how many were compiled."""
-        program = self.step.compiled(batch)
-        return program, communication(self.step, batch), self.step.compilations
+        return self.step.compiled(batch)
 
     def start(self):
         return self.step.init()
@@ -91,122 +185,89 @@ class Engine:
         return state, loss
 
 
-class Jitted:
-    """The same model under ``jax.jit``, its parameters placed by ``rule``; shardings of results
-    are left to XLA.
-    """
+def jitted_forms(model, mesh):
+    def cut(x):
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec("fsdp")))
 
-    def __init__(self, shape, mesh, rule):
-        self.mesh = mesh
-        self.make = lambda: nnx.split(GPT(shape, rngs=nnx.Rngs(0)))[1]
-        self.graph, state = nnx.split(nnx.eval_shape(lambda: GPT(shape, rngs=nnx.Rngs(0))))
-        flat = [(path, leaf.get_value()) for path, leaf in nnx.to_flat_state(state)]
-        specs = [ParamSpec(".".join(map(str, p)), tuple(x.shape), x.dtype.name) for p, x in flat]
-        self.numel = sum(spec.numel for spec in specs)
-        placements = place_dims(specs, dict(mesh.shape), rule)
-        shardings = [NamedSharding(mesh, PartitionSpec(*each.axes)) for each in placements]
-        self.shardings = jax.tree.unflatten(jax.tree.structure(state), shardings)
-        self.jitted = jax.jit(self.step, donate_argnums=0)
+    def losses(hidden, head, targets):
+        whole = NamedSharding(mesh, PartitionSpec())
+        classes = NamedSharding(mesh, PartitionSpec(None, None, "fsdp"))
+        hidden = lax.with_sharding_constraint(hidden, whole)
+        logits = lax.with_sharding_constraint(hidden @ head, classes)
+        hit = jnp.arange(logits.shape[-1]) == targets[..., None]
+        return jax.nn.logsumexp(logits, -1) - jnp.where(hit, logits, 0).sum(-1)
 
-    def step(self, state, batch):
-        params, optimizer = state
+    return {
+        "honest jit": Jitted(model, mesh, loss_of(model)),
+        "activations cut": Jitted(model, mesh, loss_of(model, cut)),
+        "vocabulary cut": Jitted(model, mesh, loss_of(model, cut, losses)),
+    }
 
-        def loss_of(params):
-            return loss_fn(nnx.merge(self.graph, params), batch)
 
-        loss, grads = jax.value_and_grad(loss_of)(params)
-        updates, optimizer = OPTIMIZER.update(grads, optimizer, params)
-        return (optax.apply_updates(params, updates), optimizer), loss
-
-    def compiled(self, batch):
-        """The program that later steps run, its collectives, and how many came to it."""
-        shapes = jax.eval_shape(self.make)
-        params = jax.tree.map(with_sharding, shapes, self.shardings)
-        optimizer = jax.eval_shape(OPTIMIZER.init, params)
-        optimizer = jax.tree.map(with_sharding, optimizer, self.optimizer_shardings(optimizer))
-        state = (params, optimizer)
-        count = 0
-        while True:
-            count += 1
-            program = self.jitted.lower(state, batch).compile()
-            after = jax.tree.map(with_sharding, state, program.output_shardings[0])
-            if all(map(same_sharding, jax.tree.leaves(after), jax.tree.leaves(state))):
-                return program, communication_of(program.as_text(), self.mesh.size), count
-            state = after
-
-    def start(self):
-        params = jax.jit(self.make, out_shardings=self.shardings)()
-        shardings = self.optimizer_shardings(jax.eval_shape(OPTIMIZER.init, params))
-        return params, jax.jit(OPTIMIZER.init, out_shardings=shardings)(params)
-
-    def optimizer_shardings(self, optimizer):
-        """Moments as the parameters; anything else on every device."""
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        moments = jax.tree.structure(self.shardings)
-        is_moment = lambda tree: jax.tree.structure(tree) == moments  # noqa: E731
-        return jax.tree.map(
-            lambda part: self.shardings if is_moment(part) else whole, optimizer, is_leaf=is_moment
-        )
-
-    def run(self, state, batch):
-        return self.jitted(state, batch)
+def step_of(model, mesh):
+    loss = loss_of(model, losses=cross_entropy, look_up=embed, around=gathered)
+    return make_train_step(lambda: make(model), OPTIMIZER, loss, mesh)
 
 
 def with_sharding(shape, sharding):
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
-def same_sharding(one, other):
-    return one.sharding.is_equivalent_to(other.sharding, one.ndim)
+def batch_of(model, mesh):
+    leaf = jax.ShapeDtypeStruct(model[4:6], np.int32)
+    return {name: with_sharding(leaf, batch_sharding(mesh)) for name in "xy"}
 
 
-FORMS = {
-    OURS: lambda shape, mesh: Engine(shape, mesh, "shard_map"),
-    THEIRS: lambda shape, mesh: Engine(shape, mesh, "compiler"),
-    "sharded jit": lambda shape, mesh: Jitted(shape, mesh, Rule(1024, only=("kernel",))),
-    "data parallel": lambda shape, mesh: Jitted(shape, mesh, Rule(replicate=("",))),
-}
-
-
-def batch_of(mesh, shape, rows, tokens):
-    """Shapes of a batch, with shardings."""
-    leaf = jax.ShapeDtypeStruct((rows, tokens), np.int32)
-    return {name: with_sharding(leaf, batch_sharding(mesh, leaf)) for name in "xy"}
-
-
-def figures(form, mesh, batch):
-    """What the compiled program of a form tells."""
+def figures(form, model, mesh, batch):
     begin = time.perf_counter()
-    program, traffic, count = form.compiled(batch)
-    memory = memory_of(program)
+    program = form.compiled(batch)
+    numel = sum(x.size for x in jax.tree.leaves(shapes_of(model)))
+    peak = memory_of(program)["peak"]
+    sent = communication_of(program.as_text(), mesh.size).sent_bytes
     return {
-        "parameters": form.numel,
-        "peak_of_4p_over_n": memory["peak"] / (16 * form.numel / mesh.size),
-        "peak_bytes": memory["peak"],
-        "temporary_bytes": memory["temporary"],
-        "sent_bytes": traffic.sent_bytes,
-        "compilations": count,
+        "parameters": numel,
+        "peak_of_4p_over_n": peak / (16 * numel / mesh.size),
+        "sent_of_p": sent / (4 * numel),
+        "peak_bytes": peak,
+        "sent_bytes": sent,
         "compile_s": time.perf_counter() - begin,
     }
 
 
-def take_turns(forms, mesh, case, rounds):
+def forms_of(model, mesh, batch):
+    """All forms by name; ours last, as mode "auto" chooses."""
+    step = step_of(model, mesh)
+    found = which_needs_less(step, batch)
+    least = found.least.name
+    mode, _, way = least.partition(", ")
+    chosen = step.variant(mode=mode, vocabulary=way or "whole")
+    rows = [
+        {
+            "form": f"fullshard, {row.name}",
+            "peak_bytes": row.peak_bytes,
+            "sent_bytes": row.sent_bytes,
+        }
+        for row in found.rows
+    ]
+    return {**jitted_forms(model, mesh), OURS: Engine(chosen)}, rows, least
+
+
+def take_turns(forms, model, mesh, rounds):
     """Seconds of each step and the last loss, by form."""
-    shape, rows, tokens = case
     random = np.random.default_rng(0)
-    like = batch_of(mesh, *case)
+    like = batch_sharding(mesh)
 
     def batch():
-        drawn = random.integers(0, shape.vocab, (rows, tokens + 1)).astype(np.int32)
+        drawn = random.integers(0, model[2], (model[4], model[5] + 1)).astype(np.int32)
         parts = {"x": drawn[:, :-1], "y": drawn[:, 1:]}
         return {
-            name: jax.make_array_from_callback(x.shape, like[name].sharding, lambda at, x=x: x[at])
+            name: jax.make_array_from_callback(x.shape, like, lambda at, x=x: x[at])
             for name, x in parts.items()
         }
 
     states = {name: form.start() for name, form in forms.items()}
     found = {name: {"seconds": [], "loss": 0.0} for name in forms}
-    for number in range(-2, rounds):  # two to warm up: the second may compile again
+    for number in range(-2, rounds):  # two to warm up
         now = batch()
         for name, form in forms.items():
             begin = time.perf_counter()
@@ -223,7 +284,7 @@ def take_turns(forms, mesh, case, rounds):
 
 
 def over_processes(rounds):
-    """The engine's two modes over two processes of this script."""
+    """The same over two processes of this script."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -238,17 +299,34 @@ def over_processes(rounds):
         return json.loads(path.read_text())
 
 
+def rows_of(name, model, mesh, rounds):
+    batch = batch_of(model, mesh)
+    forms, ours, least = forms_of(model, mesh, batch)
+    rows = [
+        {"model": name, "form": form, **figures(each, model, mesh, batch)}
+        for form, each in forms.items()
+    ]
+    unit = 16 * rows[0]["parameters"]
+    for row in ours:
+        row["peak_of_4p_over_n"] = row["peak_bytes"] / (unit / mesh.size)
+        row["sent_of_p"] = row["sent_bytes"] / (unit / 4)
+        rows.append({"model": name, **row})
+    if rounds:
+        times = take_turns(forms, model, mesh, rounds)
+        rows = [{**row, **times.get(row["form"], {})} for row in rows]
+    for row in rows:
+        row["chosen"] = least if row["form"] == OURS else None
+    return rows
+
+
 def process_main(options):
     initialize(f"127.0.0.1:{options.port}", 2, options.process)
     mesh = create_mesh()
-    rows = []
-    for name, case in OVER_PROCESSES.items():
-        forms = {form: FORMS[form](case[0], mesh) for form in (OURS, THEIRS)}
-        times = take_turns(forms, mesh, case, options.rounds)
-        for form, each in forms.items():
-            found = figures(each, mesh, batch_of(mesh, *case))
-            del found["compile_s"]  # compiled before
-            rows.append({"case": name, "form": form, **found, **times[form]})
+    rows = [
+        row
+        for name, model in OVER_PROCESSES.items()
+        for row in rows_of(name, model, mesh, options.rounds)
+    ]
     if options.process == 0:
         options.out.write_text(json.dumps(rows))
 
@@ -256,33 +334,29 @@ def process_main(options):
 def measure(options):
     mesh = create_mesh(fsdp=DEVICES)
     rows = []
-    for name, case in CASES.items():
-        forms = {form: make(case[0], mesh) for form, make in FORMS.items()}
-        found = {form: figures(each, mesh, batch_of(mesh, *case)) for form, each in forms.items()}
-        times = {}
-        if name == options.time:
-            times = take_turns(forms, mesh, case, options.rounds)
-        rows += [
-            {"case": name, "form": form, **row, **times.get(form, {})}
-            for form, row in found.items()
-        ]
+    for name in options.models:
+        rounds = options.rounds if name in options.time else 0
+        rows += rows_of(name, MODELS[name], mesh, rounds)
+        printed([row for row in rows if row["model"] == name])
     if options.time:
         rows += over_processes(options.rounds)
     return {"jax": jax.__version__, "rows": rows}
 
 
 def printed(rows):
-    columns = ("peak_of_4p_over_n", "temporary_bytes", "sent_bytes", "median_s", "our_time_over_it")
-    table = Table("case", "form", *columns)
+    columns = ("peak_of_4p_over_n", "sent_of_p", "median_s", "our_time_over_it", "chosen")
+    table = Table("model", "form", *columns)
     for row in rows:
         cells = [row.get(key) for key in columns]
-        table.add_row(row["case"], row["form"], *("" if x is None else f"{x:.4g}" for x in cells))
+        texts = ["" if x is None else x if isinstance(x, str) else f"{x:.4g}" for x in cells]
+        table.add_row(row["model"], row["form"], *texts)
     Console(width=150).print(table)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--time", choices=CASES, help="the case to take times of")
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--time", nargs="*", choices=MODELS, default=[], help="models to run")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
@@ -292,7 +366,7 @@ def main():
         process_main(options)
         return
     found = measure(options)
-    printed(found["rows"])
+    printed([row for row in found["rows"] if row["model"] in OVER_PROCESSES])
     write_report(options.out, found)
 
 

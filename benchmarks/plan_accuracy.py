@@ -19,7 +19,9 @@ from pathlib import Path
 from plan_rows import Row, read_rows
 
 from fullshard.core.errors import FullshardError
+from fullshard.plan.memory import Engine, forecast_memory
 from fullshard.plan.predict import Prediction, predict
+from fullshard.plan.step.script import write_script
 
 GIB = 2**30
 
@@ -44,10 +46,13 @@ class Compared:
 
     @property
     def memory_error(self) -> float | None:
-        """Of the predicted peak, as a share of the published one."""
-        if self.row.memory_gib is None:
+        """Of the predicted peak, as a share of the published one, with the engine's own buffers."""
+        row = self.row
+        if row.memory_gib is None:
             return None
-        return self.predicted.memory.reserved_bytes / GIB / self.row.memory_gib - 1
+        script = write_script(row.model, row.run, row.cluster)
+        theirs = forecast_memory(script, row.model, row.run, row.cluster, engine=Engine.FSDP2)
+        return theirs.reserved_bytes / GIB / row.memory_gib - 1
 
     def __str__(self) -> str:
         mark = " " if self.covered else "*"
@@ -79,12 +84,15 @@ def main() -> int:
     parser.add_argument("--rows", action="store_true", help="print every row, * outside interval")
     given = parser.parse_args()
     compared: list[Compared] = []
+    skipped: list[str] = []
     for path in given.files:
-        for row in read_rows(path):
+        for row in read_rows(path, skipped):
             try:
                 compared.append(Compared(row, predict(row.model, row.run, row.cluster)))
             except FullshardError as error:
                 print(f"not predicted: {row.label}: {error}")
+    for reason in skipped:
+        print(f"left out: {reason}")
     if not compared:
         print("no row could be predicted", file=sys.stderr)
         return 1

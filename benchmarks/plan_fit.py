@@ -23,7 +23,7 @@ import numpy as np
 from plan_rows import Row, read_rows
 from scipy.optimize import least_squares
 
-from fullshard.plan.cluster.read import Constants
+from fullshard.plan.cluster.cluster import Constants
 from fullshard.plan.memory import forecast_memory
 from fullshard.plan.step.clock import replay
 from fullshard.plan.step.interval import half_width, unknowns

@@ -11,11 +11,12 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, FullshardError
 from fullshard.core.strategy import Precision, ShardingStrategy
-from fullshard.plan.cluster.cluster import Cluster
+from fullshard.plan.cluster.cluster import Cluster, Device
 from fullshard.plan.cluster.read import cluster_of, named_device
 from fullshard.plan.model.decoder import Decoder
+from fullshard.plan.model.model import Model
 from fullshard.plan.model.named import named_model
 from fullshard.plan.run import Attention, Loss, Recompute, Run
 
@@ -31,32 +32,41 @@ class Row:
     source: str
     group: str
     label: str
-    model: Decoder
+    model: Model
     run: Run
     cluster: Cluster
     tokens: float
     memory_gib: float | None = None
 
 
-def read_rows(path: Path) -> list[Row]:
-    """All rows of a file that are measurements; raises `ConfigurationError` for other files."""
+def read_rows(path: Path, skipped: list[str] | None = None) -> list[Row]:
+    """All rows of a file that can be predicted; raises `ConfigurationError` for other files.
+
+    Rows that say something unknown are left out, with the reason in ``skipped``.
+    """
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         columns = set(reader.fieldnames or ())
-        if {"micro_batch", "tokens_per_s_per_gpu", "sharding_strategy"} <= columns:
-            return [_mosaic(path.name, record) for record in reader]
-        if {"parallelism", "local_batch", "metric", "value"} <= columns:
-            return [row for record in reader if (row := _published(path.name, record)) is not None]
-    raise ConfigurationError(f"{path} has none of the two known formats; its columns: {columns}")
+        read = next((each for needed, each in _FORMATS if needed <= columns), None)
+        if read is None:
+            raise ConfigurationError(
+                f"{path} has none of the two known formats; its columns: {sorted(columns)}"
+            )
+        rows = []
+        for number, record in enumerate(reader, 2):
+            try:
+                rows.append(read(path.name, record))
+            except (FullshardError, ValueError, KeyError) as error:
+                if skipped is not None:
+                    skipped.append(f"{path.name}:{number}: {error}")
+    return rows
 
 
 def _mosaic(source: str, record: dict[str, str]) -> Row:
     model = named_model("mpt-" + record["model"])
     length = int(record["seq_len"])
     model = Decoder(model.name, replace(model.shape, context=length))
-    device = named_device(
-        {"h100_80gb": "h100", "a100_80gb": "a100-80", "a100_40gb": "a100-40"}[record["gpu"]]
-    )
+    device = _device(record["gpu"])
     pure = record["mp_mode"] == "PURE"
     run = Run(
         micro_batch=int(record["micro_batch"]),
@@ -66,7 +76,7 @@ def _mosaic(source: str, record: dict[str, str]) -> Row:
         param_dtype="float32",
         precision=PURE if pure else MIXED,
         recompute=Recompute.FULL
-        if record["activation_checkpointing"] == "True"
+        if record["activation_checkpointing"].lower() == "true"
         else Recompute.NONE,
         fp8="fp8" in record["precision"],
         attention=Attention.TRITON,
@@ -85,11 +95,11 @@ def _mosaic(source: str, record: dict[str, str]) -> Row:
     return Row(source, record["gpu"], label, model, run, cluster, tokens)
 
 
-def _published(source: str, record: dict[str, str]) -> Row | None:
+def _published(source: str, record: dict[str, str]) -> Row:
     try:
         value = float(record["value"])
     except ValueError:
-        return None  # out of memory: there is no speed to compare with
+        raise ConfigurationError(f"{record['value']!r} is no speed to compare with") from None
     model = named_model(_model_name(record["model"]))
     length, batch = int(record["seq"]), int(record["local_batch"])
     note = record["note"]
@@ -98,7 +108,7 @@ def _published(source: str, record: dict[str, str]) -> Row | None:
         micro_batch=batch,
         sequence=length,
         param_dtype="float32",
-        precision=MIXED,
+        precision=Precision() if record["precision"].startswith(("fp32", "tf32")) else MIXED,
         compiled="compile" in note,
         extra_copies=2,
         fused_norms=False,  # PyTorch had no fused RMSNorm before 2.8
@@ -108,7 +118,8 @@ def _published(source: str, record: dict[str, str]) -> Row | None:
         **_recompute(record["act_ckpt"], record["system"]),
     )
     cluster = _cluster(record["gpu"], int(record["n_gpu"]))
-    tokens = value if record["metric"] == "tok/s/GPU" else batch * length / value
+    run = _strategy(run, record["parallelism"], cluster)
+    tokens = _tokens_per_s(value, record, model, run, cluster)
     label = (
         f"{record['model']} s{length} {record['n_gpu']}x {record['gpu'].split(',')[0]} b{batch} "
         f"{record['act_ckpt']} {record['precision']} {note.split(',')[0][:12]}"
@@ -119,6 +130,39 @@ def _published(source: str, record: dict[str, str]) -> Row | None:
 
 def _model_name(name: str) -> str:
     return name.lower().replace("llama3.1", "llama3").replace(" ", "-")
+
+
+def _tokens_per_s(value: float, record: dict[str, str], model: Model, run: Run, cluster: Cluster):
+    """Tokens/s of one device from any of the metrics in use."""
+    metric = record["metric"].lower().replace(" ", "")
+    samples = run.micro_batch / run.tensor_parallel
+    if metric in ("tok/s/gpu", "tokens/s/gpu", "tps", "wps"):
+        return value
+    if metric in ("tok/s", "tokens/s"):
+        return value / cluster.devices
+    if metric in ("iteration", "step", "s/iter"):
+        return samples * run.sequence / (value / 1000 if record["unit"] == "ms" else value)
+    flops = model.model_flops(run) / run.sequence  # of a token
+    if "tflop" in metric:
+        return value * 1e12 / flops
+    if metric.startswith("mfu"):
+        return value / 100 * cluster.device.peak(run.compute_dtype) / flops
+    raise ConfigurationError(f"unknown metric {record['metric']!r}")
+
+
+def _strategy(run: Run, parallelism: str, cluster: Cluster) -> Run:
+    """FSDP unless the row says otherwise; hybrid sharding has a group in each host by default."""
+    text = parallelism.upper().replace("-", "").replace("_", "")
+    if re.search(r"(PP|CP|EP)\d+", text):
+        raise ConfigurationError(f"parallelism {parallelism!r} is not planned")
+    if "HSDP" in text or "HYBRID" in text:
+        told = re.search(r"(?<!F)(?<!HS)D?DP(\d+)", text)
+        return replace(run, replicas=int(told.group(1)) if told else cluster.hosts)
+    if "GRADOP" in text or "ZERO2" in text:
+        return replace(run, strategy=ShardingStrategy.SHARD_GRAD_OP)
+    if text.startswith("DDP"):
+        return replace(run, strategy=ShardingStrategy.NO_SHARD)
+    return run
 
 
 def _degree(parallelism: str, axis: str) -> int:
@@ -132,6 +176,9 @@ def _recompute(text: str, system: str) -> dict[str, object]:
     if layers:
         count = int(layers.group(1))
         return {"recompute": Recompute.FULL if count else Recompute.NONE, "recompute_blocks": count}
+    every = re.match(r"selective (?:layer )?(\d+)", text)
+    if every:
+        return {"recompute": Recompute.FULL, "recompute_every": int(every.group(1))}
     if text == "selective layer" or (text == "selective" and system == "FSDP1"):
         return {"recompute": Recompute.FULL, "recompute_every": 2}
     if text.startswith("selective"):
@@ -139,13 +186,33 @@ def _recompute(text: str, system: str) -> dict[str, object]:
     return {"recompute": Recompute.FULL if text == "full" else Recompute.NONE}
 
 
+def _device(name: str) -> Device:
+    """Such as ``a100_80gb``, ``A100-80GB`` or ``H100 96GB HBM2e``."""
+    known = (
+        (r"a100.*40", "a100-40"),
+        (r"a100", "a100-80"),
+        (r"h100.*9[46]", "h100-96"),
+        (r"h100", "h100"),
+        (r"h200", "h200"),
+        (r"b200", "b200"),
+        (r"mi300", "mi300x"),
+        (r"a6000", "rtx-a6000"),
+    )
+    key = next((key for pattern, key in known if re.search(pattern, name.lower())), name)
+    return named_device(key)
+
+
 def _cluster(gpu: str, devices: int) -> Cluster:
     """Such as ``A100-80GB, 400Gb/s``: per host unless it says per GPU."""
-    name = gpu.split(",")[0]
-    key = "h100-96" if re.search(r"H100.*(94|96)", name) else name.split()[0].lower()
-    device = named_device(key)
+    device = _device(gpu.split(",")[0])
     link = re.search(r"(\d+)\s*Gb/s( per GPU)?", gpu)
     between = None
     if link:
         between = float(link.group(1)) * GIGABIT / (1 if link.group(2) else device.per_host)
     return cluster_of(device, devices, between_bandwidth=between)
+
+
+_FORMATS = (
+    ({"micro_batch", "tokens_per_s_per_gpu", "sharding_strategy"}, _mosaic),
+    ({"parallelism", "local_batch", "metric", "value"}, _published),
+)

@@ -26,12 +26,13 @@ from fullshard.jax import (
     communication,
     create_mesh,
     describe_mesh,
+    gathered,
     make_train_step,
     memory_analysis,
+    save_weights,
     selective,
     threshold,
 )
-from fullshard.jax.weights import save_weights
 
 WIDTH, LAYERS, HEADS, LENGTH = 64, 4, 4, 64
 ROWS = 2  # for each device
@@ -40,7 +41,7 @@ TEXT = np.frombuffer(Path(__file__).read_bytes(), np.uint8)
 Batch = dict[str, np.ndarray]
 
 
-# ---- the model: plain Flax, with no word about sharding in it ------------------------------------
+# ---- the model: plain Flax, and one word that says what travels together -------------------------
 
 
 class Block(nnx.Module):
@@ -68,12 +69,12 @@ class Transformer(nnx.Module):
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         mask = nnx.make_causal_mask(tokens)
         for block in self.blocks:
-            x = block(x, mask)
+            x = gathered(block)(x, mask)
         return self.out(self.norm(x))
 
 
 def loss_and_accuracy(model: Transformer, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Means over the batch; the accuracy is then averaged over devices, as the loss is."""
+    """Means over the whole batch, as on one device."""
     logits = model(batch["input_ids"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["label"]).mean()}

@@ -214,9 +214,10 @@ def test_jax_step_memory_and_communication(losses_alone):
     found = memory_analysis(step, next(jax_blocks.data_loader(1)))
     sharded, whole = found["sharded"], found["unsharded"]
     assert whole.state_bytes > 7.5 * sharded.state_bytes
-    assert 1.2 < sharded.sent_bytes / whole.sent_bytes < 1.52  # 1.5, not twice
-    kinds = {each.kind for each in sharded.communication.collectives if each.arrays[0][1] > 1}
-    assert kinds == {"all-gather", "reduce-scatter"}
+    # 1.5 times for blocks, whose gradients are reduce-scattered, and not twice for the rest.
+    assert 1.2 < sharded.sent_bytes / whole.sent_bytes < 1.6
+    assert sharded.communication.of("all-gather")
+    assert sharded.communication.of("reduce-scatter")
     assert step.compilations == 1
 
 

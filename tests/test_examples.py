@@ -3,6 +3,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -145,6 +146,17 @@ def test_kubernetes_template():
 
 
 def test_no_example_is_forgotten():
-    of_torch = {"article_features.py", "cluster.py", "minimal.py", "mnist.py", "train_loop.py"}
+    of_torch = {"article_features.py", "cluster.py", "minimal.py", "mnist.py"}
+    of_torch |= {"survive.py", "train_loop.py"}
     here = of_torch | {"jax_fsdp.py", "jax_hybrid.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == here
+
+
+def test_survive(run_example, tmp_path):
+    folder = tmp_path / "run"
+    for printed in run_example("survive.py", str(folder)):
+        assert "step 60" in printed
+    assert len(list(folder.glob("step-*"))) == 2
+    shutil.rmtree(folder / "step-000000000060")
+    for rank, printed in enumerate(run_example("survive.py", str(folder))):
+        assert printed.startswith(f"rank {rank}: step 60")

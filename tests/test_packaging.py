@@ -23,8 +23,8 @@ SOURCES = {
     "jax": ("jax",),
     "train": ("train/*.py", "doctor/output.py"),
 }
-# Needed by what is imported: jax.export writes with flatbuffers, Tensor.numpy() is numpy's.
-INDIRECT = {"jax": {"flatbuffers"}, "torch": {"numpy"}}
+# Needed by what is imported: jax.export writes with flatbuffers, checkpoints with xxhash.
+INDIRECT = {"jax": {"flatbuffers", "xxhash"}, "torch": {"xxhash"}}
 
 
 def third_party(pattern):

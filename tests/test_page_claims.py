@@ -53,7 +53,7 @@ def test_files_exist(page):
         "/" + path.relative_to(ROOT).as_posix() for top in own for path in (ROOT / top).rglob("*")
     ]
     there += [f"/{path.name}" for path in ROOT.iterdir()]
-    users = {"train.py", "script.py", "example.py", "offload.py"}
+    users = {"train.py", "script.py", "example.py", "offload.py", "manifest.json", "config.json"}
     assert not [
         file
         for file in sorted(files - users)

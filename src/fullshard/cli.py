@@ -19,6 +19,7 @@ examples:
   fullshard train --engine jax --nproc 4           the same on JAX, on 4 simulated devices
   fullshard train --nproc 4 shard.strategy=SHARD_GRAD_OP log.trace=true
   fullshard train settings.toml optim.lr=0.002     settings from a file, one of them changed
+  fullshard train --resume runs/gpt-nano --nproc 3  go on after whatever has ended it
   torchrun --nproc-per-node 8 -m fullshard train   join ranks that torchrun (or srun) starts
 
 settings with their defaults for gpt; in a TOML file the part before the dot is a [section]:
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="commands:\n  train   train a real model in one command, to see sharding work\n"
         "  run     start a script written for PyTorch's FSDP, unchanged, on fullshard\n"
         "  plan    tell whether a run fits, how fast it will be and what to choose; needs no GPU\n"
+        "  calibrate  measure this machine for plan, in about a minute\n"
+        "  ckpt    list, verify, seal, compare, rewrite, export and import checkpoints\n"
         "  doctor  find problems on this machine, on links between ranks and in scripts\n\n"
         "'fullshard COMMAND --help' explains a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -61,7 +64,7 @@ def _train(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="fullshard train",
         usage="fullshard train [CONFIG.toml] [--model NAME] [--engine NAME] [--nproc N] "
-        "[section.key=value ...]",
+        "[--resume [FOLDER]] [section.key=value ...]",
         description="Train a model with parameters, gradients and optimizer state sharded over "
         "ranks. Ends with a table of bytes per rank, the weights as one safetensors file and, for "
         "gpt, a sample of text, all kept in a new folder below runs/.",
@@ -88,11 +91,24 @@ def _train(argv: Sequence[str]) -> int:
         help="library that computes (default torch), short for train.engine=; jax runs all devices "
         "in one process, and without accelerators --nproc N simulates N devices",
     )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        metavar="FOLDER",
+        help="go on with a run, on any number of ranks: with this folder's settings and newest "
+        "checkpoint, or without FOLDER with the newest unfinished run of the same settings, if "
+        "there is one",
+    )
     given = parser.parse_intermixed_args(argv)
     files = [text for text in given.settings if "=" not in text]
     if len(files) > 1:
         raise ConfigurationError(f"one settings file at most, got {', '.join(files)}")
     overrides = [text for text in given.settings if "=" in text]
+    if given.resume is not None:
+        overrides.append(f"checkpoint.resume={given.resume}")
+        if given.resume != "auto" and not files:
+            files = [f"{given.resume}/config.toml"]
     config = resolve(files[0] if files else None, overrides, given.model, given.engine)
     # Here torch or jax is loaded: after everything that can be refused without it.
     if config.train.engine == "jax":
@@ -116,10 +132,22 @@ def _plan(argv: Sequence[str]) -> int:
     return plan(argv)
 
 
+def _calibrate(argv: Sequence[str]) -> int:
+    with _needing("torch"):
+        from fullshard.doctor.calibration.command import main as calibrate  # noqa: PLC0415
+    return calibrate(argv)
+
+
 def _doctor(argv: Sequence[str]) -> int:
     with _needing("torch,train"):
         from fullshard.doctor import main as doctor  # noqa: PLC0415
     return doctor(argv)
+
+
+def _ckpt(argv: Sequence[str]) -> int:
+    with _needing("checkpoint"):
+        from fullshard.ckpt import main as ckpt  # noqa: PLC0415
+    return ckpt(argv)
 
 
 @contextmanager
@@ -143,5 +171,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "run": _run,
     "plan": _plan,
+    "calibrate": _calibrate,
     "doctor": _doctor,
+    "ckpt": _ckpt,
 }

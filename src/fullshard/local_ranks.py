@@ -38,13 +38,15 @@ def run_local_ranks(
     arguments: tuple[Any, ...],
     nproc: int,
     timeout_s: float | None = None,
+    grace_s: float = _GRACE_S,
 ) -> str | None:
     """Call ``function(*arguments)`` on ``nproc`` new ranks; return what it returned on rank 0.
 
     Each rank finds RANK, LOCAL_RANK, WORLD_SIZE and the address of the store in its environment, as
     under torchrun. ``function`` must be importable by name. A signal that would end this process
     ends the ranks first, then raises `SystemExit` with 128 plus its number (or
-    `KeyboardInterrupt`).
+    `KeyboardInterrupt`); they have ``grace_s`` seconds to end by themselves, and if all of them
+    choose the same exit code, that is the one that is raised.
 
     Raises:
         CommunicationError: if a rank fails, in the words of the first that did, or if the ranks
@@ -63,8 +65,14 @@ def run_local_ranks(
             begun = (function, arguments, nproc, port)
             processes = start(_rank_main, begun, nproc, join=False, start_method="spawn").processes
             failed = _first_failure(processes, timeout_s)
+    except SystemExit:
+        _end(processes, grace_s)
+        codes = {process.exitcode for process in processes}
+        if len(codes) == 1 and (chosen := codes.pop() or 0) > 0:
+            raise SystemExit(chosen) from None
+        raise
     finally:
-        _end(processes)
+        _end(processes, _GRACE_S)
     if failed is not None:
         raise CommunicationError(_words(store, failed, processes[failed].exitcode or 0))
     return store.get("result").decode() if store.check(["result"]) else None
@@ -131,10 +139,10 @@ def _words(store: TCPStore, rank: int, code: int) -> str:
     return f"rank {rank} ended with exit code {code}"
 
 
-def _end(processes: Sequence[BaseProcess]) -> None:
+def _end(processes: Sequence[BaseProcess], grace_s: float) -> None:
     for process in processes:
         process.terminate()
-    deadline = time.monotonic() + _GRACE_S
+    deadline = time.monotonic() + grace_s
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():

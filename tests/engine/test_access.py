@@ -362,7 +362,7 @@ def test_a_full_state_dict_on_one_rank_is_told_by_name():
 
     with pytest.raises(LocalWorldError) as told:
         LocalWorld(2).run(body)
-    assert "full tensor of parameter" in str(told.value)
+    assert "what is in state_dict()" in str(told.value)
     assert "gather of unit" in str(told.value)
 
 

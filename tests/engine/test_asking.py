@@ -68,6 +68,7 @@ ASKING_UNITS = {
 # They are called in order to change something: schedules, modules, or what optimizers do.
 ACTING = {
     "fully_shard",
+    "keep_for_double_backward",
     "overlap_optimizer",
     "register_fsdp_forward_method",
     "set_prefetch",

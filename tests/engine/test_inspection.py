@@ -97,6 +97,8 @@ def sent_by(monkeypatch):
     issue = LocalComm._issue
 
     def counting(self, name, label, inputs, outputs, combine):
+        if label == "what the backward used":  # 4 bytes a parameter, at the end of each backward
+            return issue(self, name, label, inputs, outputs, combine)
         given = sum(tensor.nbytes for tensor in inputs)
         kind, others = name.split()[0], self.size - 1
         size = {

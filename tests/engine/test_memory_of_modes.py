@@ -43,6 +43,8 @@ def count_sent(comm, name):
     sent, method = [], getattr(comm, name)
 
     def counting(arguments, *rest, **more):
+        if more.get("label") == "what the backward used":
+            return method(arguments, *rest, **more)
         tensors = [each[1] if isinstance(each, tuple) else each for each in arguments]
         sent.append(sum(tensor.nbytes for tensor in tensors))
         return method(arguments, *rest, **more)

@@ -19,7 +19,7 @@ from fullshard.torch import fully_shard
 from fullshard.torch.optim.merged_step import ELEMENTWISE, MergedStep
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.replaced import mark_replaced
+from fullshard.torch.unit.guards.replaced import mark_replaced
 
 SHAPES = [(4, 32), (32,), (), (64,), (33,), (8, 8), (1,), (7, 32), (32,)]
 

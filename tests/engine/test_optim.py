@@ -17,7 +17,7 @@ from fullshard.torch.optim.checks import clip_grad_norm_, optimizer_state_bytes,
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.reductions import GlobalScalar
-from fullshard.torch.unit.replaced import mark_replaced, name_of_replacement
+from fullshard.torch.unit.guards.replaced import mark_replaced, name_of_replacement
 
 watch_optimizers()  # as the first sharding does
 

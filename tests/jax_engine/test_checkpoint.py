@@ -8,9 +8,7 @@ import pytest
 from flax import nnx
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.jax.checkpoint import restore_state, save_state
-from fullshard.jax.mesh import create_mesh
-from fullshard.jax.step import make_train_step
+from fullshard.jax import create_mesh, make_train_step, restore_state, save_state
 
 ALL = ("parameters", "optimizer", "other", "step")
 BATCH = np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)

@@ -11,50 +11,118 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from support import jax_models as models
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
-from fullshard.jax import create_mesh, describe, gather, initialize, replicate, selective, shard
-from fullshard.jax.placement import Form, Rule, coverage, place, place_dims
+from fullshard.jax import (
+    Rule,
+    batch_sharding,
+    create_mesh,
+    describe,
+    gather,
+    global_batch,
+    initialize,
+    make_train_step,
+    replicate,
+    selective,
+    shard,
+    shardings,
+)
+from fullshard.jax.arrays.mesh import read_mesh
+from fullshard.jax.arrays.rule import coverage, place
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
 
-@given(shapes, st.integers(1, 9), st.integers(0, 3))
-def test_any_shape_rests_on_any_number_of_devices(shape, shards, layers):
-    members = [ParamSpec(f"blocks.{n}.w", shape) for n in range(layers or 1)]
-    (found,) = place([members if layers else tuple(members)], {"fsdp": shards})
-    assert len(found.rest_shape) == len(found.axes)
-    if math.prod(shape) == 0:
-        assert found.form is Form.REPLICATED
+def layout_of(**sizes):
+    return read_mesh(AbstractMesh(tuple(sizes.values()), tuple(sizes)))
+
+
+@given(shapes, st.integers(1, 9))
+def test_any_shape_rests_on_any_number_of_devices(shape, shards):
+    (found,) = place([ParamSpec("w", shape)], layout_of(fsdp=shards))
+    assert len(found.rest_shape) == len(found.axes) == len(shape)
+    if math.prod(shape) == 0 or not shape:
+        assert not found.sharded
+        assert found.rest_shape == shape
         return
-    dim = found.axes.index("fsdp")
-    assert dim == int(bool(layers))
+    (dim,) = [dim for dim, axis in enumerate(found.axes) if axis == "fsdp"]
     assert found.rest_shape[dim] % shards == 0
-    assert 0 <= found.padding_numel < shards * len(members)
     assert found.rest_bytes * shards == 4 * math.prod(found.rest_shape)
-    assert found.name == (f"blocks.0-{layers - 1}.w" if layers > 1 else "blocks.0.w")
+    dividing = [size for size in shape if size % shards == 0]
+    if dividing:
+        assert not found.padded
+        largest = max(dividing)
+        assert shape[dim] == largest or (len(shape) == 3 and shape[0] == largest and dim > 0)
+    else:
+        assert found.padded
+        needed = [-(-size // shards) * shards / size for size in shape]
+        assert found.rest_shape[dim] / shape[dim] == min(needed)
+        assert found.rest_bytes <= 4 * math.prod(shape)
 
 
 def test_rules():
-    specs = [ParamSpec("embed", (100, 8)), ParamSpec("norm", (8,)), ParamSpec("head", (8, 3))]
+    specs = [ParamSpec("embed", (100, 8)), ParamSpec("norm", (8,)), ParamSpec("head", (8, 4))]
+    layout = layout_of(fsdp=4, tensor=2)
 
     def sharded(rule):
-        found = place([(spec,) for spec in specs], {"fsdp": 4}, rule)
-        return [each.name for each in found if "fsdp" in each.axes], coverage(found)
+        found = place(specs, layout, rule)
+        return [each.name for each in found if each.sharded], coverage(found)
 
     assert sharded(None) == (["embed", "norm", "head"], 1.0)
-    assert sharded(selective(24)) == (["embed", "head"], 824 / 832)
+    assert sharded(selective(24)) == (["embed", "head"], 832 / 840)
     assert sharded(Rule(only=("embed",)))[0] == ["embed"]
     assert sharded(Rule(replicate=("^h",)))[0] == ["embed", "norm"]
     with pytest.raises(ConfigurationError, match=r"'nrm' matches no array; paths are like embed"):
         sharded(Rule(replicate=("nrm",)))
-    with pytest.raises(ConfigurationError, match=r"names dimension 2 of 'head', .* \(8, 3\)"):
-        place_dims(specs, {"fsdp": 4, "tensor": 2}, Rule(tensor={"head": 2}))
-    found = place_dims(specs, {"fsdp": 4, "tensor": 2}, Rule(tensor={"embed": 0}))
-    assert found[0].axes == ("tensor", "fsdp")
+    with pytest.raises(ConfigurationError, match=r"names dimension 2 of 'head', .* \(8, 4\)"):
+        sharded(Rule(tensor={"head": 2}))
+    found = place(specs, layout, Rule(tensor={"embed": 0}, dims={"head": 1}))
+    assert [each.axes for each in found] == [("tensor", "fsdp"), ("fsdp",), (None, "fsdp")]
+    assert [each.shards for each in found] == [8, 4, 4]
+
+
+def test_what_variables_say_of_axes_is_kept():
+    specs = [ParamSpec("w", (8, 16)), ParamSpec("v", (8, 16)), ParamSpec("u", (6, 16))]
+    names = {"w": ("embed", "mlp"), "v": (("tensor", "fsdp"), None), "u": (None, "tensor")}
+    rule = Rule(logical={"mlp": "tensor", "embed": None})
+    found = place(specs, layout_of(fsdp=4, tensor=2), rule, names)
+    expected = [("fsdp", "tensor"), (("tensor", "fsdp"), None), (None, "tensor")]
+    assert [each.axes for each in found][:2] == expected[:2]
+    assert found[2].axes == ("fsdp", "tensor")
+    assert found[2].rest_shape == (8, 16)
+    with pytest.raises(ConfigurationError, match="translates 'mlp' to 'model', which is no axis"):
+        place(specs, layout_of(fsdp=4), Rule(logical={"mlp": "model"}), names)
+    with pytest.raises(ConfigurationError, match="tensor=4 does not divide dimension 0 of 'u'"):
+        place(specs[2:], layout_of(fsdp=2, tensor=4), None, {"u": ("tensor", None)})
+
+
+def test_annotated_models_train_as_they_say():
+    def make():
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "tensor"))
+        return nnx.Linear(8, 6, kernel_init=init, rngs=nnx.Rngs(0))
+
+    mesh = create_mesh(fsdp=4, tensor=2)
+    step = make_train_step(
+        make, optax.sgd(0.1), models.squared_error, mesh, rule=Rule(logical={"a": None})
+    )
+    assert step.placements[1].axes == ("fsdp", "tensor")
+    x = np.ones((8, 8), np.float32)
+    state, _, _ = step(step.init(), {"x": x, "y": x[:, :6]})
+    assert state.params["kernel"].sharding.spec == jax.P("fsdp", "tensor")
+
+
+def test_a_tree_of_shapes_has_shardings():
+    shapes = jax.eval_shape(lambda: models.make_tree())
+    found = shardings(shapes, create_mesh(fsdp=4))
+    assert found["layers"][0]["w"].spec == jax.P("fsdp", None)
+    assert found["layers"][0]["b"].is_fully_replicated  # 7 elements
+    assert found["scale"].is_fully_replicated
+    of_module = shardings(nnx.eval_shape(lambda: models.GPT(nnx.Rngs(0), layers=1)), create_mesh())
+    leaves = jax.tree.leaves(of_module)
+    assert any("fsdp" in each.spec for each in leaves)
 
 
 def test_a_mesh_has_three_axes_of_type_auto():
@@ -93,8 +161,8 @@ def test_jit_over_arrays_in_their_own_shapes():
     with pytest.raises(ConfigurationError, match=r"100.0% of all bytes .*\n  blocks.0.down.kernel"):
         shard(model, create_mesh(fsdp=7))
     shard(model, mesh, at_most_unsharded=0.1)
-    assert model.blocks[1].up.kernel[...].sharding.spec == jax.P("fsdp", None)
-    assert "P('fsdp', None)" in describe(model)
+    assert model.blocks[1].up.kernel[...].sharding.spec == jax.P(None, "fsdp")
+    assert "P(None, 'fsdp')" in describe(model)
     optimizer = nnx.ModelAndOptimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
     @nnx.jit
@@ -114,7 +182,15 @@ def test_trees_are_placed_and_gathered():
     tree = {"w": np.arange(32.0, dtype=np.float32).reshape(4, 8), "name": "kept"}
     placed = shard(tree, mesh)
     assert placed["name"] == "kept"
-    assert placed["w"].addressable_shards[0].data.shape == (1, 8)
+    assert placed["w"].addressable_shards[0].data.shape == (4, 2)
     np.testing.assert_array_equal(gather(placed)["w"], tree["w"])
     assert replicate(placed, mesh)["w"].sharding.is_fully_replicated
     assert describe(placed).endswith("together 32 B per device")
+
+
+def test_batches_of_processes_are_joined():
+    mesh = create_mesh(data=2)
+    assert batch_sharding(mesh).spec == jax.P(("data", "fsdp"))
+    joined = global_batch(mesh, {"x": np.arange(16), "lr": np.float32(1.0)})
+    assert joined["x"].addressable_shards[0].data.shape == (2,)
+    assert joined["lr"].sharding.is_fully_replicated

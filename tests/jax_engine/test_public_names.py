@@ -5,10 +5,12 @@ import sys
 import fullshard.jax
 
 PUBLIC = """
-Communication Needs NeedsTable Placement Profile Rule StateSpec StepOptions TrainState TrainStep
-communication compare create_mesh describe describe_mesh gather initialize load_weights
-make_train_step memory_analysis profile replicate restore_state save_state save_weights selective
-shard threshold torch_names which_needs_less
+Communication Loaded Needs NeedsTable Placement Profile Rule StateSpec StepOptions StoredAs
+TrainState TrainStep batch_sharding communication compare create_mesh cross_entropy describe
+describe_mesh embed gather gathered generate global_batch initialize load_checkpoint
+load_weights make_train_step memory_analysis overlap_flags profile replicate restore_state
+save_checkpoint save_state save_weights selective shard shardings threshold torch_layout
+torch_names which_needs_less
 """
 
 

@@ -13,10 +13,14 @@ from safetensors.numpy import save_file
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.core.presets import Transformer
-from fullshard.jax.mesh import create_mesh
-from fullshard.jax.step import make_train_step
-from fullshard.jax.torch_names import TorchName, torch_names
-from fullshard.jax.weights import load_weights, save_weights
+from fullshard.jax import (
+    create_mesh,
+    load_weights,
+    make_train_step,
+    save_weights,
+    torch_names,
+)
+from fullshard.jax.files.torch_names import TorchName
 from fullshard.train.jax import models as in_jax
 from fullshard.train.torch import models as in_torch
 

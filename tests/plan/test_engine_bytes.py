@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's ops, unit buffers and model state are the engine's: op by op, to the byte."""
 
+from dataclasses import astuple
+
 import pytest
+import torch
 import torch.distributed as dist
-from support.planned_engine import Configuration, carried_out, planned
+from support.models import GPT
+from support.planned_engine import DEVICE, LINK, Configuration, carried_out, planned
+from support.planned_workers import prices_of_units
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fullshard.core.strategy import Precision
+from fullshard.plan.cluster.cluster import Cluster
+from fullshard.plan.measured import MeasuredModel
+from fullshard.plan.run import Run
+from fullshard.plan.step.units import units_of
 from fullshard.testing import LocalWorld
 from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.measuring import record_step
 
 
 def compare(configuration, found, expected, rank):
@@ -58,3 +69,20 @@ def test_random_configurations_among_64_and_1024_ranks(seed):
     finally:
         dist.destroy_process_group()
     compare(configuration, found, expected, rank % len(expected[1]))
+
+
+@pytest.mark.parametrize(
+    ("compute", "reduce"), [(None, None), (torch.bfloat16, torch.float32)], ids=["fp32", "mixed"]
+)
+def test_prices_on_gloo_with_what_its_reduces_receive(gloo_world, compute, reduce):
+    names = [
+        None if each is None else str(each).removeprefix("torch.") for each in (compute, reduce)
+    ]
+    recording = record_step(GPT(), [torch.zeros(2, 6, dtype=torch.long)])
+    model = MeasuredModel.of("gpt", recording, ["blocks.0", "blocks.1"])
+    run = Run(precision=Precision(*names))
+    units = units_of(model, run, Cluster(DEVICE, 2, 2, LINK, LINK))
+    planned_prices = [(unit.path or "(root)", astuple(unit.cost)) for unit in units]
+    assert all(unit.cost.scratch_bytes == unit.cost.grad_full_bytes // 2 > 0 for unit in units)
+    for found in gloo_world.run(2, prices_of_units, compute, reduce):
+        assert found == planned_prices

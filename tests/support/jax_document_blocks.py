@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fullshard.jax import create_mesh, describe, shard, threshold
+from fullshard.jax import create_mesh, describe, gathered, shard, threshold
 
 CLASSES = 10
 
@@ -39,7 +39,7 @@ class LargeTransformer(nnx.Module):
     def __call__(self, tokens):
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = gathered(block)(x)
         return self.head(x.mean(axis=1))
 
 

@@ -2,14 +2,18 @@
 """Ranks that loop over the user's things in orders of their own, for `tests/truth`."""
 
 import copy
+import importlib
 
 import torch
+from support.world import without_warnings
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 
 import fullshard.torch as ours
 from fullshard.torch import FullyShardedDataParallel as FSDP
@@ -121,3 +125,39 @@ def _partial(by_rank):
     optimizer = torch.optim.Adam(by_rank[0], lr=0.0)
     optimizer.step()
     return get_optimizer_state_dict(nn.ParameterList(by_rank[0]), optimizer)
+
+
+def others_functions(group):
+    """PyTorch's `_NamedOptimizer` over both kinds of models, and `replicate` around a unit."""
+    optim = without_warnings(importlib.import_module, "torch.distributed.optim")
+    for door in ("wrapper", "function"):
+        model, _ = _trained(group, door, steps=0)
+        named = optim._NamedOptimizer(
+            model.named_parameters(), torch.optim.Adam, lr=0.1, module=model
+        )
+        model(torch.ones(1, 6)).sum().backward()
+        named.step()
+        state = named.state_dict()
+        _assert_right(state["state"])
+        other, _ = _trained(group, door, seed=1, steps=0)
+        params = other.named_parameters()
+        loaded = optim._NamedOptimizer(params, torch.optim.Adam, lr=0.1, module=other)
+        loaded.init_state()
+        loaded.load_state_dict(state)
+        _assert_right(loaded.state_dict()["state"])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+    fully_shard(model[0], mesh=group)
+    replicate(model, process_group=group)
+    for _ in range(2):
+        model(torch.full((1, 6), 1.0 + group.rank())).square().sum().backward()
+    return model[0].weight.grad.full_tensor(), model[1].weight.grad
+
+
+def mesh_of_two_dims(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "other"))
+    try:
+        FSDP(nn.Linear(2, 2), device_mesh=mesh)
+    except ValueError as error:
+        return str(error)
+    return None

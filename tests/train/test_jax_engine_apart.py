@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-SHARED = ["config", "data", "learning_rate", "metrics", "nonfinite", "summary"]
+SHARED = ["config", "data", "metrics", "summary", "survival"]
 OF_JAX = ["launch", "loop", "setup", "closing", "models", "optimizer"]
 
 PROGRAM = """

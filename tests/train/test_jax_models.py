@@ -4,13 +4,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import torch
 from flax import nnx
 from torch.nn import functional as F
 
+from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import Transformer
-from fullshard.jax.torch_names import torch_names
+from fullshard.jax import create_mesh, generate, make_train_step, torch_names
 from fullshard.train.config import OptimConfig, learning_rate, resolve
 from fullshard.train.jax import models as in_jax
 from fullshard.train.jax.optimizer import adamw
@@ -146,3 +148,39 @@ def test_what_is_not_finite_changes_nothing_but_the_count(gradient, loss):
     assert not np.asarray(updates["kernel"]).any()
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), after.inner, before.inner))
     assert int(after.step) == int(before.step) + 1
+
+
+@pytest.mark.parametrize("shape", [SHAPE, TIED])
+def test_decoding_one_by_one_gives_the_logits_of_the_whole(shape):
+    model = in_jax.GPT(shape, rngs=nnx.Rngs(0))
+    inputs = jnp.asarray(tokens(1, 2, 16))
+    expected = np.asarray(nnx.jit(lambda model, x: model(x))(model, inputs))
+    decode = nnx.jit(lambda model, x, cache, at: model.decode(x, cache, at))
+    cache = model.cache(2, 16)
+    for position in range(16):
+        logits, cache = decode(model, inputs[:, position], cache, jnp.int32(position))
+        assert relative(np.asarray(logits), expected[:, position]) < 1e-5
+
+
+def test_generation_without_chance_takes_the_likeliest():
+    shape = SHAPE
+
+    def make():
+        return in_jax.GPT(shape, rngs=nnx.Rngs(3))
+
+    step = make_train_step(make, optax.sgd(0.1), loss_of, create_mesh(fsdp=4))
+    state = step.init()
+    prompt = tokens(5, 2, 4)
+    found = generate(step, state, prompt, 5, temperature=0.0)
+    model, text = make(), jnp.asarray(prompt)
+    forward = nnx.jit(lambda model, x: model(x))
+    for _ in range(5):
+        padded = jnp.pad(text, [(0, 0), (0, 9 - text.shape[1])])
+        logits = forward(model, padded)[:, text.shape[1] - 1]
+        text = jnp.concatenate([text, logits.argmax(-1)[:, None]], axis=1)
+    np.testing.assert_array_equal(found, text[:, 4:])
+    drawn = generate(step, state, prompt, 5, temperature=5.0, seed=1)
+    assert (drawn != found).any()
+    assert drawn.shape == (2, 5)
+    with pytest.raises(ConfigurationError, match=r"prompt of shape \(rows, length\)"):
+        generate(step, state, prompt[0], 5)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import TRANSFORMERS, Transformer
-from fullshard.jax.mesh import devices_of_process
+from fullshard.jax.arrays.mesh import devices_of_process
 from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import resolve
 from fullshard.train.data import load

@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.core.errors import ConfigurationError
 from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from fullshard.torch.sharding.same_values import checksum
+from fullshard.torch.unit.guards.writes import checksum
 from fullshard.wrap import ModuleWrapPolicy
 
 

@@ -6,12 +6,14 @@
     ├── UsageError (RuntimeError)            right thing, wrong moment: order of calls, lost state
     ├── UnshardedOperationError (RuntimeError)  an operation that needs the full parameter
     ├── CommunicationError (RuntimeError)    other ranks died, hang, or do something else
+    ├── CheckpointError (RuntimeError)       a checkpoint is damaged, incomplete or not there
     └── NotSupportedError (NotImplementedError)   a gap, named
 
 Each is also the built-in class that a reader would have caught, so ``except ValueError`` works.
 """
 
 __all__ = [
+    "CheckpointError",
     "CommunicationError",
     "ConfigurationError",
     "FullshardError",
@@ -45,6 +47,27 @@ class CommunicationError(FullshardError, RuntimeError):
 
     The group cannot be used any further, and units may be left half gathered.
     """
+
+
+class CheckpointError(FullshardError, RuntimeError):
+    """A checkpoint cannot be written, found or trusted; the message says where and what to do.
+
+    ``file`` is the path at fault, ``tensor`` the name of the tensor, and ``byte_range`` the bytes
+    of the file, (start, stop); each is None where it has no meaning.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        tensor: str | None = None,
+        byte_range: tuple[int, int] | None = None,
+    ):
+        super().__init__(message)
+        self.file = file
+        self.tensor = tensor
+        self.byte_range = byte_range
 
 
 class NotSupportedError(FullshardError, NotImplementedError):

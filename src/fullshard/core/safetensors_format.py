@@ -133,14 +133,15 @@ def _refuse_other_than_file(path: Path) -> None:
         raise FileExistsError(f"{path} is there, and is no regular file")
 
 
-def header_of(entries: Mapping[str, Entry]) -> bytes:
+def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> bytes:
     """The header of a file in which the bytes of ``entries`` follow in their order.
 
+    ``metadata`` is told beside ``format``, which other readers look for.
     Raises `ConfigurationError` for a name that the format cannot hold.
     """
     if _METADATA in entries:
         raise ConfigurationError(f"a tensor cannot be named {_METADATA!r} in a safetensors file")
-    described: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    described: dict[str, Any] = {_METADATA: {"format": "pt", **(metadata or {})}}
     start = 0
     for name, entry in entries.items():
         stop = start + entry.size_bytes

@@ -53,10 +53,6 @@ _OURS = {
 # policy that is no function, and calls what ours has too. A mark that stays, and changes nothing.
 torch_wrap._Policy.register(fullshard.wrap.CustomPolicy)
 
-_INSTEAD = {
-    "FlatParameter": "there is none here: parameters keep their names and shapes in "
-    "model.parameters(), each a fullshard.torch.ShardedParameter; leave the check out",
-}
 _OTHERWISE = "start the script without fullshard if it cannot do without"
 
 
@@ -100,8 +96,7 @@ def _passing_on(original: ModuleType, lacking: set[str]) -> Callable[[str], Any]
         if name in lacking:
             # Not an AttributeError: `from ... import name` would swallow its message.
             raise ImportError(
-                f"fullshard stands in for {original.__name__} and has no {name}: "
-                f"{_INSTEAD.get(name, _OTHERWISE)}",
+                f"fullshard stands in for {original.__name__} and has no {name}: {_OTHERWISE}",
                 name=original.__name__,
             )
         return getattr(original, name)

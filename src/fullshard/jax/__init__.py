@@ -1,31 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""fullshard's engine on JAX: sharded train steps for Flax NNX models and pytrees.
-
-`make_train_step` is the engine; `shard`, `replicate`, `gather` and `describe` place arrays for
-programs that ``jax.jit`` partitions by itself. Importing this package does not load torch, and
-Orbax, which takes seconds, only when a state is saved or restored.
-"""
+"""fullshard's engine on JAX: sharded train steps for Flax NNX models and pytrees."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fullshard.jax.analysis import Needs, NeedsTable, compare, memory_analysis, which_needs_less
-from fullshard.jax.collectives import Communication, communication
-from fullshard.jax.mesh import create_mesh, describe_mesh, initialize
-from fullshard.jax.options import StepOptions
-from fullshard.jax.placement import Placement, Rule, selective, threshold
-from fullshard.jax.profiling import Profile, profile
-from fullshard.jax.sharding import describe, gather, replicate, shard
-from fullshard.jax.state import StateSpec, TrainState
-from fullshard.jax.step import TrainStep, make_train_step
-from fullshard.jax.torch_names import torch_names
-from fullshard.jax.weights import load_weights, save_weights
+from fullshard.jax.analysis.flags import overlap_flags
+from fullshard.jax.analysis.hlo import Communication
+from fullshard.jax.analysis.needs import (
+    Needs,
+    NeedsTable,
+    communication,
+    compare,
+    memory_analysis,
+    which_needs_less,
+)
+from fullshard.jax.analysis.profiling import Profile, profile
+from fullshard.jax.arrays.mesh import create_mesh, describe_mesh, initialize
+from fullshard.jax.arrays.placing import (
+    batch_sharding,
+    describe,
+    gather,
+    global_batch,
+    replicate,
+    shard,
+    shardings,
+)
+from fullshard.jax.arrays.rule import Placement, Rule, selective, threshold
+from fullshard.jax.checkpoint_runs import (
+    Loaded,
+    StoredAs,
+    load_checkpoint,
+    save_checkpoint,
+    torch_layout,
+)
+from fullshard.jax.compute.gathered import gathered
+from fullshard.jax.compute.vocabulary import cross_entropy, embed
+from fullshard.jax.files.torch_names import torch_names
+from fullshard.jax.files.weights import load_weights, save_weights
+from fullshard.jax.training.generation import generate
+from fullshard.jax.training.options import StepOptions
+from fullshard.jax.training.state import StateSpec, TrainState
+from fullshard.jax.training.step import TrainStep, make_train_step
 
 if TYPE_CHECKING:
-    from fullshard.jax.checkpoint import restore_state, save_state
+    from fullshard.jax.files.checkpoint import restore_state, save_state
 
 __all__ = [
     "Communication",
+    "Loaded",
     "Needs",
     "NeedsTable",
     "Placement",
@@ -33,34 +55,46 @@ __all__ = [
     "Rule",
     "StateSpec",
     "StepOptions",
+    "StoredAs",
     "TrainState",
     "TrainStep",
+    "batch_sharding",
     "communication",
     "compare",
     "create_mesh",
+    "cross_entropy",
     "describe",
     "describe_mesh",
+    "embed",
     "gather",
+    "gathered",
+    "generate",
+    "global_batch",
     "initialize",
+    "load_checkpoint",
     "load_weights",
     "make_train_step",
     "memory_analysis",
+    "overlap_flags",
     "profile",
     "replicate",
     "restore_state",
+    "save_checkpoint",
     "save_state",
     "save_weights",
     "selective",
     "shard",
+    "shardings",
     "threshold",
+    "torch_layout",
     "torch_names",
     "which_needs_less",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("restore_state", "save_state"):
-        return getattr(importlib.import_module("fullshard.jax.checkpoint"), name)
+    if name in ("restore_state", "save_state"):  # Orbax takes seconds to load
+        return getattr(importlib.import_module("fullshard.jax.files.checkpoint"), name)
     raise AttributeError(f"module 'fullshard.jax' has no attribute {name!r}")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run will need and how long it will take, before anything is launched.
+"""Predict the memory and time of a training run before anything is launched.
 
     from fullshard.plan import Run, cluster_of, named_device, predict, read_model
 

@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.cluster.read import Constants, fitted_constants, fitted_spread
+from fullshard.plan.cluster.cluster import Cluster, Constants
+from fullshard.plan.cluster.read import fitted_constants, fitted_spread
 from fullshard.plan.memory import MemoryForecast, forecast_memory
 from fullshard.plan.model.model import Model
 from fullshard.plan.run import Run
@@ -21,7 +21,7 @@ _IDLE_SHARE = 0.3  # of a device's power while it waits: data centre GPUs, clock
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one configuration will need.
+    """The needs of one configuration.
 
     ``step_s`` is the seconds of an optimizer step, ``low_s`` and ``high_s`` a 90% interval around
     it, ``parts`` where they go. ``tokens_per_s`` is that of one device, ``mfu`` the share of the
@@ -85,7 +85,7 @@ def predict(
     on that cluster. A configuration that does not fit into memory is predicted all the same: see
     `Prediction.fits`.
     """
-    constants = constants or fitted_constants()
+    constants = constants or cluster.device.constants or fitted_constants()
     script = script or write_script(model, run, cluster)
     memory = forecast_memory(script, model, run, cluster)
     timeline = replay(script, run, cluster, constants)

@@ -18,7 +18,7 @@ _RESTS = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank has measured of a step; what was not measured is None.
+    """One rank's measurements of a step; None where nothing was measured.
 
     ``trace`` is that of one micro-batch (`fullshard.torch.tracing`); ``parameters_bytes``,
     ``gradients_bytes`` and ``optimizer_bytes`` rest after a backward

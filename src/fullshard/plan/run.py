@@ -22,7 +22,7 @@ class Wrap(Enum):
 
 
 class Recompute(Enum):
-    """What forward does not keep and backward computes again."""
+    """The activations that forward drops and backward computes again."""
 
     NONE = "none"
     SELECTIVE = "selective"  # element-wise operations and each second matrix product

@@ -12,6 +12,7 @@ from typing import Any
 
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.torch import inspection
+from fullshard.torch.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.torch.comm.compressed import CommunicationCompression
 from fullshard.torch.comm.uneven_inputs import stop_together
 from fullshard.torch.fsdp1.wrapper import FullyShardedDataParallel
@@ -28,7 +29,7 @@ from fullshard.torch.sharding.options import (
     MixedPrecision,
     MixedPrecisionPolicy,
 )
-from fullshard.torch.sharding.shard import set_prefetch
+from fullshard.torch.sharding.shard import keep_for_double_backward, set_prefetch
 from fullshard.torch.sharding.summon import summon_full_params
 from fullshard.torch.state.weights_file import load_full_weights, save_full_weights
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -47,8 +48,11 @@ __all__ = [
     "clip_grad_norm_",
     "fully_shard",
     "inspection",
+    "keep_for_double_backward",
+    "load_checkpoint",
     "load_full_weights",
     "overlap_optimizer",
+    "save_checkpoint",
     "save_full_weights",
     "set_prefetch",
     "stop_together",
@@ -58,7 +62,7 @@ __all__ = [
 ]
 
 # Modules whose ``__all__`` can be imported from here, too, in the order in which they are asked.
-_MORE = ("fsdp1", "fsdp2", "inspection", "comm.uneven_inputs")
+_MORE = ("fsdp1", "fsdp2", "inspection", "checkpoint", "comm.uneven_inputs")
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import transformer
 
 __all__ = [
+    "CheckpointConfig",
     "Config",
     "DataConfig",
     "LogConfig",
@@ -116,6 +117,19 @@ class ShardConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state of training is kept, to go on from after whatever happens."""
+
+    every: int = _option(0, "steps between checkpoints; 0: none by steps", least=0)
+    minutes: float = _option(10.0, "minutes between checkpoints; 0: none by time", least=0)
+    keep: int = _option(3, "how many of the newest stay", least=1)
+    asynchronous: bool = _option(True, "write them while training goes on")
+    resume: str = _option(
+        "", "run folder to go on with; auto: this run's newest unfinished one; short: --resume"
+    )
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """Output on the terminal and in the run's folder."""
 
@@ -139,6 +153,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     @property
@@ -301,6 +316,11 @@ def _check(config: Config) -> None:
         transformer(config.model.preset)
     if config.train.engine == "jax" and config.log.trace:
         raise ConfigurationError("log.trace is kept by the torch engine only: leave it out")
+    if config.train.engine == "jax" and config.checkpoint.resume:
+        raise ConfigurationError(
+            "runs of --engine jax cannot be resumed yet: fullshard.jax.load_checkpoint can, in a "
+            "loop of your own"
+        )
     name, folder = config.run_name, config.log.folder
     if Path(name).name != name or name == ".." or not name.isprintable():
         raise ConfigurationError(

@@ -131,9 +131,9 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def advance(self) -> None:
-        """One step is done."""
-        self._progress.advance(self._task)
+    def advance(self, steps: int = 1) -> None:
+        """One step is done, or several."""
+        self._progress.advance(self._task, steps)
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

@@ -8,6 +8,7 @@ from fullshard.core.errors import FullshardError
 from fullshard.train.config import Config, to_toml
 from fullshard.train.data import Dataset
 from fullshard.train.metrics import Reporter, Speaker, new_run_folder, writing
+from fullshard.train.survival import folder_to_resume
 
 __all__ = [
     "PROMPT",
@@ -38,9 +39,15 @@ class NonFiniteError(FullshardError, ArithmeticError):
 
 
 def open_folder(config: Config, world: Speaker) -> Path | None:
-    """Make the run's folder on rank 0 and keep the settings there; None on the other ranks."""
+    """Make the run's folder on rank 0 and keep the settings there; None on the other ranks.
+
+    One that is to go on is there already.
+    """
     if not world.is_first:
         return None
+    resumed = folder_to_resume(config)
+    if resumed is not None:
+        return resumed
     folder = new_run_folder(config.log.folder, config.run_name)
     with writing(folder / "config.toml"):
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")

@@ -8,8 +8,7 @@ from itertools import combinations
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Offload, Prefetch, ShardingStrategy
 from fullshard.plan.choose.search import USABLE
-from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.cluster.read import Constants
+from fullshard.plan.cluster.cluster import Cluster, Constants
 from fullshard.plan.model.model import Model
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.run import Loss, Recompute, Run, Wrap
@@ -21,7 +20,7 @@ _MOST = 3  # changes at once
 
 @dataclass(frozen=True)
 class Change:
-    """What to change, in words, and the prediction of the run so changed."""
+    """A change in words, and the prediction of the run so changed."""
 
     words: tuple[str, ...]
     prediction: Prediction

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.plan.choose.settings import KEYS, Setup, choose_one, with_setting
-from fullshard.plan.cluster.read import Constants
+from fullshard.plan.cluster.cluster import Constants
 from fullshard.plan.model.model import Model
 from fullshard.plan.predict import Prediction, predict
 

@@ -10,8 +10,7 @@ from fullshard.core.strategy import Prefetch
 from fullshard.core.text import bytes_text
 from fullshard.plan.choose.space import Space
 from fullshard.plan.choose.words import describe
-from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.cluster.read import Constants
+from fullshard.plan.cluster.cluster import Cluster, Constants
 from fullshard.plan.memory import resting_memory
 from fullshard.plan.model.model import Model
 from fullshard.plan.predict import Prediction, predict
@@ -38,7 +37,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search found: ``ranked`` from the fastest on, ``rejected`` with reasons.
+    """The result of a search: ``ranked`` from the fastest on, ``rejected`` with reasons.
 
     ``budget_bytes`` is what one device may hold. ``tried`` counts all predictions.
     """

@@ -133,7 +133,7 @@ RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
     ),
     "sync-each": lambda run, text: replace(run, sync_each=_flag("sync-each", text)),
 }
-"""What a setting does to a run, by its name."""
+"""The effect of each setting on a run, by its name."""
 
 CLUSTER_KEYS = ("devices", "device", "per-host", "inside", "between")
 KEYS: tuple[str, ...] = (*RUN_KEYS, *CLUSTER_KEYS)

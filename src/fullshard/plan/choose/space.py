@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a search may change of a run, and the candidates that this makes."""
+"""The settings that a search may change, and the candidates that they make."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -12,7 +12,7 @@ from fullshard.plan.run import Recompute, Run, Wrap
 __all__ = ["AXES", "Space", "difference", "with_batch"]
 
 AXES = ("strategy", "wrap", "micro_batch", "recompute", "offload", "prefetch", "replicas")
-"""What a search may choose."""
+"""The settings that a search may choose."""
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 _LEVELS = (

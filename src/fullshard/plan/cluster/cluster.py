@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigurationError
 
-__all__ = ["Cluster", "Device", "Link"]
+__all__ = ["Cluster", "Constants", "Device", "Link"]
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,32 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Constants:
+    """The constants of the time model that are fitted to published runs, one set for all devices.
+
+    ``matmul_share`` is what training reaches of the best matrix products, ``matmul_ramp`` the
+    length of the inner dimension at which a product runs at half speed, ``attention_share`` what
+    training reaches of the best attention kernel, ``memory_share`` of the data sheet's memory
+    bandwidth, ``inside_share`` and ``between_share`` of links'. While a collective runs, compute
+    takes ``contention`` longer. ``kernel_s`` is the host's time for a kernel, ``step_s`` that of a
+    step beyond its kernels, and each doubling of the hosts adds
+    ``straggle_s`` and ``straggle_share`` of the step, since the slowest is waited for.
+    """
+
+    matmul_share: float
+    matmul_ramp: float
+    attention_share: float
+    memory_share: float
+    inside_share: float
+    between_share: float
+    contention: float
+    kernel_s: float
+    step_s: float
+    straggle_s: float
+    straggle_share: float
+
+
+@dataclass(frozen=True)
 class Device:
     """One accelerator, or a host's CPU as one rank uses it.
 
@@ -26,7 +52,8 @@ class Device:
     the share of the peak that the best large matrix products reach, ``attention`` that of the fused
     attention kernel. ``context_bytes`` is taken by the driver's context. Hosts have ``per_host`` of
     it with the links ``inside`` and ``between``, unless a cluster says otherwise. ``assumed`` names
-    the fields that nobody has measured, ``origin`` where the others come from.
+    the fields that nobody has measured, ``origin`` where the others come from. A device that was
+    calibrated has ``constants`` of its own.
     """
 
     key: str
@@ -45,6 +72,7 @@ class Device:
     assumed: tuple[str, ...]
     origin: str
     cpu: bool = False
+    constants: Constants | None = None
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products in ``dtype``."""

@@ -4,14 +4,14 @@
 import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.plan.cluster.cluster import Cluster, Device, Link
+from fullshard.plan.cluster.cluster import Cluster, Constants, Device, Link
 
 __all__ = [
     "Constants",
@@ -21,32 +21,6 @@ __all__ = [
     "fitted_spread",
     "named_device",
 ]
-
-
-@dataclass(frozen=True)
-class Constants:
-    """The constants of the time model that are fitted to published runs, one set for all devices.
-
-    ``matmul_share`` is what training reaches of the best matrix products, ``matmul_ramp`` the
-    length of the inner dimension at which a product runs at half speed, ``attention_share`` what
-    training reaches of the best attention kernel, ``memory_share`` of the data sheet's memory
-    bandwidth, ``inside_share`` and ``between_share`` of links'. While a collective runs, compute
-    takes ``contention`` longer. ``kernel_s`` is the host's time for a kernel, ``step_s`` that of a
-    step beyond its kernels, and each doubling of the hosts adds
-    ``straggle_s`` and ``straggle_share`` of the step, since the slowest is waited for.
-    """
-
-    matmul_share: float
-    matmul_ramp: float
-    attention_share: float
-    memory_share: float
-    inside_share: float
-    between_share: float
-    contention: float
-    kernel_s: float
-    step_s: float
-    straggle_s: float
-    straggle_share: float
 
 
 def _text(name: str) -> str:
@@ -62,13 +36,15 @@ def _devices() -> dict[str, Device]:
 def _device(key: str, entry: Mapping[str, Any]) -> Device:
     known = {field.name for field in fields(Device)}
     unknown = sorted(set(entry) - known)
-    missing = sorted(known - {"key", "cpu"} - set(entry))
+    missing = sorted(known - {"key", "cpu", "constants"} - set(entry))
     if unknown or missing:
         raise ConfigurationError(f"device {key!r}: unknown {unknown}, missing {missing}")
     made = dict(entry)
     for name in ("inside", "between"):
         made[name] = Link(**entry[name])
     made["assumed"] = tuple(entry["assumed"])
+    if "constants" in entry:
+        made["constants"] = Constants(**{**asdict(fitted_constants()), **entry["constants"]})
     return Device(key=key, **made)
 
 

@@ -14,7 +14,7 @@ from fullshard.plan.cluster.read import cluster_of, device_names, named_device
 from fullshard.plan.model.config_json import ARCHITECTURES, read_model
 from fullshard.plan.model.model import Model
 from fullshard.plan.model.named import MODEL_NAMES
-from fullshard.plan.run import Loss, Run
+from fullshard.plan.run import Run
 
 __all__ = ["Asked", "parse"]
 
@@ -49,6 +49,7 @@ class Asked:
     top: int
     as_json: bool
     timeline: bool
+    scale: bool
     draw: Path | None
     config: Path | None
 
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--tokens", type=float, default=0.0, help="tokens of the whole run")
     shown.add_argument("--top", type=int, default=8, metavar="N", help="rows of the table")
     shown.add_argument("--timeline", action="store_true", help="memory and streams over a step")
+    shown.add_argument("--scale", action="store_true", help="8 to 16,384 devices, with failures")
     shown.add_argument("--draw", type=Path, metavar="FOLDER", help="the same as SVG files")
     shown.add_argument("--config", type=Path, metavar="FILE", help="settings of fullshard train")
     shown.add_argument("--json", action="store_true", help="everything as JSON")
@@ -118,7 +120,7 @@ def parse(argv: Sequence[str]) -> Asked:
         between_bandwidth=None if given.between is None else given.between * GIGABIT,
     )
     precision = "fp32" if device.cpu else "bf16"
-    setup = with_setting(Setup(Run(loss=Loss.FUSED), cluster), "precision", precision)
+    setup = with_setting(Setup(Run(), cluster), "precision", precision)
     fixed: set[str] = set()
     for key in RUN_KEYS:
         value = getattr(given, key.replace("-", "_"))
@@ -142,6 +144,7 @@ def parse(argv: Sequence[str]) -> Asked:
         given.top,
         given.json,
         given.timeline,
+        given.scale,
         given.draw,
         given.config,
     )

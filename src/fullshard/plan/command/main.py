@@ -17,10 +17,12 @@ from fullshard.plan.choose.words import describe
 from fullshard.plan.cluster.read import fitted_constants
 from fullshard.plan.command.arguments import Asked, parse
 from fullshard.plan.command.data import answers_data, choice_data, train_settings
+from fullshard.plan.command.scale import scale_data, scaled, show_scale
 from fullshard.plan.command.show import COLUMNS, show_answers, show_change, show_choice
 from fullshard.plan.draw import draw_memory, draw_streams, memory_lines, stream_lines, write_svg
 from fullshard.plan.memory import memory_timeline
 from fullshard.plan.predict import Prediction, predict
+from fullshard.plan.scale import draw_scaling
 from fullshard.plan.step.clock import replay
 from fullshard.plan.step.script import write_script
 
@@ -35,18 +37,26 @@ def main(argv: Sequence[str]) -> int:
     choice = search(asked.model, asked.space, asked.setup.cluster, budget_bytes=asked.budget_bytes)
     best = Setup(choice.best.run, choice.cluster, asked.space.global_batch)
     answers = {key: what_if(asked.model, best, key, values) for key, values in asked.questions}
+    grown = scaled(choice.best) if asked.scale else None
     if asked.as_json:
         data = choice_data(choice, asked.tokens, asked.top)
         data["what_if"] = {key: answers_data(key, found) for key, found in answers.items()}
+        if grown is not None:
+            data["scale"] = scale_data(*grown)
         print(json.dumps(data, indent=2))
     else:
         show_choice(console, choice, asked.tokens, asked.top)
         for key, found in answers.items():
             show_answers(console, key, found, choice.best)
+        if grown is not None:
+            show_scale(console, *grown)
     if asked.timeline and not asked.as_json:
         _timeline(console, choice.best)
     if asked.draw is not None:
         _draw(choice.best, asked.draw)
+        if grown is not None:
+            picture = draw_scaling(grown[0], f"{choice.model.name}: {describe(choice.best.run)}")
+            write_svg(picture, asked.draw / "scaling.svg")
     if asked.config is not None:
         asked.config.write_text(train_settings(choice), encoding="utf-8")
     return 0
@@ -75,7 +85,8 @@ def _say_what_was_given(asked: Asked, console: Console) -> None:
 
 def _timeline(console: Console, best: Prediction) -> None:
     script = write_script(best.model, best.run, best.cluster)
-    timeline = replay(script, best.run, best.cluster, fitted_constants(), record=True)
+    constants = best.cluster.device.constants or fitted_constants()
+    timeline = replay(script, best.run, best.cluster, constants, record=True)
     samples = memory_timeline(script, best.run, best.cluster)
     for line in memory_lines(
         samples,
@@ -90,7 +101,8 @@ def _timeline(console: Console, best: Prediction) -> None:
 
 def _draw(best: Prediction, folder: Path) -> None:
     script = write_script(best.model, best.run, best.cluster)
-    timeline = replay(script, best.run, best.cluster, fitted_constants(), record=True)
+    constants = best.cluster.device.constants or fitted_constants()
+    timeline = replay(script, best.run, best.cluster, constants, record=True)
     folder.mkdir(parents=True, exist_ok=True)
     title = f"{best.model.name}: {describe(best.run)}"
     samples = memory_timeline(script, best.run, best.cluster)

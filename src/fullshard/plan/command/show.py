@@ -63,7 +63,7 @@ def _ranked(choice: Choice, top: int) -> Table:
     for head in ("GiB", "step (90%)", "tokens/s", "MFU"):
         table.add_column(head, justify="right", no_wrap=True)
     front = {id(each) for each in pareto(choice.ranked)}
-    for number, each in enumerate(choice.ranked[:top]):
+    for number, each in enumerate(_distinct(choice.ranked)[:top]):
         run = each.run
         table.add_row(
             "*" if id(each) in front else "",
@@ -80,6 +80,16 @@ def _ranked(choice: Choice, top: int) -> Table:
             style="bold" if number == 0 else "",
         )
     return table
+
+
+def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
+    """The best units and prefetch of each strategy, batch, recomputation and offload."""
+    found: dict[tuple[object, ...], Prediction] = {}
+    for each in ranked:
+        run = each.run
+        key = (run.strategy, run.replicas, run.micro_batch, run.recompute, run.offload)
+        found.setdefault(key, each)
+    return list(found.values())
 
 
 def _details(best: Prediction, tokens: float) -> RenderableType:

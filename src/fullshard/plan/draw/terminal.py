@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same pictures as lines of text, 100 columns at most.
+"""Pictures of a plan as lines of text, 100 columns at most.
 
 Lines may carry rich's markup for colour; without it categories are told apart by their letters.
 """

@@ -11,6 +11,10 @@ from fullshard.plan.step.script import Act, Phase, Script, Stretch
 __all__ = ["Activations"]
 
 
+Pair = tuple[int, int]
+"""Bytes of activations, and of logits and loss."""
+
+
 class _CallMemory:
     """Bytes of one call, worked out once for all calls that share their operations."""
 
@@ -18,7 +22,7 @@ class _CallMemory:
         self.saved, self.saved_logits = _saved(operations)
         self.kept_in_turns = _kept_in_turns(operations)
         self.forward_peak = _forward_peak(operations)
-        self.backward_peak = _backward_peak(operations)
+        self.backward_peaks = _backward_peaks(operations)
 
 
 class Activations:
@@ -42,10 +46,13 @@ class Activations:
             return self._script.stretches[act.call].fills
         return act.phase is Phase.BACKWARD and bool(self._gradients.largest[act.call])
 
-    def carry_out(self, act: Act) -> tuple[int, int]:
-        """Do what ``act`` says; returns the most activations and logits held meanwhile."""
+    def carry_out(self, act: Act) -> tuple[Pair, Pair]:
+        """Do what ``act`` says; returns the most activations and logits held meanwhile.
+
+        Before the first gradient of a parameter is there, and from then on.
+        """
         if self._script.stretches:
-            return self._measured(self._script.stretches[act.call])
+            return (0, 0), self._measured(self._script.stretches[act.call])
         call = self._script.calls[act.call]
         memory = self._memory_of(call)
         if act.phase is Phase.BACKWARD:
@@ -56,7 +63,8 @@ class Activations:
         else:
             self._keep(act.call, memory.saved, memory.saved_logits)
         peak, logits_peak = memory.forward_peak
-        return max(self.kept, before[0] + peak), max(self.logits, before[1] + logits_peak)
+        most = max(self.kept, before[0] + peak), max(self.logits, before[1] + logits_peak)
+        return (0, 0), most
 
     def _measured(self, stretch: Stretch) -> tuple[int, int]:
         most = self.kept + stretch.peak[0], self.logits + stretch.peak[1]
@@ -90,18 +98,20 @@ class Activations:
             return inputs + memory.kept_in_turns
         return inputs
 
-    def _backward(self, act: Act, memory: _CallMemory) -> tuple[int, int]:
-        peak, logits_peak = memory.backward_peak
+    def _backward(self, act: Act, memory: _CallMemory) -> tuple[Pair, Pair]:
         gradients = self._gradients
         on_the_way = gradients.largest[act.call] + gradients.waiting[act.call]
         saved, logits = self._kept_of.get(act.call, (0, 0))
-        most = (
-            self.kept - min(saved, memory.saved) + max(peak, memory.saved + on_the_way),
-            self.logits - min(logits, memory.saved_logits) + max(logits_peak, memory.saved_logits),
-        )
+        kept_by_others = self.kept - min(saved, memory.saved)
+        logits_of_others = self.logits - min(logits, memory.saved_logits)
+        before, after = memory.backward_peaks
+        later = max(after[0], memory.saved + on_the_way)
         self._keep(act.call, 0, 0)
         self.kept += gradients.waiting[act.call] - gradients.joined[act.call]
-        return most
+        return (
+            (kept_by_others + before[0], logits_of_others + before[1]),
+            (kept_by_others + later, logits_of_others + after[1]),
+        )
 
 
 def _saved(operations: tuple[Operation, ...]) -> tuple[int, int]:
@@ -140,22 +150,26 @@ def _forward_peak(operations: tuple[Operation, ...]) -> tuple[int, int]:
     return peaks[0], peaks[1]
 
 
-def _backward_peak(operations: tuple[Operation, ...]) -> tuple[int, int]:
-    """The most bytes held, what is saved included, as the backwards run in reverse.
+def _backward_peaks(operations: tuple[Operation, ...]) -> tuple[Pair, Pair]:
+    """The most bytes held, what is saved included, before the first weights' gradient and after.
 
-    A gradient like the output comes in, one like the input goes out.
+    Backwards run in reverse. A gradient like the output comes in, one like the input goes out;
+    ``backward_scratch_bytes`` has these in it where they are known to be all.
     """
-    saved, peaks = [0, 0], [0, 0]
+    saved = [0, 0]
     for each in operations:
         saved[int(each.logits)] += each.saved_bytes
+    peaks: list[Pair] = [(0, 0), (0, 0)]
+    weighs = any(each.kind is Kind.MATMUL for each in operations)
+    given = not weighs
     for number in range(len(operations) - 1, -1, -1):
         each = operations[number]
+        given = given or each.kind is Kind.MATMUL
         use = int(each.logits)
         holding = list(saved)
-        holding[use] += each.output_bytes + each.backward_scratch_bytes
-        if number:
-            holding[int(operations[number - 1].logits)] += operations[number - 1].output_bytes
-        peaks = [max(pair) for pair in zip(peaks, holding, strict=True)]
+        before = operations[number - 1].output_bytes if number else 0
+        holding[use] += max(each.backward_scratch_bytes, each.output_bytes + before)
+        peaks[given] = max(peaks[given], (holding[0], holding[1]), key=sum)
         saved[use] -= each.saved_bytes
     return peaks[0], peaks[1]
 

@@ -164,7 +164,7 @@ def forecast_memory(
         if total > most:
             most, peak, at = total, held, line
     by_category = _with_overheads(peak, run, cluster, script)
-    cause = _cause(script, at, peak, model)
+    cause = _cause(script, at, peak)
     telling = _Telling(script, run, cluster, engine)
     return MemoryForecast(by_category, cause, replay.resting, at, telling)
 
@@ -251,30 +251,23 @@ class _Replay:
         activations.end_step()
         yield len(self._script.lines), self._optimizer_step()
 
-    def _now(self, gradients: int = 0, activations: int = 0, logits: int = 0) -> Bytes:
-        held, acts = self._held, self._activations
-        return (
-            self._parameters,
-            held.gradients + gradients,
-            self._optimizer,
-            held.buffers,
-            acts.kept + activations,
-            acts.logits + logits,
-        )
+    def _now(self, momentary: int = 0) -> Bytes:
+        """What is held, with ``momentary`` bytes of gradients besides."""
+        now = self._with(self._activations.kept, self._activations.logits)
+        return (now[0], now[1] + momentary, *now[2:])
 
     def _act(self, act: Act) -> Bytes:
-        acts = self._activations
-        if acts.gives_gradients(act):
+        gives = self._activations.gives_gradients(act)
+        (early, early_logits), (late, late_logits) = self._activations.carry_out(act)
+        before = self._with(early, early_logits)
+        if gives:
             self._held.fill(act.unit)
-        kept, logits = acts.carry_out(act)
-        return (
-            self._parameters,
-            self._held.gradients,
-            self._optimizer,
-            self._held.buffers,
-            kept,
-            logits,
-        )
+        return max(before, self._with(late, late_logits), key=sum)
+
+    def _with(self, activations: int, logits: int) -> Bytes:
+        held = self._held
+        state = (self._parameters, held.gradients, self._optimizer)
+        return (*state, held.buffers, activations, logits)
 
     def _optimizer_step(self) -> Bytes:
         """With foreach kernels, a temporary like the parameters; fused ones need none."""
@@ -297,7 +290,7 @@ def _with_overheads(held: Bytes, run: Run, cluster: Cluster, script: Script) -> 
     return by_category
 
 
-def _cause(script: Script, line: int, held: Bytes, model: Model) -> str:
+def _cause(script: Script, line: int, held: Bytes) -> str:
     largest = max(zip(held, CATEGORIES, strict=False))
     share = largest[0] / sum(held) if sum(held) else 0.0
-    return f"{label_of(script, line)} in {model.name}: {share:.0%} are {largest[1]}"
+    return f"{label_of(script, line)}: {share:.0%} are {largest[1]}"

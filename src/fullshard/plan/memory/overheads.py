@@ -15,7 +15,7 @@ __all__ = ["allocator_slack", "context_bytes"]
 
 _SLACK = 0.03
 """What is reserved beyond what tensors hold at the peak, as a share of it. Fitted to torchtitan's
-page of December 2024, three rows on 8 devices: between +1.4 and +8.4% of what it reports."""
+page of December 2024, three rows on 8 devices: between -2.2 and +4.4% of what it reports."""
 
 _NCCL_BYTES = 268_435_456
 """Of one NCCL communicator over many ranks: channels of 4 MiB buffers, and NVLS's multicast."""

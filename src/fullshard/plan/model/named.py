@@ -2,11 +2,13 @@
 """Models by name: the presets that training shares, and published families beside them."""
 
 import difflib
+from dataclasses import replace
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import TRANSFORMERS
 from fullshard.plan.model.decoder import Decoder
-from fullshard.plan.model.shape import LLAMA, MPT, Experts, Norm, Shape, shape_of
+from fullshard.plan.model.encoder_decoder import EncoderDecoder, Pair
+from fullshard.plan.model.shape import LLAMA, MPT, Experts, Naming, Norm, Shape, shape_of
 
 __all__ = ["MODEL_NAMES", "named_model"]
 
@@ -16,6 +18,10 @@ def _llama(
 ) -> Shape:
     head_width = width // heads
     return Shape(layers, width, heads, kv_heads, head_width, hidden, vocab, context, naming=LLAMA)
+
+
+def _gpt3(layers: int, width: int, heads: int) -> Shape:
+    return replace(_mpt(layers, width, heads), vocab=50_257, naming=Naming())
 
 
 def _mpt(layers: int, width: int, heads: int) -> Shape:
@@ -40,6 +46,9 @@ def _mpt(layers: int, width: int, heads: int) -> Shape:
 
 _SHAPES: dict[str, Shape] = {
     # Touvron et al., arXiv:2302.13971 and arXiv:2307.09288; 34B: arXiv:2308.12950.
+    "llama-7b": _llama(32, 4096, 32, 32, 11_008, 32_000, 2048),
+    "llama-13b": _llama(40, 5120, 40, 40, 13_824, 32_000, 2048),
+    "llama-33b": _llama(60, 6656, 52, 52, 17_920, 32_000, 2048),
     "llama-65b": _llama(80, 8192, 64, 64, 22_016, 32_000, 2048),
     "llama2-7b": _llama(32, 4096, 32, 32, 11_008, 32_000, 4096),
     "llama2-13b": _llama(40, 5120, 40, 40, 13_824, 32_000, 4096),
@@ -47,6 +56,13 @@ _SHAPES: dict[str, Shape] = {
     "llama2-70b": _llama(80, 8192, 64, 8, 28_672, 32_000, 4096),
     # "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3.
     "llama3-405b": _llama(126, 16_384, 128, 8, 53_248, 128_256, 8192),
+    "llama3.2-1b": replace(_llama(16, 2048, 32, 8, 8192, 128_256, 8192), tied=True),
+    "llama3.2-3b": replace(_llama(28, 3072, 24, 8, 8192, 128_256, 8192), tied=True),
+    # Qwen2.5 technical report (arXiv:2412.15115) and the configurations published with it.
+    "qwen2.5-7b": replace(_llama(28, 3584, 28, 4, 18_944, 152_064, 8192), qkv_bias=True),
+    "qwen2.5-14b": replace(_llama(48, 5120, 40, 8, 13_824, 152_064, 8192), qkv_bias=True),
+    "qwen2.5-32b": replace(_llama(64, 5120, 40, 8, 27_648, 152_064, 8192), qkv_bias=True),
+    "qwen2.5-72b": replace(_llama(80, 8192, 64, 8, 29_568, 152_064, 8192), qkv_bias=True),
     # Configurations of mosaicml/llm-foundry, with learned positions and biases as benchmarked.
     "mpt-125m": _mpt(12, 768, 12),
     "mpt-350m": _mpt(24, 1024, 16),
@@ -71,33 +87,33 @@ _SHAPES: dict[str, Shape] = {
         experts=Experts(8, 2, 14_336),
         naming=LLAMA,
     ),
-    # Brown et al., arXiv:2005.14165, table 2.1.
-    "gpt3-175b": Shape(
-        96,
-        12_288,
-        96,
-        96,
-        128,
-        49_152,
-        50_257,
-        2048,
-        gated=False,
-        tied=True,
-        bias=True,
-        norm=Norm.LAYER,
-        learned_positions=True,
-        rotary=False,
-    ),
+    # Brown et al., arXiv:2005.14165, table 2.1; OPT (arXiv:2205.01068) has the same shapes.
+    "gpt3-1.3b": _gpt3(24, 2048, 32),
+    "gpt3-2.7b": _gpt3(32, 2560, 32),
+    "gpt3-6.7b": _gpt3(32, 4096, 32),
+    "gpt3-13b": _gpt3(40, 5120, 40),
+    "gpt3-30b": _gpt3(48, 7168, 56),
+    "gpt3-66b": _gpt3(64, 9216, 72),
+    "gpt3-175b": _gpt3(96, 12_288, 96),
+}
+# Raffel et al., arXiv:1910.10683, and the configurations published with T5.
+_PAIRS: dict[str, Pair] = {
+    "t5-3b": Pair(24, 24, 1024, 32, 128, 16_384, 32_128, 512, buckets=32),
+    "t5-11b": Pair(24, 24, 1024, 128, 128, 65_536, 32_128, 512, buckets=32),
 }
 
-MODEL_NAMES: tuple[str, ...] = (*TRANSFORMERS, *_SHAPES)
+MODEL_NAMES: tuple[str, ...] = (*TRANSFORMERS, *_SHAPES, *_PAIRS)
 """All names that `named_model` knows."""
 
 
-def named_model(name: str) -> Decoder:
+def named_model(name: str) -> Decoder | EncoderDecoder:
     """The model of that name; an unknown one raises `ConfigurationError` with the nearest."""
-    key = name.lower().replace("_", "-")
-    for alias in (key, key.replace("llama3.1-", "llama3-"), key.replace("llama-3-", "llama3-")):
+    key = name.lower().replace("_", "-").replace(" ", "-")
+    joined = key.replace("llama-2", "llama2").replace("llama-3", "llama3")
+    other = joined.replace("llama3.1-", "llama3-").replace("opt-", "gpt3-")
+    for alias in (key, joined, other):
+        if alias in _PAIRS:
+            return EncoderDecoder(alias, _PAIRS[alias])
         if alias in _SHAPES:
             return Decoder(alias, _SHAPES[alias])
         if alias in TRANSFORMERS:

@@ -159,7 +159,8 @@ class Pricer:
             wide = 4 * tokens * vocab
             moved = float(logits + 4 * wide)  # to float32, log-softmax, pick
             work = Work(bytes=moved, kernels=4), Work(bytes=float(3 * wide + logits), kernels=4)
-            kept, scratch, back = wide, logits + wide, wide + logits
+            # Backward makes the gradient of log-probabilities, then that of the float32 copy.
+            kept, scratch, back = wide, wide if item < 4 else 0, 2 * wide
         elif loss is Loss.FUSED:
             work = Work(bytes=3.0 * logits, kernels=1), Work(bytes=1.0 * logits, kernels=1)
             kept, scratch, back = logits, 0, 0

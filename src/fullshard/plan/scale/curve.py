@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import ShardingStrategy
-from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.cluster.read import Constants, fitted_constants
+from fullshard.plan.cluster.cluster import Cluster, Constants
+from fullshard.plan.cluster.read import fitted_constants
 from fullshard.plan.draw.curves import Curve, draw_curves
 from fullshard.plan.draw.drawing import Drawing
 from fullshard.plan.model.model import Model

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from fullshard.core.layout import Layout
 from fullshard.core.schedule import Op, OpKind
 from fullshard.core.spec import item_bytes
-from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.cluster.read import Constants
+from fullshard.plan.cluster.cluster import Cluster, Constants
 from fullshard.plan.model.operations import Kind, Operation
 from fullshard.plan.run import OPTIMIZERS, Recompute, Run
 from fullshard.plan.step.collectives import Group, gather_s, reduce_all_s
@@ -86,6 +85,9 @@ class _Streams:
         if key not in self._acts:
             self._acts[key] = self._price(call.operations, act)
         seconds, kernels = self._acts[key]
+        if self.cluster.device.cpu:  # the host itself computes, one operation after another
+            seconds += self.constants.kernel_s * kernels
+            kernels = 0
         launched = self.host + self.constants.kernel_s * min(kernels, 1)
         self.host += self.constants.kernel_s * kernels
         start = max(self.compute, launched)
@@ -209,8 +211,8 @@ def _computed(operations: tuple[Operation, ...], phase: Phase, run: Run) -> tupl
         return operations
     if run.recompute is Recompute.SELECTIVE:
         return tuple(_kept_in_turns(operations))
-    if not run.recompute_stops:
-        return operations
+    if not run.recompute_stops or not any(each.saved_bytes for each in operations):
+        return operations  # all of them, as in a recording of what was recomputed
     last = max((place for place, each in enumerate(operations) if each.saved_bytes), default=-1)
     while last >= 0 and operations[last].name == "add":  # what the next block keeps anyhow
         last -= 1

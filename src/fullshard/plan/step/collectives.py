@@ -3,8 +3,7 @@
 
 from dataclasses import dataclass
 
-from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.cluster.read import Constants
+from fullshard.plan.cluster.cluster import Cluster, Constants
 
 __all__ = ["Group", "gather_s", "reduce_all_s"]
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of one operation on one device: a roofline whose matrix roof depends on the shape."""
 
-from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.cluster.read import Constants
+from fullshard.plan.cluster.cluster import Cluster, Constants
 from fullshard.plan.model.operations import Kind, Operation, Work
 from fullshard.plan.run import Attention, Run
 

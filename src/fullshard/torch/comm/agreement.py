@@ -25,7 +25,7 @@ def verify_agreement(
     Raises `ConfigurationError` on all ranks if a line differs or is missing on one, and says which;
     ``subject`` tells people what the lines are about.
     """
-    texts = differing_texts(comm, json.dumps(dict(lines), sort_keys=True), device)
+    texts = differing_texts(comm, json.dumps(dict(lines), sort_keys=True), device, subject)
     if texts is None:
         return
     told: list[dict[str, str]] = [json.loads(text) for text in texts]
@@ -41,7 +41,9 @@ def verify_agreement(
     )
 
 
-def differing_texts(comm: Comm, text: str, device: torch.device) -> list[str] | None:
+def differing_texts(
+    comm: Comm, text: str, device: torch.device, subject: str = "texts"
+) -> list[str] | None:
     """Return the texts of all ranks in rank order if any two differ, else None. Collective."""
     if comm.size == 1:
         return None
@@ -49,7 +51,7 @@ def differing_texts(comm: Comm, text: str, device: torch.device) -> list[str] | 
     halves = torch.frombuffer(bytearray(digest), dtype=torch.int64)
     # The largest complement is the complement of the smallest: one call gives both bounds.
     bounds = torch.cat([halves, ~halves]).to(device)
-    comm.all_reduce([bounds], "max", label="comparison of hashes").wait()
+    comm.all_reduce([bounds], "max", label=f"comparison of {subject}").wait()
     largest, smallest = bounds[:2], ~bounds[2:]
     if torch.equal(largest, smallest):
         return None

@@ -68,6 +68,9 @@ _REDUCE_OPS = {
 }
 
 
+_host_families: list[str] = []
+
+
 class ProcessGroupComm:
     """The communicator over a process group of torch.distributed (NCCL, Gloo, ...).
 
@@ -119,6 +122,17 @@ class ProcessGroupComm:
         """
         group = sibling_group(self.group, self.members, "duplicate")
         return self if group is None else ProcessGroupComm(group, self._family)
+
+    def on_host(self) -> "ProcessGroupComm":
+        """A communicator over the same ranks for tensors in host memory, for any one thread.
+
+        Its failures are its own: they do not fail this one. Collective.
+        """
+        number = len(_host_families)
+        group = sibling_group(self.group, self.members, "host", "gloo") or self.group
+        family = f"{self.group.group_name}/host/{number}"
+        _host_families.append(family)
+        return ProcessGroupComm(group, family)
 
     def block(self, size: int) -> "ProcessGroupComm":
         """See `Comm.block`. A new process group, made by this communicator's ranks alone."""

@@ -95,6 +95,14 @@ def ranks_of(where: Where, sharding: Sharding) -> Ranks:
     hybrid = sharding.sharded and sharding.replicated
     if hybrid and where is None:
         where = _mesh_of_hosts()
+    if isinstance(where, DeviceMesh) and where.ndim == 2 and not hybrid:
+        first = (where.mesh_dim_names or ("its dimension 0",))[0]
+        raise ConfigurationError(
+            f"a 2-D mesh goes with hybrid sharding, and the strategy is another one ({sharding}). "
+            "(PyTorch's FSDP1 would use dimension 0 alone, and ranks that differ in the other "
+            f"would silently train apart.) Pass the 1-D mesh that is meant, as mesh[{first!r}], or "
+            "HYBRID_SHARD"
+        )
     if _is_pair(where) != hybrid:
         raise ConfigurationError(
             "hybrid sharding needs a 2-D DeviceMesh (replicate, shard) or a pair of process groups "

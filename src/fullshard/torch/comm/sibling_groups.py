@@ -28,10 +28,11 @@ _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDict
 
 
 def sibling_group(
-    parent: dist.ProcessGroup, ranks: Sequence[int], kind: str
+    parent: dist.ProcessGroup, ranks: Sequence[int], kind: str, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """Make a process group over ``ranks`` (global) of ``parent``, with its backends and timeout.
 
+    ``backend`` names another one than the parent's.
     Collective over ``parent``; ranks may ask for different disjoint groups, of different ``kind``.
     Returns None if this version of torch does not accept a name for a group.
     """
@@ -51,7 +52,7 @@ def sibling_group(
         group: dist.ProcessGroup = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=timeout_s_of(parent)),
-            backend=dist.get_backend_config(parent),
+            backend=backend or dist.get_backend_config(parent),
             use_local_synchronization=True,
             **order,
         )

@@ -2,6 +2,7 @@
 """The interface with FSDP1's signature: `FullyShardedDataParallel`, and the types it takes."""
 
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
+from fullshard.torch.fsdp1.flat_params import FlatParameter
 from fullshard.torch.fsdp1.wrapper import FullyShardedDataParallel
 from fullshard.torch.optim.grad_scaler import ShardedGradScaler
 from fullshard.torch.sharding.options import CPUOffload, MixedPrecision
@@ -22,6 +23,7 @@ from fullshard.torch.state.state_dict_types import (
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "FlatParameter",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",

@@ -10,6 +10,7 @@ that very assignment of ``.data``.
 
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,21 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.changes import LOW_PRECISION, rest_in_float32
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["CastableFlatParameter", "mark_flattened"]
+__all__ = ["CastableFlatParameter", "FlatParameter", "mark_flattened"]
+
+
+class FlatParameter:
+    """FSDP1's class of flat parameters, for scripts that ask ``isinstance(param, FlatParameter)``.
+
+    Nothing is one here: parameters keep their names and shapes in ``model.parameters()``.
+    """
+
+    def __new__(cls, *arguments: Any, **options: Any) -> "FlatParameter":
+        """Refuse: there are none."""
+        raise NotSupportedError(
+            "there are no flat parameters here: parameters keep their names and shapes in "
+            "model.parameters(), each a fullshard.torch.ShardedParameter"
+        )
 
 
 def mark_flattened(params: Iterable[Tensor]) -> None:

@@ -26,6 +26,8 @@ __all__ = [
     "members_by_name",
     "parameters_by_module",
     "plan_of",
+    "prefetch_of",
+    "prefetches_backward",
 ]
 
 _ACCEPTED = {"limit_all_gathers", "use_orig_params"}
@@ -47,6 +49,11 @@ def check_unit_options(
         if strategy is not None and not isinstance(strategy, ShardingStrategy):
             raise ConfigurationError(
                 f"sharding_strategy must be a fullshard ShardingStrategy or None, got {strategy!r}"
+            )
+        prefetch = options["backward_prefetch"]
+        if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
+            raise ConfigurationError(
+                f"backward_prefetch must be a fullshard BackwardPrefetch or None, got {prefetch!r}"
             )
         offload_of("cpu_offload", options["cpu_offload"])
         precision_of("mixed_precision", options["mixed_precision"])
@@ -89,9 +96,18 @@ def plan_of(options: dict[str, Any], device: torch.device, sync_states: bool) ->
     )
 
 
-def attributes_of(
-    options: Mapping[str, Any], plan: Plan, backward_prefetch: BackwardPrefetch | None
-) -> dict[str, Any]:
+def prefetches_backward(options: Mapping[str, Any]) -> bool:
+    """True if the next unit is gathered while this one's backward runs."""
+    return options["backward_prefetch"] is BackwardPrefetch.BACKWARD_PRE
+
+
+def prefetch_of(root: Mapping[str, Any], units: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """Return the depths of prefetch in forward and backward, where a unit has no other wish."""
+    forward = 2 if root["forward_prefetch"] else 1
+    return forward, int(any(prefetches_backward(options) for options in units))
+
+
+def attributes_of(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """Return the attributes that scripts read from FSDP1's wrappers: choices and ranks."""
     ranks = plan.ranks
     comm = ranks.gather if ranks.gather.size > 1 else ranks.replicas
@@ -100,7 +116,8 @@ def attributes_of(
         "world_size": comm.size,
         "process_group": group_of(comm),
         "compute_device": plan.device,
-        "backward_prefetch": backward_prefetch,
+        "backward_prefetch": options["backward_prefetch"],
+        "forward_prefetch": options["forward_prefetch"],
         "sharding_strategy": options["sharding_strategy"] or ShardingStrategy.FULL_SHARD,
         "mixed_precision": options["mixed_precision"] or MixedPrecision(),
         "cpu_offload": options["cpu_offload"] or CPUOffload(),

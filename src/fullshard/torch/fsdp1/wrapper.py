@@ -24,9 +24,12 @@ from fullshard.torch.fsdp1.units import (
     members_by_name,
     parameters_by_module,
     plan_of,
+    prefetch_of,
+    prefetches_backward,
 )
 from fullshard.torch.optim.checks import clip_grad_norm_
 from fullshard.torch.optim.original_params import switch_optimizers
+from fullshard.torch.sharding.auto_wrap import auto_wrap_policy
 from fullshard.torch.sharding.find import ignored_parts
 from fullshard.torch.sharding.initialisation import broadcast_buffers, initialise
 from fullshard.torch.sharding.module_buffers import cast_buffers, move_buffers
@@ -79,8 +82,9 @@ class FullyShardedDataParallel(
             slices within each host.
         sharding_strategy: FULL_SHARD if None.
         cpu_offload: see `CPUOffload`.
-        auto_wrap_policy: see `fullshard.wrap`.
-        backward_prefetch: BACKWARD_PRE gathers one unit ahead in backward, others none.
+        auto_wrap_policy: see `fullshard.wrap`; "auto" lets the planner choose.
+        backward_prefetch: BACKWARD_PRE gathers one unit ahead in backward, others none. A
+            `CustomPolicy` may choose it for each unit: what is gathered while that one runs.
         mixed_precision: see `MixedPrecision`.
         ignored_modules: modules whose parameters stay as they are, on every rank, and whose
             gradients are not reduced.
@@ -138,8 +142,9 @@ class FullyShardedDataParallel(
             "cpu_offload": cpu_offload,
             "mixed_precision": mixed_precision,
             "compression": compression,
+            "backward_prefetch": backward_prefetch,
+            "forward_prefetch": forward_prefetch,
         }
-        _check_prefetch(backward_prefetch)
         by_name = {"ignored_modules": ignored_modules, "ignored_states": ignored_states}
         ignored, ignored_params = ignored_parts(by_name)
         chosen = _modules_below(module, auto_wrap_policy, mixed_precision, ignored) | {module: {}}
@@ -156,9 +161,8 @@ class FullyShardedDataParallel(
         self._wrap_all(module, plans, members, param_init_fn, not sync_module_states)
         if sync_module_states:
             broadcast_buffers([module], plans[module].ranks, found.device)
-        _cast_buffers(module, mixed_precision)
-        set_prefetch(self, 1 + forward_prefetch, int(backward_prefetch is _ONE_AHEAD))
-        self._note_choices(options, plans, backward_prefetch)
+        _cast_buffers(module, mixed_precision, with_policy=auto_wrap_policy is not None)
+        self._note_choices(options, plans)
         if not use_orig_params:
             mark_flattened(each.shown for each in found.all_of_them)
         else:
@@ -170,12 +174,14 @@ class FullyShardedDataParallel(
         self,
         options: Mapping[nn.Module, Mapping[str, Any]],
         plans: Mapping[nn.Module, Plan],
-        backward_prefetch: BackwardPrefetch | None,
     ) -> None:
+        set_prefetch(self, *prefetch_of(options[self.module], options.values()))
         for wrapper in self.fsdp_modules(self):
             if (module := wrapper.module) in plans:  # not wrapped by hand before
-                told = attributes_of(options[module], plans[module], backward_prefetch)
-                wrapper.__dict__.update(told)
+                wrapper.__dict__.update(attributes_of(options[module], plans[module]))
+                managed = managed_unit_of(wrapper)
+                if managed is not None and not prefetches_backward(options[module]):
+                    managed.change("prefetch_backward", [])
 
     def _wrap_all(
         self,
@@ -340,8 +346,11 @@ def _modules_below(
     if policy is None:
         return {}
     _check_nothing_is_sharded(root)
+    if policy == "auto":
+        policy = auto_wrap_policy(root, ignored)
     apart = in_full_precision(root, precision, ignored)
     chosen = {**apart, **modules_to_wrap(root, policy, ignored)}
+    chosen |= {module: {**chosen[module], **options} for module, options in apart.items()}
     # What torch.compile(module) returns calls that very module, whatever takes its place below.
     compiled = {m._modules["_orig_mod"]: m for m in root.modules() if "_orig_mod" in m._modules}
     return {compiled.get(module, module): options for module, options in chosen.items()}
@@ -362,16 +371,13 @@ def _one_of(process_group: Where, device_mesh: Where) -> Where:
     return process_group if device_mesh is None else device_mesh
 
 
-def _cast_buffers(module: nn.Module, precision: MixedPrecision | None) -> None:
+def _cast_buffers(
+    module: nn.Module, precision: MixedPrecision | None, *, with_policy: bool
+) -> None:
     if precision is not None and precision.buffer_dtype is not None:
-        cast_buffers(module, precision.buffer_dtype)
-
-
-def _check_prefetch(prefetch: object) -> None:
-    if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
-        raise ConfigurationError(
-            f"backward_prefetch must be a fullshard BackwardPrefetch or None, got {prefetch!r}"
-        )
+        # With a policy they are units in full precision, see `in_full_precision`.
+        apart = precision._module_classes_to_ignore if with_policy else ()
+        cast_buffers(module, precision.buffer_dtype, except_for=apart)
 
 
 def _replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:

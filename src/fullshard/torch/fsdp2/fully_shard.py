@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of FSDP2: a function that shards modules in place, bottom-up."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -102,6 +104,7 @@ def fully_shard(
     for each in modules:
         move_buffers(each, found.device)
         each.__class__ = _sharded_class(type(each))
+        _mark(each)
     shard_modules(modules, params, plan)
     return module
 
@@ -165,6 +168,12 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
         if managed_unit_of(each) is not None:
             raise UsageError(f"this {type(each).__name__} is sharded already")
+
+
+def _mark(module: nn.Module) -> None:
+    """Let torch's own composable functions, such as ``replicate``, leave ``module`` alone."""
+    applied = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
+    applied[fully_shard.__name__] = RegistryItem()
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:

@@ -273,9 +273,13 @@ class FSDPModule:
         # to() and its kin, and to_empty(), which gives units on the meta device their memory
         module = _module(self)
         on_meta = any(m.unit.shards.device.type == "meta" for m in managed_units(module))
-        with filled_with_nan() if on_meta else nullcontext():
-            applied = super()._apply(fn, recurse)  # type: ignore[misc]
-        take_over_below(module)
+        try:
+            with filled_with_nan() if on_meta else nullcontext():
+                applied = super()._apply(fn, recurse)  # type: ignore[misc]
+            take_over_below(module)
+        except UsageError:
+            _show_sharded(module)  # all of it as it was
+            raise
         return applied
 
     def __deepcopy__(self, memo: Any) -> Any:

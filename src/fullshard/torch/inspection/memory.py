@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fullshard.core.host_memory import host_total_bytes, resident_bytes
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.core.text import bytes_text, in_columns
+from fullshard.host_memory import host_total_bytes, resident_bytes
 from fullshard.torch.comm.ranks import Where, ranks_of
 
 __all__ = ["MemoryOfRank", "MemoryOfRanks", "memory_of_rank", "memory_of_ranks"]

@@ -19,6 +19,7 @@ from fullshard.plan.measured.recording import MarkKind, MemoryUse, StepRecording
 from fullshard.torch.measuring.tape import OpsMode, Tape, watch_module
 from fullshard.torch.sharding.find import find_parameters
 from fullshard.torch.step.structures import map_tensors, tensors_in
+from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import dtype_name, dtype_of
 from fullshard.torch.unit.sites import ParamSites, clean_name
 
@@ -48,8 +49,8 @@ def record_step(
         NotSupportedError: if what the model computes depends on values.
         ConfigurationError: if the loss needs no gradient.
     """
-    params, tied = find_parameters([model])
-    if tied:
+    params, _ = find_parameters([model])
+    if any(isinstance(param, ShardedParameter) for param in model.parameters()):
         raise UsageError("this model is sharded already; record it before that")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = torch.device(device)

@@ -19,8 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.optim.merged_step import MergedStep
 from fullshard.torch.state.optimizers import shard_state, translate
+from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.replaced import last_replacement, name_of_replacement
+from fullshard.torch.unit.guards.optimizer_steps import count_step
+from fullshard.torch.unit.guards.replaced import last_replacement, name_of_replacement
 
 __all__ = [
     "NEEDS_WHOLE_TENSORS",
@@ -46,6 +48,8 @@ NEEDS_WHOLE_TENSORS = {
 their kind are stopped by the operations that they call on a `ShardedParameter`."""
 
 _CHECKED = "_fullshard_checked"
+_COMMS = "_fullshard_comms"  # that share its parameters
+_EMPTY = "_fullshard_empty"  # those of its parameters of which this rank has nothing
 
 _watching = False
 _lock = threading.Lock()
@@ -68,6 +72,7 @@ def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
     groups = optimizer.param_groups
     seen = (last_replacement(), sum(len(group["params"]) for group in groups))
     if getattr(optimizer, _CHECKED, None) == seen:
+        _count(optimizer)
         return
     kind = type(optimizer).__name__
     params = [param for group in groups for param in group["params"]]
@@ -91,7 +96,22 @@ def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
         translate(optimizer)
         shard_state(optimizer)
         MergedStep.of(optimizer)
+    held = [each for each in params if isinstance(each, ShardedParameter)]
+    setattr(optimizer, _COMMS, list(dict.fromkeys(each.ownership.comm for each in held)))
+    setattr(optimizer, _EMPTY, [each for each in held if each.span.numel == 0])
     setattr(optimizer, _CHECKED, seen)
+    _count(optimizer)
+
+
+def _count(optimizer: Optimizer) -> None:
+    """Count a step, on this rank and on the shards of which it writes nothing.
+
+    A rank without elements of a unit must see, as the others do, that its parameters have changed:
+    what is gathered anew follows from that.
+    """
+    count_step(getattr(optimizer, _COMMS))
+    stepped = [each for each in getattr(optimizer, _EMPTY) if each.grad is not None]
+    count_change(*(each.local for each in stepped))
 
 
 def clip_grad_norm_(

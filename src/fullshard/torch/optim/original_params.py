@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
-from fullshard.torch.unit.replaced import Successor
+from fullshard.torch.unit.guards.replaced import Successor
 
 __all__ = ["switch_optimizers"]
 

@@ -6,16 +6,18 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.core.spec import ParamSpec
+from fullshard.torch.step.managed import managed_unit_of, managed_units
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.tensor_parallel import held_here, tensor_parallel_of
 from fullshard.torch.unit.buffers import dtype_name
 from fullshard.torch.unit.extensions import is_extended
-from fullshard.torch.unit.sites import ParamSites, clean_name
-from fullshard.torch.unit.unit import Unit, owner_of
+from fullshard.torch.unit.sites import ParamSites, clean_name, notes_on
+from fullshard.torch.unit.unit import Unit, owner_of, set_owner
 
 __all__ = ["TiedSites", "find_parameters", "ignored_parts"]
 
@@ -65,6 +67,12 @@ def find_parameters(
     """
     sites: dict[nn.Parameter, list[_Site]] = {}
     owned: dict[int, list[_Site]] = {}
+    units = {
+        id(param): (managed.unit, number)
+        for root in modules
+        for managed in managed_units(root)
+        for number, param in enumerate(managed.unit.sharded)
+    }
     for site in _sites(modules):
         if isinstance(site.shown, ShardedParameter):
             owned.setdefault(id(site.shown), []).append(site)
@@ -77,35 +85,73 @@ def find_parameters(
             found.append(_param_sites(param, places))
             continue
         owner, number = owned_by
-        below = owned.get(id(owner.sharded[number]), [])
-        if len(below) == len(owner.params[number].sites):
+        below = owned.pop(id(owner.sharded[number]), [])
+        if len(_places(below)) == len(owner.params[number].sites):
             name = owner.params[number].spec.name
             tied.append(TiedSites(owner, name, _param_sites(param, [*below, *places])))
+    for number_of_param, places in owned.items():
+        if number_of_param in units and _is_shared(places, units[number_of_param][0]):
+            owner, number = units[number_of_param]
+            name = owner.params[number].spec.name
+            original = _successor_of(owner, number)
+            tied.append(TiedSites(owner, name, _param_sites(original, places)))
     return found, tied
 
 
+def _is_shared(sites: Sequence["_Site"], owner: Unit) -> bool:
+    """True if a module that holds the parameter is below the owner's module, and elsewhere too."""
+    inside = [owner in site.around for site in sites]
+    return any(inside) and not all(inside)
+
+
+def _successor_of(owner: Unit, number: int) -> nn.Parameter:
+    """A parameter that takes the values of the owner's when that gives it up."""
+    sharded, each = owner.sharded[number], owner.params[number]
+    if each.tensor_parallel is not None or each.spec.apart:
+        raise NotSupportedError(
+            f"the module that holds {sharded.ownership.name!r} is shared by several units, and the "
+            "parameter is a DTensor or has fsdp_pre_all_gather; shard the module around all uses "
+            "only"
+        )
+    device = owner.shards.device if sharded.is_meta else owner.device
+    empty = torch.empty(sharded.ownership.shape, dtype=sharded.dtype, device=device)
+    param = nn.Parameter(empty, requires_grad=sharded.requires_grad)
+    param.__dict__.update(notes_on(each.param))
+    set_owner(param, owner, each.spec.name)
+    return param
+
+
 class _Site(NamedTuple):
+    """A name of a parameter: a module that is shared has several paths, but one place for it."""
+
     name: str
     parameters: dict[str, Any]
     key: str
     shown: nn.Parameter
+    around: frozenset[Unit]  # the units whose modules are on the path
 
 
 def _sites(modules: Sequence[nn.Module]) -> Iterator[_Site]:
-    visited: set[nn.Module] = set()
     for number, root in enumerate(modules):
-        for path, module in root.named_modules(prefix=str(number) if len(modules) > 1 else ""):
-            if module in visited:
-                continue
-            visited.add(module)
+        prefix = str(number) if len(modules) > 1 else ""
+        around: dict[str, frozenset[Unit]] = {}
+        for path, module in root.named_modules(prefix=prefix, remove_duplicate=False):
+            managed = managed_unit_of(module)
+            own = frozenset() if managed is None else frozenset([managed.unit])
+            around[path] = around.get(path.rpartition(".")[0], frozenset()) | own
             for key, param in module._parameters.items():
                 if param is not None:
                     name = clean_name(f"{path}.{key}" if path else key)
-                    yield _Site(name, module._parameters, key, param)
+                    yield _Site(name, module._parameters, key, param, around[path])
+
+
+def _places(sites: Sequence[_Site]) -> tuple[tuple[dict[str, Any], str], ...]:
+    distinct = {(id(site.parameters), site.key): (site.parameters, site.key) for site in sites}
+    return tuple(distinct.values())
 
 
 def _param_sites(param: nn.Parameter, sites: Sequence[_Site]) -> ParamSites:
-    names = [site.name for site in sites]
+    names = list(dict.fromkeys(site.name for site in sites))
     spec = ParamSpec(
         name=names[0],
         shape=tuple(held_here(param).shape),
@@ -114,5 +160,4 @@ def _param_sites(param: nn.Parameter, sites: Sequence[_Site]) -> ParamSites:
         aliases=tuple(names[1:]),
         apart=is_extended(param),
     )
-    places = tuple((site.parameters, site.key) for site in sites)
-    return ParamSites(spec, param, places, tensor_parallel_of(names[0], param))
+    return ParamSites(spec, param, _places(sites), tensor_parallel_of(names[0], param))

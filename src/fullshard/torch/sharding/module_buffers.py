@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves and casts of the buffers of modules."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -19,9 +21,16 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
                 each._buffers[key] = buffer.to(device)
 
 
-def cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the floating-point buffers below ``module``. `buffer_dtypes` tells what they were."""
+def cast_buffers(
+    module: nn.Module, dtype: torch.dtype, except_for: Sequence[type[nn.Module]] = ()
+) -> None:
+    """Cast the floating-point buffers below ``module``, except those of the classes named.
+
+    `buffer_dtypes` tells what they were.
+    """
     for each in module.modules():
+        if isinstance(each, tuple(except_for)):
+            continue
         for key, buffer in each._buffers.items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
                 each.__dict__.setdefault(_BUFFER_DTYPES, {}).setdefault(key, buffer.dtype)

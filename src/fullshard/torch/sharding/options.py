@@ -40,7 +40,8 @@ class MixedPrecision:
         cast_forward_inputs: cast floating-point inputs of every wrapped module to ``param_dtype``.
         cast_root_forward_inputs: the same for the outermost one.
         _module_classes_to_ignore: with an ``auto_wrap_policy``, modules of these classes become
-            units of their own that compute in fp32 and return ``param_dtype``.
+            units of their own that compute in fp32 and return ``param_dtype``, and keep their
+            buffers in the dtype they have.
     """
 
     param_dtype: torch.dtype | None = None

@@ -20,15 +20,15 @@ from fullshard.torch.comm.agreement import by_rank, differing_texts
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.tensor.tensor_parallel import held_here
 from fullshard.torch.unit.extensions import is_extended, plain_data
+from fullshard.torch.unit.guards.writes import checksum
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites
 from fullshard.torch.unit.unit import owner_of
 
-__all__ = ["checksum", "values_are_checked", "verify_values"]
+__all__ = ["values_are_checked", "verify_values"]
 
 SWITCH = "FULLSHARD_CHECK_VALUES"
 
-_ROW_WORDS = 512
 _NAMES_SHOWN = 10
 _NO_VALUE = torch.iinfo(torch.int64).min  # of a parameter on the meta device; no checksum is that
 
@@ -36,24 +36,6 @@ _NO_VALUE = torch.iinfo(torch.int64).min  # of a parameter on the meta device; n
 def values_are_checked(wanted: bool) -> bool:
     """Return False if the caller, or ``FULLSHARD_CHECK_VALUES=0``, does not want the check."""
     return wanted and os.environ.get(SWITCH, "1") != "0"
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a 0-dim int64 of absolute value at most 2**62, on the device of ``tensor``.
-
-    Equal bits have equal checksums, whatever the device and the strides; different bits have
-    different ones, almost always.
-    """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    words = data[: len(data) // 8 * 8].view(torch.int64)
-    rows = words[: len(words) // _ROW_WORDS * _ROW_WORDS].view(-1, _ROW_WORDS).sum(1)
-    ends = torch.stack([words[rows.numel() * _ROW_WORDS :].sum(), data[len(words) * 8 :].sum()])
-    sums = torch.cat([rows, ends])
-    # An odd factor loses no bit; the constant spreads them.
-    weights = torch.arange(1, 2 * len(sums), 2, device=sums.device) * 0x5851F42D4C957F2D
-    return (sums * weights).sum() >> 1
 
 
 def verify_values(

@@ -19,7 +19,9 @@ from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.ranks import Where, compute_device
 from fullshard.torch.optim.checks import watch_optimizers
 from fullshard.torch.sharding.find import TiedSites, find_parameters
+from fullshard.torch.sharding.refused_modules import check_modules
 from fullshard.torch.sharding.same_values import values_are_checked, verify_values
+from fullshard.torch.step.autograd_calls import watch_autograd
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.tracker import Tracker, ensure_tracker
 from fullshard.torch.unit.changes import give_up, take_over
@@ -30,6 +32,7 @@ from fullshard.torch.unit.unit import Unit
 __all__ = [
     "ToShard",
     "agree",
+    "keep_for_double_backward",
     "refuse_copy",
     "refuse_pickle",
     "require_gradient_sync",
@@ -71,6 +74,7 @@ def shardable_parameters(
 ) -> ToShard:
     """Find what is to be sharded of ``modules``; nothing is changed yet."""
     params, tied = find_parameters(modules, ignored)
+    check_modules(modules, params)
     device = device_of(params) or torch.device("cpu")
     return ToShard(params, tied, compute_device(where, device, device_id))
 
@@ -133,6 +137,7 @@ def shard_modules(
 ) -> ManagedUnit:
     """Make one unit of ``params`` and let the forwards of ``modules`` drive it."""
     watch_optimizers()
+    watch_autograd()
     for module in modules:
         module.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
     return ManagedUnit(modules, params, plan, Tracker.adopt)
@@ -171,6 +176,18 @@ def require_gradient_sync(module: nn.Module, required: bool, *, recurse: bool = 
     """Choose if the units of ``module`` (``recurse``: and below) reduce after backward."""
     for managed in managed_units(module, recurse=recurse):
         managed.requires_gradient_sync = required
+
+
+def keep_for_double_backward(module: nn.Module, keep: bool = True) -> None:
+    """Keep the units of ``module`` and below full from forward to the next optimizer step.
+
+    What ``backward(create_graph=True)`` and ``torch.autograd.grad(..., create_graph=True)`` need,
+    since the second backward reads parameters again. It costs the memory of all full parameters.
+    Between steps; all ranks must choose the same.
+    """
+    for managed in managed_units(module):
+        managed.change("reshard_after_forward", False if keep else None)
+        managed.change("reshard_after_backward", not keep)
 
 
 def set_prefetch(

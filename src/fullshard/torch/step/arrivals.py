@@ -69,7 +69,7 @@ class Arrivals:
             grad, param.grad = param.grad, None
             arrivals = reference()
             if arrivals is not None and grad is not None:
-                arrivals._take(index, grad)
+                arrivals._take(index, grad.detach() if grad.requires_grad else grad)
 
         param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 

@@ -55,6 +55,7 @@ class Call:
         self.managed = managed
         self.parent = parent  # inside which this one was made
         self.made_in, self.began_at = now  # which forward of the root, and when
+        self.version = 0  # of the unit's shards, which backward must find as they were
         self.begun = False
         self.watched = 0  # inputs that need gradients
         self.leads_back = False  # some output needs gradients

@@ -27,6 +27,7 @@ from fullshard.core.errors import CommunicationError, UsageError
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.step.calls import WATCHED, Call
 from fullshard.torch.step.structures import (
+    Swaps,
     map_tensors,
     outputs_with_gradients,
     tensors_with_gradients,
@@ -74,6 +75,9 @@ class StepWatcher(Protocol):
     def inputs_are_done(self, managed: "ManagedUnit", call: Call) -> None:
         """The gradients of the inputs of a call of the unit are there."""
 
+    def runs_alone(self, managed: "ManagedUnit") -> bool:
+        """True if no other unit's forward runs, which would call all modules of the unit."""
+
 
 class ManagedUnit:
     """A unit with its place among the modules and in the step; owns the modules' hooks."""
@@ -108,6 +112,7 @@ class ManagedUnit:
         self._unseen = False  # the output is of a class that tensors cannot be found in
         self._inside_itself = 0  # how deep a module has called itself
         self._handled_outside = 0
+        self._swapped: list[Swaps] = []  # in the arguments of forwards that run, innermost last
         for module in modules:
             module.__dict__[_ATTRIBUTE] = self
             # What they do is not for graphs: a compiled module's forward is one without them.
@@ -126,15 +131,17 @@ class ManagedUnit:
         if self._modules_run == 0:
             self.call = tracker.forward_begins(self)
         changed = given = (args, kwargs)
+        swaps = Swaps()
+        self._swapped.append(swaps)
         convert = self._input_conversion
         if convert is not None:
-            changed = map_tensors(changed, convert)
+            changed = _swap(swaps, changed, convert)
         if torch.is_grad_enabled():
             self.call = self.call or tracker.new_call(self)
             inputs = tensors_with_gradients(changed)
             if inputs:
                 if any(WATCHED in tensor.__dict__ for tensor in inputs):
-                    changed = _with_own_views(changed)
+                    changed = _swap(swaps, changed, _own_views())
                     inputs = tensors_with_gradients(changed)
                 self.call.watch_inputs(inputs)
         self._modules_run += 1
@@ -158,6 +165,8 @@ class ManagedUnit:
 
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         failure = sys.exception()
+        if self._swapped and not self._inside_itself:
+            self._swapped.pop().undo()
         if isinstance(failure, CommunicationError) and id(failure) != self._handled_outside:
             # Nothing can be sent any more: the next forward forgets this step.
             self.unit.show_sharded()
@@ -174,8 +183,11 @@ class ManagedUnit:
             self._unseen = self.unit.trainable and hidden
             if outputs:
                 self.call.watch_outputs(outputs)
-        if self._modules_run == self._modules_to_run:
-            self.end_forward()
+        # Not if the pre-hook has raised before the module ran.
+        if self._modules_run and self.tracker is not None:
+            all_run = self._modules_run == self._modules_to_run
+            if all_run or self.tracker.runs_alone(self):
+                self.end_forward()
         return None if output is given else output
 
     def run(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -212,13 +224,25 @@ class ManagedUnit:
         """Return to the state between steps, whatever happened; drop full gradients."""
         self.step.forget()
         self._modules_run = self._inside_itself = 0
+        self._swapped.clear()
         self.call = None
         self.unit.drop_gradients()
         self.unit.show_sharded()
 
 
-def _with_own_views(structure: Any) -> Any:
-    """``structure`` with a view in place of each tensor that another unit watches.
+def _swap(swaps: Swaps, given: tuple[Any, Any], change: Callable[[Tensor], Tensor]) -> Any:
+    """``given`` (args, kwargs) with tensors replaced; itself if none was."""
+    args, kwargs = given
+    new_args = swaps.swap(args, change)
+    # The dict of keyword arguments is the call's own.
+    new_kwargs = {key: swaps.swap(value, change) for key, value in kwargs.items()}
+    if new_args is args and all(new_kwargs[key] is kwargs[key] for key in kwargs):
+        return given
+    return new_args, new_kwargs
+
+
+def _own_views() -> Callable[[Tensor], Tensor]:
+    """A function that replaces each tensor that another unit watches by a view of it.
 
     The gradient of an input that several units share is complete only when all of them are over,
     and each would stay full until then. A view's gradient is that of its own unit alone.
@@ -230,7 +254,7 @@ def _with_own_views(structure: Any) -> Any:
             return tensor
         return views.setdefault(id(tensor), tensor.view_as(tensor))
 
-    return map_tensors(structure, own_view)
+    return own_view
 
 
 def managed_unit_of(module: nn.Module) -> ManagedUnit | None:

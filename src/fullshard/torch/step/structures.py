@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 __all__ = [
+    "Swaps",
     "holds_unknown",
     "map_tensors",
     "outputs_with_gradients",
@@ -77,6 +78,71 @@ def map_tensors(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
             object.__setattr__(twin, name, value)
         return twin
     return structure
+
+
+class Swaps:
+    """The tensors that were replaced in a caller's own lists, dicts and dataclasses."""
+
+    def __init__(self) -> None:
+        # Each container, and what stands in it for which; the replacements are kept alive, so that
+        # no other object can have their place in memory.
+        self._made: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []
+
+    def swap(self, structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
+        """Return ``structure`` with every tensor replaced that ``change`` changes.
+
+        Containers that can be written to stay what they are, so that a forward that appends to a
+        list appends to its caller's; tuples and frozen dataclasses are made anew.
+        """
+        if isinstance(structure, Tensor):
+            return change(structure)
+        if isinstance(structure, tuple):
+            items = [self.swap(item, change) for item in structure]
+            if all(new is old for new, old in zip(items, structure, strict=True)):
+                return structure
+            return type(structure)(*items) if hasattr(structure, "_fields") else tuple(items)
+        for key, value in _entries(structure):
+            new = self.swap(value, change)
+            if new is not value:
+                if not self._made or self._made[-1][0] is not structure:
+                    self._made.append((structure, {}))
+                self._made[-1][1][id(new)] = new, value
+                if not _write(structure, key, new):
+                    self._made.pop()
+                    return map_tensors(structure, change)
+        return structure
+
+    def undo(self) -> None:
+        """Put back what still stands where `swap` has put it."""
+        while self._made:
+            container, replaced = self._made.pop()
+            for key, value in _entries(container):
+                if id(value) in replaced:
+                    _write(container, key, replaced[id(value)][1])
+
+
+def _entries(container: Any) -> list[tuple[Any, Any]]:
+    if isinstance(container, list):
+        return list(enumerate(container))
+    if isinstance(container, dict):
+        return list(container.items())
+    if dataclasses.is_dataclass(container) and not isinstance(container, type):
+        return [
+            (spec.name, getattr(container, spec.name)) for spec in dataclasses.fields(container)
+        ]
+    return []
+
+
+def _write(container: Any, key: Any, value: Any) -> bool:
+    """Write an entry; False if the container cannot be written to."""
+    try:
+        if isinstance(container, (list, dict)):
+            container[key] = value
+        else:
+            setattr(container, key, value)
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 def holds_unknown(structure: Any) -> bool:

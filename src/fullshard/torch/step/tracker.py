@@ -11,7 +11,8 @@ gathered and reduced with zeros, as the ranks that used it do; so are unused uni
 when that unit's backward ends.
 """
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +25,14 @@ from fullshard.core.strategy import Prefetch
 from fullshard.torch.step.calls import Call
 from fullshard.torch.step.executor import Executor
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
+from fullshard.torch.step.paths import Structure, leads_to_others, used_outside_their_unit
 from fullshard.torch.step.profiling import UnitMarks, profiler_runs
+from fullshard.torch.step.refusals import Ending, check_backward
 from fullshard.torch.step.unit_step import Phase
-from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.step.usage import settle_usage
 from fullshard.torch.unit.changes import check_initialised, follow_requires_grad
+from fullshard.torch.unit.guards.lent import refuse_transforms
 from fullshard.torch.unit.sites import clean_name
-from fullshard.torch.unit.unit import owner_of
 
 __all__ = ["Tracker", "ensure_tracker", "tracker_of"]
 
@@ -47,6 +50,7 @@ class Tracker:
         self._recomputed = 0  # the one that recomputations in this backward belong to
         self._reached: set[int] = set()  # forwards of the root whose backward has begun in this one
         self._in_backward = False
+        self._ending: Callable[[], Ending | None] = lambda: None
         # Units that are due, by their latest forward, and those that backward has reached or given
         # a gradient, by when that was (dicts for their order).
         self._due: dict[ManagedUnit, None] = {}
@@ -57,6 +61,7 @@ class Tracker:
         for number, managed in enumerate(units):
             managed.number = number
             managed.tracker = self
+        self.structure: Callable[[], Structure | None] = lambda: None
         self.executor = Executor(units, prefetch)
 
     @classmethod
@@ -80,12 +85,13 @@ class Tracker:
                     )
             managed.unit.rename(path)
         tracker = cls(list(found), prefetch)
-        tracker.unresolved = _used_outside_their_unit(root)
         owners = {id(param): managed for managed in found for param in managed.unit.sharded}
+        tracker.unresolved = used_outside_their_unit(root, owners)
+        tracker.structure = weakref.ref(Structure(root))
         for module in root.modules():
             managed = managed_unit_of(module)
             if managed is not None:
-                managed.ends_with_backward |= _leads_to_others(module, owners)
+                managed.ends_with_backward |= leads_to_others(module, owners)
         return tracker
 
     @property
@@ -111,6 +117,8 @@ class Tracker:
                 f"unit {managed.unit.name!r} cannot run forward within summon_full_params, which "
                 "shows its parameters to you; leave the context first"
             )
+        refuse_transforms(managed.unit.name)
+        managed.unit.check_shown()
         if not self._running or managed.number == 0:
             self._begin_at_the_top()
         self._running.append(managed)
@@ -118,6 +126,7 @@ class Tracker:
         step.running += 1
         self.executor.do(Moment.FORWARD_BEGIN, managed)
         unit.use()
+        unit.forward_begins()
         # Reentrant checkpointing runs a unit with gradients for the first time in backward.
         step.counts = torch.is_grad_enabled() and not (self._in_backward and step.phase.due)
         if step.counts:
@@ -133,7 +142,9 @@ class Tracker:
         """The unit's forward that runs already, as a call whose backward may come."""
         outer = [other for other in self._running if other is not managed]
         made_in = self._recomputed or self._forwards
-        return Call(managed, outer[-1].call if outer else None, (made_in, self._events))
+        call = Call(managed, outer[-1].call if outer else None, (made_in, self._events))
+        call.version = managed.unit.full.shards_version
+        return call
 
     def _begin_at_the_top(self) -> None:
         in_autograd = torch._C._current_graph_task_id() != -1
@@ -142,6 +153,9 @@ class Tracker:
         self._forwards += 1
         if self._running or self._in_backward:
             self.recover()
+        structure = self.structure()
+        if structure is not None:
+            structure.check()
         if self.executor.begin(training=torch.is_grad_enabled()):
             self._between_steps()
 
@@ -158,6 +172,7 @@ class Tracker:
             if managed.unit.unchecked:
                 check_initialised(managed.unit)
             if managed.unit.shards.toggled:
+                managed.unit.check_shown()
                 changed |= follow_requires_grad(managed.unit)
         if changed:
             self.set_prefetch(self.prefetch)
@@ -178,6 +193,8 @@ class Tracker:
         step.running -= 1
         if self._marks.open:
             self._marks.end("forward", managed.unit)
+        if not step.running:
+            managed.unit.forward_ends()
         if not unseen:
             self.executor.do(Moment.FORWARD_END, managed)
         if not step.running and not step.phase.open:
@@ -190,6 +207,10 @@ class Tracker:
             step.last_end = self._events
             if not (managed.call is not None and managed.call.leads_back) and not step.calls():
                 self._lose_outputs(managed)
+
+    def runs_alone(self, managed: ManagedUnit) -> bool:
+        """True if no other unit's forward runs: its modules are called by themselves then."""
+        return len(self._running) == 1 and self._running[0] is managed
 
     def _lose_outputs(self, managed: ManagedUnit) -> None:
         """No output of the unit leads back to it: do not wait for its backward."""
@@ -213,6 +234,7 @@ class Tracker:
 
     def backward_begins(self, managed: ManagedUnit, call: Call) -> None:
         """A gradient has reached a unit's output: gather it again."""
+        check_backward(managed, call, failed=self._in_backward and self._ending() is None)
         if not self._in_backward:
             self._enter_backward()
         self._reached.add(call.made_in)
@@ -225,7 +247,9 @@ class Tracker:
     def _enter_backward(self) -> None:
         self._in_backward = True
         self.executor.go_on(training=True)
-        Variable._execution_engine.queue_callback(self._backward_ends)
+        ending = Ending(self._backward_ends)
+        self._ending = ending.reference()
+        Variable._execution_engine.queue_callback(ending)
 
     def _begin(self, managed: ManagedUnit) -> None:
         unit = managed.unit
@@ -343,34 +367,14 @@ class Tracker:
                 self._end(managed)  # this micro-batch did not use it, earlier ones did
         self.executor.finish_step()
         self._in_backward = False
+        if self.executor.is_last_backward:  # else reduces may be in flight
+            settle_usage(self.executor.units)
 
 
 def _turn(managed: ManagedUnit) -> tuple[bool, int]:
     """Sorts open units: those that are due come first, the latest forward before others."""
     step = managed.step
     return (False, -step.last_begin) if step.phase.due else (True, -step.began_at)
-
-
-def _used_outside_their_unit(root: nn.Module) -> list[str]:
-    return [
-        repr(clean_name(name))
-        for name, param in root.named_parameters()
-        if owner_of(param) is not None
-    ]
-
-
-def _leads_to_others(module: nn.Module, owners: Mapping[int, ManagedUnit]) -> bool:
-    """True if a path through ``module`` may lead to parameters that no unit below it has.
-
-    These are trainable parameters of no unit, and tied ones that belong to a unit around it.
-    """
-    below = {managed_unit_of(each) for each in module.modules()}
-    return any(
-        owners.get(id(param)) not in below
-        if isinstance(param, ShardedParameter)
-        else param.requires_grad
-        for param in module.parameters()
-    )
 
 
 def tracker_of(module: nn.Module) -> Tracker | None:

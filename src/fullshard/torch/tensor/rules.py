@@ -58,7 +58,7 @@ def _decide(func: OpOverload) -> Rule:
         return _draw(func) if name.endswith(("_", "_like")) else refused(func)
     if packet in _BY_PACKET:
         return _BY_PACKET[packet](func)
-    if torch.Tag.pointwise in func.tags and func is not _aten.equal.default:
+    if torch.Tag.pointwise in func.tags:
         return on_spans(func)
     return refused(func)
 
@@ -113,6 +113,20 @@ def _truth(func: OpOverload) -> Rule:
 
     def rule(args: Args, kwargs: Kwargs) -> Tensor:
         return global_truth(args[0].local, args[0].ownership, every=every)
+
+    return rule
+
+
+def _equal(func: OpOverload) -> Rule:
+    """``torch.equal`` and ``torch.allclose``: one answer for all ranks."""
+    exactly = func.overloadpacket is _aten.equal
+    compare = on_spans(_aten.eq.Tensor if exactly else _aten.isclose.default)
+
+    def rule(args: Args, kwargs: Kwargs) -> bool:
+        if exactly and args[0].shape != args[1].shape:
+            return False
+        alike = compare(args, kwargs)
+        return bool(global_truth(alike.local, alike.ownership, every=True))
 
     return rule
 
@@ -362,6 +376,7 @@ _BY_PACKET: dict[Any, Callable[[OpOverload], Rule]] = {
     **dict.fromkeys((_aten.index_put_, _aten.index_put), _index_put),
     **dict.fromkeys((_aten.linalg_vector_norm, _aten.norm), _norm),
     **dict.fromkeys((_aten.any, _aten.all), _truth),
+    **dict.fromkeys((_aten.equal, _aten.allclose), _equal),
     **dict.fromkeys((_aten.sum, _aten.mean), _sum),
     **dict.fromkeys((_aten.max, _aten.min), _extreme),
     _aten._amp_foreach_non_finite_check_and_unscale_: _unscale,

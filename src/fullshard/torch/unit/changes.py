@@ -13,7 +13,7 @@ from fullshard.core.layout import lay_out_segments
 from fullshard.core.spec import ParamSpec
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import dtype_name, dtype_of
-from fullshard.torch.unit.replaced import Successor, mark_replaced
+from fullshard.torch.unit.guards.replaced import Successor, mark_replaced, put_back
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.unit import Unit, UnitState
 
@@ -81,6 +81,7 @@ def give_up(unit: Unit, originals: Mapping[str, nn.Parameter]) -> None:
         if not on_meta:
             original.data.copy_(full[each.spec.name])
         each.put(original)
+        put_back(original)
         mark_replaced(sharded, each.spec.name)
 
 
@@ -147,6 +148,7 @@ def take_over(unit: Unit) -> None:
             mark_replaced(on_meta, name)
         known = {name: v for name, v in values.items() if isinstance(v, ShardedParameter)}
         unit.unchecked = True
+    unit.forget_lent()
     plan = replace(unit.plan, values=lambda each: values[each.spec.name])
     device = unit.plan.resting_device
     unit.rest_in(Shards(unit.params, unit.layout, plan, device, known))

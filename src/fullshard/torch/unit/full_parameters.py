@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import NotSupportedError
-from fullshard.torch.comm.protocol import Work
+from fullshard.torch.comm.protocol import Together, Work
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import Extension
 from fullshard.torch.unit.plan import Plan
@@ -163,7 +163,8 @@ class FullParameters:
     ) -> Work:
         if custom is None:
             return self._comm.all_gather(pairs, label=self._label)
-        return _Works([custom(full, shard) for full, shard in pairs])
+        works = [custom(full, shard) for full, shard in pairs]
+        return Together([work for work in works if work is not None])
 
     def _converted(self, shards: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Pairs for a gather; slices in another dtype, or elsewhere, are first put in place."""
@@ -253,20 +254,6 @@ class FullParameters:
     def synchronize(self) -> None:
         """Hold up the host until it may write to shards that rest there."""
         self._fetch.synchronize()
-
-
-class _Works:
-    """The works of a custom collective as one."""
-
-    def __init__(self, works: Sequence[Any]):
-        self._works = [work for work in works if work is not None]
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
 
 
 def view_of(buffer: FlatBuffer, place: Place) -> Tensor:

@@ -64,6 +64,9 @@ class Gradients:
         self._views: dict[int, Tensor] = {}
         self._padding: list[Tensor] = []  # what lies between the views, and behind them
         self._delivered: set[int] = set()  # parameters that the buffer holds
+        self._trained = [i for i, place in enumerate(shards.places) if place.grad_number >= 0]
+        self._absent: set[int] | None = None  # in no reduce since `settle` was called
+        self._zeroed: list[int] = []  # of those, the ones whose ``.grad`` was None until then
         self._reduced: FlatBuffer | None = None
         self._work: Work | None = None
         self._scattered = False  # the first of the two sums is there
@@ -132,6 +135,35 @@ class Gradients:
         if self._full is not None:
             self._full.release()
 
+    @property
+    def trainable(self) -> int:
+        """How many parameters get gradients."""
+        return len(self._trained)
+
+    @property
+    def unsettled(self) -> bool:
+        """True if gradients were reduced since `settle`, and all are delivered."""
+        return self._absent is not None and self._work is None
+
+    @property
+    def absent_places(self) -> list[int]:
+        """The parameters that did not come, by their place among the trainable ones."""
+        if not self._absent:
+            return []
+        return [place for place, index in enumerate(self._trained) if index in self._absent]
+
+    def settle(self, used: list[float] | None) -> None:
+        """Take away zeros of parameters that no rank has used (None: keep all).
+
+        ``used`` has a number for each trainable parameter, 0 where nobody has.
+        """
+        if used is not None:
+            unused = {index for index, each in zip(self._trained, used, strict=True) if not each}
+            for index in unused.intersection(self._zeroed):
+                self._shards.sharded[index].grad = None
+        self._absent = None
+        self._zeroed.clear()
+
     def _zero_what_did_not_come(self) -> None:
         if self._padding:
             torch._foreach_zero_(self._padding)
@@ -168,6 +200,8 @@ class Gradients:
         full = self._full
         assert full is not None
         self._zero_what_did_not_come()
+        absent = self._views.keys() - self._delivered
+        self._absent = absent if self._absent is None else self._absent & absent
         self._delivered.clear()
         before, _ = self._divisors()
         if before != 1:
@@ -245,7 +279,10 @@ class Gradients:
         for flat, (numels, indices) in zip(resting.flats, self._pieces, strict=True):
             for index, local in zip(indices, flat.split_with_sizes(numels), strict=True):
                 if index >= 0:
-                    _accumulate(self._shards.sharded[index], local)
+                    param = self._shards.sharded[index]
+                    if self._absent and index in self._absent and param.grad is None:
+                        self._zeroed.append(index)
+                    _accumulate(param, local)
         for tell in self.settings.on_delivered:
             tell()
         return True

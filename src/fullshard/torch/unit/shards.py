@@ -14,8 +14,8 @@ from fullshard.torch.tensor.ownership import Ownership, next_serial
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import is_extended, plain_data, without_values
+from fullshard.torch.unit.guards.replaced import mark_replaced, take_over_hooks
 from fullshard.torch.unit.plan import Plan, Values
-from fullshard.torch.unit.replaced import mark_replaced
 from fullshard.torch.unit.sites import ParamSites, notes_on
 
 __all__ = ["Place", "Shards", "span_of"]
@@ -108,6 +108,7 @@ class Shards:
             return known
         param = ShardedParameter.parameter(local, ownership, requires_grad=spec.trainable)
         param.__dict__.update(notes_on(each.param))
+        take_over_hooks(each.param, param)
         mark_replaced(each.param, spec.name)
         return param
 

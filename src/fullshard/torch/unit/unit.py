@@ -25,6 +25,8 @@ from fullshard.torch.unit.full_parameters import (
     view_of,
 )
 from fullshard.torch.unit.gradients import Gradients, ReduceSettings
+from fullshard.torch.unit.guards.lent import check_lent
+from fullshard.torch.unit.guards.writes import Writes
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.sites import ParamSites
@@ -80,6 +82,7 @@ class Unit:
         self._watch = watch
         self.settings = ReduceSettings()
         self.custom_gather: CustomGather | None = None
+        self._lent: set[tuple[int, str]] = set()  # sites that show what functional_call put there
         self.unchecked = False  # was on a meta device, and nobody has looked for values since
         layout = lay_out((each.spec for each in params), self.ranks.gather.size, plan.precision)
         on_meta = plan.values is own_value and any(each.param.is_meta for each in params)
@@ -100,6 +103,9 @@ class Unit:
         self._watch.begin_anew()
         self.full = FullParameters(self.name, shards, self.plan, self._watch)
         self.state = UnitState.FULL if self.resident else UnitState.RESTING
+        # What is written to a resident unit stays, and extensions write to their own.
+        apart = any(each.spec.apart for each in self.params)
+        self._writes = None if self.resident or apart else Writes(self.full.params)
         self._sites = [(*site, i) for i, each in enumerate(self.params) for site in each.sites]
         cuts = enumerate(each.tensor_parallel for each in self.params)
         self._cuts = {index: cut for index, cut in cuts if cut is not None}
@@ -116,15 +122,52 @@ class Unit:
 
     def show_full(self) -> None:
         """Let the modules use the full parameters; whoever needs them now has gathered them."""
-        full = self.full.params
-        for parameters, key, index in self._sites:
-            parameters[key] = full[index]
+        self._show(self.full.params)
 
     def show_sharded(self) -> None:
         """Let the modules show the sharded parameters."""
-        sharded = self.sharded
+        self._show(self.sharded)
+
+    def _show(self, values: Sequence[Tensor]) -> None:
+        if self._lent:
+            for parameters, key, index in self._sites:
+                if (id(parameters), key) not in self._lent:
+                    parameters[key] = values[index]
+            return
         for parameters, key, index in self._sites:
-            parameters[key] = sharded[index]
+            parameters[key] = values[index]
+
+    def check_shown(self) -> None:
+        """Look at what modules show before it is replaced by full parameters for a forward.
+
+        Full tensors that `torch.func.functional_call` has put there stay, until it takes them away.
+        Raises `UsageError` for anything else that is not the unit's own: training would go on with
+        the old parameter, and an optimizer over the new one would train nothing.
+        """
+        sharded, full = self.sharded, self.full.params
+        self._lent.clear()
+        for parameters, key, index in self._sites:
+            shown = parameters.get(key)
+            if shown is not sharded[index] and not (full and shown is full[index]):
+                check_lent(sharded[index], shown, missing=key not in parameters)
+                self._lent.add((id(parameters), key))
+        if self._lent:
+            self._check_lent_everywhere()
+
+    def forget_lent(self) -> None:
+        """Take what modules show now for the unit's own, whoever has put it there."""
+        self._lent.clear()
+
+    def _check_lent_everywhere(self) -> None:
+        lent = {index for table, key, index in self._sites if (id(table), key) in self._lent}
+        for parameters, key, index in self._sites:
+            name = self.sharded[index].ownership.name
+            if index in lent and (id(parameters), key) not in self._lent:
+                raise UsageError(
+                    f"functional_call got a value for one use of {name!r}, which is tied, and none "
+                    "for another; give it one under each of its names "
+                    "(named_parameters(remove_duplicate=False))"
+                )
 
     # ---- gather and free ------------------------------------------------------------------------
 
@@ -175,6 +218,16 @@ class Unit:
             return False
         _ACTIONS[kind](self)
         return True
+
+    def forward_begins(self) -> None:
+        """Watch for writes to the full parameters. See [Note: Writes in forward]."""
+        if self._writes is not None:
+            self._writes.forward_begins()
+
+    def forward_ends(self) -> None:
+        """Raise `UsageError` if forward has written to the full parameters."""
+        if self._writes is not None and not self._lent:
+            self._writes.forward_ends([param.ownership.name for param in self.sharded])
 
     def use(self) -> None:
         """Show the full parameters, gathered now if somebody has resharded them meanwhile."""

@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from fullshard.core.spec import item_bytes
-from fullshard.jax.step import TrainState
-from fullshard.jax.weights import save_weights
+from fullshard.jax import TrainState, generate, save_weights
 from fullshard.train.jax.setup import Run
 from fullshard.train.metrics import Reporter, bytes_table, writing
 from fullshard.train.summary import PROMPT, say_files, say_sample
@@ -45,7 +42,7 @@ def bytes_of(run: Run) -> list[tuple[str, int, int | None]]:
     compiler's account of the whole step, gradients, full parameters and activations among it.
     """
     places, state = run.step.placements, run.step.abstract_state()
-    trained = [each for each in places if each.trainable]
+    trained = [each for each in places if each.spec.trainable]
     optimizer = sum(_device_bytes(leaf) for leaf in jax.tree.leaves(state.optimizer))
     unsharded_optimizer = sum(
         int(np.prod(spec.shape)) * item_bytes(spec.dtype)
@@ -67,7 +64,7 @@ def bytes_of(run: Run) -> list[tuple[str, int, int | None]]:
 
 
 def _true_bytes(places: Any) -> int:
-    return sum(each.numel * item_bytes(each.dtype) for each in places)
+    return sum(each.spec.bytes for each in places)
 
 
 def _device_bytes(leaf: Any) -> int:
@@ -85,25 +82,8 @@ def write_text(
 ) -> bytes:
     """``prompt`` and ``count`` bytes that the model draws after it.
 
-    Every device computes the same, since each takes part in gathering parameters. With several
-    processes all of them must call; they draw from the same seed.
+    With several processes all of them must call; they draw the same.
     """
-    draw = run.evaluator(_draw)
-    random = np.random.default_rng(run.config.train.seed)
-    text, size, context = list(prompt), run.devices.size, run.config.context
-    for _ in range(count):
-        seen = np.zeros((size, context), np.int32)
-        known = text[-context:]
-        seen[:, : len(known)] = known
-        last = np.full(size, len(known) - 1, np.int32)
-        # The largest of logits plus Gumbel noise is a draw from their softmax.
-        noise = np.broadcast_to(random.gumbel(size=256) * temperature, (size, 256))
-        drawn = draw(state, (seen, last, noise.astype(np.float32)))
-        text.append(round(float(drawn)))
-    return bytes(text)
-
-
-def _draw(model: Any, batch: tuple[Array, Array, Array]) -> Array:
-    seen, last, noise = batch
-    logits = model(seen)[0, last[0], :256].astype(jnp.float32)
-    return (logits + noise[0]).argmax().astype(jnp.float32)
+    rows = np.frombuffer(prompt, np.uint8)[None].astype(np.int32)
+    drawn = generate(run.step, state, rows, count, temperature, run.config.train.seed)
+    return prompt + bytes(drawn[0].tolist())

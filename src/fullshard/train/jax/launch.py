@@ -7,7 +7,7 @@ from contextlib import suppress
 import jax
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.jax.mesh import initialize
+from fullshard.jax import initialize
 from fullshard.launchers import launcher_environment
 from fullshard.train.config import Config
 from fullshard.train.jax.loop import train

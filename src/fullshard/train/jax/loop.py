@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fullshard.jax.step import TrainState
+from fullshard.jax import TrainState
 from fullshard.train.config import Config, learning_rate
 from fullshard.train.data import rank_slice
 from fullshard.train.jax.closing import conclude
@@ -68,7 +68,7 @@ def train_step(
     state, loss, _ = run.step(state, batch)
     values = {
         "loss": float(loss),
-        "grad_norm": float(state.optimizer["grad_norm"]),
+        "grad_norm": float(state.optimizer.grad_norm),
         "lr": learning_rate(config.optim, config.train.steps, step),
     }
     if not math.isfinite(values["loss"]) or not math.isfinite(values["grad_norm"]):
@@ -83,20 +83,19 @@ def evaluate(run: Run, state: TrainState) -> tuple[float, float]:
     The last batch is filled up with samples that count nothing.
     """
     count, size = run.data.validation_count, run.config.train.batch
-    sums_of = run.evaluator(_sums)
     sums = np.zeros(3)
     for first in range(0, count, size):
         places = range(first, first + size)
         inputs, targets = run.batch(run.data.validation_batch([min(p, count - 1) for p in places]))
         counts = np.array([place < count for place in places], np.float32)
-        found = sums_of(state, (inputs, targets, counts))
-        sums += np.array([float(each) for each in found]) * run.devices.size
+        found = run.step.evaluate(state, (inputs, targets, counts), _sums)
+        sums += np.array([float(each) for each in found])
     loss, right, targets_seen = sums
     return loss / targets_seen, right / targets_seen
 
 
 def _sums(model: Any, batch: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-    """Of one device's samples: the sum of losses, right answers, and targets."""
+    """The sum of losses, right answers, and targets."""
     inputs, targets, counts = batch
     logits = model(inputs)
     losses = cross_entropy(logits, targets)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of `fullshard train` in Flax NNX, with the arithmetic of `train/torch/models.py`.
 
-Plain NNX: nothing in here knows that parameters will be sharded. Layers have the names of the torch
-models, so that `fullshard.jax.torch_names` can tell which array is which. From equal weights the
-GPTs of both engines give equal losses; `DigitNet` does so without dropout only, since JAX and torch
-draw other random numbers.
+Plain NNX, but for one word: `gathered` marks the layers whose weights travel together. Layers have
+the names of the torch models, so that `fullshard.jax.torch_names` can tell which array is which.
+From equal weights the GPTs of both engines give equal losses; `DigitNet` does so without dropout
+only, since JAX and torch draw other random numbers.
 """
 
 import math
@@ -16,6 +16,7 @@ from flax import nnx
 from jax import Array
 
 from fullshard.core.presets import Transformer
+from fullshard.jax import gathered
 
 __all__ = ["GPT", "Attention", "Block", "DigitNet", "FeedForward", "digit_flops", "rotary"]
 
@@ -24,12 +25,13 @@ _STD = 0.02
 Angles = tuple[Array, Array]
 
 
-def rotary(positions: int, head_width: int, theta: float) -> Angles:
-    """Cosine and sine, float32 (positions, 1, head_width / 2), of rotary positions
-    (arXiv:2104.09864).
+def rotary(positions: int, head_width: int, theta: float, first: Array | int = 0) -> Angles:
+    """Cosine and sine, float32 (positions, 1, head_width / 2), of rotary positions from ``first``
+    on (arXiv:2104.09864).
     """
     frequency = theta ** (-jnp.arange(0, head_width, 2, dtype=jnp.float32) / head_width)
-    angle = jnp.outer(jnp.arange(positions, dtype=jnp.float32), frequency)[:, None]
+    place = first + jnp.arange(positions, dtype=jnp.float32)
+    angle = jnp.outer(place, frequency)[:, None]
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -65,11 +67,28 @@ class Attention(nnx.Module):
 
     def __call__(self, x: Array, angles: Angles) -> Array:
         """Mix positions of ``x`` (batch, positions, width), each seeing itself and those before."""
-        query = _turn(_split(self.query(x), self.heads), angles)
-        key = _turn(_split(self.key(x), self.kv_heads), angles)
-        value = _split(self.value(x), self.kv_heads)
+        query, key, value = self._parts(x, angles)
         mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.reshape(x.shape))
+
+    def decode(
+        self, x: Array, angles: Angles, cache: tuple[Array, Array], position: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """The same for one new position of ``x`` (batch, 1, width), others being in ``cache``."""
+        query, *new = self._parts(x, angles)
+        room = cache[0].shape[1]
+        keys, values = (
+            jax.lax.dynamic_update_slice_in_dim(held, each, position % room, 1)
+            for held, each in zip(cache, new, strict=True)
+        )
+        seen = (jnp.arange(room) <= position)[None, None, None]
+        mixed = jax.nn.dot_product_attention(query, keys, values, mask=seen)
+        return self.out(mixed.reshape(x.shape)), (keys, values)
+
+    def _parts(self, x: Array, angles: Angles) -> tuple[Array, Array, Array]:
+        query = _turn(_split(self.query(x), self.heads), angles)
+        key = _turn(_split(self.key(x), self.kv_heads), angles)
+        return query, key, _split(self.value(x), self.kv_heads)
 
 
 def _split(x: Array, heads: int) -> Array:
@@ -109,6 +128,14 @@ class Block(nnx.Module):
         x = x + self.attention(self.attention_norm(x), angles)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
+    def decode(
+        self, x: Array, angles: Angles, cache: tuple[Array, Array], position: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """The same for one new position, with the keys and values of those before it."""
+        mixed, cache = self.attention.decode(self.attention_norm(x), angles, cache, position)
+        x = x + mixed
+        return x + self.feed_forward(self.feed_forward_norm(x)), cache
+
 
 class GPT(nnx.Module):
     """A decoder-only language model of a preset's shape; ``dtype`` is that of its parameters."""
@@ -128,9 +155,33 @@ class GPT(nnx.Module):
         angles = rotary(tokens.shape[-1], self.shape.head_width, self.shape.rope_theta)
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, angles)
+            x = gathered(block)(x, angles)
+        return self._logits(x)
+
+    def _logits(self, x: Array) -> Array:
         x = self.norm(x)
         return self.embedding.attend(x) if self.output is None else self.output(x)
+
+    def cache(self, rows: int, length: int) -> list[tuple[Array, Array]]:
+        """Room for the keys and values of ``rows`` texts, of ``length`` positions or a context."""
+        shape = self.shape
+        room = (rows, min(length, shape.context), shape.kv_heads, shape.head_width)
+        dtype = self.embedding.embedding.dtype
+        return [(jnp.zeros(room, dtype), jnp.zeros(room, dtype)) for _ in self.blocks]
+
+    def decode(self, tokens: Array, cache: Any, position: Array) -> tuple[Array, Any]:
+        """Logits (rows, vocab) of the token after ``tokens`` (rows,), which are at ``position``.
+
+        ``cache`` comes back with their keys and values in it; beyond a context the oldest go.
+        """
+        shape = self.shape
+        angles = rotary(1, shape.head_width, shape.rope_theta, position)
+        x = self.embedding(tokens[:, None])
+        after = []
+        for block, held in zip(self.blocks, cache, strict=True):
+            x, held = block.decode(x, angles, held, position)
+            after.append(held)
+        return self._logits(x)[:, 0], after
 
 
 class DigitNet(nnx.Module):

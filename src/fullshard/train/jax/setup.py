@@ -12,15 +12,19 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from fullshard.core.host_memory import host_total_bytes, resident_bytes
 from fullshard.core.presets import device_named, training_flops_per_token, transformer
-from fullshard.jax.mesh import create_mesh
-from fullshard.jax.step import TrainState, TrainStep, make_train_step
-from fullshard.jax.torch_names import TorchName, torch_names
-from fullshard.jax.weights import load_weights
+from fullshard.host_memory import host_total_bytes, resident_bytes
+from fullshard.jax import (
+    TrainState,
+    TrainStep,
+    create_mesh,
+    load_weights,
+    make_train_step,
+    torch_names,
+)
+from fullshard.jax.files.torch_names import TorchName
 from fullshard.train.config import Config, check_world
 from fullshard.train.data import Batch, Dataset, load
-from fullshard.train.jax.evaluation import evaluator
 from fullshard.train.jax.models import GPT, DigitNet, digit_flops
 from fullshard.train.jax.optimizer import adamw
 from fullshard.train.summary import Facts
@@ -95,13 +99,6 @@ class Run:
     data: Dataset
     step: TrainStep
     plain: PlainModel
-    _evaluators: dict[Any, Any] = field(default_factory=dict)
-
-    def evaluator(self, function: Callable[[Any, Any], Any]) -> Callable[[TrainState, Any], Any]:
-        """``function(model, batch)`` as a call of state and batch; compiled once."""
-        if function not in self._evaluators:
-            self._evaluators[function] = evaluator(self.plain.make, function, self.devices.mesh)
-        return self._evaluators[function]
 
     def batch(self, arrays: Batch) -> Batch:
         """Inputs and targets of the whole step as the model wants them."""
@@ -115,7 +112,7 @@ class Run:
     @property
     def facts(self) -> Facts:
         """What there is to say of it before it begins."""
-        numel = sum(each.numel for each in self.step.placements)
+        numel = sum(each.spec.numel for each in self.step.placements)
         return Facts(self.data, numel, self.plain.flops_per_token, str(self.devices))
 
 

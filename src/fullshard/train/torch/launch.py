@@ -12,10 +12,13 @@ from fullshard.launchers import launcher_environment, threads_per_rank, usable_c
 from fullshard.local_ranks import run_local_ranks
 from fullshard.train.config import Config, check_world
 from fullshard.train.data import load
+from fullshard.train.survival import COME_AGAIN
 from fullshard.train.torch.loop import train
 from fullshard.train.torch.world import joined
 
 __all__ = ["launch"]
+
+GRACE_S = 120.0  # that ranks have to save after a signal
 
 
 def launch(config: Config, nproc: int | None = None) -> int:
@@ -48,12 +51,14 @@ def _start_local(config: Config, nproc: int) -> int:
     source = " (from OMP_NUM_THREADS)" if given else ""
     print(f"starting {nproc} rank{'s'[: nproc > 1]}: {place}, {threads} CPU threads each{source}")
     try:
-        run_local_ranks(_train_here, (config,), nproc)
+        run_local_ranks(_train_here, (config,), nproc, grace_s=GRACE_S)
     except CommunicationError as error:
         print(f"\nfullshard train: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, SystemExit) as stopped:
-        print("\nfullshard train: interrupted; all ranks have ended", file=sys.stderr)
+        saved = isinstance(stopped, SystemExit) and stopped.code == COME_AGAIN
+        how = "stopped and saved; --resume goes on" if saved else "interrupted"
+        print(f"\nfullshard train: {how}; all ranks have ended", file=sys.stderr)
         return int(stopped.code or 0) if isinstance(stopped, SystemExit) else 130
     return 0
 

@@ -14,7 +14,9 @@ from fullshard.torch import tracing
 from fullshard.train.config import Config, learning_rate
 from fullshard.train.data import Batch, rank_slice
 from fullshard.train.metrics import Reporter, Speed
-from fullshard.train.summary import introduce, open_folder, turn_away
+from fullshard.train.summary import NonFiniteError, introduce, open_folder, turn_away
+from fullshard.train.survival import stop_request
+from fullshard.train.torch.checkpoints import Checkpoints
 from fullshard.train.torch.closing import conclude
 from fullshard.train.torch.setup import Run, prepare
 from fullshard.train.torch.world import World
@@ -26,34 +28,44 @@ def train(config: Config, world: World) -> None:
     """Train, validate, report and save as ``config`` says. Collective: every rank calls it.
 
     Raises `NonFiniteError` on all ranks together if a loss or gradient is not finite and the
-    settings say stop.
+    settings say stop, and `SystemExit` with `COME_AGAIN` when a signal has ended it after a save.
     """
     run = prepare(config, world)
-    with Reporter(world, open_folder(config, world), config.train.steps) as reporter:
+    folder = open_folder(config, world)
+    with Reporter(world, folder, config.train.steps) as reporter, stop_request() as stop:
         introduce(config, run.facts, reporter)
-        trace = fit(run, reporter)
+        checkpoints = Checkpoints(run, folder, reporter, stop)
+        try:
+            trace = fit(run, reporter, checkpoints)
+        except NonFiniteError:  # on all ranks: what was begun before is worth having
+            checkpoints.finish()
+            raise
+        checkpoints.finish()
         reporter.validation(config.train.steps, *evaluate(run))
     conclude(run, trace, reporter)
 
 
-def fit(run: Run, reporter: Reporter) -> Trace:
-    """All training steps; returns the engine's trace of the second one."""
+def fit(run: Run, reporter: Reporter, checkpoints: Checkpoints) -> Trace:
+    """All training steps that are left; returns the engine's trace of the second of them."""
     config, log = run.config.train, run.config.log
     speed = Speed(run.flops_per_token, run.world.size, run.world.peak_flops(run.dtype))
     trace = Trace()
-    for step in range(config.steps):
+    first = checkpoints.resume() if checkpoints.there else 0
+    reporter.advance(first)
+    for step in range(first, config.steps):
         speed.start()
-        traced = step == min(1, config.steps - 1)
+        traced = step == min(first + 1, config.steps - 1)
         with tracing(run.model) if traced else nullcontext(trace) as trace:
             values = train_step(run, step, reporter)
         speed.stop(config.batch * run.data.tokens_per_sample)
         reporter.advance()
         done = step + 1
-        if done % log.every == 0 or done in (1, config.steps):
+        if done % log.every == 0 or done in (first + 1, config.steps):
             measured = {**values, **run.world.memory_used(), **speed.take()}
             reporter.step(done, measured, run.data.token)
         if done % config.eval_every == 0 and done < config.steps:
             reporter.validation(done, *evaluate(run))
+        checkpoints.after_step(done)
     return trace
 
 

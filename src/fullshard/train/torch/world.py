@@ -51,6 +51,15 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def shared_text(self, text: str) -> str:
+        """Rank 0's text. Collective."""
+        data = list(text.encode()) if self.is_first else []
+        size = torch.tensor([float(len(data))], dtype=torch.float64, device=self.device)
+        full = torch.zeros(int(self.total(size)), dtype=torch.float64, device=self.device)
+        if self.is_first:
+            full += torch.tensor(data, dtype=torch.float64, device=self.device)
+        return bytes(int(each) for each in self.total(full).tolist()).decode()
+
 
 @contextmanager
 def joined() -> Iterator[World]:

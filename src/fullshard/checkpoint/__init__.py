@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints without torch or jax: look at them, verify, read, compare and rewrite them.
+
+Saving and loading models is in `fullshard.torch` and `fullshard.jax`; both write the format that
+docs/checkpoint-format.md specifies, and read each other's.
+"""
+
+from fullshard.checkpoint.background import Background, Saving
+from fullshard.checkpoint.commit import Keep, StepFolder, steps_in
+from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.foreign import (
+    SealReport,
+    check_seal,
+    export_safetensors,
+    import_safetensors,
+    is_sealed,
+    seal,
+)
+from fullshard.checkpoint.format.manifest import Manifest
+from fullshard.checkpoint.loading import Checkpoint, open_checkpoint
+from fullshard.checkpoint.ranks import Ranks, SoloRanks
+from fullshard.checkpoint.rewriting import Difference, compare, reshard_checkpoint
+from fullshard.core.errors import CheckpointError
+
+__all__ = [
+    "Background",
+    "Checkpoint",
+    "CheckpointError",
+    "Difference",
+    "Files",
+    "Keep",
+    "Manifest",
+    "Ranks",
+    "Saving",
+    "SealReport",
+    "SoloRanks",
+    "StepFolder",
+    "check_seal",
+    "compare",
+    "export_safetensors",
+    "import_safetensors",
+    "is_sealed",
+    "open_checkpoint",
+    "reshard_checkpoint",
+    "seal",
+    "steps_in",
+]

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one place through which a checkpoint touches the file system.
+
+Every operation is a method of `Files`, so that a test can let any of them fail, be slow, or be the
+last thing that a process does.
+"""
+
+import errno
+import fcntl
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["ALIGNMENT", "Files", "OpenFile"]
+
+DIRECT = getattr(os, "O_DIRECT", 0)  # on Linux
+ALIGNMENT = 4096  # of memory and places that O_DIRECT takes, on all usual media
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A file that is open, by its descriptor; the path is for people."""
+
+    path: Path
+    descriptor: int
+
+
+class Files:
+    """The file system of this machine. All methods raise `OSError`."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder and those above it; fine if it is there."""
+        os.makedirs(path, exist_ok=True)
+
+    def make_new_folder(self, path: Path) -> None:
+        """Make one folder, which must not be there."""
+        os.mkdir(path)
+
+    def create(self, path: Path, direct: bool = False) -> OpenFile:
+        """Open a new file for writing, which must not be there.
+
+        ``direct``: past the page cache, where the file system can.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        file = OpenFile(path, os.open(path, flags, 0o666))
+        if direct:
+            _set_direct(file, True)
+        return file
+
+    def write(self, file: OpenFile, data: memoryview) -> None:
+        """Append all bytes. For a file opened ``direct``, ``data`` begins on an aligned address.
+
+        The first write whose length is not aligned must be the last but for such ones.
+        """
+        if data.nbytes % ALIGNMENT:
+            whole = data.nbytes - data.nbytes % ALIGNMENT
+            if whole:
+                self._write_all(file, data[:whole])
+            _set_direct(file, False)
+            data = data[whole:]
+        self._write_all(file, data)
+
+    def _write_all(self, file: OpenFile, data: memoryview) -> None:
+        while data.nbytes:
+            try:
+                data = data[os.write(file.descriptor, data) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _set_direct(file, False):
+                    raise
+
+    def flush(self, file: OpenFile) -> None:
+        """Wait until what was written is on the medium."""
+        os.fsync(file.descriptor)
+
+    def flush_folder(self, path: Path) -> None:
+        """Wait until the names in a folder are on the medium."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def close(self, file: OpenFile) -> None:
+        """Close a file."""
+        os.close(file.descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file or folder another name, at once; ``new`` must not be there."""
+        if new.exists():  # an empty folder would be replaced silently
+            raise FileExistsError(17, "File exists", str(new))
+        os.rename(old, new)
+
+    def replace(self, old: Path, new: Path) -> None:
+        """Give a file the name of another one, which is gone then."""
+        os.replace(old, new)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def remove_folder(self, path: Path) -> None:
+        """Remove an empty folder."""
+        os.rmdir(path)
+
+    def names(self, path: Path) -> list[str]:
+        """List a folder, sorted."""
+        return sorted(os.listdir(path))
+
+    def open(self, path: Path) -> OpenFile:
+        """Open a file for reading; a symbolic link in its place is refused."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        return OpenFile(path, os.open(path, flags))
+
+    def size(self, file: OpenFile) -> int:
+        """Bytes of an open file."""
+        return os.fstat(file.descriptor).st_size
+
+    def read_into(self, file: OpenFile, view: memoryview, start: int) -> int:
+        """Fill ``view`` with the bytes from ``start``; fewer only where the file ends."""
+        filled = 0
+        while filled < view.nbytes:
+            count = os.preadv(file.descriptor, [view[filled:]], start + filled)
+            if not count:
+                break
+            filled += count
+        return filled
+
+
+def _set_direct(file: OpenFile, wanted: bool) -> bool:
+    """Switch O_DIRECT; True if it has changed."""
+    flags = fcntl.fcntl(file.descriptor, fcntl.F_GETFL)
+    changed = (flags | DIRECT) if wanted else (flags & ~DIRECT)
+    if changed == flags:
+        return False
+    try:
+        fcntl.fcntl(file.descriptor, fcntl.F_SETFL, changed)
+    except OSError:
+        if not wanted:
+            raise
+        return False
+    return True

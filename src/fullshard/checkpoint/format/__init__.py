@@ -1,0 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of JSON: their envelope, the manifest, and values of Python in them."""
+
+__all__: list[str] = []

@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest of a checkpoint: what is stored, where its bytes are, and their checksums.
+
+`docs/checkpoint-format.md` specifies the file. Reading one trusts nothing: each number is checked
+against the others before it is used, and every bit of the file is covered by its checksum.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fullshard.checkpoint.format.envelope import unwrap, wrap
+from fullshard.checkpoint.format.values import from_json
+from fullshard.core.boxes import Box
+from fullshard.core.errors import CheckpointError, ConfigurationError
+from fullshard.core.safetensors_format import DTYPE_BYTES, LARGEST_HEADER_BYTES
+
+__all__ = [
+    "CHUNK_BYTES",
+    "LARGEST_MANIFEST_BYTES",
+    "MANIFEST",
+    "Manifest",
+    "StoredBox",
+    "StoredFile",
+    "StoredTensor",
+    "chunk_count",
+    "parse_manifest",
+    "render_manifest",
+]
+
+MANIFEST = "manifest.json"
+FORMAT = "fullshard-checkpoint"
+VERSION = 1
+CHUNK_BYTES = 4 * 2**20
+LARGEST_MANIFEST_BYTES = 2**30
+_LARGEST = 2**62  # of any number: sums of two stay below 64 bits
+_CHECKSUM = re.compile(r"[0-9a-f]{32}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
+
+
+@dataclass(frozen=True)
+class StoredBox:
+    """A rectangle of a tensor as bytes of a file.
+
+    Its elements stand in row-major order from byte ``start`` of file number ``file``, and
+    ``checksums`` has the XXH3-128 of each `CHUNK_BYTES` of them (the last may be shorter).
+    """
+
+    box: Box
+    file: int
+    start: int
+    checksums: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor: ``boxes`` cover each of its elements exactly once."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[StoredBox, ...]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.item_bytes
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A safetensors file beside the manifest; ``header_bytes`` counts its length field too."""
+
+    name: str
+    size_bytes: int
+    header_bytes: int
+    header_checksum: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is known of one checkpoint.
+
+    ``generation`` is a random name of this very save, ``layout`` free text about how the run was
+    sharded, ``aliases`` other names of tensors (tied weights), ``state`` what the engines keep
+    beside tensors, and ``extra`` the user's, both as `fullshard.checkpoint.format.values` has it.
+    """
+
+    step: int
+    generation: str
+    world: int
+    files: tuple[StoredFile, ...]
+    tensors: Mapping[str, StoredTensor]
+    saved_at: str = ""
+    layout: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    state: Any = None
+    extra: Any = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(file.size_bytes for file in self.files)
+
+    def tensor(self, name: str) -> StoredTensor | None:
+        """The tensor of that name, or of which that is another name."""
+        return self.tensors.get(self.aliases.get(name, name))
+
+
+def chunk_count(size_bytes: int) -> int:
+    """Into how many chunks that many bytes fall."""
+    return -(-size_bytes // CHUNK_BYTES)
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def render_manifest(manifest: Manifest) -> bytes:
+    """The bytes of the file; `parse_manifest` gives an equal manifest back."""
+    return wrap(FORMAT, VERSION, _described(manifest))
+
+
+def _described(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "step": manifest.step,
+        "generation": manifest.generation,
+        "world": manifest.world,
+        "saved_at": manifest.saved_at,
+        "layout": manifest.layout,
+        "versions": dict(manifest.versions),
+        "chunk_bytes": CHUNK_BYTES,
+        "files": [
+            {
+                "name": file.name,
+                "size_bytes": file.size_bytes,
+                "header_bytes": file.header_bytes,
+                "header_xxh3_128": file.header_checksum,
+            }
+            for file in manifest.files
+        ],
+        "tensors": {
+            name: {
+                "shape": list(tensor.shape),
+                "dtype": tensor.dtype,
+                "boxes": [
+                    {
+                        "offsets": list(stored.box.offsets),
+                        "sizes": list(stored.box.sizes),
+                        "file": stored.file,
+                        "start": stored.start,
+                        "xxh3_128": list(stored.checksums),
+                    }
+                    for stored in tensor.boxes
+                ],
+            }
+            for name, tensor in manifest.tensors.items()
+        },
+        "aliases": dict(manifest.aliases),
+        "state": manifest.state,
+        "extra": manifest.extra,
+    }
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+def parse_manifest(data: bytes, path: Path) -> Manifest:
+    """The manifest in ``data``, which was read from ``path``.
+
+    Raises `CheckpointError` if it is damaged, of a later version, or says what cannot be.
+    """
+    body = unwrap(data, FORMAT, VERSION, path)
+    try:
+        return _Parser(body).manifest()
+    except (_Wrong, ConfigurationError, ValueError, RecursionError) as error:
+        why = f"it cannot be: {error or type(error).__name__}"
+        raise CheckpointError(f"cannot read {path}: {why}", file=str(path)) from error
+
+
+class _Wrong(Exception):
+    """The statements of a manifest do not fit together."""
+
+
+_T = TypeVar("_T")
+
+
+class _Parser:
+    def __init__(self, body: Any):
+        self._body = _typed(body, dict, "the manifest")
+        self._files: list[StoredFile] = []
+
+    def manifest(self) -> Manifest:
+        body = self._body
+        if body.get("chunk_bytes") != CHUNK_BYTES:
+            raise _Wrong(f"chunk_bytes is {body.get('chunk_bytes')!r}, expected {CHUNK_BYTES}")
+        files = _typed(body.get("files"), list, "files")
+        self._files = [self._file(_typed(each, dict, "a file")) for each in files]
+        if len({file.name for file in self._files}) != len(self._files):
+            raise _Wrong("two files have one name")
+        tensors = {
+            name: self._tensor(name, _typed(told, dict, f"tensor {name!r}"))
+            for name, told in _typed(body.get("tensors"), dict, "tensors").items()
+        }
+        self._check_that_files_are_covered(tensors)
+        aliases = _texts(body.get("aliases"), "aliases")
+        for name, target in aliases.items():
+            if target not in tensors or name in tensors:
+                raise _Wrong(f"alias {name!r} of {target!r} has no tensor or is one")
+        for key in ("state", "extra"):
+            from_json(body.get(key))
+        return Manifest(
+            step=_number(body.get("step"), "step"),
+            generation=_typed(body.get("generation"), str, "generation"),
+            world=_number(body.get("world"), "world"),
+            files=tuple(self._files),
+            tensors=tensors,
+            saved_at=_typed(body.get("saved_at"), str, "saved_at"),
+            layout=_typed(body.get("layout"), str, "layout"),
+            versions=_texts(body.get("versions"), "versions"),
+            aliases=aliases,
+            state=body.get("state"),
+            extra=body.get("extra"),
+        )
+
+    def _file(self, told: dict[str, Any]) -> StoredFile:
+        name = _typed(told.get("name"), str, "a file's name")
+        if not _FILE_NAME.fullmatch(name):
+            raise _Wrong(f"{name!r} is no name of a file beside the manifest")
+        size = _number(told.get("size_bytes"), f"size of {name!r}")
+        header = _number(told.get("header_bytes"), f"header of {name!r}")
+        if not 8 <= header <= min(size, LARGEST_HEADER_BYTES + 8):
+            raise _Wrong(f"{name!r} of {size} bytes has a header of {header}")
+        return StoredFile(name, size, header, _checksum(told.get("header_xxh3_128"), name))
+
+    def _tensor(self, name: str, told: dict[str, Any]) -> StoredTensor:
+        dtype = told.get("dtype")
+        if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+            raise _Wrong(f"tensor {name!r} has dtype {dtype!r}")
+        shape = _numbers(told.get("shape"), f"shape of {name!r}")
+        if math.prod(shape) * DTYPE_BYTES[dtype] > _LARGEST:
+            raise _Wrong(f"tensor {name!r} has shape {shape}")
+        boxes = tuple(
+            self._box(name, shape, DTYPE_BYTES[dtype], _typed(each, dict, f"a box of {name!r}"))
+            for each in _typed(told.get("boxes"), list, f"boxes of {name!r}")
+        )
+        if sum(stored.box.numel for stored in boxes) != math.prod(shape) or _overlap(boxes):
+            raise _Wrong(f"the boxes of {name!r} do not cover each of its elements once")
+        return StoredTensor(shape, dtype, boxes)
+
+    def _box(self, name: str, shape: tuple[int, ...], item: int, told: dict[str, Any]) -> StoredBox:
+        offsets = _numbers(told.get("offsets"), f"offsets of {name!r}")
+        sizes = _numbers(told.get("sizes"), f"sizes of {name!r}")
+        fits = len(offsets) == len(sizes) == len(shape) and all(
+            size > 0 and offset + size <= length
+            for offset, size, length in zip(offsets, sizes, shape, strict=True)
+        )
+        if not fits:
+            raise _Wrong(f"{name!r} of shape {shape} has a box at {offsets} of {sizes}")
+        number = _number(told.get("file"), f"file of {name!r}")
+        if number >= len(self._files):
+            raise _Wrong(f"{name!r} is in file {number} of {len(self._files)}")
+        file, start = self._files[number], _number(told.get("start"), f"start of {name!r}")
+        size_bytes = math.prod(sizes) * item
+        if start < file.header_bytes or start + size_bytes > file.size_bytes:
+            raise _Wrong(f"{name!r} has {size_bytes} bytes at {start} of {file.name!r}")
+        checksums = _typed(told.get("xxh3_128"), list, f"checksums of {name!r}")
+        if len(checksums) != chunk_count(size_bytes):
+            raise _Wrong(f"{name!r} has {len(checksums)} checksums for {size_bytes} bytes")
+        return StoredBox(
+            Box(offsets, sizes), number, start, tuple(_checksum(each, name) for each in checksums)
+        )
+
+    def _check_that_files_are_covered(self, tensors: Mapping[str, StoredTensor]) -> None:
+        """Each byte behind a header belongs to one box: so each bit of a file is checked."""
+        spans: list[list[tuple[int, int]]] = [[] for _ in self._files]
+        for tensor in tensors.values():
+            for stored in tensor.boxes:
+                spans[stored.file].append((stored.start, stored.box.numel * tensor.item_bytes))
+        for file, held in zip(self._files, spans, strict=True):
+            reached = file.header_bytes
+            for start, size_bytes in sorted(held):
+                if start != reached:
+                    raise _Wrong(f"bytes {reached} to {start} of {file.name!r} are not one box's")
+                reached += size_bytes
+            if reached != file.size_bytes:
+                raise _Wrong(f"{file.name!r} has {file.size_bytes} bytes, its boxes {reached}")
+
+
+def _overlap(boxes: tuple[StoredBox, ...]) -> bool:
+    """True if two boxes share an element. Sweeps dim 0, where most of them do not meet."""
+    if boxes and not boxes[0].box.offsets:
+        return len(boxes) > 1
+    open_boxes: list[Box] = []
+    for box in sorted((stored.box for stored in boxes), key=lambda box: box.offsets):
+        row = box.offsets[0]
+        open_boxes = [each for each in open_boxes if each.offsets[0] + each.sizes[0] > row]
+        if any(_meet(each, box) for each in open_boxes):
+            return True
+        open_boxes.append(box)
+    return False
+
+
+def _meet(a: Box, b: Box) -> bool:
+    return all(
+        max(ao, bo) < min(ao + an, bo + bn)
+        for ao, an, bo, bn in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    )
+
+
+def _typed(value: Any, kind: type[_T], what: str) -> _T:
+    if not isinstance(value, kind):
+        raise _Wrong(f"{what} is {type(value).__name__}, expected {kind.__name__}")
+    return value
+
+
+def _number(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise _Wrong(f"{what} is {value!r:.40}, expected a number from 0")
+    return value
+
+
+def _numbers(value: Any, what: str) -> tuple[int, ...]:
+    return tuple(_number(each, what) for each in _typed(value, list, what))
+
+
+def _checksum(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not _CHECKSUM.fullmatch(value):
+        raise _Wrong(f"a checksum of {what!r} is {value!r:.50}")
+    return value
+
+
+def _texts(value: Any, what: str) -> dict[str, str]:
+    texts = _typed(value, dict, what)
+    return {key: _typed(text, str, f"{what} of {key!r}") for key, text in texts.items()}

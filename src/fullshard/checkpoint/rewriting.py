@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint written anew for another number of ranks, and two of them compared."""
+
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+
+from fullshard.checkpoint.commit import Staging
+from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.format.manifest import StoredTensor
+from fullshard.checkpoint.loading import Checkpoint, Progress, read_boxes
+from fullshard.checkpoint.reshard import even_spans
+from fullshard.checkpoint.saving import About, publish, write_shard
+from fullshard.checkpoint.shards import Piece, ShardReader
+from fullshard.core.boxes import boxes_of_interval
+from fullshard.core.errors import CheckpointError, ConfigurationError
+
+__all__ = ["Difference", "compare", "reshard_checkpoint"]
+
+PART_BYTES = 8 * 2**20
+
+
+class _SpanSource:
+    """An interval of a stored tensor's elements, read and verified when it is copied."""
+
+    def __init__(self, reader: ShardReader, name: str, tensor: StoredTensor, start: int):
+        self._reader, self._name, self._tensor, self._start = reader, name, tensor, start
+
+    def copy_into(self, view: memoryview, start: int) -> None:
+        item = self._tensor.item_bytes
+        # A block may begin and end inside an element: read whole ones.
+        first, last = start // item, -(-(start + view.nbytes) // item)
+        boxes = boxes_of_interval(self._tensor.shape, self._start + first, self._start + last)
+        if start == first * item and view.nbytes == (last - first) * item:
+            read_boxes(self._reader, self._name, self._tensor, boxes, view)
+            return
+        whole = memoryview(bytearray((last - first) * item))
+        read_boxes(self._reader, self._name, self._tensor, boxes, whole)
+        view[:] = whole[start - first * item :][: view.nbytes]
+
+
+def reshard_checkpoint(
+    source: Checkpoint, run: str | Path, world: int, progress: Progress | None = None
+) -> Path:
+    """Write ``source`` as ``world`` ranks would, each its equal part of every tensor.
+
+    Loading needs no such copy: any number of ranks reads any checkpoint. It helps where one file a
+    rank is wanted. Everything is verified on the way. Returns the folder of the step in ``run``.
+    Raises `CheckpointError`.
+    """
+    if world < 1:
+        raise ConfigurationError(f"a checkpoint is for at least 1 rank, got {world}")
+    manifest, files = source.manifest, Files()
+    staging = Staging(files, Path(run), uuid.uuid4().hex)
+    about = About(
+        manifest.step,
+        f"resharded from {manifest.world} to {world} ranks ({manifest.layout})",
+        manifest.versions,
+        manifest.aliases,
+        manifest.state,
+        manifest.extra,
+    )
+    parts = []
+    try:
+        staging.open()
+        with ShardReader(source.files, source.folder, manifest) as reader:
+            for rank in range(world):
+                mine = list(_pieces(source, reader, rank, world))
+                parts.append(write_shard(staging, rank, mine, files))
+                if progress is not None:
+                    progress(sum(piece.size_bytes for piece in mine))
+        outcome = publish(staging, about, parts)
+        if outcome["failure"]:
+            raise CheckpointError(outcome["failure"], file=outcome["file"])
+    except OSError as error:
+        staging.discard()
+        raise CheckpointError(f"{run} cannot be written: {error}", file=str(run)) from error
+    except BaseException:
+        staging.discard()
+        raise
+    return Path(outcome["folder"])
+
+
+def _pieces(source: Checkpoint, reader: ShardReader, rank: int, world: int) -> Iterator[Piece]:
+    tensors = source.manifest.tensors.items()
+    for name, tensor in sorted(tensors, key=lambda each: -each[1].item_bytes):
+        start, stop = even_spans(tensor.size_bytes // tensor.item_bytes, world)[rank]
+        if start < stop or (0 in tensor.shape and rank == 0):
+            boxes = tuple(boxes_of_interval(tensor.shape, start, stop))
+            yield Piece(
+                name, tensor.shape, tensor.dtype, boxes, _SpanSource(reader, name, tensor, start)
+            )
+
+
+# -- comparing -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One way in which two checkpoints differ; ``tensor`` is empty for what is not about one."""
+
+    tensor: str
+    what: str
+
+
+def compare(a: Checkpoint, b: Checkpoint, progress: Progress | None = None) -> Iterator[Difference]:
+    """All differences of content, not of how it is cut. Raises `CheckpointError` for damage.
+
+    What is cut alike is compared by checksums alone; the rest is read from both.
+    """
+    for label, of_a, of_b in (
+        ("step", a.manifest.step, b.manifest.step),
+        ("extra", a.manifest.extra, b.manifest.extra),
+        ("state beside tensors", a.manifest.state, b.manifest.state),
+        ("other names of tensors", dict(a.manifest.aliases), dict(b.manifest.aliases)),
+    ):
+        if of_a != of_b:
+            yield Difference("", f"{label}: {_short(of_a)} and {_short(of_b)}")
+    with (
+        ShardReader(a.files, a.folder, a.manifest) as reader_a,
+        ShardReader(b.files, b.folder, b.manifest) as reader_b,
+    ):
+        for name in sorted(a.manifest.tensors.keys() | b.manifest.tensors.keys()):
+            of_a, of_b = a.manifest.tensors.get(name), b.manifest.tensors.get(name)
+            if of_a is None or of_b is None:
+                yield Difference(name, f"only in {(b if of_a is None else a).folder}")
+                continue
+            if (of_a.shape, of_a.dtype) != (of_b.shape, of_b.dtype):
+                yield Difference(name, f"{of_a.dtype} {of_a.shape} and {of_b.dtype} {of_b.shape}")
+                continue
+            count = (
+                0 if _same_checksums(of_a, of_b) else _unequal(name, of_a, reader_a, of_b, reader_b)
+            )
+            if progress is not None:
+                progress(of_a.size_bytes)
+            if count:
+                numel = of_a.size_bytes // of_a.item_bytes
+                yield Difference(name, f"{count:,} of {numel:,} elements differ")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _same_checksums(a: StoredTensor, b: StoredTensor) -> bool:
+    def key(tensor: StoredTensor) -> Sequence[object]:
+        return sorted((s.box.offsets, s.box.sizes, s.checksums) for s in tensor.boxes)
+
+    return key(a) == key(b)
+
+
+def _unequal(
+    name: str, a: StoredTensor, reader_a: ShardReader, b: StoredTensor, reader_b: ShardReader
+) -> int:
+    """How many elements differ in a bit."""
+    item = a.item_bytes
+    numel, most = a.size_bytes // item, PART_BYTES // item
+    count = 0
+    for start in range(0, numel, most):
+        boxes = boxes_of_interval(a.shape, start, min(start + most, numel))
+        size_bytes = sum(box.numel for box in boxes) * item
+        held = numpy.empty((2, size_bytes), numpy.uint8)
+        read_boxes(reader_a, name, a, boxes, held[0].data)
+        read_boxes(reader_b, name, b, boxes, held[1].data)
+        rows = (held[0] != held[1]).reshape(-1, item)
+        count += int(rows.any(axis=1).sum())
+    return count

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The safetensors files of a checkpoint: one written by each rank, read in verified chunks."""
+
+import mmap
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy
+import xxhash
+from numpy.typing import NDArray
+
+from fullshard.checkpoint.files import ALIGNMENT, Files, OpenFile
+from fullshard.checkpoint.format.envelope import checksum_of
+from fullshard.checkpoint.format.manifest import (
+    CHUNK_BYTES,
+    Manifest,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+)
+from fullshard.core.boxes import Box
+from fullshard.core.errors import CheckpointError
+from fullshard.core.safetensors_format import DTYPE_BYTES, Entry, header_of
+
+__all__ = ["ArraySource", "Piece", "ShardReader", "ShardWriter", "Source", "memory_view"]
+
+
+class Source(Protocol):
+    """Where the bytes of a piece are."""
+
+    def copy_into(self, view: memoryview, start: int) -> None:
+        """Fill ``view`` with the bytes from ``start``; they are there on return."""
+
+
+class ArraySource:
+    """The bytes of a contiguous numpy array."""
+
+    def __init__(self, array: NDArray[Any]):
+        self._bytes = memory_view(array)
+
+    def copy_into(self, view: memoryview, start: int) -> None:
+        """Copy from the array."""
+        view[:] = self._bytes[start : start + view.nbytes]
+
+
+def memory_view(array: NDArray[Any]) -> memoryview:
+    """The memory of a contiguous array as bytes, also of one without dims or elements."""
+    return array.reshape(-1).view(numpy.uint8).data
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's part of a tensor: boxes, whose elements follow each other in ``source``.
+
+    ``dtype`` is the name that safetensors has for it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[Box, ...]
+    source: Source
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Bytes of all boxes."""
+        return sum(box.numel for box in self.boxes) * self.item_bytes
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+class ShardWriter:
+    """One file, written from its beginning to its end, and the checksums of what went into it.
+
+    The file's data are one stream: the bytes of ``pieces``, in that order, given to `append` in
+    parts of any size.
+    """
+
+    def __init__(
+        self, files: Files, path: Path, pieces: Sequence[Piece], metadata: Mapping[str, str]
+    ):
+        self._files = files
+        self._pieces = pieces
+        header = _padded(header_of(_entries(pieces), metadata))
+        self._header_bytes, self._header_checksum = len(header), checksum_of(header)
+        self._checksums: list[str] = []
+        self._lengths = _chunk_lengths(pieces)
+        self._left = next(self._lengths, 0)
+        self._open_hash: xxhash.xxh3_128 | None = None
+        self._file = files.create(path, direct=True)
+        files.write(self._file, header)
+
+    def append(self, data: memoryview) -> None:
+        """Write the next bytes. All calls but the last have a multiple of `ALIGNMENT` of them."""
+        position = 0
+        while position < data.nbytes:
+            part = data[position : position + self._left]
+            position += part.nbytes
+            self._left -= part.nbytes
+            self._hash(part)
+        self._files.write(self._file, data)
+
+    def finish(self) -> tuple[StoredFile, list[tuple[Piece, list[StoredBox]]]]:
+        """Flush to the medium and close. What the file holds, as its file number 0."""
+        if self._left:
+            raise CheckpointError("not all of the shard was handed over: its copy was interrupted")
+        self._files.flush(self._file)
+        self._files.close(self._file)
+        checksums = iter(self._checksums)
+        start, held = self._header_bytes, []
+        for piece in self._pieces:
+            boxes = []
+            for box in piece.boxes:
+                size_bytes = box.numel * piece.item_bytes
+                count = -(-size_bytes // CHUNK_BYTES)
+                boxes.append(StoredBox(box, 0, start, tuple(next(checksums) for _ in range(count))))
+                start += size_bytes
+            held.append((piece, boxes))
+        name = self._file.path.name
+        return StoredFile(name, start, self._header_bytes, self._header_checksum), held
+
+    def abandon(self) -> None:
+        """Close without more ado."""
+        self._files.close(self._file)
+
+    def _hash(self, part: memoryview) -> None:
+        if self._left == 0 and self._open_hash is None:
+            self._checksums.append(checksum_of(part))
+        else:
+            if self._open_hash is None:
+                self._open_hash = xxhash.xxh3_128()
+            self._open_hash.update(part)
+            if self._left == 0:
+                self._checksums.append(self._open_hash.hexdigest())
+                self._open_hash = None
+        if self._left == 0:
+            self._left = next(self._lengths, 0)
+
+
+def _padded(header: bytes) -> memoryview:
+    """The header in aligned memory, with spaces until the data begin on an aligned place."""
+    size_bytes = -(-len(header) // ALIGNMENT) * ALIGNMENT
+    aligned = memoryview(mmap.mmap(-1, size_bytes))
+    text = header[8:] + b" " * (size_bytes - len(header))
+    aligned[:] = len(text).to_bytes(8, "little") + text
+    return aligned
+
+
+def _chunk_lengths(pieces: Sequence[Piece]) -> Iterator[int]:
+    for piece in pieces:
+        for box in piece.boxes:
+            size_bytes = box.numel * piece.item_bytes
+            for start in range(0, size_bytes, CHUNK_BYTES):
+                yield min(CHUNK_BYTES, size_bytes - start)
+
+
+def _entries(pieces: Sequence[Piece]) -> dict[str, Entry]:
+    """List the header's entries: a whole tensor by name, a box with its intervals behind it."""
+    entries: dict[str, Entry] = {}
+    for piece in pieces:
+        for box in piece.boxes:
+            name = piece.name
+            if box.sizes != piece.shape:
+                ends = zip(box.offsets, box.sizes, strict=True)
+                name += f"[{','.join(f'{first}:{first + size}' for first, size in ends)}]"
+            if name in entries:
+                raise CheckpointError(f"two tensors would be stored as {name!r}", tensor=name)
+            entries[name] = Entry(piece.dtype, box.sizes)
+    return entries
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+class ShardReader:
+    """The files of one checkpoint, opened when they are needed. Any thread may read."""
+
+    def __init__(self, files: Files, folder: Path, manifest: Manifest):
+        self._files = files
+        self._folder = folder
+        self._manifest = manifest
+        self._open: dict[int, OpenFile] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "ShardReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            for file in self._open.values():
+                self._files.close(file)
+            self._open.clear()
+
+    def check_header(self, number: int) -> None:
+        """Open file ``number``, and refuse it if it is not the one that the manifest describes."""
+        self._opened(number)
+
+    def read_chunk(
+        self, name: str, tensor: StoredTensor, stored: StoredBox, chunk: int, into: memoryview
+    ) -> None:
+        """Fill ``into`` with a chunk of a stored box and verify it.
+
+        ``into`` has the chunk's size. Raises `CheckpointError` naming file, tensor and bytes.
+        """
+        start = stored.start + chunk * CHUNK_BYTES
+        span = (start, start + into.nbytes)
+        file = self._opened(stored.file, name)
+        try:
+            count = self._files.read_into(file, into, start)
+        except OSError as error:
+            raise _damaged(file.path, name, span, f"cannot be read: {error}") from error
+        if count < into.nbytes:
+            raise _damaged(file.path, name, span, f"end after {count} bytes")
+        if checksum_of(into) != stored.checksums[chunk]:
+            raise _damaged(file.path, name, span, "do not match their checksum: they are damaged")
+
+    def _opened(self, number: int, name: str | None = None) -> OpenFile:
+        with self._lock:
+            if number not in self._open:
+                self._open[number] = self._checked(self._manifest.files[number], name)
+            return self._open[number]
+
+    def _checked(self, told: StoredFile, name: str | None) -> OpenFile:
+        path = self._folder / told.name
+        whole = (0, told.size_bytes)
+        try:
+            file = self._files.open(path)
+        except OSError as error:
+            raise _damaged(path, name, whole, f"cannot be read: {error}") from error
+        try:
+            size = self._files.size(file)
+            if size != told.size_bytes:
+                raise _damaged(path, name, whole, f"were written, but the file has {size} bytes")
+            header = memoryview(bytearray(told.header_bytes))
+            count = self._files.read_into(file, header, 0)
+            if count < told.header_bytes or checksum_of(header) != told.header_checksum:
+                raise _damaged(
+                    path,
+                    name,
+                    (0, told.header_bytes),
+                    "do not match the header's checksum: it is damaged, or the file of another "
+                    "save or rank",
+                )
+        except OSError as error:
+            self._files.close(file)
+            raise _damaged(path, name, whole, f"cannot be read: {error}") from error
+        except CheckpointError:
+            self._files.close(file)
+            raise
+        return file
+
+
+def _damaged(path: Path, name: str | None, span: tuple[int, int], what: str) -> CheckpointError:
+    of_tensor = f" (tensor {name!r})" if name is not None else ""
+    return CheckpointError(
+        f"{path}: bytes {span[0]} to {span[1]}{of_tensor} {what}. Load another step, or restore "
+        "the file",
+        file=str(path),
+        tensor=name,
+        byte_range=span,
+    )

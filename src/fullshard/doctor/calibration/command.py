@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``fullshard calibrate``: measures, prints, writes a device file for the planner."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fullshard.distributed import get_device
+from fullshard.doctor.calibration.measure import calibrate
+from fullshard.doctor.links.ranks import joined
+from fullshard.launchers import launcher_environment
+from fullshard.local_ranks import run_local_ranks
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="fullshard calibrate",
+        description="Measure this machine's device and links in about a minute and write what "
+        "fullshard plan --device FILE.toml reads. Under torchrun or srun all ranks take part.",
+    )
+    parser.add_argument("--out", type=Path, default=Path("calibration.toml"), metavar="FILE.toml")
+    parser.add_argument("--nproc", type=int, default=1, help="ranks to start on this machine")
+    parser.add_argument("--threads", type=int, default=0, help="of each rank on a CPU")
+    given = parser.parse_args(argv)
+    text: str | None
+    environment = launcher_environment(os.environ)
+    if environment is not None:
+        os.environ.update(environment)
+        text = _measured(given.threads)
+    elif given.nproc > 1:
+        text = run_local_ranks(_measured, (given.threads,), given.nproc, 300.0)
+    else:
+        _set_threads(given.threads)
+        text = calibrate(get_device()).toml("this-machine", 1)
+    if text is not None:
+        given.out.write_text(text, encoding="utf-8")
+        print(f"{text}\nwritten to {given.out}: fullshard plan MODEL --device {given.out}")
+    return 0
+
+
+def _set_threads(threads: int) -> None:
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _measured(threads: int) -> str | None:
+    """What all ranks measured together; None on all but the first."""
+    _set_threads(threads)
+    with joined() as (comm, device, backend):
+        found = calibrate(device, comm, backend)
+        return found.toml("this-machine", comm.size) if comm.rank == 0 else None

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step needs, told before it runs: memory and traffic, beside other ways to lay it out.
+
+Figures are those of compiled programs, for each device. Nothing is allocated to make them, and only
+compiling takes time: some seconds for each row of a table.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from fullshard.core.text import in_columns
+from fullshard.jax.analysis.elsewhere import abstract_mesh, compile_elsewhere, written_program
+from fullshard.jax.analysis.hlo import Communication, communication_of, memory_of
+from fullshard.jax.arrays.mesh import create_mesh
+from fullshard.jax.arrays.rule import Rule
+from fullshard.jax.training.choice import best, candidates
+from fullshard.jax.training.step import TrainStep
+
+__all__ = [
+    "Needs",
+    "NeedsTable",
+    "communication",
+    "compare",
+    "memory_analysis",
+    "which_needs_less",
+]
+
+WHOLE = Rule(replicate=("",))
+"""Every array on every device."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one step needs, in bytes on each device.
+
+    ``state_bytes`` is what rests between steps: parameters, optimizer state and the rest;
+    ``temporary_bytes`` what a step takes beside it, gradients among it; ``peak_bytes`` both, the
+    batch, and results that have no place in the state given. ``estimate`` tells that the program
+    was compiled for CPUs though other devices were meant: their compilers lay out temporary memory
+    in other ways.
+    """
+
+    name: str
+    devices: int
+    state_bytes: int
+    temporary_bytes: int
+    peak_bytes: int
+    communication: Communication
+    estimate: bool = False
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that each device sends in a step."""
+        return self.communication.sent_bytes
+
+
+@dataclass(frozen=True)
+class NeedsTable:
+    """Ways to run the same step, each with what it needs."""
+
+    rows: tuple[Needs, ...]
+
+    def __getitem__(self, name: str) -> Needs:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(f"{name!r}; there are {', '.join(row.name for row in self.rows)}")
+
+    @property
+    def least(self) -> Needs:
+        """The row that sends least, of those whose peak is within 2% of the lowest."""
+        found = {row.name: (row.peak_bytes, row.sent_bytes) for row in self.rows}
+        return self[best(found)]
+
+    def __str__(self) -> str:
+        head = ("bytes per device", "devices", "state", "temporary", "peak", "sent in a step")
+        rows: list[tuple[object, ...]] = [head]
+        for row in self.rows:
+            name = f"{row.name} (estimate)" if row.estimate else row.name
+            found = (row.state_bytes, row.temporary_bytes, row.peak_bytes, row.sent_bytes)
+            rows.append((name, row.devices, *found))
+        return in_columns(rows, right=(1, 2, 3, 4, 5))
+
+
+def communication(step: TrainStep, batch: Any) -> Communication:
+    """What ``step`` sends for batches like this one (arrays or shapes), from its compiled program.
+
+    Nothing is allocated. Loops count as often as they run.
+    """
+    text = step.compiled(batch).as_text() or ""
+    return communication_of(text, step.mesh.size, written_program(step, batch))
+
+
+def memory_analysis(step: TrainStep, batch: Any, devices: int | None = None) -> NeedsTable:
+    """``step`` beside the same step with every array on every device: "sharded", "unsharded".
+
+    Exact for the devices of the step's mesh. With ``devices``, for a mesh whose shard axis has as
+    many more or fewer of them: exact for CPUs, else marked as an estimate. That is compiled in
+    another process, with as many simulated devices. ``batch`` (arrays or shapes) is the global one;
+    it must divide by the devices.
+
+    Raises:
+        ConfigurationError: if ``devices`` or the batch do not divide, or that process fails.
+    """
+    estimate = False
+    sharded = step
+    if devices is not None and devices != step.mesh.size:
+        estimate = step.mesh.devices.flat[0].platform != "cpu"
+        sharded = step.variant(abstract_mesh(step.layout, devices))
+    whole = sharded.variant(rule=WHOLE, mode="jit", at_most_unsharded=1.0)
+    return NeedsTable(
+        (
+            _needs("sharded", sharded, batch, estimate),
+            _needs("unsharded", whole, batch, estimate),
+        )
+    )
+
+
+def which_needs_less(step: TrainStep, batch: Any) -> NeedsTable:
+    """``step`` in every mode, and with every way to compute over a vocabulary if its loss has one.
+
+    A row is called by its mode, as "weights", and with another way than "whole" by both, as
+    "weights, cut"; ``which_needs_less(...).least`` is what mode "auto" takes. Each row is compiled.
+    """
+    rows = [_needs(name, each, batch) for name, each in candidates(step, batch).items()]
+    return NeedsTable(tuple(rows))
+
+
+def compare(step: TrainStep, batch: Any, meshes: Mapping[str, Mesh] | None = None) -> NeedsTable:
+    """Data parallel, FSDP over all devices, and hybrid sharding for the model of ``step``.
+
+    All take the step's devices. The hybrid shards within groups, one for each process or, with one
+    process, halves. ``meshes`` adds rows of your own; the step itself is a row too, if its mesh is
+    none of these ("as it is").
+    """
+    flat = list(step.mesh.devices.flat)
+    groups = len({device.process_index for device in flat})
+    groups = groups if groups > 1 else 2
+    row = create_mesh(fsdp=len(flat), devices=flat)
+    usual: Any = {"shard_axis": None, "batch_axes": None}
+    whole = step.variant(row, rule=WHOLE, mode="jit", at_most_unsharded=1.0, **usual)
+    steps = {"data parallel": whole}
+    chosen = {f"FSDP over {len(flat)}": row}
+    if len(flat) % groups == 0 and len(flat) > groups:
+        within = len(flat) // groups
+        chosen[f"hybrid, {groups} x {within}"] = create_mesh(within, data=groups, devices=flat)
+    chosen |= dict(meshes or {})
+    for name, mesh in chosen.items():
+        same = dict(mesh.shape) == dict(step.mesh.shape)
+        steps[name] = step if same else step.variant(mesh, **usual)
+    if step not in steps.values():
+        steps["as it is"] = step
+    return NeedsTable(tuple(_needs(name, each, batch) for name, each in steps.items()))
+
+
+def _needs(name: str, step: TrainStep, batch: Any, estimate: bool = False) -> Needs:
+    if isinstance(step.layout.mesh, Mesh):
+        memory = memory_of(step.compiled(batch))
+        traffic = communication(step, batch)
+    else:
+        memory, traffic = compile_elsewhere(step, batch)
+    state = sum(map(_device_bytes, jax.tree.leaves(step.abstract_state())))
+    return Needs(
+        name,
+        step.layout.mesh.size,
+        state,
+        memory["temporary"],
+        memory["peak"],
+        traffic,
+        estimate,
+    )
+
+
+def _device_bytes(leaf: Any) -> int:
+    shape: Sequence[int] = leaf.sharding.shard_shape(leaf.shape)
+    size = leaf.dtype.itemsize
+    for dim in shape:
+        size *= dim
+    return size

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the time of a step goes: the shares of its collectives, from the profiler's record."""
+
+import glob
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.profiler import ProfileData
+
+from fullshard.core.errors import UsageError
+from fullshard.core.text import in_columns
+from fullshard.jax.analysis.hlo import KINDS, instructions
+from fullshard.jax.training.state import TrainState
+from fullshard.jax.training.step import TrainStep
+
+__all__ = ["Profile", "profile"]
+
+_CONTAINERS = ("while", "call", "conditional", "async")
+"""Operations whose time is that of others inside of them."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Mean times of a step, in seconds.
+
+    ``by_kind`` has for each kind of collective, and for "computation", the time that a device of
+    this process spends in it, the mean over devices. A collective's time begins when the device is
+    ready for it, so it holds the wait for the slowest device. Where collectives run beside
+    computation the sum is more than ``step_s``.
+    """
+
+    step_s: float
+    by_kind: Mapping[str, float]
+
+    @property
+    def collectives_share(self) -> float:
+        """The collectives' time as a share of the step's."""
+        return sum(self.by_kind.get(kind, 0.0) for kind in KINDS) / self.step_s
+
+    def __str__(self) -> str:
+        rows: list[tuple[object, ...]] = [("what a device does", "ms a step", "of the step")]
+        for kind, seconds in sorted(self.by_kind.items(), key=lambda item: -item[1]):
+            rows.append((kind, f"{seconds * 1e3:.2f}", f"{seconds / self.step_s:.1%}"))
+        rows.append(("the step", f"{self.step_s * 1e3:.2f}", ""))
+        return in_columns(rows, right=(1, 2))
+
+
+def profile(
+    step: TrainStep, state: TrainState, batch: Any, steps: int = 3, folder: str | None = None
+) -> tuple[TrainState, Profile]:
+    """Train ``steps`` steps on ``batch`` under the profiler, after one without: state and times.
+
+    With several processes all must call it. The state given must not be used again. With ``folder``
+    the record stays there, for TensorBoard or Perfetto.
+
+    Raises:
+        UsageError: if the profiler's record has nothing about this program.
+    """
+    state, loss, _ = step(state, batch)
+    loss.block_until_ready()
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        where = Path(folder or scratch)
+        before = set(_records(where))
+        with jax.profiler.trace(where, profiler_options=options):
+            begin = time.perf_counter()
+            for _ in range(steps):
+                state, loss, _ = step(state, batch)
+                loss.block_until_ready()
+            step_s = (time.perf_counter() - begin) / steps
+        new = sorted(set(_records(where)) - before)
+        kinds = {
+            each.name: each.kind for each in instructions(step.compiled(batch).as_text() or "")
+        }
+        found = [_times(ProfileData.from_file(path), kinds) for path in new]
+    devices = [times for each in found for times in each.values()]
+    if not devices:
+        raise UsageError("the profiler has no record of the step's operations on this platform")
+    names = dict.fromkeys(name for times in devices for name in times)
+    by_kind = {
+        name: sum(times.get(name, 0.0) for times in devices) / len(devices) / steps
+        for name in names
+    }
+    return state, Profile(step_s, by_kind)
+
+
+def _records(folder: Path) -> list[str]:
+    return glob.glob(f"{glob.escape(str(folder))}/**/*.xplane.pb", recursive=True)
+
+
+def _times(record: ProfileData, kinds: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Seconds by device and kind of the program's own operations."""
+    found: dict[str, dict[str, float]] = {}
+    for plane in record.planes:
+        for line in plane.lines:
+            for event in line.events:
+                stats = dict(event.stats)
+                name = str(stats.get("hlo_op", ""))
+                if kinds.get(name, "while") in _CONTAINERS:
+                    continue
+                device = found.setdefault(str(stats.get("device_ordinal", plane.name)), {})
+                kind = kinds[name] if kinds[name] in KINDS else "computation"
+                device[kind] = device.get(kind, 0.0) + event.duration_ns / 1e9
+    return found

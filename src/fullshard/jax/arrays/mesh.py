@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes, the part that each of their axes has, and several processes joined into one.
+
+`create_mesh` makes meshes of three axes; any other mesh does, too, if it is said what its axes are
+for, or if they have these names.
+
+| axis | what is cut along it |
+| --- | --- |
+| ``data`` | the batch; parameters are the same on each of its groups |
+| ``fsdp`` | the batch and the parameters |
+| ``tensor`` | parameters along a second dimension, where a rule says so |
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.launchers import launcher_environment
+
+__all__ = [
+    "AXES",
+    "Layout",
+    "create_mesh",
+    "describe_mesh",
+    "devices_of_process",
+    "initialize",
+    "read_mesh",
+]
+
+AXES = ("data", "fsdp", "tensor")
+
+_LAST_PORT = 65_535
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and what its axes are for: ``shard`` cuts parameters, ``batch`` examples."""
+
+    mesh: Mesh | AbstractMesh
+    shard: str
+    batch: tuple[str, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of devices along each axis."""
+        return dict(self.mesh.shape)
+
+    @property
+    def shards(self) -> int:
+        """Devices along the shard axis."""
+        return int(self.mesh.shape[self.shard])
+
+    @property
+    def parts(self) -> int:
+        """How many parts a batch is cut into."""
+        return int(np.prod([self.mesh.shape[axis] for axis in self.batch]))
+
+    @property
+    def only_batch(self) -> bool:
+        """Whether the batch is cut along every axis that has more than one device."""
+        return self.parts == self.mesh.size
+
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """Axes of one device, which may be named or left out anywhere."""
+        return tuple(n for n, size in self.sizes.items() if size == 1 and n != self.shard)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """What cuts a weight in `jax.shard_map`: what is not named there is summed over."""
+        return (self.shard, *self.alone)
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """The same of examples."""
+        return (*self.batch, *(name for name in self.alone if name not in self.batch))
+
+    def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
+        """The sharding of arrays whose dimensions these axes cut; of none, that of whole ones."""
+        return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+    def of_batch(self, leaf: Any) -> NamedSharding:
+        """How an array of a batch lies: dimension 0 is cut, a scalar is on all devices."""
+        return self.sharding(self.batch) if np.ndim(leaf) else self.sharding()
+
+
+def read_mesh(
+    mesh: Mesh | AbstractMesh, shard: str | None = None, batch: Sequence[str] | None = None
+) -> Layout:
+    """What the axes of ``mesh`` are for; what is not said is read from their names.
+
+    The shard axis is "fsdp", or the only axis that there is. The batch is cut along "data" and the
+    shard axis.
+
+    Raises:
+        ConfigurationError: if that is undecided, a name is no axis of the mesh, or an axis is of
+            another type than Auto.
+    """
+    names = tuple(mesh.axis_names)
+    if shard is None:
+        shard = "fsdp" if "fsdp" in names else names[0] if len(names) == 1 else None
+    if shard is None:
+        raise ConfigurationError(
+            f"the mesh has axes {names}: say which one cuts parameters, as shard_axis={names[0]!r}"
+        )
+    chosen = tuple(n for n in names if n in ("data", shard)) if batch is None else tuple(batch)
+    for name in (shard, *chosen):
+        if name not in names:
+            raise ConfigurationError(f"{name!r} is no axis of the mesh, which has {names}")
+    if any(kind is not AxisType.Auto for kind in mesh.axis_types):
+        raise ConfigurationError(
+            f"the mesh has axes of types {mesh.axis_types}: ordinary models need Auto, as "
+            "create_mesh gives, or jax.make_mesh(..., axis_types=(AxisType.Auto,) * n)"
+        )
+    return Layout(mesh, shard, chosen)
+
+
+def create_mesh(
+    fsdp: int | None = None,
+    tensor: int = 1,
+    data: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh of ``data`` x ``fsdp`` x ``tensor`` devices, with those axis names, all of type Auto.
+
+    ``fsdp`` is what the others leave if it is None. Fewer devices than there are may be asked for:
+    the first ones are taken, and the log says so. ``jax.make_mesh`` would give Explicit axes, which
+    break ordinary Flax modules.
+
+    Raises:
+        ConfigurationError: if an axis is smaller than 1, the product is larger than the number of
+            devices, or, with ``fsdp`` None, the others do not divide that number.
+    """
+    there = list(jax.devices() if devices is None else devices)
+    sizes = {"data": data, "tensor": tensor} | ({} if fsdp is None else {"fsdp": fsdp})
+    for axis, size in sizes.items():
+        if size < 1:
+            raise ConfigurationError(f"mesh axis {axis!r} needs at least 1 device, got {size}")
+    if fsdp is None:
+        fsdp, rest = divmod(len(there), data * tensor)
+        if rest or fsdp == 0:
+            raise ConfigurationError(
+                f"data={data} x tensor={tensor} does not divide {_devices_text(there)}: "
+                "give fsdp= to use a part of them"
+            )
+    wanted = data * fsdp * tensor
+    if wanted > len(there):
+        raise ConfigurationError(
+            f"a mesh of data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices, there "
+            f"are {_devices_text(there)}; on a CPU, XLA_FLAGS="
+            f"--xla_force_host_platform_device_count={wanted} before JAX is loaded makes more"
+        )
+    if wanted < len(there) and jax.process_count() > 1 and devices is None:
+        raise ConfigurationError(
+            f"a mesh of {wanted} devices would leave some of the {_devices_text(there)} of "
+            f"{jax.process_count()} processes out: use all, or name them with devices="
+        )
+    grid = np.array(there[:wanted]).reshape(data, fsdp, tensor)
+    mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    left = len(there) - wanted
+    _log.info("%s%s", describe_mesh(mesh), f"; {left} devices stay idle" if left else "")
+    return mesh
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """One line: devices, their kind, processes, and the size of each axis."""
+    devices = list(mesh.devices.flat)
+    sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    processes = len({device.process_index for device in devices})
+    return f"mesh {sizes} over {_devices_text(devices)} of {processes} process(es)"
+
+
+def initialize(
+    coordinator: str | None = None, processes: int | None = None, process: int | None = None
+) -> bool:
+    """Join several processes, each with its own devices; to be called before any other use of JAX.
+
+    Every process must call it. What is not given is read from a launcher's environment (torchrun,
+    Open MPI, SLURM), and where there is none nothing is joined and False is returned; on a cluster
+    that JAX knows by itself call ``jax.distributed.initialize()``. On CPUs collectives run over
+    Gloo.
+
+    Raises:
+        ConfigurationError: if only some of the three are given, or the launcher's variables
+            contradict each other.
+    """
+    given = [each is not None for each in (coordinator, processes, process)]
+    if any(given) and not all(given):
+        raise ConfigurationError(
+            "initialize() needs coordinator='host:port', processes= and process= together, "
+            f"got {coordinator!r}, {processes!r}, {process!r}"
+        )
+    if any(given):
+        jax.distributed.initialize(coordinator, processes, process)
+        return True
+    found = launcher_environment(os.environ)
+    if found is None:
+        return False
+    said = {**os.environ, **found}
+    port = int(said["MASTER_PORT"])
+    if "TORCHELASTIC_RUN_ID" in said:  # torchrun itself listens there
+        port += 1 if port < _LAST_PORT else -1
+    jax.distributed.initialize(
+        f"{said['MASTER_ADDR']}:{port}",
+        int(said["WORLD_SIZE"]),
+        int(said["RANK"]),
+        devices_of_process(said),
+    )
+    return True
+
+
+def devices_of_process(environ: Mapping[str, str]) -> list[int] | None:
+    """Which of its host's accelerators this process takes; None: all that it can see.
+
+    Where a launcher has started several processes on a host, each takes the one of its number,
+    unless it has been shown a part of them only.
+    """
+    local, beside = environ.get("LOCAL_RANK"), int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    shown = environ.get("CUDA_VISIBLE_DEVICES")
+    if local is None or beside == 1 or (shown is not None and len(shown.split(",")) < beside):
+        return None
+    return [int(local)]
+
+
+def _devices_text(devices: Sequence[jax.Device]) -> str:
+    kinds = sorted({device.device_kind for device in devices})
+    return f"{len(devices)} device(s) ({', '.join(kinds) or 'none'})"

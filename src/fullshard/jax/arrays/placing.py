@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays placed on a mesh in their own shapes, for programs that `jax.jit` partitions by itself."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.spec import ParamSpec
+from fullshard.core.text import bytes_text, in_columns
+from fullshard.jax.arrays.mesh import Layout, read_mesh
+from fullshard.jax.arrays.rule import Axis, Rule, place, refuse_low_coverage
+
+__all__ = [
+    "annotation",
+    "batch_sharding",
+    "describe",
+    "gather",
+    "global_batch",
+    "is_key",
+    "path_name",
+    "replicate",
+    "shard",
+    "shardings",
+    "to_host",
+]
+
+Tree = TypeVar("Tree")
+
+
+def shardings(
+    tree: Any, mesh: Mesh | AbstractMesh, rule: Rule | None = None, shard_axis: str | None = None
+) -> Any:
+    """A `NamedSharding` for each array of ``tree``, in the same structure.
+
+    ``tree`` is an `nnx.Module`, its state, or any pytree of arrays or of what only has a shape and
+    a dtype; of a module the result has the structure of ``nnx.state``. The shard axis cuts each
+    array's largest dimension that divides; what has none, and what is no array, stays whole. Axis
+    names that variables carry are kept.
+
+    Raises:
+        ConfigurationError: for a rule or a mesh that cannot be, as `make_train_step`.
+    """
+    layout = read_mesh(mesh, shard_axis)
+    state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+    found = _placements(state, layout, rule)
+    whole = layout.sharding()
+
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        each = found.get(path_name(path))
+        return whole if each is None else layout.sharding(*each.axes)
+
+    return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def shard(
+    tree: Tree, mesh: Mesh, rule: Rule | None = None, at_most_unsharded: float = 0.02
+) -> Tree:
+    """The arrays of ``tree`` placed as `shardings` says.
+
+    ``tree`` is an `nnx.Module`, which is changed and returned, or any pytree of arrays.
+
+    Raises:
+        ConfigurationError: if more than the share ``at_most_unsharded`` of the bytes would be on
+            every device, or the rule cannot be. Nothing has been placed then.
+    """
+    state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+    refuse_low_coverage(list(_placements(state, read_mesh(mesh), rule).values()), at_most_unsharded)
+    placed = jax.tree.map(_put, state, shardings(state, mesh, rule))
+    return _updated(tree, placed)
+
+
+def replicate(tree: Tree, mesh: Mesh) -> Tree:
+    """The arrays of ``tree`` whole on every device; a module is changed and returned."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+    return _updated(tree, jax.tree.map(lambda x: _put(x, whole), state))
+
+
+def gather(tree: Any) -> Any:
+    """The arrays of ``tree`` as NumPy arrays on the host, one after the other, in the same tree.
+
+    An `nnx.Module` gives nested dicts. With several processes all of them must call it; each gets
+    everything.
+    """
+    state = nnx.to_pure_dict(nnx.state(tree)) if isinstance(tree, nnx.Module) else tree
+    return jax.tree.map(lambda x: to_host(x) if _is_array(x) else x, state)
+
+
+def describe(tree: Any) -> str:
+    """A table of ``tree``'s arrays: path, shape, how it is cut, and the bytes on each device."""
+    rows: list[tuple[object, ...]] = [("array", "shape", "sharding", "bytes per device")]
+    state = nnx.to_pure_dict(nnx.state(tree)) if isinstance(tree, nnx.Module) else tree
+    total = 0
+    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if not _is_array(x):
+            continue
+        sharding = getattr(x, "sharding", None)
+        local = sharding.shard_shape(x.shape) if sharding is not None else x.shape
+        size = int(np.prod(local, dtype=np.int64)) * x.dtype.itemsize
+        spec = getattr(sharding, "spec", None)
+        text = str(sharding) if spec is None else f"P({', '.join(map(repr, spec))})"
+        rows.append((path_name(path), str(tuple(x.shape)), text, size))
+        total += size
+    return in_columns(rows, right=(3,)) + f"\ntogether {bytes_text(total)} per device"
+
+
+def batch_sharding(mesh: Mesh, leaf: Any = None, shard_axis: str | None = None) -> NamedSharding:
+    """How an array of a batch lies on ``mesh``: dimension 0 cut, a scalar on every device."""
+    layout = read_mesh(mesh, shard_axis)
+    return layout.sharding(layout.batch) if leaf is None else layout.of_batch(leaf)
+
+
+def global_batch(mesh: Mesh, local: Any, shard_axis: str | None = None) -> Any:
+    """The batch of all processes, of which each gives its own part, in order of processes.
+
+    Each process must give as many rows as its devices have parts. Scalars must be the same on all.
+    """
+
+    def joined(leaf: Any) -> jax.Array:
+        leaf = np.asarray(leaf)
+        return jax.make_array_from_process_local_data(batch_sharding(mesh, leaf, shard_axis), leaf)
+
+    return jax.tree.map(joined, local)
+
+
+def to_host(x: Any) -> np.ndarray[Any, Any]:
+    """The whole of one array on the host; with several processes all must call it."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
+        mesh = x.sharding.mesh  # type: ignore[attr-defined]
+        x = jax.jit(lambda y: y, out_shardings=NamedSharding(mesh, PartitionSpec()))(x)
+    return np.asarray(x)
+
+
+def annotation(leaf: Any) -> tuple[Axis, ...]:
+    """The axis names that a variable carries: of Flax NNX's metadata, or of Linen's boxes."""
+    if isinstance(leaf, nnx.Variable):
+        metadata: Mapping[str, Any] = leaf.get_metadata()
+        names = metadata.get("out_sharding", metadata.get("sharding_names"))
+        return tuple(names) if names else ()
+    names = getattr(leaf, "names", None)
+    return tuple(names) if isinstance(names, tuple) and hasattr(leaf, "value") else ()
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """A tree's path as one name, its parts joined by dots; what a box holds is called like it."""
+    return ".".join(_part(each) for each in path if getattr(each, "name", None) != "value")
+
+
+def is_key(x: Any) -> bool:
+    """Whether ``x`` is an array of typed random keys."""
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def _part(key: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def _is_array(x: Any) -> bool:
+    # Typed random keys are arrays too, but there is nothing in them to cut.
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not is_key(x)
+
+
+def _placements(state: Any, layout: Layout, rule: Rule | None) -> dict[str, Any]:
+    """Placements by the path of each array, without padding."""
+    names: dict[str, tuple[Axis, ...]] = {}
+    is_box: Callable[[Any], bool] = lambda x: bool(annotation(x))  # noqa: E731
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_box)[0]:
+        for inner, _ in jax.tree_util.tree_flatten_with_path(leaf)[0] if is_box(leaf) else ():
+            names[path_name((*path, *inner))] = annotation(leaf)
+    arrays = {
+        path_name(path): x
+        for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
+        if _is_array(x)
+    }
+    specs = [ParamSpec(name, tuple(x.shape), np.dtype(x.dtype).name) for name, x in arrays.items()]
+    if not specs:
+        raise ConfigurationError(f"{type(state).__name__} has no arrays")
+    return {each.name: each for each in place(specs, layout, rule, names, pad=False)}
+
+
+def _put(x: Any, sharding: Any) -> Any:
+    return jax.device_put(x, sharding) if _is_array(x) else x
+
+
+def _updated(tree: Any, placed: Any) -> Any:
+    if not isinstance(tree, nnx.Module):
+        return placed
+    nnx.update(tree, placed)
+    return tree

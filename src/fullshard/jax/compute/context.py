@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which program is being made of a loss function, for what asks inside of it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from fullshard.core.strategy import AS_IT_RESTS, Precision
+from fullshard.jax.arrays.mesh import Layout
+
+__all__ = ["MODES", "Program", "Site", "current", "tracing"]
+
+MODES = {
+    "weights": "a layer's weights are gathered where it is computed, examples stay",
+    "activations": "weights stay where they rest, activations travel",
+    "jit": "left to XLA",
+}
+"""What travels in a step."""
+
+
+class Site(Protocol):
+    """A call that the engine may carry out in its own way."""
+
+    def carry_out(
+        self, operands: Sequence[Any], axes: Sequence[Any], program: "Program"
+    ) -> list[Any]:
+        """The results; ``axes`` tells what cuts each operand, None of one that is no weight."""
+
+
+@dataclass
+class Program:
+    """What is known while a loss function is traced, and what is found out about it.
+
+    ``rows`` is how many examples the loss function sees at once, ``vocabulary`` how embeddings and
+    losses over many classes are computed. ``sites`` are marked calls by name, ``notes`` what there
+    is to say about the result.
+    """
+
+    layout: Layout
+    mode: str
+    rows: int
+    vocabulary: str = "whole"
+    remat: str = "block"
+    scan: Any = "auto"
+    precision: Precision = AS_IT_RESTS
+    sites: dict[str, tuple[Site, tuple[Any, ...]]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    rolls: int = 0
+    has_vocabulary: bool = False
+
+    def note(self, text: str) -> None:
+        """Say something once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def mark(
+        self, name: str, site: Site, plain: Callable[..., Sequence[Any]], *operands: Any
+    ) -> Sequence[Any]:
+        """``plain(*operands)`` as one call in the trace, which ``site`` may carry out instead."""
+        key = f"{name}_{len(self.sites)}"
+
+        def marked(*operands: Any) -> Sequence[Any]:
+            return plain(*operands)
+
+        marked.__name__ = key
+        self.sites[key] = site, tuple(map(_kind, operands))
+        return jax.jit(marked)(*operands)
+
+    def site(self, name: str, operands: Sequence[Any]) -> Site | None:
+        """The site of that name, if operands like these are what was marked."""
+        found = self.sites.get(name)
+        return found[0] if found and found[1] == tuple(map(_kind, operands)) else None
+
+
+def _kind(x: Any) -> tuple[Any, Any]:
+    return jnp.shape(x), jnp.result_type(x)
+
+
+_program: ContextVar[Program | None] = ContextVar("fullshard_jax_program", default=None)
+
+
+def current() -> Program | None:
+    """The program that is being traced; None outside of a step of `make_train_step`."""
+    return _program.get()
+
+
+@contextmanager
+def tracing(program: Program) -> Iterator[Program]:
+    """Make ``program`` the current one."""
+    token = _program.set(program)
+    try:
+        yield program
+    finally:
+        _program.reset(token)

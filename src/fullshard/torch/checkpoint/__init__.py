@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of models and optimizers on torch: saved and loaded on any number of ranks."""
+
+from fullshard.checkpoint import Background, Keep, Saving
+from fullshard.torch.checkpoint.loading import Loaded, load_checkpoint
+from fullshard.torch.checkpoint.saving import RunFolder, save_checkpoint
+
+__all__ = [
+    "Background",
+    "Keep",
+    "Loaded",
+    "RunFolder",
+    "Saving",
+    "load_checkpoint",
+    "save_checkpoint",
+]

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one optimizer on its way back in: planned, filled, and attached at the end."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fullshard.checkpoint import Checkpoint
+from fullshard.checkpoint.format.manifest import StoredTensor
+from fullshard.core.errors import CheckpointError
+from fullshard.torch.checkpoint.collecting import name_of
+from fullshard.torch.checkpoint.tensors import DTYPES, Held, held_here
+from fullshard.torch.tensor.parameter import ShardedParameter
+
+__all__ = ["OptimizerLoad"]
+
+# State that is a number for a parameter, whatever shape the parameter has: of Adam and its kin,
+# NAdam, ASGD.
+_NUMBERS = {"step", "mu_product", "mu", "eta"}
+
+
+class OptimizerLoad:
+    """The coming state of one optimizer.
+
+    Nothing of it changes before `attach`, save the memory of state that is there already, which
+    `targets` hands out.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        key: str,
+        optimizer: Optimizer,
+        names: Mapping[int, str],
+        told: Mapping[str, Any],
+    ):
+        self._optimizer = optimizer
+        self._settings = _settings(checkpoint, key, optimizer, names, told)
+        self._new: list[tuple[Tensor, dict[str, Any]]] = []
+        self._targets: list[tuple[str, Held]] = []
+        self.unused = _stored_kinds(checkpoint, key)
+        values = told["values"]
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                name = name_of(param, names, key)
+                stored_name = checkpoint.manifest.aliases.get(name, name)
+                state = dict(values.get(stored_name, {}))
+                for kind, full in self.unused.pop(stored_name, {}).items():
+                    state[kind] = self._prepare(checkpoint, group, param, kind, full)
+                self._new.append((param, state))
+
+    @property
+    def targets(self) -> Iterator[tuple[str, Held]]:
+        """Tensors of the checkpoint and the memory that they belong into."""
+        yield from self._targets
+
+    def attach(self) -> None:
+        """Let the optimizer have what was filled, and its settings."""
+        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
+            group.update(settings)
+        for param, state in self._new:
+            if state:
+                self._optimizer.state[param] = state
+            else:
+                self._optimizer.state.pop(param, None)
+
+    def _prepare(
+        self,
+        checkpoint: Checkpoint,
+        group: Mapping[str, Any],
+        param: Tensor,
+        kind: str,
+        full: str,
+    ) -> Tensor:
+        """Memory for one value: what is there, if it fits, else new."""
+        stored = checkpoint.stored(full)
+        there = self._optimizer.state.get(param, {}).get(kind)
+        dtype = DTYPES[stored.dtype]
+        if isinstance(there, Tensor) and tuple(there.shape) == stored.shape:
+            value = there
+        else:
+            value = _new_value(param, kind, stored, dtype, _device_of(group, param, kind))
+        self._targets.append((full, held_here(full, value)))
+        return value
+
+
+def _new_value(
+    param: Tensor, kind: str, stored: StoredTensor, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    if stored.shape == tuple(param.shape) and kind not in _NUMBERS:
+        if isinstance(param, ShardedParameter):
+            local = torch.empty_like(param.local, dtype=dtype)
+            return ShardedParameter.value(local, param.ownership)
+        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+    return torch.empty(stored.shape, dtype=dtype, device=device)
+
+
+def _device_of(group: Mapping[str, Any], param: Tensor, kind: str) -> torch.device:
+    """As `torch.optim.Optimizer.load_state_dict`: a step count is on the host unless it is used on
+    the device.
+    """
+    on_device = kind != "step" or group.get("capturable") or group.get("fused")
+    return param.device if on_device else torch.device("cpu")
+
+
+def _stored_kinds(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, str]]:
+    """For each parameter the tensors of its state: by kind the name in the checkpoint."""
+    found: dict[str, dict[str, str]] = {}
+    for full in checkpoint.manifest.tensors:
+        owner, _, rest = full.partition("/")
+        kind, _, name = rest.partition("/")
+        if owner == key:
+            found.setdefault(name, {})[kind] = full
+    return found
+
+
+def _settings(
+    checkpoint: Checkpoint,
+    key: str,
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    told: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Find the settings of each group. Raises `CheckpointError` if groups do not fit."""
+    aliases = checkpoint.manifest.aliases
+    mine = [
+        {aliases.get(name, name) for name in (name_of(p, names, key) for p in group["params"])}
+        for group in optimizer.param_groups
+    ]
+    theirs = [set(group["params"]) for group in told["groups"]]
+    if mine != theirs:
+        lacking = sorted(set().union(*mine) - set().union(*theirs))[:3]
+        extra = sorted(set().union(*theirs) - set().union(*mine))[:3]
+        raise CheckpointError(
+            f"the groups of {key!r} have other parameters than when they were saved "
+            f"({len(mine)} and {len(theirs)} groups; only here: {lacking}, only there: {extra}); "
+            "make the optimizer as it was made then, or load without it"
+        )
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in told["groups"]
+    ]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This rank's part of a tensor of any kind: boxes, and the memory that they fill.
+
+This is all that checkpoints know about how parameters are sharded.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from fullshard.checkpoint.shards import Piece
+from fullshard.core.boxes import Box, boxes_of_interval
+from fullshard.core.errors import ConfigurationError, NotSupportedError
+from fullshard.torch.state.weights_file import DTYPE_NAMES
+from fullshard.torch.tensor.elementwise import count_change
+from fullshard.torch.tensor.parameter import ShardedParameter
+
+__all__ = ["Held", "TensorSource", "held_here", "piece_of"]
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Held:
+    """This rank's part of a tensor of global ``shape``.
+
+    ``local`` has the elements of ``boxes``, one box after the other in row-major order.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    local: Tensor
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    def memory(self, dtype: str) -> memoryview | None:
+        """The memory of ``local``, if values of that dtype can be read straight into it."""
+        local = self.local.detach()
+        if local.device.type != "cpu" or not local.is_contiguous() or DTYPES[dtype] != local.dtype:
+            return None
+        return local.view(-1).view(torch.uint8).numpy().data
+
+    def note_change(self) -> None:
+        """Tell whoever looks at versions that ``local`` was written to."""
+        count_change(self.local)
+
+    def fill(self, start: int, data: memoryview, dtype: str) -> None:
+        """Set the elements from ``start`` on to ``data``, which has the dtype of that name."""
+        values = torch.frombuffer(data, dtype=DTYPES[dtype])
+        local = self.local.detach()
+        if local.is_contiguous():
+            local.view(-1)[start : start + values.numel()].copy_(values)
+        else:  # element by element in row-major order, through a copy
+            flat = local.contiguous().view(-1)
+            flat[start : start + values.numel()].copy_(values)
+            local.copy_(flat.view(local.shape))
+        self.note_change()
+
+
+def held_here(name: str, value: Tensor) -> Held:
+    """Find this rank's part of ``value``.
+
+    Raises `ConfigurationError` for tensors without values and `NotSupportedError` for kinds that
+    have no boxes; ``name`` is for the message.
+    """
+    if value.is_meta:
+        raise ConfigurationError(
+            f"{name!r} is on the meta device and has no values; call to_empty on the model first"
+        )
+    if value.dtype not in DTYPE_NAMES:
+        raise NotSupportedError(f"{name!r} is {value.dtype}, which safetensors files cannot hold")
+    if isinstance(value, ShardedParameter):
+        return _of_sharded(name, value)
+    if isinstance(value, DTensor):
+        local = value.to_local()
+        boxes = _box_of(name, tuple(value.shape), value.device_mesh, tuple(value.placements))
+        return Held(tuple(value.shape), boxes if local.numel() else (), local)
+    if value.layout is not torch.strided:
+        raise NotSupportedError(f"{name!r} is sparse ({value.layout}); store a dense tensor")
+    shape = tuple(value.shape)
+    return Held(shape, _whole(shape), value)
+
+
+def _of_sharded(name: str, value: ShardedParameter) -> Held:
+    ownership, span = value.ownership, value.span
+    cut = ownership.tensor_parallel
+    if cut is None:
+        boxes = boxes_of_interval(ownership.shape, span.start, span.stop)
+        return Held(ownership.shape, tuple(boxes), value.local)
+    inside = boxes_of_interval(cut.local_shape, span.start, span.stop)
+    outer = _box_of(name, ownership.shape, cut.mesh, cut.placements)
+    at = outer[0].offsets if outer else (0,) * len(ownership.shape)
+    moved = [Box(tuple(map(sum, zip(box.offsets, at, strict=True))), box.sizes) for box in inside]
+    return Held(ownership.shape, tuple(moved), value.local)
+
+
+def _box_of(
+    name: str, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> tuple[Box, ...]:
+    if any(placement.is_partial() for placement in placements):
+        raise NotSupportedError(
+            f"{name!r} is a sum that is not taken yet ({placements}); redistribute it first"
+        )
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    if 0 in sizes:
+        return ()
+    return (Box(tuple(offsets), tuple(sizes)),)
+
+
+def _whole(shape: tuple[int, ...]) -> tuple[Box, ...]:
+    return () if 0 in shape else (Box((0,) * len(shape), shape),)
+
+
+class TensorSource:
+    """The bytes of a tensor, in row-major order, on any device."""
+
+    def __init__(self, local: Tensor):
+        self._bytes = local.detach().contiguous().view(-1).view(torch.uint8)
+
+    def copy_into(self, view: memoryview, start: int) -> None:
+        """Copy from the tensor; waits for the device."""
+        target = torch.frombuffer(view, dtype=torch.uint8)
+        target.copy_(self._bytes[start : start + view.nbytes])
+
+
+def piece_of(name: str, held: Held) -> Piece:
+    """Make a piece to write of it."""
+    source = TensorSource(held.local if held.boxes else held.local.new_empty(0))
+    return Piece(name, held.shape, DTYPE_NAMES[held.local.dtype], held.boxes, source)

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any cut is read as any other cut, bit by bit; and the pure part of it."""
+
+import math
+from itertools import pairwise
+
+import ml_dtypes  # noqa: F401 (gives numpy bfloat16)
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from support.checkpoint_cases import (
+    DTYPES,
+    arrays,
+    assert_holds,
+    load_span,
+    run_ranks,
+    save_spans,
+    small_chunks,
+    spans_of,
+    whole_box,
+)
+
+from fullshard.checkpoint import open_checkpoint, reshard_checkpoint
+from fullshard.checkpoint.format.manifest import StoredBox, StoredTensor
+from fullshard.checkpoint.loading import carry_out
+from fullshard.checkpoint.reshard import chunk_bytes, even_spans, reads_for
+from fullshard.checkpoint.saving import About, assign, save
+from fullshard.checkpoint.shards import ArraySource, Piece
+from fullshard.core.boxes import Box, boxes_of_interval
+from fullshard.core.errors import CheckpointError, ConfigurationError
+
+WORLDS = [1, 2, 3, 4, 5, 8]
+
+
+@st.composite
+def grids(draw, shape):
+    """``shape`` cut into boxes by a grid, or into intervals: each element in one of them."""
+    if draw(st.booleans()):
+        numel = math.prod(shape)
+        cuts = sorted(draw(st.lists(st.integers(0, numel), max_size=4)))
+        ends = zip([0, *cuts], [*cuts, numel], strict=True)
+        return [box for a, b in ends for box in boxes_of_interval(shape, a, b)]
+    boxes = [Box((), ())]
+    for size in shape:
+        cuts = sorted({*draw(st.lists(st.integers(1, size), max_size=2)), 0, size})
+        parts = [(a, b - a) for a, b in pairwise(cuts)]
+        boxes = [
+            Box((*box.offsets, at), (*box.sizes, count)) for box in boxes for at, count in parts
+        ]
+    return boxes
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_every_wanted_element_is_copied_once_from_its_place(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4), "shape"))
+    stored_boxes, wanted = data.draw(grids(shape), "stored"), data.draw(grids(shape), "wanted")
+    wanted = data.draw(st.permutations(wanted))
+    with pytest.MonkeyPatch.context() as patch:
+        small_chunks(patch, data.draw(st.sampled_from([8, 24, 64]), "chunk"))
+        whole = numpy.arange(math.prod(shape), dtype="<i8").reshape(shape)
+        stored = tuple(StoredBox(box, 0, 0, ()) for box in stored_boxes)
+        tensor = StoredTensor(shape, "I64", stored)
+        target = numpy.full(whole.size, -1, "<i8").view(numpy.uint8)
+        seen = set()
+        for read in reads_for(tensor, wanted):
+            place = (read.stored.box, read.chunk)
+            assert place not in seen
+            seen.add(place)
+            flat = _elements(whole, read.stored.box).tobytes()
+            first = read.chunk * (chunk_bytes(tensor, read.stored, 0))
+            source = flat[first : first + chunk_bytes(tensor, read.stored, read.chunk)]
+            if read.straight is not None:
+                start = read.straight * 8
+                before = target[start : start + len(source)].view("<i8")
+                assert (before == -1).all()
+                target[start : start + len(source)] = numpy.frombuffer(source, numpy.uint8)
+            for copy in read.copies:
+                carry_out(copy, 8, numpy.frombuffer(source, numpy.uint8), target)
+        expected = numpy.concatenate([_elements(whole, box).reshape(-1) for box in wanted])
+        assert (target.view("<i8") == expected).all()
+
+
+def _elements(whole, box):
+    return whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+
+
+@pytest.mark.parametrize("chunk", [16, 4 * 2**20])
+def test_saved_by_any_number_of_ranks_read_by_any_other(tmp_path, monkeypatch, chunk):
+    small_chunks(monkeypatch, chunk)
+    whole = arrays()
+    for world in WORLDS:
+        save_spans(tmp_path / str(world), whole, world, step=7)
+        checkpoint = open_checkpoint(tmp_path / str(world))
+        assert (checkpoint.step, checkpoint.extra) == (7, {"step": 7})
+        assert_holds(checkpoint, whole)
+        for other in WORLDS:
+            parts = [load_span(checkpoint, whole, rank, other) for rank in range(other)]
+            for name, (array, _) in whole.items():
+                assert b"".join(bytes(part[name]) for part in parts) == array.tobytes()
+
+
+def test_files_open_with_the_safetensors_library_alone(tmp_path):
+    whole = arrays()
+    folder = save_spans(tmp_path, whole, 2, step=1)[0]
+    held = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    assert len(held) == 2
+    embed = whole["model/embed"][0]
+    first = numpy.concatenate(
+        [held[0]["model/embed[0:18,0:6]"].reshape(-1), held[0]["model/embed[18:19,0:3]"][0]]
+    )
+    assert first.tobytes() == embed.reshape(-1)[: embed.size // 2].tobytes()
+    assert held[0]["optimizer/embed/step"].tobytes() == whole["optimizer/embed/step"][0].tobytes()
+
+
+def test_replicas_are_written_once_and_the_work_is_shared(tmp_path):
+    large = numpy.arange(2**18, dtype="<f8")  # 2 MiB: shared out
+    small = numpy.arange(8, dtype="<f8")
+
+    def work(ranks):
+        pieces = [
+            Piece(
+                f"model/{name}", array.shape, "F64", (whole_box(array.shape),), ArraySource(array)
+            )
+            for name, array in {"a": large, "b": large + 1, "c": small, "d": small}.items()
+        ]
+        return save(tmp_path, pieces, About(1), ranks)
+
+    run_ranks(2, work)
+    manifest = open_checkpoint(tmp_path).manifest
+    writers = {name: {box.file for box in each.boxes} for name, each in manifest.tensors.items()}
+    assert writers["model/a"] != writers["model/b"]
+    assert writers["model/c"] == writers["model/d"] == {0}
+    assert all(len(each.boxes) == 1 for each in manifest.tensors.values())
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=5))
+def test_each_piece_is_assigned_to_one_of_those_that_hold_it(held):
+    proposals = [[(f"p{n}", f"t{n}", 10 ** (n + 3)) for n in rank] for rank in held]
+    left_out = assign(proposals)
+    written = [
+        proposals[rank][index][0]
+        for rank in range(len(held))
+        for index in range(len(proposals[rank]))
+        if index not in left_out[rank]
+    ]
+    assert sorted(written) == sorted({f"p{n}" for rank in held for n in rank})
+
+
+def test_ranks_that_disagree_about_a_tensor_are_refused_together(tmp_path):
+    def work(ranks):
+        array = numpy.zeros(4 + ranks.rank, "<f4")
+        piece = Piece("w", array.shape, "F32", (whole_box(array.shape),), ArraySource(array))
+        return save(tmp_path, [piece], About(1), ranks)
+
+    for error in run_ranks(2, work):
+        assert isinstance(error, CheckpointError)
+        assert "'w' is F32 of shape (4,) on one rank and F32 of shape (5,)" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_elements_that_no_rank_holds_are_refused(tmp_path):
+    array = numpy.zeros(4, "<f4")
+    piece = Piece("w", (6,), "F32", (Box((1,), (4,)),), ArraySource(array))
+    [error] = run_ranks(1, lambda ranks: save(tmp_path, [piece], About(1), ranks))
+    assert "the boxes of 'w' do not cover each of its elements once" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rewritten_for_another_number_of_ranks(tmp_path):
+    whole = arrays()
+    save_spans(tmp_path / "a", whole, 3, step=5)
+    source = open_checkpoint(tmp_path / "a")
+    folder = reshard_checkpoint(source, tmp_path / "b", 4)
+    assert len(list(folder.glob("*.safetensors"))) == 4
+    assert_holds(tmp_path / "b", whole)
+    assert open_checkpoint(tmp_path / "b").extra == {"step": 5}
+    with pytest.raises(ConfigurationError, match="at least 1 rank, got 0"):
+        reshard_checkpoint(source, tmp_path / "b", 0)
+
+
+def test_even_spans_cover_everything_in_order():
+    for numel in range(12):
+        for world in range(1, 9):
+            spans = even_spans(numel, world)
+            assert [each for a, b in spans for each in range(a, b)] == list(range(numel))
+
+
+def test_the_cases_have_every_kind_of_dtype():
+    assert {dtype for _, dtype in arrays().values()} <= set(DTYPES)
+    assert any(not piece.boxes for piece in spans_of(arrays(), 7, 8))

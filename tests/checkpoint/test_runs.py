@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run: newest, retention, marks of verification, left-overs; saving aside."""
+
+import shutil
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.checkpoint_cases import (
+    FaultyFiles,
+    arrays,
+    assert_holds,
+    run_ranks,
+    save_spans,
+    spans_of,
+    whole_box,
+)
+
+from fullshard.checkpoint import (
+    Background,
+    Keep,
+    Saving,
+    SoloRanks,
+    StepFolder,
+    open_checkpoint,
+    steps_in,
+)
+from fullshard.checkpoint.background import save_in_background
+from fullshard.checkpoint.commit import apply_retention, is_verified, steps_to_remove
+from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.format.values import from_json, to_json
+from fullshard.checkpoint.saving import About, save
+from fullshard.checkpoint.shards import ArraySource, Piece
+from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks
+from fullshard.core.errors import CheckpointError, ConfigurationError
+
+FILES = Files()
+
+
+def test_the_newest_complete_step_is_taken_and_nothing_else(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*: it has none"):
+        open_checkpoint(tmp_path / "run")
+    for step in (5, 30, 200):
+        save_spans(tmp_path, arrays(step), 1, step)
+    for name in ("step-000000000900", ".staging-" + "0" * 32, "step-1000", "notes"):
+        (tmp_path / name).mkdir()
+    assert open_checkpoint(tmp_path).step == 200
+    assert open_checkpoint(tmp_path, 30).step == 30
+    assert open_checkpoint(tmp_path / "step-000000000005").step == 5
+    with pytest.raises(CheckpointError, match=r"of step 7 in .*: there are steps 5, 30, 200"):
+        open_checkpoint(tmp_path, 7)
+
+
+def test_a_step_that_is_saved_again_stays_until_the_new_one_is_there(tmp_path):
+    save_spans(tmp_path, arrays(1), 2, step=5)
+    save_spans(tmp_path, arrays(2), 2, step=5)
+    assert [each.path.name for each in steps_in(FILES, tmp_path)] == [
+        "step-000000000005",
+        "step-000000000005.2",
+    ]
+    assert_holds(tmp_path, arrays(2))
+    apply_retention(FILES, tmp_path, Keep(last=3))
+    assert [each.path.name for each in steps_in(FILES, tmp_path)] == ["step-000000000005.2"]
+
+
+def test_the_next_save_cleans_what_others_have_left(tmp_path):
+    for name in (f".staging-{uuid.uuid4().hex}", f".trash-{uuid.uuid4().hex}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "00000.safetensors").write_text("half")
+    (tmp_path / ".mine").mkdir()
+    save_spans(tmp_path, arrays(1), 1, step=1)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".mine", "step-000000000001"]
+
+
+def test_a_rank_0_that_was_thought_dead_cannot_publish_what_was_cleaned(tmp_path):
+    reached, go = threading.Event(), threading.Event()
+
+    def watch(op, number, path):
+        if op == "rename" and path.name.startswith(".staging"):
+            reached.set()
+            assert go.wait(20)
+
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.extend(
+            save_spans(tmp_path, arrays(1), 1, 1, files=FaultyFiles(watch))
+        )
+    )
+    thread.start()
+    assert reached.wait(20)
+    save_spans(tmp_path, arrays(2), 1, step=2)
+    go.set()
+    thread.join()
+    assert isinstance(results[0], CheckpointError)
+    assert [each.step for each in steps_in(FILES, tmp_path)] == [2]
+
+
+# -- retention -----------------------------------------------------------------------------------
+
+
+def folders(steps):
+    return [StepFolder(step, 1, Path(str(step))) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        (Keep(last=2), [40, 50]),
+        (Keep(last=1, every=20), [20, 40, 50]),
+        (Keep(last=1, best=2, metric="loss"), [20, 30, 50]),
+        (Keep(last=1, best=1, metric="loss", highest=True), [10, 50]),
+    ],
+)
+def test_which_steps_stay(keep, left):
+    steps = folders([10, 20, 30, 40, 50])
+    metrics = dict(zip(steps, [9.0, 1.0, 2.0, float("nan"), 5.0], strict=True))
+    gone = steps_to_remove(steps, keep, metrics, None)
+    assert [each.step for each in steps if each not in gone] == left
+
+
+@given(st.sets(st.integers(0, 50), min_size=1), st.integers(1, 4), st.integers(0, 9), st.data())
+def test_the_newest_and_the_newest_verified_always_stay(steps, last, every, data):
+    there = folders(sorted(steps))
+    verified = data.draw(st.none() | st.sampled_from(there))
+    gone = steps_to_remove(there, Keep(last=last, every=every), {}, verified)
+    assert there[-1] not in gone
+    assert verified not in gone
+    assert set(gone) <= set(there)
+
+
+def test_retention_keeps_the_newest_step_that_was_verified(tmp_path):
+    for step in (1, 2, 3):
+        save_spans(tmp_path, arrays(step), 1, step)
+    open_checkpoint(tmp_path, 1).verify()
+    assert is_verified(FILES, open_checkpoint(tmp_path, 1).folder)
+    save_spans(tmp_path, arrays(4), 1, step=4, keep=Keep(last=1))
+    assert [each.step for each in steps_in(FILES, tmp_path)] == [1, 4]
+    open_checkpoint(tmp_path, 4).verify()
+    save_spans(tmp_path, arrays(5), 1, step=5, keep=Keep(last=1))
+    assert [each.step for each in steps_in(FILES, tmp_path)] == [4, 5]
+
+
+def test_a_mark_of_another_manifest_counts_for_nothing(tmp_path):
+    for step in (1, 2):
+        save_spans(tmp_path, arrays(step), 1, step)
+    one, two = (each.path for each in steps_in(FILES, tmp_path))
+    open_checkpoint(one).verify()
+    shutil.copy(one / "verified", two / "verified")
+    assert is_verified(FILES, one)
+    assert not is_verified(FILES, two)
+
+
+def test_retention_by_a_metric_of_extra(tmp_path):
+    keep = Keep(last=1, best=1, metric="loss")
+    for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
+        about = About(step, extra=to_json({"loss": loss}))
+        save(tmp_path, spans_of(arrays(1), 0, 1), about, SoloRanks(), keep=keep)
+    assert [each.step for each in steps_in(FILES, tmp_path)] == [1, 3]
+
+
+@pytest.mark.parametrize("wrong", [{"last": 0}, {"every": -1}, {"best": 1}, {"metric": "loss"}])
+def test_what_cannot_be_kept(wrong):
+    with pytest.raises(ConfigurationError):
+        Keep(**wrong)
+
+
+# -- saving aside --------------------------------------------------------------------------------
+
+
+def large(mebibytes):
+    array = numpy.arange(mebibytes * 2**17, dtype="<i8")
+    return array, Piece("w", array.shape, "I64", (whole_box(array.shape),), ArraySource(array))
+
+
+def in_background(run, piece, files=None, blocks=None, step=1):
+    blocks = blocks or Blocks(8 * BLOCK_BYTES)
+    return save_in_background(run, [piece], About(step), SoloRanks(), files or FILES, blocks)
+
+
+def test_the_caller_goes_on_and_may_change_what_it_gave(tmp_path):
+    array, piece = large(40)
+    expected = array.copy()
+    go = threading.Event()
+    blocks = Blocks(8 * BLOCK_BYTES)
+
+    def watch(op, number, path):
+        if op == "write":
+            assert go.wait(20)
+
+    saving = in_background(tmp_path, piece, FaultyFiles(watch), blocks)
+    assert not saving.done
+    array[:] = -1
+    go.set()
+    assert saving.wait() == tmp_path / "step-000000000001"
+    assert saving.done
+    assert (open_checkpoint(tmp_path).read("w") == expected).all()
+    assert blocks.held_bytes == 3 * BLOCK_BYTES  # 40 MiB
+
+
+def test_memory_stays_within_its_bound_and_the_caller_waits(tmp_path):
+    array, piece = large(100)
+    blocks = Blocks(2 * BLOCK_BYTES)
+    begun, go = threading.Event(), threading.Event()
+
+    def watch(op, number, path):
+        if op == "write" and path.name.endswith("tensors"):
+            begun.set()
+            assert go.wait(20)
+
+    returned = []
+    thread = threading.Thread(
+        target=lambda: returned.append(in_background(tmp_path, piece, FaultyFiles(watch), blocks))
+    )
+    thread.start()
+    assert begun.wait(20)
+    time.sleep(0.1)
+    assert not returned  # 100 MiB do not fit into 32
+    go.set()
+    thread.join()
+    returned[0].wait()
+    assert blocks.held_bytes == 2 * BLOCK_BYTES
+    assert (open_checkpoint(tmp_path).read("w") == array).all()
+    blocks_again = in_background(tmp_path, piece, blocks=blocks, step=2)
+    blocks_again.wait()
+    assert blocks.held_bytes == 2 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("place", ["make_new_folder", "create", "write", "flush", "rename"])
+def test_a_failure_aside_does_not_hold_the_caller_and_comes_out_at_wait(tmp_path, place):
+    array, piece = large(100)
+    blocks = Blocks(2 * BLOCK_BYTES)
+
+    def watch(op, number, path):
+        if op == place:
+            raise OSError(28, "No space left on device", str(path))
+
+    saving = in_background(tmp_path, piece, FaultyFiles(watch), blocks)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            saving.wait()
+    assert steps_in(FILES, tmp_path) == []
+    saving = in_background(tmp_path, piece, blocks=blocks)  # no block was lost
+    saving.wait()
+    assert (open_checkpoint(tmp_path).read("w") == array).all()
+
+
+def test_a_failure_of_one_rank_aside_is_a_failure_on_all(tmp_path):
+    def watch(op, number, path):
+        if op == "flush":
+            raise OSError(5, "made to fail", str(path))
+
+    def work(ranks):
+        pieces = spans_of(arrays(1), ranks.rank, 2)
+        files = FaultyFiles(watch) if ranks.rank == 1 else FILES
+        blocks = Blocks(2 * BLOCK_BYTES)
+        saving = save_in_background(
+            tmp_path, pieces[:-1], About(1), ranks.duplicate(), files, blocks
+        )
+        return saving.wait()
+
+    errors = run_ranks(2, work)
+    assert all("rank 1 of 2" in str(each) and "made to fail" in str(each) for each in errors)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_background_and_finished_say(tmp_path):
+    with pytest.raises(ConfigurationError, match="two blocks"):
+        Background(host_memory_bytes=BLOCK_BYTES)
+    saving = Saving.finished(3, tmp_path)
+    assert (saving.step, saving.done, saving.wait()) == (3, True, tmp_path)
+
+
+# -- values beside tensors -----------------------------------------------------------------------
+
+_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), inner)
+    ),
+    max_leaves=10,
+)
+
+
+@given(_values)
+def test_values_come_back_with_their_types(value):
+    back = from_json(to_json(value))
+    assert back == value
+    assert repr(back) == repr(value)
+
+
+def test_values_that_are_none():
+    assert repr(from_json(to_json(float("nan")))) == "nan"
+    with pytest.raises(ConfigurationError, match=r"value\['a'\]\[1\] is a builtins.object"):
+        to_json({"a": [1, object()]})
+    assert to_json({1, 2}, sorted) == [1, 2]
+    for wrong in ({"$bytes": "?"}, {"$x": 1}, {"$tuple": 1}, {"$float": "1"}, {"$items": [1]}):
+        with pytest.raises(ConfigurationError, match="cannot be read"):
+            from_json(wrong)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A calibration becomes a device of the planner."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fullshard.doctor.calibration import Calibration
+from fullshard.doctor.calibration import measure as measuring
+from fullshard.doctor.links.measure import Links, LinkTime
+from fullshard.plan import Run, Setup, cluster_of, named_device, named_model, predict, with_setting
+from fullshard.testing import LocalWorld
+
+MEASURED = Calibration(
+    title="a test's CPU",
+    cpu=True,
+    dtype="float32",
+    memory_bytes=8 << 30,
+    flops=1e11,
+    ramp=20.0,
+    attention_flops=4e10,
+    bandwidth=2e10,
+    kernel_s=2e-6,
+    contention=0.3,
+    links=Links(
+        ranks=2,
+        backend="gloo",
+        times=(LinkTime(1 << 20, 6e-3, 6e-3), LinkTime(1 << 24, 36e-3, 36e-3)),
+        work_s=(1.0, 1.0),
+        from_previous_s=(1.0, 1.0),
+    ),
+)
+
+
+def test_a_line_through_two_sizes_is_bandwidth_and_latency():
+    bandwidth, latency = MEASURED.link
+    assert bandwidth == pytest.approx(((1 << 24) - (1 << 20)) / 2 / 30e-3)
+    assert latency == pytest.approx(4e-3)
+    assert dataclasses.replace(MEASURED, links=None).link == (0.0, 0.0)
+
+
+def test_the_file_is_a_device_with_constants_of_its_own(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(MEASURED.toml("mine", per_host=1), encoding="utf-8")
+    device = named_device(str(file))
+    assert device.cpu
+    assert device.constants is not None
+    assert (device.constants.contention, device.constants.matmul_ramp) == (0.3, 20.0)
+    setup = with_setting(Setup(Run(), cluster_of(device, 2)), "precision", "fp32")
+    found = predict(named_model("nano"), setup.run, setup.cluster)
+    assert found.cluster.hosts == 2
+    assert not found.unknowns or all("assumption" not in e.name for e in found.unknowns)
+    alone = dataclasses.replace(MEASURED, links=None).toml("mine", per_host=1)
+    file.write_text(alone, encoding="utf-8")
+    assert named_device(str(file)).assumed == ("inside", "between")
+
+
+def test_ranks_measure_together_and_agree(monkeypatch):
+    monkeypatch.setattr(measuring, "_SHAPES", {"cpu": ((64, 64, 64), (8, 64, 64))})
+    monkeypatch.setattr(measuring, "_BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(measuring, "_LINK_BYTES", (1 << 10, 1 << 14))
+
+    def body(comm):
+        return measuring.calibrate(torch.device("cpu"), comm, "threads")
+
+    first, second = LocalWorld(2).run(body)
+    assert (first.flops, first.bandwidth) == (second.flops, second.bandwidth)
+    assert first.flops > 0
+    assert 0 <= first.contention <= 1
+    assert first.links.ranks == 2

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published rows are read as what they say, and predicted within what was promised."""
+
+import csv
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.strategy import ShardingStrategy
+from fullshard.plan import Recompute, predict
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "benchmarks/data"
+MOSAIC, PUBLISHED = DATA / "mosaicml_fsdp_throughput.csv", DATA / "published_fsdp_runs.csv"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    spec = importlib.util.spec_from_file_location("plan_rows", ROOT / "benchmarks/plan_rows.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["plan_rows"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_rows_say_what_was_run(rows):
+    mosaic = rows.read_rows(MOSAIC)
+    assert len(mosaic) == 111
+    first = mosaic[0]
+    assert (first.model.name, first.cluster.devices, first.run.micro_batch) == ("mpt-70b", 512, 8)
+    assert first.run.recompute is Recompute.FULL
+    kept = [each for each in mosaic if each.run.strategy is ShardingStrategy.SHARD_GRAD_OP]
+    assert {each.cluster.device.key for each in kept} == {"h100"}
+
+    published = rows.read_rows(PUBLISHED)
+    assert len(published) == 32  # one ran out of memory
+    by_label = {each.label: each for each in published}
+    largest = next(each for label, each in by_label.items() if "405B" in label)
+    assert largest.run.tensor_parallel == 8
+    some = next(each for label, each in by_label.items() if "50 layers" in label)
+    assert sum(map(some.run.recomputed, range(80))) == 50
+    told = next(each for each in published if each.group == "IB1" and "H100" in each.label)
+    assert told.cluster.between.bandwidth == pytest.approx(800e9 / 8 / 8)
+    iteration = next(each for each in published if each.group == "YA1")
+    assert iteration.tokens == pytest.approx(2048 / 0.9)
+
+
+def test_predictions_keep_what_is_promised(rows):
+    for file, mape, median in ((MOSAIC, 0.08, 0.06), (PUBLISHED, 0.12, 0.08)):
+        errors = []
+        for row in rows.read_rows(file):
+            found = predict(row.model, row.run, row.cluster)
+            errors.append(abs(found.tokens_per_s / row.tokens - 1))
+        assert sum(errors) / len(errors) <= mape
+        assert sorted(errors)[len(errors) // 2] <= median
+
+
+def test_the_benchmark_takes_any_file_in_these_formats(tmp_path):
+    few = tmp_path / "others.csv"
+    few.write_text("".join(PUBLISHED.read_text().splitlines(keepends=True)[:6]))
+    script = ROOT / "benchmarks/plan_accuracy.py"
+    done = subprocess.run(
+        [sys.executable, script, few], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"MAPE \d+\.\d% median \d+\.\d% coverage \d+% over 5 rows", last), last
+
+
+def test_a_file_in_another_format_is_refused(rows, tmp_path):
+    other = tmp_path / "other.csv"
+    other.write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigurationError, match="none of the two known formats"):
+        rows.read_rows(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"metric": "tok/s", "value": "46096"}, 5762),
+        ({"metric": "step", "value": "2843.5", "unit": "ms"}, 5762),
+        ({"metric": "TFLOPS/GPU", "value": "333.6"}, 5762),
+        ({"metric": "MFU", "value": "33.73"}, 5762),
+    ],
+)
+def test_other_metrics_are_the_same_speed(rows, tmp_path, changes, expected):
+    assert changed_row(rows, tmp_path, changes).tokens == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        ({"parallelism": "HSDP", "n_gpu": "64"}, lambda row: row.run.replicas == 8),
+        ({"parallelism": "HSDP8 DP2", "n_gpu": "16"}, lambda row: row.run.replicas == 2),
+        ({"parallelism": "DDP8"}, lambda row: row.run.strategy is ShardingStrategy.NO_SHARD),
+        ({"act_ckpt": "selective 4"}, lambda row: row.run.recompute_every == 4),
+        ({"gpu": "H200-141GB"}, lambda row: row.cluster.device.key == "h200"),
+        ({"gpu": "H100 80GB, 200Gb/s per GPU"}, lambda row: row.cluster.between.bandwidth == 25e9),
+    ],
+)
+def test_other_configurations_are_understood(rows, tmp_path, changes, read):
+    assert read(changed_row(rows, tmp_path, changes))
+
+
+def test_what_is_not_understood_is_left_out_with_its_reason(rows, tmp_path):
+    for change, said in (
+        ({"value": "OOM"}, "no speed"),
+        ({"parallelism": "PP4"}, "not planned"),
+        ({"metric": "joy"}, "unknown metric"),
+        ({"model": "Lama9-8B"}, "unknown model"),
+        ({"gpu": "abacus"}, "unknown device"),
+    ):
+        skipped = []
+        assert rows.read_rows(written(tmp_path, change), skipped) == []
+        assert said in skipped[0]
+
+
+def written(folder, changes):
+    with PUBLISHED.open(newline="") as file:
+        first = next(csv.DictReader(file))
+    file = folder / "changed.csv"
+    with file.open("w", newline="") as out:
+        writer = csv.DictWriter(out, first)
+        writer.writeheader()
+        writer.writerow({**first, **changes})
+    return file
+
+
+def changed_row(rows, folder, changes):
+    return rows.read_rows(written(folder, changes))[0]

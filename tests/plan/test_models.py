@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models by name and by config.json: their parameters, their work, and what is refused."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.presets import TRANSFORMERS, parameter_numel
+from fullshard.plan import (
+    MODEL_NAMES,
+    Recompute,
+    Run,
+    Wrap,
+    model_from_config,
+    named_model,
+    read_model,
+)
+from fullshard.plan.model.config_json import ARCHITECTURES
+from fullshard.plan.model.decoder import Decoder
+
+DATA = Path(__file__).resolve().parents[2] / "benchmarks/data"
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+
+
+def test_published_parameter_counts_come_out_to_the_last_one():
+    with (DATA / "mosaicml_fsdp_throughput.csv").open() as file:
+        for row in csv.DictReader(file):
+            model = named_model("mpt-" + row["model"])
+            model = Decoder(model.name, replace(model.shape, context=int(row["seq_len"])))
+            assert model.spec(Run()).numel == int(row["num_params"])
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_presets_are_those_of_training(name):
+    assert named_model(name).spec(Run()).numel == parameter_numel(TRANSFORMERS[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama3-405b", 405.85),
+        ("mixtral-8x7b", 46.70),
+        ("llama3.2-1b", 1.24),
+        ("qwen2.5-7b", 7.62),
+        ("gpt3-1.3b", 1.32),
+        ("t5-11b", 11.31),
+        ("llama-33b", 32.53),
+        ("OPT-30B", 29.97),
+        ("Llama-2-7b", 6.74),
+    ],
+)
+def test_large_models_have_their_published_size(name, billions):
+    assert named_model(name).spec(Run()).numel / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_calls_lie_in_modules_that_own_parameters(name):
+    model = named_model(name)
+    for wrap in (Wrap.BLOCK, Wrap.PART):
+        run = Run(wrap=wrap)
+        owners = {param.name.rpartition(".")[0] for param in model.spec(run)}
+        for call in model.calls(run):
+            assert call.path == "" or any(
+                each == call.path or each.startswith(call.path + ".") for each in owners
+            )
+
+
+def test_finer_calls_are_the_same_work():
+    model = named_model("llama3-8b")
+
+    def work(run):
+        return [each for call in model.calls(run) for each in call.operations]
+
+    assert work(Run(wrap=Wrap.PART)) == work(Run(wrap=Wrap.BLOCK))
+
+
+def test_forward_flops_are_a_third_of_what_mfu_counts_but_for_the_causal_half():
+    model = named_model("llama3-8b")
+    run = Run(sequence=128)
+    forward = sum(each.forward.flops for call in model.calls(run) for each in call.operations)
+    assert forward == pytest.approx(model.model_flops(run) / 3, rel=0.01)
+
+
+def test_lora_trains_little_and_saves_a_third_of_the_products():
+    model = named_model("llama3-8b")
+    spec = model.spec(Run(lora_rank=16))
+    trained = sum(param.numel for param in spec if param.trainable)
+    assert 0 < trained < 0.01 * spec.numel
+    assert spec.numel - trained == model.spec(Run()).numel
+
+    def flops(run):
+        return sum(e.backward.flops for c in model.calls(run) for e in c.operations)
+
+    assert 0.5 < flops(Run(lora_rank=16)) / flops(Run()) < 0.65
+
+
+def test_tensor_parallelism_cuts_parameters_and_refuses_what_it_cannot_cut():
+    model = named_model("llama3-8b")
+    whole, cut = (model.spec(Run(tensor_parallel=n)).numel for n in (1, 8))
+    assert cut == pytest.approx(whole / 8, rel=0.01)
+    with pytest.raises(ConfigurationError, match="cannot cut heads 32, kv_heads 8"):
+        model.spec(Run(tensor_parallel=3))
+
+
+def test_a_config_json_is_read_without_transformers(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for given in (tmp_path, tmp_path / "config.json"):
+        assert read_model(str(given)).spec(Run()).numel == 142_272
+
+
+def test_encoder_decoders_are_known_and_count_both_stacks():
+    model = model_from_config(
+        {
+            "model_type": "t5",
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 160,
+            "num_layers": 3,
+            "num_heads": 4,
+            "vocab_size": 100,
+        },
+        "t5",
+    )
+    assert model.spec(Run()).numel == 278_080
+    assert len(model.blocks) == 6
+    names = [each.name for call in model.calls(Run()) for each in call.operations]
+    assert names.count("attention") == 9  # three of the encoder, two for each block of the decoder
+
+
+def test_parameters_of_transformers_own_models(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    kinds = {
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
+        "mixtral": (
+            transformers.MixtralConfig,
+            transformers.MixtralForCausalLM,
+            {"num_local_experts": 4},
+        ),
+        "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM, {}),
+    }
+    sizes = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    for kind, (config, model, more) in kinds.items():
+        made = config(**sizes, **more, eos_token_id=0, bos_token_id=0)
+        with torch.device("meta"):
+            theirs = sum(each.numel() for each in model(made).parameters())
+        told = json.loads(made.to_json_string(use_diff=False))
+        assert model_from_config(told, kind).spec(Run()).numel == theirs, kind
+
+
+def test_an_unknown_architecture_is_refused_with_the_nearest():
+    with pytest.raises(ConfigurationError, match="did you mean 'mistral'"):
+        model_from_config({"model_type": "mistrall"}, "x")
+    assert "mistral" in ARCHITECTURES
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": -64}, "hidden_size must be a whole number of at least 1, got -64"),
+        ({"num_hidden_layers": 1.5}, "num_hidden_layers must be a whole number"),
+        ({"num_key_value_heads": 3}, "cannot share 3 key and value heads evenly"),
+        ({"vocab_size": None}, "vocab_size must be a whole number"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(change, said):
+    with pytest.raises(ConfigurationError, match=said):
+        model_from_config({**LLAMA, **change}, "x")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", ""])
+def test_a_file_that_is_no_config_is_refused(tmp_path, text):
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match="JSON"):
+        read_model(str(file))
+
+
+def test_a_missing_file_and_an_unknown_name_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="No such file"):
+        read_model(str(tmp_path / "config.json"))
+    with pytest.raises(ConfigurationError, match="did you mean 'llama3-8b'"):
+        read_model("llama3-8")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"micro_batch": 0}, "micro_batch must be a whole number of at least 1, got 0"),
+        ({"accumulate": -2}, "accumulate must be"),
+        ({"sequence": 1.5}, "sequence must be"),
+        ({"optimizer": "adamv"}, "'adamv' is not known"),
+        ({"param_dtype": "bf16"}, "unknown dtype 'bf16'"),
+        ({"recompute": Recompute.FULL, "recompute_every": 0}, "recompute_every must be"),
+    ],
+)
+def test_runs_that_cannot_be_are_refused(fields, said):
+    with pytest.raises(ConfigurationError, match=said):
+        Run(**fields)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of a step: what must hold of them whatever the constants."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.presets import DEVICES
+from fullshard.core.strategy import Prefetch, ShardingStrategy
+from fullshard.plan import (
+    Recompute,
+    Run,
+    Wrap,
+    cluster_of,
+    named_device,
+    named_model,
+    predict,
+    replay,
+    write_script,
+)
+from fullshard.plan.cluster.cluster import Link
+from fullshard.plan.cluster.read import device_names, fitted_constants
+from fullshard.plan.step.collectives import Group, gather_s, reduce_all_s
+
+H100 = named_device("h100")
+MODEL = named_model("llama3-8b")
+
+
+def seconds(run, devices=64, **links):
+    return predict(MODEL, run, cluster_of(H100, devices, **links)).step_s
+
+
+def test_compute_alone_on_one_device_has_nothing_to_wait_for():
+    found = predict(MODEL, Run(), cluster_of(H100, 1))
+    assert found.parts["exposed communication"] < 1e-4 * found.step_s
+    assert found.parts["stragglers"] == 0
+    assert found.communication_s == 0
+    assert found.step_s == pytest.approx(sum(found.parts.values()))
+
+
+def test_busy_stretches_of_a_stream_do_not_overlap_and_all_lie_in_the_step():
+    run = Run(recompute=Recompute.FULL, wrap=Wrap.PART)
+    cluster = cluster_of(H100, 64)
+    script = write_script(MODEL, run, cluster)
+    found = replay(script, run, cluster, fitted_constants(), record=True)
+    assert {each.stream for each in found.records} == {"compute", "gather", "reduce"}
+    for stream in ("compute", "gather", "reduce"):
+        mine = [each for each in found.records if each.stream == stream]
+        for earlier, later in pairwise(mine):
+            assert earlier.stop_s <= later.start_s + 1e-12
+    on_wire = sorted(
+        (each.start_s, each.stop_s) for each in found.records if each.stream != "compute"
+    )
+    for (_, stop), (start, _) in pairwise(on_wire):
+        assert stop <= start + 1e-12  # they share one wire
+    assert max(each.stop_s for each in found.records) <= found.step_s
+
+
+def test_a_unit_is_computed_only_after_its_gather():
+    run = Run()
+    cluster = cluster_of(H100, 64)
+    script = write_script(MODEL, run, cluster)
+    records = replay(script, run, cluster, fitted_constants(), record=True).records
+    gathered = {}
+    for each in sorted(records, key=lambda record: record.start_s):
+        if each.stream == "gather":
+            gathered.setdefault(each.unit, each.stop_s)
+        elif each.stream == "compute" and each.label.startswith("forward"):
+            assert gathered[each.unit] <= each.start_s + 1e-12
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    micro_batch=st.integers(1, 4),
+    recompute=st.sampled_from(list(Recompute)),
+    strategy=st.sampled_from([ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]),
+    devices=st.sampled_from([8, 16, 128]),
+)
+def test_more_of_anything_does_not_take_less_time(micro_batch, recompute, strategy, devices):
+    run = Run(micro_batch=micro_batch, recompute=recompute, strategy=strategy, sequence=1024)
+    base = seconds(run, devices)
+    assert seconds(replace(run, micro_batch=micro_batch + 1), devices) > base
+    assert seconds(replace(run, accumulate=2), devices) > base
+    assert seconds(run, devices, between_bandwidth=1e9) >= base
+    assert seconds(replace(run, recompute=Recompute.FULL), devices) >= base - 1e-9
+
+
+def test_a_second_gather_shows_where_the_link_is_slow():
+    slow = {"between_bandwidth": 1e9}
+    run = Run(sequence=512)
+    full = seconds(run, 64, **slow)
+    kept = seconds(replace(run, strategy=ShardingStrategy.SHARD_GRAD_OP), 64, **slow)
+    assert kept < 0.9 * full
+
+
+def test_prefetch_hides_what_gathering_on_demand_shows():
+    on_demand = replace(Run(sequence=2048), prefetch=Prefetch(0, 0))
+    assert seconds(Run(sequence=2048)) < seconds(on_demand)
+
+
+def test_rings_move_every_byte_but_ones_own_once():
+    constants = replace(fitted_constants(), inside_share=1.0, between_share=1.0)
+    cluster = replace(cluster_of(H100, 16), inside=Link(100e9, 0.0), between=Link(10e9, 0.0))
+    inside, across = Group(8, 8), Group(16, 8)
+    assert gather_s(8e9, inside, cluster, constants) == pytest.approx(7e9 / 100e9)
+    assert gather_s(16e9, across, cluster, constants) == pytest.approx(15e9 / 80e9)
+    assert reduce_all_s(8e9, inside, cluster, constants) == pytest.approx(14e9 / 100e9)
+    assert gather_s(8e9, Group(1, 1), cluster, constants) == 0
+
+
+def test_intervals_hold_the_prediction_and_grow_with_what_is_unknown():
+    known = predict(MODEL, Run(), cluster_of(H100, 8))
+    assumed = predict(MODEL, Run(), cluster_of(named_device("b200"), 8))
+    for each in (known, assumed):
+        assert each.low_s < each.step_s < each.high_s
+    assert assumed.high_s / assumed.low_s > known.high_s / known.low_s
+    assert any("assumption" in each.name for each in assumed.unknowns)
+
+
+@pytest.mark.parametrize("name", device_names())
+def test_every_device_says_where_its_figures_come_from(name):
+    device = named_device(name)
+    assert device.origin
+    assert 0 < device.sustained <= 1
+    run = Run(param_dtype="float32", micro_batch=1, sequence=128)
+    found = predict(named_model("gpt2-124m"), run, cluster_of(device, 1))
+    assert 0 < found.mfu < 0.9
+    assert 0 < found.watts <= device.power_w
+
+
+def test_devices_agree_with_those_that_training_knows():
+    for ours, theirs in {"h100": "H100-SXM", "a100-80": "A100-80GB", "b200": "B200"}.items():
+        peak = DEVICES[theirs].bf16_flops
+        assert named_device(ours).peak("bfloat16") == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [(0, "at least 1, got 0"), (-4, "got -4"), (12, "take 8 or 16"), (2.0, "whole number")],
+)
+def test_clusters_that_cannot_be_are_refused(devices, said):
+    with pytest.raises(ConfigurationError, match=said):
+        cluster_of(H100, devices)
+
+
+def test_unknown_devices_and_dtypes_are_refused_with_what_there_is():
+    with pytest.raises(ConfigurationError, match="did you mean 'h100'"):
+        named_device("h10")
+    with pytest.raises(ConfigurationError, match="no matrix units for float8"):
+        predict(MODEL, Run(fp8=True), cluster_of(named_device("a100-80"), 8))
+    with pytest.raises(ConfigurationError, match="nearest that divides is 2"):
+        predict(MODEL, Run(replicas=3), cluster_of(H100, 16))
+
+
+def test_a_calibration_file_is_a_device(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("[a]\ntitle = 1\n")
+    with pytest.raises(ConfigurationError, match="missing"):
+        named_device(str(file))
+    with pytest.raises(ConfigurationError, match="No such file"):
+        named_device(str(tmp_path / "none.toml"))

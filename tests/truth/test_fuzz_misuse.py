@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random models, options and misuse: equal to one process, or an error of fullshard's own.
+
+By hand: ``FULLSHARD_FUZZ=300:10000 pytest tests/truth/test_fuzz_misuse.py`` tries these seeds.
+"""
+
+import os
+import random
+import threading
+
+import pytest
+import torch
+from support.misuse import Misuser
+from support.random_models import build
+
+from fullshard.core.errors import FullshardError
+from fullshard.testing import LocalWorld, LocalWorldError
+from fullshard.torch import (
+    FullyShardedDataParallel,
+    ShardedParameter,
+    ShardingStrategy,
+    fully_shard,
+    keep_for_double_backward,
+    set_prefetch,
+)
+
+STEPS = 3
+FIRST, LAST = map(int, os.environ.get("FULLSHARD_FUZZ", "0:300").split(":"))
+SEEDS_A_TEST = 10
+
+
+def shard(model, units, comm, choose):
+    if choose.random() < 0.5:
+        chosen = {model.get_submodule(name) for name in units}
+        model = FullyShardedDataParallel(
+            model,
+            comm,
+            choose.choice(list(ShardingStrategy)[:3]),
+            auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in chosen,
+        )
+    else:
+        for name in sorted(units, key=lambda name: -name.count(".")):
+            reshard = choose.choice([True, True, False])
+            fully_shard(model.get_submodule(name), mesh=comm, reshard_after_forward=reshard)
+        model = fully_shard(model, mesh=comm)
+    set_prefetch(model, choose.randrange(3), choose.randrange(3))
+    if choose.random() < 0.3:
+        keep_for_double_backward(model)
+    return model
+
+
+def outcome(seed):
+    """None if it is a right one; else what is wrong."""
+    plain, _ = build(seed)
+    state = {name: value.clone() for name, value in plain.state_dict().items()}
+    refused = None
+    try:
+        Misuser(plain, random.Random(seed), seed).train(STEPS)
+    except Exception as error:
+        refused = error
+    building = threading.Lock()
+
+    def body(comm):
+        with building:
+            model, units = build(seed)
+        model.load_state_dict(state)
+        model = shard(model, units, comm, random.Random(seed + 1))
+        Misuser(model, random.Random(seed), seed).train(STEPS)
+        return {
+            name: p.full_tensor() if isinstance(p, ShardedParameter) else p.detach()
+            for name, p in model.named_parameters()
+        }
+
+    try:
+        found = LocalWorld(1 + seed % 3, eager=seed % 5 == 0).run(body)
+    except LocalWorldError as error:
+        return f"ranks went apart: {error}"
+    except FullshardError:
+        return None
+    except Exception as error:
+        if refused is not None:
+            return None
+        return f"a raw {type(error).__name__}: {str(error)[:300]}"
+    if refused is not None:
+        return f"nothing was raised where one process raises {refused!r}"
+    for each in found:
+        for name, param in plain.named_parameters():
+            if name not in each or not torch.allclose(each[name], param, rtol=1e-4, atol=1e-5):
+                return f"{name} differs from one process"
+    return None
+
+
+@pytest.mark.parametrize("first", range(FIRST, LAST, SEEDS_A_TEST))
+def test_misuse(first):
+    wrong = {seed: outcome(seed) for seed in range(first, min(first + SEEDS_A_TEST, LAST))}
+    assert not any(wrong.values()), {seed: text for seed, text in wrong.items() if text}

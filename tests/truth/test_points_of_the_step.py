@@ -1,0 +1,532 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users do between, in and around steps: right, or an error that names it."""
+
+import pytest
+import torch
+from support.models import seeded
+from torch import nn
+from torch.func import functional_call
+
+from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.testing import LocalWorld
+from fullshard.torch import FullyShardedDataParallel, fully_shard, keep_for_double_backward
+from fullshard.wrap import ModuleWrapPolicy
+
+DOORS = ["wrapper", "function"]
+X = torch.arange(6.0, dtype=torch.float64).view(2, 3) / 6
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def shard(model, comm, door, units=(nn.Linear,)):
+    if door == "wrapper":
+        return FullyShardedDataParallel(model, comm, auto_wrap_policy=ModuleWrapPolicy(set(units)))
+    for module in list(model.modules()):
+        if isinstance(module, tuple(units)) and module is not model:
+            fully_shard(module, mesh=comm)
+    return fully_shard(model, mesh=comm)
+
+
+def grads(model):
+    return {
+        name: None
+        if param.grad is None
+        else param.grad.full_tensor()
+        if hasattr(param.grad, "full_tensor")
+        else param.grad
+        for name, param in model.named_parameters()
+    }
+
+
+def assert_grads(model, plain):
+    expected = grads(plain)
+    for name, found in grads(model).items():
+        assert (found is None) == (expected[name] is None), name
+        if found is not None:
+            torch.testing.assert_close(found, expected[name], msg=name)
+
+
+# ---- 1: what a user puts in a parameter's place ------------------------------------------------
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_point_01_functional_call_with_full_tensors(door):
+    def body(comm):
+        model, plain = shard(seeded(net), comm, door), seeded(net, 1)
+        given = {n: p.detach().clone().requires_grad_() for n, p in plain.named_parameters()}
+        names = dict(zip(plain.state_dict(), dict(nn.Module.named_parameters(model)), strict=True))
+        values = {names[name]: value for name, value in given.items()}
+        before = dict(values)
+        output = functional_call(model, values, (X,))
+        assert all(values[name] is before[name] for name in before)
+        output.sum().backward()
+        plain(X).sum().backward()
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(given[name].grad, param.grad)
+        model.zero_grad()
+        reference = seeded(net)
+        model(X).sum().backward()  # its own parameters are back
+        reference(X).sum().backward()
+        assert_grads(model, reference)
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(4, 3).double())),
+        lambda layer: setattr(layer, "bias", None),
+        lambda layer: layer.__delattr__("bias"),
+        lambda layer: nn.utils.parametrizations.weight_norm(layer),
+    ],
+    ids=["replaced", "none", "deleted", "parametrized"],
+)
+def test_point_01_what_is_replaced_is_named(door, replace):
+    def body(comm):
+        model = shard(seeded(net), comm, door)
+        if comm.rank == 2:
+            return
+        model(X).sum().backward()
+        try:
+            replace(model[0].module if door == "wrapper" else model[0])
+        except (RuntimeError, NotImplementedError):
+            return  # torch or a rule has refused it by itself
+        with pytest.raises(UsageError, match=r"'0\..*after it was sharded"):
+            model(X)
+
+    LocalWorld(2).run(body)
+
+
+def test_point_01_functional_call_with_spans_and_transforms_are_named():
+    def body(comm):
+        model = shard(seeded(net), comm, "function")
+        with pytest.raises(UsageError, match="full_tensor"):
+            functional_call(model, {"0.weight": model[0].weight * 2}, (X,))
+        with pytest.raises(UsageError, match="of shape"):
+            functional_call(model, {"0.weight": torch.ones(2, 2)}, (X,))
+        full = {name: param.full_tensor() for name, param in model.named_parameters()}
+        with pytest.raises(NotSupportedError, match=r"torch\.func\.grad"):
+            torch.func.grad(lambda values: functional_call(model, values, (X,)).sum())(full)
+        model(X).sum().backward()
+
+    LocalWorld(2).run(body)
+
+
+# ---- 2: containers that blocks write to --------------------------------------------------------
+
+
+class Writer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x, losses, seen=None):
+        y = self.layer(x).tanh()
+        losses["all"].append(y.square().mean())
+        seen.append(x)
+        losses["count"] = losses.get("count", 0) + 1
+        return y
+
+
+class Writers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Writer() for _ in range(3))
+
+    def forward(self, x):
+        losses, seen = {"all": []}, [x]
+        for block in self.blocks:
+            x = block(x, losses, seen=seen)
+        assert len(seen) == 4
+        return x.sum() + sum(losses["all"]) * losses["count"]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_point_02_what_blocks_append_is_kept(door):
+    def body(comm):
+        model = shard(seeded(Writers).double(), comm, door, units=(Writer,))
+        plain = seeded(Writers).double()
+        for _ in range(2):
+            loss, expected = model(X), plain(X)
+            torch.testing.assert_close(loss, expected)
+            loss.backward()
+            expected.backward()
+        assert_grads(model, plain)
+
+    LocalWorld(2).run(body)
+
+
+# ---- 4, 5: stale references, writes in forward -------------------------------------------------
+
+
+class Stale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.weights = [self.layer.weight]
+
+    def forward(self, x):
+        return x @ self.weights[0]
+
+
+def test_point_04_a_gradient_of_a_replaced_original_is_named():
+    def body(comm):
+        model = fully_shard(seeded(Stale).double(), mesh=comm)
+        with pytest.raises(UsageError, match=r"sharded as 'layer\.weight'"):
+            model(X).sum().backward()
+
+    LocalWorld(2).run(body)
+
+
+def test_point_04_a_buffer_in_the_memory_of_a_parameter_is_named():
+    def body(comm):
+        model = seeded(lambda: nn.Linear(3, 3))
+        model.register_buffer("copy", model.weight.data[1:])
+        with pytest.raises(ConfigurationError, match=r"'copy' lies in the memory of .*'weight'"):
+            fully_shard(model, mesh=comm)
+
+    LocalWorld(2).run(body)
+
+
+class Writing(nn.Linear):
+    how, count = "", 0
+
+    def forward(self, x):
+        self.count += 1
+        if self.how == "data":
+            self.weight.data.clamp_(-0.1, 0.1)
+        if self.how == "later" and self.count == 2:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("how", "first_error"), [("data", 0), ("later", 1), ("", 9)])
+def test_point_05_writes_in_forward_are_named(how, first_error):
+    def body(comm):
+        inner = seeded(lambda: Writing(3, 3))
+        inner.how = how
+        model = FullyShardedDataParallel(nn.Sequential(inner), comm)
+        for step in range(3):
+            if step < first_error:
+                model(X.float()).sum().backward()
+                continue
+            with pytest.raises(UsageError, match=r"forward has written to '0\.weight'"):
+                model(X.float())
+            return
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("door", DOORS)
+def test_point_05_max_norm_is_refused_by_name(cls, door):
+    def body(comm):
+        model = nn.Sequential(seeded(lambda: cls(4, 3, max_norm=1.0)))
+        with pytest.raises(NotSupportedError, match="'0' has max_norm"):
+            shard(model, comm, door)
+        assert type(model[0].weight) is nn.Parameter
+
+    LocalWorld(2).run(body)
+
+
+# ---- 6: unusual ways to get gradients ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_point_06_sharded_parameters_as_inputs_of_autograd_are_named(door):
+    def body(comm):
+        model = shard(seeded(net), comm, door)
+        loss = model(X).sum()
+        with pytest.raises(UsageError, match=r"autograd\.grad"):
+            torch.autograd.grad(loss, model.parameters())
+        with pytest.raises(UsageError, match="backward"):
+            loss.backward(inputs=list(model.parameters()))
+        plain = seeded(net)
+        plain(X).sum().backward()
+        loss.backward()
+        assert_grads(model, plain)
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_point_06_hooks_from_before_sharding_get_the_sharded_gradient(door):
+    def body(comm):
+        model, seen = seeded(net), []
+        handle = model[0].weight.register_hook(lambda grad: grad * 2)
+        model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(tuple(p.shape)))
+        model, plain = shard(model, comm, door), seeded(net)
+        plain[0].weight.register_hook(lambda grad: grad * 2)
+        model(X).sum().backward()
+        plain(X).sum().backward()
+        assert_grads(model, plain)
+        assert seen == [(4, 3)]
+        handle.remove()
+        model.zero_grad()
+        model(X).sum().backward()
+        torch.testing.assert_close(grads(model)["0.weight"] * 2, plain[0].weight.grad)
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_point_06_a_step_between_two_backwards_is_named(door):
+    def body(comm):
+        model = shard(seeded(net), comm, door)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = model(X).sum()
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)  # that is fine
+        optimizer.step()
+        with pytest.raises(UsageError, match="changed between its forward and this backward"):
+            loss.backward()
+        model(X).sum().backward()
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_point_06_a_failed_backward_run_again_is_named(door):
+    def body(comm):
+        model, fails = shard(seeded(net), comm, door), [True]
+
+        def fail(_grad):
+            if fails[0]:
+                raise ValueError("once")
+
+        inputs = X.clone().requires_grad_() * 1
+        inputs.register_hook(fail)
+        loss = model(inputs).sum()
+        with pytest.raises(ValueError, match="once"):
+            loss.backward(retain_graph=True)
+        fails[0] = False
+        with pytest.raises(UsageError, match="again after a backward that failed"):
+            loss.backward()
+        model.zero_grad()
+        plain = seeded(net)
+        model(X).sum().backward()
+        plain(X).sum().backward()
+        assert_grads(model, plain)
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_point_06_modules_added_after_sharding_are_named(door):
+    def body(comm):
+        model = shard(seeded(net), comm, door)
+        inner = model.module if door == "wrapper" else model
+        model(X).sum().backward()
+        inner[1] = nn.Linear(4, 4).double().requires_grad_(False)  # frozen: nothing to reduce
+        model(X).sum().backward()
+        inner[1] = nn.Linear(4, 4).double()
+        with pytest.raises(UsageError, match=r"'1\.weight', '1\.bias': added"):
+            model(X)
+        inner[1] = nn.Tanh()
+        model(X).sum().backward()
+        inner[1].register_parameter("scale", nn.Parameter(torch.ones(1)))
+        with pytest.raises(UsageError, match=r"'1\.scale': added"):
+            model(X)
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_point_06_a_rank_that_skips_a_step_is_named(world):
+    def body(comm):
+        model = shard(seeded(net), comm, "function")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(X).sum().backward()
+        if comm.rank != 1:
+            optimizer.step()
+        with pytest.raises(UsageError, match="between 0 and 1 on the ranks"):
+            model(X).sum().backward()
+
+    LocalWorld(world).run(body)
+
+
+# ---- 8, 17: shared modules, groups in part -----------------------------------------------------
+
+
+class WithShared(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.own, self.shared = nn.Linear(3, 3), shared
+
+    def forward(self, x):
+        return self.shared(self.own(x)).tanh()
+
+
+def sharing():
+    shared = nn.Linear(3, 3)
+    return nn.Sequential(WithShared(shared), WithShared(shared), nn.Linear(3, 2)).double()
+
+
+@pytest.mark.parametrize("door", [*DOORS, "by hand"])
+def test_point_08_a_module_of_several_units_equals_one_process(door):
+    def body(comm):
+        model, plain = seeded(sharing), seeded(sharing)
+        if door == "by hand":
+            for number in (0, 1):
+                model[number] = FullyShardedDataParallel(model[number], comm)
+            model = FullyShardedDataParallel(model, comm)
+        else:
+            model = shard(model, comm, door, units=(WithShared,))
+        ours = torch.optim.SGD(model.parameters(), lr=0.1)
+        theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for _ in range(3):
+            model(X).square().sum().backward()
+            plain(X).square().sum().backward()
+            assert_grads(model, plain)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    LocalWorld(2).run(body)
+
+
+def test_point_08_without_a_unit_around_all_uses_it_is_named():
+    def body(comm):
+        model = seeded(sharing)
+        fully_shard(model[0], mesh=comm)
+        fully_shard(model[1], mesh=comm)
+        model[0](X)
+        with pytest.raises(UsageError, match=r"'shared\.weight'.*nearest module"):
+            model[1](X)
+
+    LocalWorld(2).run(body)
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.norm(self.embed(x))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_point_17_a_group_whose_modules_run_apart(chunks, micro_batches):
+    def step(model):
+        total = 0.0
+        for _ in range(micro_batches):
+            hidden = model(X)
+            cut = hidden.detach().requires_grad_()
+            for chunk in cut.chunk(chunks):
+                loss = model.head(chunk).square().sum()
+                loss.backward()
+                total += loss.item()
+            hidden.backward(cut.grad)
+        return total
+
+    def body(comm):
+        model, plain = seeded(Language).double(), seeded(Language).double()
+        fully_shard(model.embed, mesh=comm)
+        fully_shard([model.norm, model.head], mesh=comm)
+        fully_shard(model, mesh=comm)
+        ours = torch.optim.SGD(model.parameters(), lr=0.01)
+        theirs = torch.optim.SGD(plain.parameters(), lr=0.01)
+        for _ in range(3):
+            assert step(model) == pytest.approx(step(plain), abs=1e-12)
+            assert_grads(model, plain)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        model.head(model(X)).sum().backward()  # in one graph
+        plain.head(plain(X)).sum().backward()
+        assert_grads(model, plain)
+
+    LocalWorld(2).run(body)
+
+
+# ---- 9: double backward ------------------------------------------------------------------------
+
+
+def penalised(model):
+    inputs = X.clone().requires_grad_()
+    output = model(inputs).sum()
+    (gradient,) = torch.autograd.grad(output, inputs, create_graph=True)
+    return output.square() + gradient.square().sum()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_point_09_a_gradient_penalty_equals_one_process(door):
+    def body(comm):
+        model, plain = shard(seeded(net), comm, door), seeded(net)
+        keep_for_double_backward(model)
+        ours = torch.optim.SGD(model.parameters(), lr=0.1)
+        theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for _ in range(3):
+            penalised(model).backward()
+            penalised(plain).backward()
+            assert_grads(model, plain)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_point_09_double_backward_of_units_that_are_freed_is_named(door):
+    def body(comm):
+        model = shard(seeded(net), comm, door)
+        with pytest.raises(NotSupportedError, match="keep_for_double_backward"):
+            penalised(model)
+        model(X).sum().backward()
+
+    LocalWorld(2).run(body)
+
+
+# ---- 20: gradients of unused parameters --------------------------------------------------------
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, use_b):
+        x = self.a(x)
+        return self.b(x) if use_b else x
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_point_20_nobody_used_is_none_and_weight_decay_leaves_it_alone(door, world):
+    def body(comm):
+        model, plain = shard(seeded(Branches).double(), comm, door), seeded(Branches).double()
+        options = {"lr": 0.1, "weight_decay": 0.5, "momentum": 0.9}
+        ours = torch.optim.SGD(model.parameters(), **options)
+        theirs = torch.optim.SGD(plain.parameters(), **options)
+        for step in range(4):
+            model(X, step == 1).sum().backward()
+            plain(X, step == 1).sum().backward()
+            assert_grads(model, plain)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.full_tensor(), plain.get_parameter(name).detach())
+
+    LocalWorld(world).run(body)
+
+
+def test_point_20_what_one_rank_used_has_a_gradient_on_all():
+    def body(comm):
+        model = shard(seeded(Branches).double(), comm, "function", units=())
+        for used in (False, True):
+            model(X, used and comm.rank == 1).sum().backward()
+            found = grads(model)
+            assert (found["b.weight"] is not None) == used
+            assert found["c.weight"] is None
+            model.zero_grad()
+
+    LocalWorld(2).run(body)

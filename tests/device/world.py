@@ -10,6 +10,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from device.machine import Machine
 from device.network import Network
@@ -17,6 +18,7 @@ from device.operations import Memories, Operations
 from device.streams import Streams
 from fullshard.torch.comm import ranks
 from fullshard.torch.comm.watch.watchdog import Watchdog
+from fullshard.torch.step import usage
 from fullshard.torch.unit import full_parameters, shards
 from fullshard.torch.unit import streams as engine_streams
 from fullshard.torch.unit.sites import notes_on
@@ -51,6 +53,8 @@ def rank_of_job(rank, size, answer=lambda: False):
         name = "_propagate_tensor_meta_non_cached"
         stack.enter_context(mock.patch.object(ShardingPropagator, name, shapes))
         stack.enter_context(mock.patch.object(ranks, "_has_nccl", return_value=True))
+        settle = _with_values(usage._settle)
+        stack.enter_context(mock.patch.object(usage, "_settle", settle))
         for module in (full_parameters, shards):
             stack.enter_context(mock.patch.object(module, "notes_on", _notes_of_users))
         # A fake tensor cannot become of another class.
@@ -60,6 +64,16 @@ def rank_of_job(rank, size, answer=lambda: False):
         stack.callback(dist.destroy_process_group)
         machine.memories = memories
         yield machine
+
+
+def _with_values(function):
+    """``function``, which asks other ranks by tensors on the host: these are real, and our own."""
+
+    def call(*args, **kwargs):
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _notes_of_users(param):

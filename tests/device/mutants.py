@@ -326,16 +326,19 @@ MUTANTS = {
         (_only("to the host", _beside_without_wait, _behind),), _OFFLOAD
     ),
     "fetches are marked before they are issued": Mutant(
-        (_only("to the device", _event_before_copies, _behind),), ("offload replicas",)
+        (_only("to the device", _event_before_copies, _behind),), ("NO_SHARD offloaded",)
     ),
     "evictions are marked before they are issued": Mutant(
         (_only("to the host", _event_before_copies, _behind),), _OFFLOAD
     ),
     "fetches are not marked": Mutant(
-        (_only("to the device", _no_event, _behind),), ("offload replicas",)
+        (_only("to the device", _no_event, _behind),), ("NO_SHARD offloaded",)
     ),
     "evictions are not marked": Mutant((_only("to the host", _no_event, _behind),), _OFFLOAD),
-    "no join": Mutant(((CopyStream, "join", nothing),), ("offload replicas",)),
+    "no join": Mutant(((CopyStream, "join", nothing),), _OFFLOAD),
+    "no join of fetches": Mutant(
+        (_only("to the device", nothing, "join"),), ("NO_SHARD offloaded",)
+    ),
     "no join of evictions": Mutant((_only("to the host", nothing, "join"),), _OFFLOAD),
     "the host waits for no copies": Mutant(((CopyStream, "synchronize", nothing),), _OFFLOAD),
     "the host waits for no evictions": Mutant(
@@ -357,15 +360,8 @@ MUTANTS = {
         ((FullParameters, "_converted", _converted_on_compute),), _OFFLOAD
     ),
     "fetches block the host": Mutant(((FullParameters, "_converted", _blocking_fetch),), _OFFLOAD),
-    "units are shrunk before they are there": Mutant(
-        ((FullParameters, "shrink", _shrink_without_wait),), ("blocks of 2",)
-    ),
     "gathers get no memory": Mutant(
         ((FullParameters, "gather", _gather_without_allocating),), _FULL
-    ),
-    "a block's part is dropped when its gather is issued": Mutant(
-        (_after(FullParameters, "gather", lambda self: setattr(self, "part", None)),),
-        ("blocks of 2",),
     ),
     "gathers hold up the host": Mutant(((FullParameters, "gather", _synchronizing_gather),), _FULL),
     "full parameters are freed when gathered": Mutant(
@@ -419,6 +415,17 @@ MUTANTS = {
 }
 
 EQUIVALENT = {
+    "units are shrunk before they are there": (
+        Mutant(((FullParameters, "shrink", _shrink_without_wait),), ("blocks of 2",)),
+        "the schedule awaits every gather before it shrinks the unit",
+    ),
+    "a block's part is dropped when its gather is issued": (
+        Mutant(
+            (_after(FullParameters, "gather", lambda self: setattr(self, "part", None)),),
+            ("blocks of 2",),
+        ),
+        "the works of torch.distributed keep their tensors until they are waited for",
+    ),
     "messages of a compressed reduce are not kept": (
         Mutant(((Together, "__init__", _together_without_keeping),), ("reduces in int8",)),
         "the works of torch.distributed keep their tensors until they are waited for",

@@ -187,6 +187,12 @@ for _strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
     _first_door(_strategy, shape=(2, 2), sharding_strategy=ours.ShardingStrategy[_strategy])
 _first_door("CPUOffload", syncs=_FETCHES, cpu_offload=ours.CPUOffload(offload_params=True))
 _first_door(
+    "NO_SHARD offloaded",
+    syncs=_FETCHES,
+    sharding_strategy=ours.ShardingStrategy.NO_SHARD,
+    cpu_offload=ours.CPUOffload(offload_params=True),
+)
+_first_door(
     "offload optimizer", syncs=_FETCHES, cpu_offload=ours.CPUOffload(offload_optimizer=True)
 )
 _first_door(

@@ -18,6 +18,7 @@ from device.operations import Memories, Operations
 from device.streams import Streams
 from fullshard.torch.comm import ranks
 from fullshard.torch.comm.watch.watchdog import Watchdog
+from fullshard.torch.sharding import summon
 from fullshard.torch.step import usage
 from fullshard.torch.unit import full_parameters, shards
 from fullshard.torch.unit import streams as engine_streams
@@ -55,7 +56,7 @@ def rank_of_job(rank, size, answer=lambda: False):
         stack.enter_context(mock.patch.object(ranks, "_has_nccl", return_value=True))
         settle = _with_values(usage._settle)
         stack.enter_context(mock.patch.object(usage, "_settle", settle))
-        for module in (full_parameters, shards):
+        for module in (full_parameters, shards, summon):
             stack.enter_context(mock.patch.object(module, "notes_on", _notes_of_users))
         # A fake tensor cannot become of another class.
         same = mock.patch.object(FakeTensor, "as_subclass", lambda self, kind: self, create=True)

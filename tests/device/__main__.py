@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m device programs` or `mutants`: lines of JSON, see `device.runner`."""
+"""`python -m device programs`, `mutants` or `sample`: lines of JSON, see `device.runner`."""
 
 import sys
 

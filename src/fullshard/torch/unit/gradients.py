@@ -6,6 +6,12 @@ Gradients are summed over the ranks that share slices by a reduce-scatter, and t
 that hold equal slices by an all-reduce. Sums travel in the reduce dtype. They are divided by the
 number of ranks after they have been cast to the dtype in which they rest; in fp16, whose range is
 small, by the power of two next to its square root before, and by the rest after.
+
+[Note: Asking a device]
+On a CPU a reduce that has completed gives its memory back at once. A device is not asked: its host
+runs ahead, so that hardly any reduce has completed by then, and the answers differ from rank to
+rank and from step to step, and with them what their allocators do. There the schedule alone says
+when a reduce ends, and every rank issues the same work in every step.
 """
 
 import math
@@ -186,13 +192,18 @@ class Gradients:
 
     @property
     def completed(self) -> bool:
-        """True if no reduce is in flight that `await_all` would have to wait for."""
+        """True if no reduce is in flight that `await_all` would have to wait for.
+
+        See [Note: Asking a device].
+        """
         if self._work is None:
             return True
         if not (self._scattered or self._plan.ranks.replicas.size == 1):
             return False
         if self.settings.all_reduce_hook is not None:
             return False  # it may be collective, and what is complete differs from rank to rank
+        if self._plan.device.type != "cpu":
+            return isinstance(self._work, Done)
         return self._work.is_completed()
 
     def reduce(self) -> None:

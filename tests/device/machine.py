@@ -19,6 +19,29 @@ from dataclasses import dataclass, field
 
 HOST = "host"
 COMPUTE = "compute"
+TIME = "seconds"  # within clocks: when, by the cost model
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How fast a device is: a kernel takes what its work or its bytes take, whichever is longer."""
+
+    flops_per_s: float = 550e12
+    memory_bytes_per_s: float = 2.6e12
+    link_bytes_per_s: float = 100e9
+    host_bytes_per_s: float = 50e9
+    kernel_s: float = 2e-6
+
+    def kernel(self, size, flops):
+        return max(self.kernel_s, size / self.memory_bytes_per_s, flops / self.flops_per_s)
+
+
+@dataclass(frozen=True)
+class Launch:
+    timeline: str
+    what: str
+    size: int  # bytes read and written, or sent
+    flops: int = 0
 
 
 @dataclass
@@ -53,14 +76,16 @@ class Memory:
 class Machine:
     """One rank's device and host. ``findings`` are what it did wrong, ``syncs`` host waits."""
 
-    def __init__(self, answer=lambda: False):
+    def __init__(self, answer=lambda: False, costs=None):
         self.answer = answer
+        self.costs = costs or Costs()
         self.clocks = {HOST: {HOST: 0}, COMPUTE: {COMPUTE: 0}}
         self.current = COMPUTE
         self.findings = {}  # by text, for their order
         self.syncs = Counter()
         self.collectives = []
-        self.launches = []  # (timeline, name, bytes, flops)
+        self.launches = []
+        self._wire_free = 0.0
         self.questions = 0
         self.running = False
         self._freed = []
@@ -99,6 +124,30 @@ class Machine:
         if done:
             self.put_behind(HOST, position)
         return done
+
+    # ---- time -----------------------------------------------------------------------------------
+
+    def launch(self, timeline, what, size, flops=0, *, crosses=False):
+        """What has just been stepped takes time: on its timeline, whatever others do meanwhile."""
+        self.launches.append(Launch(timeline, what, size, flops))
+        if timeline != HOST:
+            bus_s = size / 2 / self.costs.host_bytes_per_s if crosses else 0.0
+            clock = self.clock(timeline)
+            clock[TIME] = clock.get(TIME, 0.0) + max(bus_s, self.costs.kernel(size, flops))
+
+    def send(self, timeline, what, size, ranks):
+        """A collective of ``size`` bytes takes time: behind all that this rank sends already."""
+        self.launches.append(Launch(timeline, what, size))
+        if timeline != HOST:
+            clock = self.clock(timeline)
+            begin = max(clock.get(TIME, 0.0), self._wire_free)
+            took_s = size * (ranks - 1) / ranks / self.costs.link_bytes_per_s
+            self._wire_free = clock[TIME] = begin + self.costs.kernel_s + took_s
+
+    @property
+    def now_s(self):
+        """When all that was launched is done."""
+        return max(clock.get(TIME, 0.0) for clock in self.clocks.values())
 
     # ---- memory ---------------------------------------------------------------------------------
 
@@ -178,7 +227,8 @@ def _join(clock, other):
 
 
 def _has_seen(clock, position):
-    return all(clock.get(timeline, 0) >= tick for timeline, tick in position.items())
+    ticks = (each for each in position.items() if each[0] != TIME)
+    return all(clock.get(timeline, 0) >= tick for timeline, tick in ticks)
 
 
 def _cover(spans, begin, end):

@@ -57,7 +57,8 @@ class Network:
             self.memories.touch(tensor, True, timeline, kind)
         sent = sum(t.numel() * t.element_size() for t in inputs)
         received = sum(t.numel() * t.element_size() for t in outputs)
-        machine.launches.append((timeline, kind, max(sent, received), 0))
+        ways = 2 if kind == "all_reduce" else 1
+        machine.send(timeline, kind, ways * max(sent, received), group.size())
         return Work(machine, machine.position(timeline), (outputs, inputs))
 
 

@@ -140,14 +140,14 @@ class Operations(TorchDispatchMode):
             machine.step(HOST)
             for tensor in host_reads:
                 self.memories.touch(tensor, False, HOST, name)
-        if crosses and not self._is_asynchronous(func, args, kwargs, (*writes, *fresh)):
-            machine.sync(machine.position(timeline), f"a blocking {name}")
         sizes = [t.numel() * t.element_size() for t in (*reads, *writes, *fresh)]
         flops = 0
         if func.overloadpacket in flop_registry:
             out = fresh[0] if fresh else writes[0]
             flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
-        machine.launches.append((timeline, name, sum(sizes), flops))
+        machine.launch(timeline, name, sum(sizes), flops, crosses=crosses)
+        if crosses and not self._is_asynchronous(func, args, kwargs, (*writes, *fresh)):
+            machine.sync(machine.position(timeline), f"a blocking {name}")
 
     def _is_asynchronous(self, func, args, kwargs, written):
         names = [argument.name for argument in func._schema.arguments]

@@ -24,7 +24,7 @@ from torch import Tensor
 from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Done, Work
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
+from fullshard.torch.unit.buffers import Division, FlatBuffer, dtype_of
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.streams import CopyStream
@@ -77,6 +77,7 @@ class Gradients:
         self._work: Work | None = None
         self._scattered = False  # the first of the two sums is there
         self._kept: FlatBuffer | None = None  # sums over slices that replicas have not seen yet
+        self._average = Division(one_pass=plan.device.type != "cpu")
         self._to_host = CopyStream(plan.device, "to the host")
         self._leaving: list[FlatBuffer] = []  # being copied to the host
 
@@ -315,11 +316,8 @@ class Gradients:
         resting = reduced
         if self._rest_sizes != self._slice_sizes:
             resting = FlatBuffer(self._rest_sizes, plan.device)
-            for to, flat in zip(resting.flats, reduced.flats, strict=True):
-                to.copy_(flat)
-        if after != 1:
-            for flat in resting.flats:
-                flat.div_(after)
+        for to, flat in zip(resting.flats, reduced.flats, strict=True):
+            self._average(to, flat, after)
         return self._evict(resting) if self._moves else resting
 
     def _evict(self, onboard: FlatBuffer) -> FlatBuffer:

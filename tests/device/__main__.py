@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m device programs`, `mutants` or `sample`: lines of JSON, see `device.runner`."""
+"""`python -m device programs`, `mutants`, `cost` or `sample`: lines of JSON, see `device.runner`.
+
+`table` makes the table of costs in `docs/performance.md`.
+"""
 
 import sys
 

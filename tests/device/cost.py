@@ -69,9 +69,7 @@ class Block(nn.Module):
             layer(seen).unflatten(-1, (-1, self.size)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        key, value = (
-            each.repeat_interleave(self.heads // self.shared, 1) for each in (key, value)
-        )
+        key, value = (each.repeat_interleave(self.heads // self.shared, 1) for each in (key, value))
         mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         seen = self.before_mlp(x)
@@ -126,7 +124,48 @@ def _model(engine, blocks, reduces, mesh):
     return door(model, mesh=mesh, mp_policy=precision)
 
 
+# (engine, blocks, reduces, GB/s): all, and those of every day
+LINKS = (40.0, 100.0, 300.0)
+CASES = [
+    (engine, blocks, reduces, link)
+    for blocks in (2, 4, 8, 16, 32)
+    for reduces in REDUCES
+    for link in LINKS
+    for engine in ("plain", *DOORS)
+    if engine != "plain" or link == LINKS[0]
+]
+FEW_CASES = [case for case in CASES if case[1] == 2 and case[2] == "bf16"]
+
+
 def lines(cases):
-    """A dict for each (engine, blocks, reduces, link)."""
+    """A dict for each case."""
     for case in cases:
-        yield asdict(step_of(*case))
+        yield {"cost": True, **asdict(step_of(*case))}
+
+
+def table(found):
+    """The lines of ``CASES`` as a table of Markdown: beyond the plain model, a block and step."""
+    by_case = {(f["engine"], f["blocks"], f["reduces"], f["link_gb_per_s"]): f for f in found}
+    engines = list(DOORS)
+    head = ["blocks", "reduced in", *(f"{link:g} GB/s, ms" for link in LINKS)]
+    head += ["launches a block", "GB a block, stream of computation", "GB a block, other streams"]
+    rows = [head, ["---"] * len(head)]
+    for blocks in sorted({case[1] for case in by_case}):
+        for reduces in REDUCES:
+            plain = by_case["plain", blocks, reduces, LINKS[0]]
+            ours, other = ([by_case[e, blocks, reduces, link] for link in LINKS] for e in engines)
+            cells = [str(blocks), reduces]
+            cells += [
+                f"{a['step_ms']:.1f} / {b['step_ms']:.1f}" for a, b in zip(ours, other, strict=True)
+            ]
+            pair = [ours[0], other[0]]
+            beyond = [
+                each["compute_launches"] - plain["compute_launches"] + each["other_launches"]
+                for each in pair
+            ]
+            cells.append(" / ".join(f"{each / blocks:.1f}" for each in beyond))
+            beyond = [each["compute_bytes"] - plain["compute_bytes"] for each in pair]
+            cells.append(" / ".join(f"{each / blocks / 1e9:.2f}" for each in beyond))
+            cells.append(" / ".join(f"{each['other_bytes'] / blocks / 1e9:.2f}" for each in pair))
+            rows.append(cells)
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -18,6 +18,7 @@ from fullshard.torch.comm.protocol import Done, Together
 from fullshard.torch.step import executor
 from fullshard.torch.unit import full_parameters, gradients, streams, unit
 from fullshard.torch.unit.buffers import FlatBuffer
+from fullshard.torch.unit.deliveries import Deliveries
 from fullshard.torch.unit.full_parameters import FullParameters
 from fullshard.torch.unit.gradients import Gradients
 from fullshard.torch.unit.streams import CopyStream
@@ -392,6 +393,9 @@ MUTANTS = {
     "late gradients do not wait for a reduce": Mutant(
         (_before(Gradients, "fill", lambda self: setattr(self, "_work", None)),),
         ("reduces left under way", "accumulation of shards"),
+    ),
+    "gradients that wait for others are forgotten": Mutant(
+        ((Deliveries, "flush", nothing),), _FULL
     ),
     "padding is not zeroed": Mutant(
         ((Gradients, "_zero_what_did_not_come", nothing),), ("odd parameters", "full over 3")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs programs and faults on a simulated device; a line of JSON tells what each has come to.
+"""Runs programs, faults and costs on a simulated device; a line of JSON for each.
 
 `device.guard` must be loaded before."""
 
@@ -8,6 +8,7 @@ import random
 import time
 import traceback
 
+from device import cost
 from device.mutants import EQUIVALENT, MUTANTS, applied
 from device.programs import CONTROLS, PROGRAMS, run
 
@@ -100,3 +101,8 @@ def main(kind):
         for name, mutant, equivalent in every[:: FEW if kind == "sample" else 1]:
             verdict = {"mutant": name, "equivalent": equivalent, "found": judge(mutant)}
             print(json.dumps(verdict), flush=True)
+    if kind in ("cost", "sample"):
+        for line in cost.lines(cost.CASES if kind == "cost" else cost.FEW_CASES):
+            print(json.dumps(line), flush=True)
+    if kind == "table":
+        print(cost.table(list(cost.lines(cost.CASES))))

@@ -25,6 +25,7 @@ from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Done, Work
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import Division, FlatBuffer, dtype_of
+from fullshard.torch.unit.deliveries import Deliveries
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.streams import CopyStream
@@ -33,6 +34,7 @@ __all__ = ["Gradients", "ReduceSettings"]
 
 
 _DONE = Done()
+_GROUPS = 8  # small gradients of a unit wait for others until they are a share of it
 
 
 class ReduceSettings:
@@ -69,7 +71,10 @@ class Gradients:
         self._full: FlatBuffer | None = None
         self._views: dict[int, Tensor] = {}
         self._padding: list[Tensor] = []  # what lies between the views, and behind them
-        self._delivered: set[int] = set()  # parameters that the buffer holds
+        self._delivered: set[int] = set()  # parameters that the buffer holds, or soon will
+        # Each call costs the host the same, and a small copy the device no less than a large one.
+        on_device = plan.device.type != "cpu"
+        self._deliveries = Deliveries(_bytes_of(self._full_sizes) // _GROUPS if on_device else 0)
         self._trained = [i for i, place in enumerate(shards.places) if place.grad_number >= 0]
         self._absent: set[int] | None = None  # in no reduce since `settle` was called
         self._zeroed: list[int] = []  # of those, the ones whose ``.grad`` was None until then
@@ -89,7 +94,7 @@ class Gradients:
     @property
     def transient_bytes(self) -> int:
         """Bytes that gradients hold now, and what a reduce needs, but for shards at rest."""
-        elsewhere = sum(each.bytes for each in self._leaving)
+        elsewhere = sum(each.bytes for each in self._leaving) + self._deliveries.bytes
         if self._kept is not None:
             elsewhere += self._kept.bytes
         if self._full is None or not self._full.allocated:
@@ -128,14 +133,16 @@ class Gradients:
                 "gradient; only dense gradients can be reduced (use sparse=False in embeddings)"
             )
         if index in self._delivered:
+            self._deliveries.flush()
             self._views[index].add_(grad)
         else:
-            self._views[index].copy_(grad)
+            self._deliveries.put(self._views[index], grad)
             self._delivered.add(index)
 
     def drop(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
         self._delivered.clear()
+        self._deliveries.clear()
         if self._work is not None:
             self._work.wait()
         self._work, self._reduced, self._scattered, self._kept = None, None, False, None
@@ -211,6 +218,7 @@ class Gradients:
         """Start to sum full gradients over the slices; what did not come is zero (collective)."""
         full = self._full
         assert full is not None
+        self._deliveries.flush()
         self._zero_what_did_not_come()
         absent = self._views.keys() - self._delivered
         self._absent = absent if self._absent is None else self._absent & absent
@@ -342,6 +350,10 @@ class Gradients:
         """Block the host until offloaded gradients have reached its memory."""
         self._to_host.synchronize()
         self._leaving.clear()
+
+
+def _bytes_of(sizes: list[tuple[int, torch.dtype]]) -> int:
+    return sum(numel * dtype.itemsize for numel, dtype in sizes)
 
 
 def _pieces(shards: Shards) -> list[tuple[list[int], list[int]]]:

@@ -42,7 +42,8 @@ def ask(kind):
 
 @pytest.fixture(scope="module")
 def answers():
-    return [*ask("programs"), *ask("mutants")] if FULL else ask("sample")
+    everything = ("programs", "mutants", "cost")
+    return [each for kind in everything for each in ask(kind)] if FULL else ask("sample")
 
 
 @pytest.fixture(scope="module")
@@ -87,3 +88,27 @@ def test_every_fault_is_found(answers):
     assert missed == []
     alarms = {each["mutant"]: each["found"] for each in verdicts if each["equivalent"]}
     assert not any(alarms.values()), alarms
+
+
+# Of the model of a step, see `device.cost`: launches and bytes beyond the plain model for two
+# blocks. Less is better; what rises needs a reason.
+LAUNCHES = {"bf16": 15, "fp32": 13}
+COMPUTE_BYTES = {"bf16": 2.57e9, "fp32": 3.55e9}
+
+
+def test_a_modelled_step_costs_no_more_than_before_and_than_fsdp2s(answers):
+    costs = [each for each in answers if "cost" in each]
+    found = {(c["engine"], c["blocks"], c["reduces"], c["link_gb_per_s"]): c for c in costs}
+    plain = {key[1:3]: cost for key, cost in found.items() if key[0] == "plain"}
+    ours = {key[1:]: cost for key, cost in found.items() if key[0] == "fullshard"}
+    assert len(ours) == (30 if FULL else 3)
+    for (blocks, reduces, link), mine in ours.items():
+        theirs, bare = found["FSDP2", blocks, reduces, link], plain[blocks, reduces]
+        launches = mine["compute_launches"] + mine["other_launches"]
+        assert launches <= theirs["compute_launches"] + theirs["other_launches"]
+        assert mine["compute_bytes"] < theirs["compute_bytes"]
+        assert mine["step_ms"] <= theirs["step_ms"]
+        assert mine["collectives"] <= theirs["collectives"]
+        if blocks == 2:
+            assert launches - bare["compute_launches"] <= LAUNCHES[reduces]
+            assert mine["compute_bytes"] - bare["compute_bytes"] <= COMPUTE_BYTES[reduces]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from support.layouts import choose_defaults
 from support.world import World
 
 # Read when JAX first looks for devices: eight of them are simulated on the CPU. The programs are
@@ -15,6 +16,8 @@ os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
 )
+
+choose_defaults()
 
 settings.register_profile("fullshard", deadline=None, derandomize=True)
 settings.load_profile("fullshard")

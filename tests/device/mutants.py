@@ -18,9 +18,9 @@ from fullshard.torch.comm.protocol import Done, Together
 from fullshard.torch.step import executor
 from fullshard.torch.unit import full_parameters, gradients, streams, unit
 from fullshard.torch.unit.buffers import FlatBuffer
-from fullshard.torch.unit.deliveries import Deliveries
 from fullshard.torch.unit.full_parameters import FullParameters
 from fullshard.torch.unit.gradients import Gradients
+from fullshard.torch.unit.packing import Deliveries
 from fullshard.torch.unit.streams import CopyStream
 
 

@@ -8,24 +8,29 @@ from support.training import shard
 
 from fullshard.testing import LocalWorld
 from fullshard.torch.unit import gradients
-from fullshard.torch.unit.deliveries import Deliveries
+from fullshard.torch.unit.packing import Deliveries
+
+GPU = torch.device("cuda", 0)  # no tensor is put there
 
 
 def test_small_ones_wait_for_others():
-    buffer = torch.zeros(40)
-    deliveries = Deliveries(16 * 4)
-    deliveries.put(buffer[:20], torch.full((20,), 1.0))
-    assert buffer[:20].sum() == 20  # large: at once
-    deliveries.put(buffer[20:30], torch.full((10,), 2.0))
+    buffer = torch.zeros(128)
+    deliveries = Deliveries([(64, torch.float32), (64, torch.float32)], GPU)  # 16 elements wait
+    deliveries.put([buffer[:20]], [torch.full((20,), 1.0)])
+    assert (buffer[:20].sum(), deliveries.bytes) == (20, 0)  # large: at once
+    deliveries.put([buffer[20:25], buffer[25:30]], [torch.full((5,), 2.0)] * 2)
     assert (buffer[20:].sum(), deliveries.bytes) == (0, 40)
-    deliveries.put(buffer[30:], torch.full((10,), 3.0))  # no room for both
+    deliveries.put([buffer[30:40]], [torch.full((10,), 3.0)])  # no room for both
     assert (buffer[20:30].sum(), buffer[30:].sum(), deliveries.bytes) == (20, 0, 40)
     deliveries.flush()
     assert (buffer.sum(), deliveries.bytes) == (70, 0)
-    deliveries.put(buffer[:1], torch.full((1,), 9.0))
+    deliveries.put([buffer[:1]], [torch.full((1,), 9.0)])
     deliveries.clear()
     deliveries.flush()
     assert buffer.sum() == 70
+    on_host = Deliveries([(128, torch.float32)], torch.device("cpu"))
+    on_host.put([buffer[:1]], [torch.full((1,), 9.0)])
+    assert (buffer[0], on_host.bytes) == (9, 0)
 
 
 @pytest.mark.parametrize("name", ["gpt", "twice", "odd"])
@@ -42,7 +47,7 @@ def test_gradients_are_the_same(name, monkeypatch):
         return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
 
     apart = LocalWorld(2).run(body)[0]
-    monkeypatch.setattr(gradients, "Deliveries", lambda most_bytes: Deliveries(10**4))
+    monkeypatch.setattr(gradients, "Deliveries", lambda sizes, device: Deliveries(sizes, GPU))
     together = LocalWorld(2).run(body)[0]
     assert apart.keys() == together.keys()
     for key, value in apart.items():

@@ -87,7 +87,7 @@ def test_debug_mode_finds_another_order_before_anything_is_sent(endings):
         assert kind == "CommunicationError"
         assert after_s < workers.TIMEOUT_S
         assert "all_gather (gather of unit 'blocks.2') of " in text
-        assert "32 torch.float32 on ranks 0, 1; " in text
+        assert "torch.float32 on ranks 0, 1; " in text
         assert "all_gather (gather of unit 'blocks.1') of " in text
         assert "on rank 2. Make all ranks" in text
 

@@ -198,7 +198,7 @@ def test_accumulation_without_sync_gathers_only(name, sent_by):
 
 
 def test_traffic_by_unit_and_phase_by_hand():
-    model = LocalWorld(2).run(lambda comm: communication(shard_stack(comm)))[0]
+    model = LocalWorld(2).run(lambda comm: communication(shard_stack(comm, align="element")))[0]
     slice_bytes = 4 * math.ceil((2 * 1376 + 2 * 64) / 64) * 32  # slots begin on 32 elements
     assert list(model.units) == ["(root)", *(f"blocks.{number}" for number in range(4))]
     for name, sent in model.units.items():

@@ -25,7 +25,7 @@ def block_layout(shards):
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_bytes_at_rest_are_the_layouts(world):
     def body(comm):
-        model = shard_stack(comm)
+        model = shard_stack(comm, align="element")
         optimizer = torch.optim.AdamW(model.parameters())
         step(model, optimizer)
         spans = sum(p.span.numel for p in model.parameters())
@@ -44,7 +44,7 @@ def test_bytes_at_rest_are_the_layouts(world):
 
 def test_gradients_are_gone_after_zero_grad():
     def body(comm):
-        model = shard_stack(comm)
+        model = shard_stack(comm, align="element")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         step(model)
         optimizer.zero_grad()
@@ -81,7 +81,7 @@ def test_transient_peak_in_units(eager, forward_units, backward_units):
     found = {}
 
     def body(comm):
-        model = shard_stack(comm)
+        model = shard_stack(comm, align="element")
         step(model)
         model.zero_grad()
         with tracing(model) as trace:
@@ -117,7 +117,7 @@ def test_a_deleted_model_gives_everything_back():
     def body(comm):
         gc.disable()
         try:
-            model = shard_stack(comm)
+            model = shard_stack(comm, align="element")
             optimizer = torch.optim.AdamW(model.parameters())
             step(model, optimizer)
             alive = [weakref.ref(managed_unit_of(block).unit) for block in model.blocks]
@@ -143,7 +143,7 @@ def test_a_gather_writes_where_the_parameters_are(monkeypatch):
             return original(pairs)
 
         comm.all_gather = all_gather
-        model = shard_stack(comm)
+        model = shard_stack(comm, align="element")
         used = []
         for block in model.blocks:
             for layer in (block[0], block[2]):

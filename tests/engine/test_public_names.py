@@ -19,8 +19,8 @@ LACKING = {
 }
 MORE = {  # parameters that ours has beyond theirs
     "CPUOffload": {"offload_optimizer"},
-    "FullyShardedDataParallel": {"check_values", "compression"},
-    "fully_shard": {"check_values", "compression"},
+    "FullyShardedDataParallel": {"align", "check_values", "compression"},
+    "fully_shard": {"align", "check_values", "compression"},
 }
 
 

@@ -7,7 +7,9 @@ import threading
 import pytest
 import torch
 from support.random_models import WIDTH, build
+from torch.distributed.tensor import Shard
 
+from fullshard.core import layout
 from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffload,
@@ -58,8 +60,8 @@ def change_some(model, choose):
             param.requires_grad_(not param.requires_grad)
 
 
-def shard(model, units, comm, choose):
-    """One of the doors, with options from ``choose``."""
+def shard(model, units, comm, choose, align):
+    """One of the doors, with options from ``choose``; along dimension 1 where that can be."""
     strategy = choose.choice(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID"])
     where = comm
     if strategy == "HYBRID":
@@ -72,7 +74,12 @@ def shard(model, units, comm, choose):
         options = (
             {"mesh": where, "offload_policy": CPUOffloadPolicy()} if offload else {"mesh": where}
         )
+        options["align"] = align
         slices = where[0].size if strategy == "HYBRID" else comm.size
+        if align == "row" and choose.random() < 0.3:
+            options["shard_placement_fn"] = lambda param: (
+                Shard(1) if param.dim() > 1 and param.shape[1] % slices == 0 else None
+            )
         reshard = [True, True, False, *(n for n in range(1, slices + 1) if slices % n == 0)]
         for name in sorted(units, key=lambda name: -name.count(".")):
             module = model.get_submodule(name)
@@ -87,6 +94,7 @@ def shard(model, units, comm, choose):
             ShardingStrategy[strategy],
             CPUOffload(offload, choose.random() < 0.2),
             auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in chosen,
+            align=align,
         )
         wrapped.set_requires_gradient_sync = lambda sync: require_gradient_sync(wrapped, sync)
     set_prefetch(wrapped, choose.randrange(3), choose.randrange(3))
@@ -94,7 +102,8 @@ def shard(model, units, comm, choose):
 
 
 @pytest.mark.parametrize("seed", [*range(200), *FOUND_FAULTS])
-def test_random_model(seed):
+def test_random_model(seed, monkeypatch):
+    monkeypatch.setattr(layout, "PACKED_BYTES", (0, 400, 2**15)[seed % 3])
     plain, _ = build(seed)
     state = {name: value.clone() for name, value in plain.state_dict().items()}
     micro_batches = 1 + seed % 3 % 2
@@ -109,7 +118,8 @@ def test_random_model(seed):
         with building:
             model, units = build(seed)
         model.load_state_dict(state)
-        model = shard(model, units, comm, random.Random(seed + 1))
+        align = "element" if seed % 7 % 3 == 0 else "row"
+        model = shard(model, units, comm, random.Random(seed + 1), align)
         train(
             model,
             seed,

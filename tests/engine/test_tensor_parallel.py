@@ -103,7 +103,7 @@ def test_what_needs_the_whole_is_refused(gloo_world):
     for errors in gloo_world.run(4, refusals):
         row, view, total, placement = errors
         for error in (row, view, total):
-            assert "'up.weight' of shape (12, 6)" in error
+            assert "up.weight' of shape (12, 6)" in error
         assert "'weight' is a DTensor placed as" in placement
 
 

@@ -80,7 +80,7 @@ def test_prices_on_gloo_with_what_its_reduces_receive(gloo_world, compute, reduc
     ]
     recording = record_step(GPT(), [torch.zeros(2, 6, dtype=torch.long)])
     model = MeasuredModel.of("gpt", recording, ["blocks.0", "blocks.1"])
-    run = Run(precision=Precision(*names))
+    run = Run(precision=Precision(*names), align="row")
     units = units_of(model, run, Cluster(DEVICE, 2, 2, LINK, LINK))
     planned_prices = [(unit.path or "(root)", astuple(unit.cost)) for unit in units]
     assert all(unit.cost.scratch_bytes == unit.cost.grad_full_bytes // 2 > 0 for unit in units)

@@ -77,4 +77,4 @@ def train_sharded(comm, name, door, strategy, *, checkpointing=None, around="for
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    return losses, {key: p.full_tensor() for key, p in model.named_parameters()}
+    return losses, {key: p.detach().full_tensor() for key, p in model.named_parameters()}

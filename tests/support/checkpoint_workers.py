@@ -26,7 +26,7 @@ def _model(group, seed, kind):
 
 
 def _values(model):
-    return {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    return {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
 
 
 def save_on(group, path, kind, asynchronous):

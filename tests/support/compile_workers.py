@@ -95,7 +95,10 @@ def train(group, build, door, *how, **options):
             optimizer.zero_grad()
             losses.append(loss.item())
             graphs.append(counters["stats"]["unique_graphs"])
-    params = {plain_name(param.ownership.name): param.full_tensor() for param in model.parameters()}
+    params = {
+        plain_name(param.ownership.name): param.detach().full_tensor()
+        for param in model.parameters()
+    }
     return losses, params, graphs, [(record.op, plain_name(record.unit)) for record in trace]
 
 

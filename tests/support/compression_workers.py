@@ -37,7 +37,7 @@ def train(comm, choice, steps=3, **options):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    return losses, {name: p.detach().full_tensor().detach() for name, p in model.named_parameters()}
 
 
 def train_choices(group, choices):

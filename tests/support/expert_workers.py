@@ -77,4 +77,4 @@ def train(group):
     for inputs in batches(group.size()):
         model(inputs[rank], expert).square().mean().backward()
         norms.append(update(model, optimizer))
-    return norms, {name: param.full_tensor() for name, param in model.named_parameters()}
+    return norms, {name: param.detach().full_tensor() for name, param in model.named_parameters()}

@@ -113,4 +113,4 @@ def trained_over(where, rank, **options):
         optimizer.step()
         optimizer.zero_grad()
     gather = managed_unit_of(model.blocks[0]).unit.ranks.gather
-    return type(gather).__name__, [param.full_tensor() for param in model.parameters()]
+    return type(gather).__name__, [param.detach().full_tensor() for param in model.parameters()]

@@ -179,7 +179,9 @@ def train_sharded(comm, name, door, strategy="FULL_SHARD", checkpointing=None, u
     part = slice(rank * PER_RANK, (rank + 1) * PER_RANK)
     batches = [(tokens[part], labels[part]) for tokens, labels in make_batches(size)]
     losses, norms = train(model, name, batches)
-    return Run(losses, norms, {key: p.full_tensor() for key, p in model.named_parameters()})
+    return Run(
+        losses, norms, {key: p.detach().full_tensor() for key, p in model.named_parameters()}
+    )
 
 
 def shard(model, units, comm, door, strategy="FULL_SHARD"):
@@ -225,7 +227,8 @@ def initialised_from_meta(name, group=None):
     with torch.no_grad():
         model.init_weights()
     params = {
-        k: p.detach() if group is None else p.full_tensor() for k, p in model.named_parameters()
+        k: p.detach() if group is None else p.detach().full_tensor()
+        for k, p in model.named_parameters()
     }
     return params, dict(model.named_buffers())
 

@@ -75,5 +75,5 @@ def train(_group, schedule_class, door):
             mean = torch.stack(losses).detach().mean()
             dist.all_reduce(mean, group=data)
             step_losses.append(mean.item() / 2)
-    params = {name: param.full_tensor() for name, param in model.named_parameters()}
+    params = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
     return params, step_losses, [(record.op, record.unit, record.live_bytes) for record in trace]

@@ -98,6 +98,7 @@ class Configuration:
             prefetch=choose.choice(PREFETCHES),
             # torch's AdamW refuses gradients of another dtype than the parameters'.
             optimizer=choose.choice(["adamw", "momentum", "sgd"][int(precision.keep_low_grads) :]),
+            align=choose.choice(["element", "row"]),
         )
         return cls(case, tuple(path for path in paths if path in units), frozen, world, run)
 
@@ -159,6 +160,7 @@ def carried_out(configuration: Configuration, where):
         CPUOffload(run.offload.params, run.offload.optimizer),
         lambda module, recurse, **_: recurse or module in chosen,
         mixed_precision=_mixed(run.precision),
+        align=run.align,
     )
     ensure_tracker(wrapped).set_prefetch(run.prefetch)
     trained = [param for param in wrapped.parameters() if param.requires_grad]

@@ -49,7 +49,7 @@ MISHAPS = {
 def training_with_mishaps(group, mishaps):
     """Before some steps rank 0 alone does what all must do. The weights in the end."""
     torch.manual_seed(0)
-    model = shard_stack(group)
+    model = shard_stack(group, align="element")  # DTensors are handed out without a roll call
     optimizer = torch.optim.AdamW(model.parameters())
     told = []
     for number in range(5):
@@ -139,7 +139,7 @@ def loading_alone(group):
     And the weights in the end.
     """
     torch.manual_seed(0)
-    model = shard_stack(group)
+    model = shard_stack(group, align="element")  # DTensors are handed out without a roll call
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
     states = {model: model.state_dict(), optimizer: optimizer.state_dict()}

@@ -49,7 +49,7 @@ def train_sharded(comm, name, steps, door="function", **how):
     part = slice(2 * rank, 2 * rank + 2)
     batches = [(x[part], y[part]) for x, y in make_batches(name, steps, 2 * size, DTYPE)]
     scales = train(model, name, batches, **how)
-    return Scaled(scales, {key: p.full_tensor() for key, p in model.named_parameters()})
+    return Scaled(scales, {key: p.detach().full_tensor() for key, p in model.named_parameters()})
 
 
 def found_by_the_last_rank(group):

@@ -158,7 +158,7 @@ def train(_group, plan, door, start="values", **options):
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
-    params = {name: param.full_tensor() for name, param in model.named_parameters()}
+    params = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     return norms, params, shapes, sum(param.span.numel for param in model.parameters())
 
@@ -181,19 +181,19 @@ def values(_group, plan, door, path):
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(2)
-    doubled = {name: param.full_tensor() for name, param in model.named_parameters()}
+    doubled = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
     torch.manual_seed(5)
     for param in model.parameters():
         nn.init.normal_(param)
-    drawn = {name: param.full_tensor() for name, param in model.named_parameters()}
+    drawn = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
     return loaded, summoned, doubled, drawn
 
 
 def refusals(_group):
     """The errors of what would take one rank's part for the whole."""
-    model, _ = build("column and row", "function")
-    weight = model.layers[0].up.weight.detach()
-    full = weight.full_tensor()
+    model, _ = build("column and row", "wrapper")
+    weight = model.get_parameter("layers.0.up.weight").detach()
+    full = weight.detach().full_tensor()
     assert weight.sum().item() == pytest.approx(full.double().sum().item())
     assert weight.max().item() == full.max().item()
     errors = []
@@ -223,7 +223,7 @@ def thawed(_group):
         loss_of(model(inputs[half]), targets[half]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: param.full_tensor() for name, param in model.named_parameters()}
+    return {name: param.detach().full_tensor() for name, param in model.named_parameters()}
 
 
 def state_dicts(_group, plan, door):

@@ -62,7 +62,7 @@ def train_sharded(comm, name, dtype, **how):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    params = {key: p.full_tensor().detach().clone() for key, p in model.named_parameters()}
+    params = {key: p.detach().full_tensor().detach().clone() for key, p in model.named_parameters()}
     return Run(losses, norms, params)
 
 

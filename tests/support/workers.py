@@ -39,7 +39,7 @@ def collectives(comm):
 
 def copies_in_forward(group):
     """How many elements were copied in a forward under the profiler, op by op."""
-    model = shard_stack(group)
+    model = shard_stack(group, align="element")
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.no_grad(), torch.profiler.profile(activities=cpu, record_shapes=True) as profile:
         model(torch.ones(2, WIDTH))

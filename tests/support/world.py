@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from support.layouts import choose_defaults
 from support.limits import ANSWER_S, PEERS_S
 
 TIMEOUT = timedelta(seconds=PEERS_S)
@@ -174,6 +175,7 @@ def _rank_main(rank, drop_in, pipe, path):
     dist.distributed_c10d.default_pg_timeout = TIMEOUT
     if drop_in:
         without_warnings(importlib.import_module, "fullshard.drop_in")
+    choose_defaults()
     while True:
         try:
             function, args, kwargs = pipe.recv()

@@ -31,7 +31,7 @@ def test_norms_and_sums_of_different_parameters_are_not_mixed(gloo_world):
             assert found[what] is not None, what
             assert found[what].startswith("UsageError: this rank takes"), found[what]
             assert "same order" in found[what]
-        assert found["state dict"].startswith("ConfigurationError: the ranks disagree")
+        assert found["state dict"] is None  # of DTensors, for which nothing is sent
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6), nn.Linear(6, 4))
     plain(torch.ones(1, 6)).sum().backward()

@@ -108,7 +108,7 @@ def test_point_01_functional_call_with_spans_and_transforms_are_named():
             functional_call(model, {"0.weight": model[0].weight * 2}, (X,))
         with pytest.raises(UsageError, match="of shape"):
             functional_call(model, {"0.weight": torch.ones(2, 2)}, (X,))
-        full = {name: param.full_tensor() for name, param in model.named_parameters()}
+        full = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
         with pytest.raises(NotSupportedError, match=r"torch\.func\.grad"):
             torch.func.grad(lambda values: functional_call(model, values, (X,)).sum())(full)
         model(X).sum().backward()

@@ -20,7 +20,8 @@ class UnitCost:
     """The bytes that ops on one unit hold and send.
 
     ``part_bytes`` is what stays of the full parameters after SHRINK, and ``part_gather_bytes`` what
-    a gather sends then. ``scratch_bytes`` is what a reduce holds beside the full gradients.
+    a gather sends then. ``staged_bytes`` is what a gather holds beside the full parameters until it
+    has been waited for, ``scratch_bytes`` what a reduce holds beside the full gradients.
     ``solo`` units have one slice: their reduce drops full gradients at once, since they are it.
     """
 
@@ -33,6 +34,7 @@ class UnitCost:
     reduce_bytes: int = 0
     all_reduce_bytes: int = 0
     solo: bool = False
+    staged_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,13 @@ class _Held:
 
     def __init__(self, cost: UnitCost):
         self.cost = cost
-        self.full = self.part = self.gradients = self.reducing = False
+        self.full = self.part = self.arriving = self.gradients = self.reducing = False
 
     @property
     def bytes(self) -> int:
         cost = self.cost
         parameters = self.full * cost.full_bytes + self.part * cost.part_bytes
+        parameters += self.arriving * cost.staged_bytes
         return (
             parameters + self.gradients * cost.grad_full_bytes + self.reducing * cost.scratch_bytes
         )
@@ -147,7 +150,7 @@ class _Held:
         """Do what ``op`` says; returns what it sends."""
         cost = self.cost
         if op.kind is OpKind.GATHER:
-            self.full = True
+            self.full, self.arriving = True, not self.part
             size = cost.part_gather_bytes if self.part else cost.gather_bytes
             return Sent(0, size) if in_backward else Sent(size)
         if op.kind is OpKind.REDUCE:
@@ -158,7 +161,7 @@ class _Held:
         elif op.kind is OpKind.FREE:
             self.full = self.part = False
         elif op.kind is OpKind.AWAIT_GATHER:
-            self.part = False
+            self.part = self.arriving = False
         else:  # the first sum is there: full gradients go
             self.gradients = self.reducing = False
         return Sent()

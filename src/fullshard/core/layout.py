@@ -19,11 +19,25 @@ span as in the whole parameter, and rounds alike: an optimizer's step on spans i
 of one process (16 would do for fp32, not for bf16, whose kernels take 32 elements a turn). Since
 slots do not depend on the number of slices, an element has the same offset for every world size,
 and resharding is interval arithmetic.
+
+[Note: Whole rows]
+PyTorch's DTensor cuts a tensor into whole rows (slices of dimension 0, as `torch.chunk` makes
+them), and code written for FSDP2 relies on it. With ``align="row"`` every parameter gets a segment
+of its own, cut after every ceil(rows / ranks) rows and padded behind the last. That keeps the
+promise that a gather writes each element to its final place. Its price is a message for each
+parameter in place of one for a unit (they travel in one coalesced call), up to one chunk of rows of
+padding, and slices that need not be aligned.
+
+Small parameters would pay most, so they share a segment, ``packed``: each slice has the rows of all
+of them, one behind the other. Such a segment travels in that order, and its few elements are then
+copied to their places. So does what is cut along another dimension than the first. A parameter
+without dims has no rows; it stays in a segment that is cut by element.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Literal, overload
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec, item_bytes
@@ -31,16 +45,37 @@ from fullshard.core.strategy import AS_IT_RESTS, Precision
 
 __all__ = [
     "ALIGN_NUMEL",
+    "PACKED_BYTES",
+    "Align",
     "Layout",
     "Segment",
     "Slot",
     "Span",
     "SpansOfRanks",
+    "chunk_numel",
     "lay_out",
     "lay_out_segments",
+    "stored_bytes",
 ]
 
+Align = Literal["element", "row"]
+"""Where parameters may be cut; see [Note: Equal slices] and [Note: Whole rows]."""
+
 ALIGN_NUMEL = 32
+
+PACKED_BYTES = 2**15
+"""Parameters of at most so many bytes share a segment when they are cut by rows."""
+
+_ALIGN_BYTES = 32
+
+
+def stored_bytes(numel: int, dtype: str) -> int:
+    """Bytes that ``numel`` elements take in a flat buffer, where the next begin on 32 bytes."""
+    return _round_up(numel * item_bytes(dtype), _ALIGN_BYTES)
+
+
+def _round_up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -88,7 +123,11 @@ class SpansOfRanks(Sequence[Span]):
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place [start, stop) in its segment, in elements."""
+    """A parameter's place [start, stop) in its segment, in elements.
+
+    Of one that is cut along another dimension than the first, the elements are counted with that
+    dimension moved to the front.
+    """
 
     spec: ParamSpec
     start: int
@@ -100,7 +139,8 @@ class Segment:
     """The parameters of one unit that share dtype and trainability, as one flat run of elements.
 
     They rest in ``dtype``, are gathered in ``full_dtype``, their gradients travel in
-    ``grad_dtype``.
+    ``grad_dtype``. ``by_row`` and ``packed``: see [Note: Whole rows]; a packed segment's slots are
+    places in the order of parameters, not in that in which it travels.
     """
 
     dtype: str
@@ -110,6 +150,8 @@ class Segment:
     slice_numel: int
     full_dtype: str
     grad_dtype: str
+    by_row: bool = False
+    packed: bool = False
 
     @property
     def full_numel(self) -> int:
@@ -119,17 +161,27 @@ class Segment:
     @property
     def slice_bytes(self) -> int:
         """Bytes of one rank's slice at rest."""
-        return self.slice_numel * item_bytes(self.dtype)
+        return stored_bytes(self.slice_numel, self.dtype)
 
     @property
     def full_bytes(self) -> int:
         """Bytes of the whole segment with padding, as it is gathered."""
-        return self.full_numel * item_bytes(self.full_dtype)
+        return stored_bytes(self.full_numel, self.full_dtype)
 
     @property
     def grad_full_bytes(self) -> int:
         """Bytes of its full gradients: none if it is frozen."""
-        return self.full_numel * item_bytes(self.grad_dtype) if self.trainable else 0
+        return stored_bytes(self.full_numel, self.grad_dtype) if self.trainable else 0
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that the segment takes as it travels, beside where its parameters end up."""
+        return self.full_bytes if self.travels_apart else 0
+
+    @property
+    def travels_apart(self) -> bool:
+        """True if its elements travel in another order than that of parameters."""
+        return self.packed and self.shards > 1
 
     @property
     def padding_numel(self) -> int:
@@ -142,12 +194,19 @@ class Segment:
 
     def spans(self, slot: Slot) -> "SpansOfRanks":
         """The spans of all ranks; together they tile the parameter in rank order."""
-        return SpansOfRanks(slot.start, slot.stop - slot.start, self.slice_numel, self.shards)
+        numel = slot.stop - slot.start
+        if self.by_row:
+            return SpansOfRanks(0, numel, chunk_numel(slot.spec, self.shards), self.shards)
+        return SpansOfRanks(slot.start, numel, self.slice_numel, self.shards)
 
     def offset_in_slice(self, slot: Slot, rank: int) -> int:
         """The start of the span of ``slot`` in slice ``rank``, in elements (0 if it is empty)."""
         span = self.span(slot, rank)
-        return slot.start + span.start - rank * self.slice_numel if span.numel else 0
+        if not span.numel:
+            return 0
+        if self.packed:
+            return slot.start // self.shards
+        return slot.start + span.start - rank * self.slice_numel
 
 
 @dataclass(frozen=True)
@@ -173,6 +232,22 @@ class Layout:
         return sum(segment.full_bytes for segment in self.segments)
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes of the slice that one rank sends in a gather to each of the others."""
+        return sum(each.slice_numel * item_bytes(each.full_dtype) for each in self.segments)
+
+    @property
+    def grad_sent_bytes(self) -> int:
+        """Bytes of the slice that one rank sends in a reduce to each of the others."""
+        trained = (each for each in self.segments if each.trainable)
+        return sum(each.slice_numel * item_bytes(each.grad_dtype) for each in trained)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that a gather holds beside the full parameters; see [Note: Whole rows]."""
+        return sum(segment.staged_bytes for segment in self.segments)
+
+    @property
     def grad_shard_bytes(self) -> int:
         """Bytes of one rank's shard of the gradients at rest: frozen parameters have none."""
         return sum(segment.slice_bytes for segment in self.segments if segment.trainable)
@@ -183,11 +258,21 @@ class Layout:
         return sum(segment.grad_full_bytes for segment in self.segments)
 
 
-def _round_up(numel: int, multiple: int) -> int:
-    return -(-numel // multiple) * multiple
+def chunk_numel(spec: ParamSpec, shards: int) -> int:
+    """Elements of the rows that each of ``shards`` ranks gets, as `torch.chunk` cuts them.
+
+    The last rank that gets any may get fewer, those behind it none.
+    """
+    rows = spec.shape[spec.cut_dim] if spec.shape else 1
+    return -(-rows // shards) * (spec.numel // rows) if rows else 0
 
 
-def lay_out(specs: Iterable[ParamSpec], shards: int, precision: Precision = AS_IT_RESTS) -> Layout:
+def lay_out(
+    specs: Iterable[ParamSpec],
+    shards: int,
+    precision: Precision = AS_IT_RESTS,
+    align: Align = "element",
+) -> Layout:
     """Lay the parameters of one unit out for ``shards`` equal slices.
 
     Parameters keep their order inside a segment; segments come in order of first appearance.
@@ -196,33 +281,73 @@ def lay_out(specs: Iterable[ParamSpec], shards: int, precision: Precision = AS_I
     for spec in specs:
         kind = (spec.dtype, spec.trainable, spec.name if spec.apart else "")
         kinds.setdefault(kind, []).append(spec)
-    return lay_out_segments(kinds.values(), shards, precision)
+    return lay_out_segments(kinds.values(), shards, precision, align)
 
 
 def lay_out_segments(
-    groups: Iterable[Sequence[ParamSpec]], shards: int, precision: Precision = AS_IT_RESTS
+    groups: Iterable[Sequence[ParamSpec]],
+    shards: int,
+    precision: Precision = AS_IT_RESTS,
+    align: Align = "element",
 ) -> Layout:
-    """The layout with one segment for each group; a group's specs agree in dtype and trainable."""
+    """The layout of groups; the specs of a group agree in dtype and trainable.
+
+    A group becomes one segment, or with rows several.
+    """
     if shards < 1:
         raise ConfigurationError(f"a layout needs at least 1 shard, got {shards}")
-    segments = []
+    segments: list[Segment] = []
     for members in groups:
-        slots = []
-        end = 0
-        for spec in members:
-            slots.append(Slot(spec, end, end + spec.numel))
-            end = _round_up(end + spec.numel, ALIGN_NUMEL)
-        slice_numel = _round_up(-(-end // shards), ALIGN_NUMEL)
-        dtype = members[0].dtype
-        segments.append(
-            Segment(
-                dtype,
-                members[0].trainable,
-                tuple(slots),
-                shards,
-                slice_numel,
-                precision.full_dtype(dtype),
-                precision.grad_dtype(dtype),
+        dtype, trainable = members[0].dtype, members[0].trainable
+        dtypes = precision.full_dtype(dtype), precision.grad_dtype(dtype)
+        by_element, packed, alone = _kinds(members, align)
+        if by_element:
+            slots, slice_numel = _one_behind_the_other(by_element, shards)
+            segments.append(Segment(dtype, trainable, slots, shards, slice_numel, *dtypes))
+        if packed:
+            slots, slice_numel = _packed(packed, shards)
+            segments.append(
+                Segment(
+                    dtype, trainable, slots, shards, slice_numel, *dtypes, by_row=True, packed=True
+                )
             )
-        )
+        for spec in alone:
+            slots, slice_numel = (Slot(spec, 0, spec.numel),), chunk_numel(spec, shards)
+            segments.append(
+                Segment(dtype, trainable, slots, shards, slice_numel, *dtypes, by_row=True)
+            )
     return Layout(tuple(segments), shards)
+
+
+def _kinds(
+    members: Sequence[ParamSpec], align: Align
+) -> tuple[list[ParamSpec], list[ParamSpec], list[ParamSpec]]:
+    """Split into what is cut by element, what is packed, and what has a segment of its own."""
+    kinds: tuple[list[ParamSpec], list[ParamSpec], list[ParamSpec]] = ([], [], [])
+    for spec in members:
+        if align == "element" or not spec.shape:
+            kinds[0].append(spec)
+        elif spec.cut_dim or (spec.bytes <= PACKED_BYTES and not spec.apart):
+            kinds[1].append(spec)
+        else:
+            kinds[2].append(spec)
+    if len(kinds[1]) == 1 and not kinds[1][0].cut_dim:  # it shares the message with nobody
+        kinds[2].append(kinds[1].pop())
+    return kinds
+
+
+def _one_behind_the_other(specs: Sequence[ParamSpec], shards: int) -> tuple[tuple[Slot, ...], int]:
+    slots, end = [], 0
+    for spec in specs:
+        slots.append(Slot(spec, end, end + spec.numel))
+        end = _round_up(end + spec.numel, ALIGN_NUMEL)
+    return tuple(slots), _round_up(-(-end // shards), ALIGN_NUMEL)
+
+
+def _packed(specs: Sequence[ParamSpec], shards: int) -> tuple[tuple[Slot, ...], int]:
+    slots, end = [], 0  # of a slice
+    unit = ALIGN_NUMEL // math.gcd(ALIGN_NUMEL, shards)  # the parameters begin on 32 elements then
+    for spec in specs:
+        slots.append(Slot(spec, shards * end, shards * end + spec.numel))
+        end += _round_up(chunk_numel(spec, shards), unit)
+    return tuple(slots), _round_up(end, ALIGN_NUMEL)

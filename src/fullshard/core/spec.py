@@ -45,7 +45,8 @@ class ParamSpec:
     """One parameter: its name in the plain model, global shape, dtype name, and if it is trained.
 
     ``aliases`` are the other names under which the very same parameter appears (tied weights).
-    One that lies ``apart`` has a segment of its own, as its class decides what travels.
+    One that lies ``apart`` has a segment of its own, as its class decides what travels. ``cut_dim``
+    is the dimension along which ranks cut it where they hold whole rows.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ParamSpec:
     trainable: bool = True
     aliases: tuple[str, ...] = ()
     apart: bool = False
+    cut_dim: int = 0
 
     @property
     def numel(self) -> int:

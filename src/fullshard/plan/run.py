@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.core.layout import Align
 from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
 
@@ -63,7 +64,8 @@ class Run:
     ``tensor_parallel`` devices share each layer. With ``fp8`` matrix products
     run in float8; ``gather_dtype`` is that of gathers on the wire, if it is not that of
     computation. ``extra_copies`` of a unit's full parameters are
-    made by engines other than this one, each micro-batch (PyTorch's: two).
+    made by engines other than this one, each micro-batch (PyTorch's: two). ``align`` is "element"
+    behind the wrapper and "row" behind `fully_shard`, unless they are asked for the other.
     """
 
     micro_batch: int = 1
@@ -96,6 +98,7 @@ class Run:
     fp8: bool = False
     gather_dtype: str | None = None
     autocast: str | None = None
+    align: Align = "element"
 
     def __post_init__(self) -> None:
         least: dict[str, int] = {

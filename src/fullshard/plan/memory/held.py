@@ -29,7 +29,9 @@ class _Held:
     slice_bytes: int  # of reduced gradients, in the dtype in which they travel
     rest_bytes: int  # the same at rest
     solo: bool
+    staged_bytes: int  # beside the full parameters, while they are gathered
     full: bool = False
+    arriving: bool = False
     part: bool = False
     grads: bool = False
     reducing: bool = False
@@ -86,6 +88,7 @@ class HeldUnits:
                 unit.cost.grad_full_bytes // unit.layout.shards,
                 gradient_bytes(unit, run),
                 unit.cost.solo,
+                unit.cost.staged_bytes,
             )
             for unit in units
         ]
@@ -116,10 +119,12 @@ class HeldUnits:
         unit, kind = self._units[op.unit], op.kind
         if kind is OpKind.GATHER:
             if not unit.full:
-                unit.full = True
-                self.buffers += unit.full_bytes
+                unit.full, unit.arriving = True, not unit.part
+                self.buffers += unit.full_bytes + unit.arriving * unit.staged_bytes
         elif kind is OpKind.AWAIT_GATHER:
             self._drop_part(unit)
+            self.buffers -= unit.arriving * unit.staged_bytes
+            unit.arriving = False
         elif kind is OpKind.FREE:
             self._drop_full(unit)
             self._drop_part(unit)

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fullshard.core.layout import Segment
+from fullshard.core.layout import Segment, stored_bytes
 from fullshard.core.spec import item_bytes
 from fullshard.plan.run import OPTIMIZERS, Run
 from fullshard.plan.step.units import PlannedUnit
@@ -56,7 +56,7 @@ def resting_memory(
     """
     copies = run.offload.optimizer and not run.offload.params
     working = (
-        segment.slice_numel * item_bytes(segment.full_dtype)
+        stored_bytes(segment.slice_numel, segment.full_dtype)
         for unit in units
         for segment in unit.layout.segments
     )
@@ -72,7 +72,8 @@ def resting_memory(
 def gradient_bytes(unit: PlannedUnit, run: Run) -> int:
     """Bytes of one rank's gradients of ``unit`` at rest."""
     if run.precision.keep_low_grads:
-        return unit.layout.grad_full_bytes // unit.layout.shards
+        trained = (each for each in unit.layout.segments if each.trainable)
+        return sum(stored_bytes(each.slice_numel, each.grad_dtype) for each in trained)
     return unit.layout.grad_shard_bytes
 
 

@@ -93,7 +93,7 @@ def units_of(
     shards, replicas = shards_and_replicas(run, cluster)
     units: list[PlannedUnit] = []
     for path in paths:
-        layout = lay_out(groups[path], shards, run.precision)
+        layout = lay_out(groups[path], shards, run.precision, run.align)
         policy = _policy(layout, run, replicas, root=path == "", reduces=reduces)
         cost = _cost(layout, replicas, cluster, policy)
         units.append(PlannedUnit(path, _around(path, paths), layout, policy, cost))
@@ -128,7 +128,7 @@ def _shard_is_full(layout: Layout, run: Run) -> bool:
 
 def _cost(layout: Layout, replicas: int, cluster: Cluster, policy: UnitPolicy) -> UnitCost:
     shards = layout.shards
-    grad_slice = layout.grad_full_bytes // shards
+    grad_slice = layout.grad_sent_bytes
     direct = cluster.device.cpu and shards > 1  # on Gloo, ranks exchange slices and add them up
     received = (
         segment.full_numel * item_bytes(segment.grad_dtype) * (shards - 1) // shards
@@ -139,8 +139,9 @@ def _cost(layout: Layout, replicas: int, cluster: Cluster, policy: UnitPolicy) -
         full_bytes=layout.full_bytes if policy.gathered else 0,
         grad_full_bytes=layout.grad_full_bytes,
         scratch_bytes=sum(received) if direct else 0,
-        gather_bytes=layout.full_bytes // shards * (shards - 1),
+        gather_bytes=layout.sent_bytes * (shards - 1),
         reduce_bytes=grad_slice * (shards - 1),
         all_reduce_bytes=2 * grad_slice * (replicas - 1) // replicas,
         solo=shards == 1,
+        staged_bytes=layout.staged_bytes if policy.gathered else 0,
     )

@@ -92,14 +92,21 @@ def held_here(name: str, value: Tensor) -> Held:
 def _of_sharded(name: str, value: ShardedParameter) -> Held:
     ownership, span = value.ownership, value.span
     cut = ownership.tensor_parallel
+    local = value.local
+    if ownership.dim:
+        local = ownership.rows(local)
+        before = span.start // max(1, math.prod(local.shape) // max(1, local.shape[ownership.dim]))
+        offsets = [0] * local.dim()
+        offsets[ownership.dim] = before
+        inside = [Box(tuple(offsets), tuple(local.shape))] if local.numel() else []
+    else:
+        inside = boxes_of_interval(ownership.part_shape, span.start, span.stop)
     if cut is None:
-        boxes = boxes_of_interval(ownership.shape, span.start, span.stop)
-        return Held(ownership.shape, tuple(boxes), value.local)
-    inside = boxes_of_interval(cut.local_shape, span.start, span.stop)
+        return Held(ownership.shape, tuple(inside), local)
     outer = _box_of(name, ownership.shape, cut.mesh, cut.placements)
     at = outer[0].offsets if outer else (0,) * len(ownership.shape)
     moved = [Box(tuple(map(sum, zip(box.offsets, at, strict=True))), box.sizes) for box in inside]
-    return Held(ownership.shape, tuple(moved), value.local)
+    return Held(ownership.shape, tuple(moved), local)
 
 
 def _box_of(

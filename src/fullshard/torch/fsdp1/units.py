@@ -15,7 +15,13 @@ from fullshard.torch.comm.compressed import check_compression
 from fullshard.torch.comm.process_group import group_of
 from fullshard.torch.comm.ranks import compressed, ranks_of
 from fullshard.torch.sharding.initialisation import value_of_first_rank
-from fullshard.torch.sharding.options import CPUOffload, MixedPrecision, offload_of, precision_of
+from fullshard.torch.sharding.options import (
+    CPUOffload,
+    MixedPrecision,
+    check_align,
+    offload_of,
+    precision_of,
+)
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites, clean_name
 
@@ -55,6 +61,7 @@ def check_unit_options(
             raise ConfigurationError(
                 f"backward_prefetch must be a fullshard BackwardPrefetch or None, got {prefetch!r}"
             )
+        check_align(options["align"])
         offload_of("cpu_offload", options["cpu_offload"])
         precision_of("mixed_precision", options["mixed_precision"])
         check_compression(options["compression"])
@@ -93,6 +100,7 @@ def plan_of(options: dict[str, Any], device: torch.device, sync_states: bool) ->
         precision_of("mixed_precision", options["mixed_precision"]),
         offload_of("cpu_offload", options["cpu_offload"]),
         value_of_first_rank(ranks, device) if sync_states else own_value,
+        options["align"],
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.core.layout import Align
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.torch.comm.compressed import CommunicationCompression
 from fullshard.torch.comm.ranks import Where
@@ -102,12 +103,12 @@ class FullyShardedDataParallel(
         device_mesh: a 1-D mesh, or (replicate, shard) in 2-D, instead of ``process_group``.
         compression: see `CommunicationCompression`; not part of FSDP1.
         check_values: compare the values that ranks start with. Not part of FSDP1.
+        align: cut parameters anywhere, or at rows ("row") as DTensors. Not part of FSDP1.
 
     Raises:
         ConfigurationError: if parameters are on several devices, a policy returns something
             unknown, ``process_group`` is not a process group, or ranks start with different values
-            (nothing has been changed then); or if a parameter on the meta device is never
-            initialised.
+            (nothing is changed then); or if a parameter on the meta device is never initialised.
         UsageError: if there is neither a process group nor a launcher's environment.
     """
 
@@ -132,6 +133,7 @@ class FullyShardedDataParallel(
         *,
         compression: CommunicationCompression | None = None,
         check_values: bool = True,
+        align: Align = "element",
     ):
         super().__init__()
         _check_wrappable(module)
@@ -144,6 +146,7 @@ class FullyShardedDataParallel(
             "compression": compression,
             "backward_prefetch": backward_prefetch,
             "forward_prefetch": forward_prefetch,
+            "align": align,
         }
         by_name = {"ignored_modules": ignored_modules, "ignored_states": ignored_states}
         ignored, ignored_params = ignored_parts(by_name)

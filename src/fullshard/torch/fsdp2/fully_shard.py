@@ -3,6 +3,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.core.layout import Align
 from fullshard.core.strategy import Sharding
 from fullshard.torch.comm.compressed import CommunicationCompression, check_compression
 from fullshard.torch.comm.ranks import Ranks, Where, compressed, in_blocks, ranks_of
@@ -21,10 +23,11 @@ from fullshard.torch.sharding.options import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
+    check_align,
     offload_of,
     precision_of,
 )
-from fullshard.torch.sharding.shard import agree, shard_modules, shardable_parameters
+from fullshard.torch.sharding.shard import ToShard, agree, shard_modules, shardable_parameters
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.sites import ParamSites
@@ -47,6 +50,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     compression: CommunicationCompression | None = None,
     check_values: bool = True,
+    align: Align = "row",
 ) -> Any:
     """Shard the parameters of ``module`` that are not sharded yet, in place, as one unit.
 
@@ -62,13 +66,16 @@ def fully_shard(
             for the root, whose parameters backward needs at once. A number: keep this rank's part
             of what so many neighbouring ranks hold together, so that backward gathers from them
             alone (1 is False, all ranks are True); it must divide the ranks that share slices.
-        shard_placement_fn: accepted if it wants ``Shard(0)`` (or None) for every parameter.
+        shard_placement_fn: gives ``Shard(d)`` for a parameter that is to be cut along dimension d,
+            None for ``Shard(0)``. Along another dimension than the first, parts must be equal.
         mp_policy: see `MixedPrecisionPolicy`.
         offload_policy: see `CPUOffloadPolicy`.
         ignored_params: parameters that stay as they are on every rank, their gradients unreduced.
         dp_mesh_dims: which dims of a larger ``mesh`` to shard and to replicate over.
         compression: see `CommunicationCompression`; not part of FSDP2.
         check_values: compare the values that ranks start with. Not part of FSDP2.
+        align: cut parameters at rows, so that they are DTensors, or ("element") anywhere, so that
+            slices are equal and a unit is one message. Not part of FSDP2.
 
     Parameters on the meta device stay there until ``to_empty`` or
     ``load_state_dict(assign=True)``; what is not initialised by the first forward is found then.
@@ -77,27 +84,29 @@ def fully_shard(
         ``module``; its class is now a subclass of its own class and of `FSDPModule`.
 
     Raises:
-        ConfigurationError: if parameters are on several devices, ``mesh`` is not a DeviceMesh, or
-            ranks start with different values.
-        NotSupportedError: if a placement other than ``Shard(0)`` is asked for.
+        ConfigurationError: if parameters are on several devices, ``mesh`` is not a DeviceMesh,
+            ``align`` or a placement is none, or ranks start with different values.
+        NotSupportedError: for a placement that does not divide a dimension, or with
+            ``align="element"`` another than ``Shard(0)``.
         UsageError: if there is no process group, or a module is sharded already.
     """
     precision = precision_of("mp_policy", mp_policy)
     offload = offload_of("offload_policy", offload_policy)
+    check_align(align)
     check_compression(compression)
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
     _, ignored = ignored_parts({"ignored_params": ignored_params})
     where = _chosen_dims(mesh, dp_mesh_dims)
     found = shardable_parameters(modules, where, ignored)
-    if shard_placement_fn is not None:
-        _check_placements(found.params, shard_placement_fn)
     hybrid = isinstance(where, tuple) or (isinstance(where, DeviceMesh) and where.ndim == 2)
     ranks = ranks_of(where, Sharding(True, True, replicated=hybrid))
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
         ranks, reshard_after_forward = _in_blocks(ranks, reshard_after_forward)
     ranks = compressed(ranks, compression)
-    plan = Plan(ranks, found.device, reshard_after_forward, precision, offload)
+    if shard_placement_fn is not None:
+        found = _cut_along(found, shard_placement_fn, ranks.gather.size, align)
+    plan = Plan(ranks, found.device, reshard_after_forward, precision, offload, align=align)
     units = {type(modules[0]).__name__: found.all_of_them}
     agree(units, [plan], check_values=check_values, meta_on_some=True)
     params = found.claim()
@@ -143,18 +152,37 @@ def _chosen_dims(mesh: Where, dims: DataParallelMeshDims | None) -> Where:
     return axes[1].get_group(), axes[0].get_group()
 
 
-def _check_placements(
-    params: Sequence[ParamSites], placement: Callable[[nn.Parameter], Any]
-) -> None:
-    for each in params:
-        wanted = placement(each.param)
+def _cut_along(
+    found: ToShard, placement_of: Callable[[nn.Parameter], Any], slices: int, align: Align
+) -> ToShard:
+    """Note along which dimension each parameter is to be cut."""
+
+    def cut(each: ParamSites) -> ParamSites:
+        wanted = placement_of(each.param)
         wanted = getattr(wanted, "placement", wanted)
-        if wanted is not None and wanted != Shard(0):
-            raise NotSupportedError(
-                f"shard_placement_fn asks for {wanted} of parameter {each.spec.name!r}; slices are "
-                "cut by element from flat storage, which is as even as can be, so only Shard(0) is "
-                "accepted (its rows do not fall on whole ranks either)"
+        if wanted is None or wanted == Shard(0):
+            return each
+        name, shape = each.spec.name, each.spec.shape
+        if not isinstance(wanted, Shard) or not -len(shape) <= wanted.dim < len(shape):
+            raise ConfigurationError(
+                f"shard_placement_fn gives {wanted} for parameter {name!r} of shape {shape}; it "
+                "must give Shard(d) with one of its dimensions, or None"
             )
+        dim = wanted.dim % len(shape)
+        if align == "element" and dim:
+            raise NotSupportedError(
+                f'shard_placement_fn asks for {wanted} of parameter {name!r}, and align="element" '
+                'cuts everything where it happens to be; leave align="row"'
+            )
+        if dim and shape[dim] % slices:
+            raise NotSupportedError(
+                f"shard_placement_fn asks for {wanted} of parameter {name!r}: its {shape[dim]} "
+                f"parts cannot be dealt out evenly to {slices} ranks; only Shard(0) may be uneven"
+            )
+        return replace(each, spec=replace(each.spec, cut_dim=dim))
+
+    tied = [replace(each, everywhere=cut(each.everywhere)) for each in found.tied]
+    return replace(found, params=[cut(each) for each in found.params], tied=tied)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

@@ -116,7 +116,7 @@ def describe(model: nn.Module) -> Description:
     units = named_units(model)
     owners = {id(param): each.name for each in units for param in each.unit.sharded}
     for each in units:
-        if not all(type(shown) is ShardedParameter for shown in each.unit.shards.shown()):
+        if not all(isinstance(shown, ShardedParameter) for shown in each.unit.shards.shown()):
             raise UsageError(
                 f"unit {each.name!r} shows its full parameters; describe the model between steps "
                 "and outside of summon_full_params"

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from fullshard.core.forecast import Sent, UnitCost, forecast, step_events
+from fullshard.core.layout import stored_bytes
+from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm.compressed import CompressedComm
 from fullshard.torch.step.executor import unit_policy
@@ -110,9 +112,10 @@ def cost_of(unit: Unit) -> UnitCost:
     layout, ranks, settings = unit.layout, unit.ranks, unit.settings
     slices, replicas = ranks.gather.size, ranks.replicas.size
     block = ranks.block.size if ranks.block is not None else 1
-    part = layout.full_bytes // block
+    parts = [(each.full_numel // block, each.full_dtype) for each in layout.segments]
+    part_sent = sum(numel * item_bytes(dtype) for numel, dtype in parts)
     own = settings.hook is not None  # a communication hook of the user's takes the sums' place
-    grad_slice = layout.grad_full_bytes // slices
+    grad_slice = layout.grad_sent_bytes
     all_reduces = replicas > 1 and settings.all_reduce and not own
     fulls = [
         _of_size(each.grad_dtype, each.full_numel, unit)
@@ -120,7 +123,7 @@ def cost_of(unit: Unit) -> UnitCost:
         if each.trainable
     ]
     steps, reduce = ranks.gather_of_steps, ranks.reduce
-    gathered, reduced = layout.full_bytes // slices, grad_slice
+    gathered, reduced = layout.sent_bytes, grad_slice
     if isinstance(steps, CompressedComm) and isinstance(reduce, CompressedComm):
         shards = [_of_size(each.full_dtype, each.full_numel, unit) for each in layout.segments]
         gathered = sum(map(steps.gather_part_bytes, shards))
@@ -128,13 +131,14 @@ def cost_of(unit: Unit) -> UnitCost:
     return UnitCost(
         full_bytes=0 if unit.resident else layout.full_bytes,
         grad_full_bytes=layout.grad_full_bytes,
-        part_bytes=part,
+        part_bytes=sum(stored_bytes(numel, dtype) for numel, dtype in parts),
         scratch_bytes=sum(map(ranks.reduce.reduce_scratch_bytes, fulls)),
         gather_bytes=gathered * (slices - 1),
-        part_gather_bytes=part * (block - 1),
+        part_gather_bytes=part_sent * (block - 1),
         reduce_bytes=0 if own else reduced * (slices - 1),
         all_reduce_bytes=2 * grad_slice * (replicas - 1) // replicas if all_reduces else 0,
         solo=slices == 1,
+        staged_bytes=layout.staged_bytes,
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -84,9 +85,11 @@ def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
                 "replaced, and stepping would train nothing. Create the optimizer afterwards, "
                 "from the sharded model's parameters()"
             )
-    sharded = next((param for param in params if isinstance(param, ShardedParameter)), None)
+    held = [param for param in params if isinstance(param, ShardedParameter)]
+    # The first that is cut by element, if there is one.
+    sharded = next(iter(sorted(held, key=lambda each: isinstance(each, DTensor))), None)
     names = {cls.__name__ for cls in type(optimizer).__mro__} & NEEDS_WHOLE_TENSORS
-    if sharded is not None and names:
+    if sharded is not None and names and not isinstance(sharded, DTensor):
         raise NotSupportedError(
             f"{kind} needs whole tensors ({', '.join(sorted(names))}), but "
             f"{sharded.ownership.name!r} is sharded by element. Use an elementwise optimizer (SGD, "
@@ -96,7 +99,6 @@ def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
         translate(optimizer)
         shard_state(optimizer)
         MergedStep.of(optimizer)
-    held = [each for each in params if isinstance(each, ShardedParameter)]
     setattr(optimizer, _COMMS, list(dict.fromkeys(each.ownership.comm for each in held)))
     setattr(optimizer, _EMPTY, [each for each in held if each.span.numel == 0])
     setattr(optimizer, _CHECKED, seen)

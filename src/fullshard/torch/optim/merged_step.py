@@ -255,7 +255,7 @@ class _Plan:
         for run in self.runs:
             run.param = run.view(lists[0])
         for k in self._columns if self.runs else ():
-            if type(lists[k][self.runs[0].first]) is ShardedParameter:
+            if isinstance(lists[k][self.runs[0].first], ShardedParameter):
                 self._state[k] = [run.joined(lists[k]) for run in self.runs]
             else:
                 self._state[k] = self._take_numbers(lists[k])
@@ -355,7 +355,7 @@ def _ids(lists: Lists) -> list[list[int]]:
 
 def _goes_with(value: Any, param: ShardedParameter) -> bool:
     """Return True if ``value`` is cut as ``param`` is and lies in memory in the same way."""
-    if type(value) is not ShardedParameter:
+    if not isinstance(value, ShardedParameter):
         return False
     owner, local = value.ownership, value.local
     return (
@@ -365,7 +365,7 @@ def _goes_with(value: Any, param: ShardedParameter) -> bool:
 
 def _kind(param: Any, grad: Any, state: Sequence[Any]) -> tuple[Any, ...] | None:
     """Return what must be equal within a run, cut names of ``state`` first; None if odd."""
-    if type(param) is not ShardedParameter or not _goes_with(grad, param):
+    if not isinstance(param, ShardedParameter) or not _goes_with(grad, param):
         return None
     cut = tuple(_goes_with(each, param) for each in state)
     for each, is_cut in zip(state, cut, strict=True):

@@ -3,12 +3,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.core.layout import Align
 from fullshard.core.strategy import Offload, Precision
 from fullshard.torch.unit.buffers import dtype_name
 
@@ -19,6 +20,7 @@ __all__ = [
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "check_align",
     "offload_of",
     "precision_of",
 ]
@@ -190,3 +192,9 @@ def offload_of(name: str, options: Any) -> Offload:
     if isinstance(policy, CPUOffloadPolicy):
         return Offload(params=True, pin=policy.pin_memory)
     return Offload()
+
+
+def check_align(align: Any) -> None:
+    """Raise `ConfigurationError` unless ``align`` is "row" or "element"."""
+    if align not in get_args(Align):
+        raise ConfigurationError(f"align must be one of {get_args(Align)}, got {align!r}")

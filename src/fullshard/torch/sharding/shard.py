@@ -102,7 +102,7 @@ def agree(
         lines[f"unit {name!r}"] = (
             f"{ranks.gather.size} slices, {ranks.replicas.size} replicas, blocks of {block}, "
             f"reshard_after_forward={plan.reshard_after_forward}, {plan.precision}, "
-            f"{plan.offload}, {ranks.compression}, values of "
+            f"{plan.offload}, {ranks.compression}, cut by {plan.align}, values of "
             + ("each rank" if plan.values is own_value else "the first rank")
         )
         for number, each in enumerate(params):
@@ -111,7 +111,8 @@ def agree(
             where = f"parameter {name + '.' if name else ''}{spec.name}"
             # Ranks that registered them in another order would lay them out in that.
             lines[where] = (
-                f"{spec.shape} {spec.dtype} {trained}, number {number}, also as {spec.aliases}"
+                f"{spec.shape} {spec.dtype} {trained}, number {number}, cut along {spec.cut_dim}, "
+                f"also as {spec.aliases}"
             )
     comms = dict.fromkeys(c for plan in plans for c in (plan.ranks.gather, plan.ranks.replicas))
     for comm in comms:

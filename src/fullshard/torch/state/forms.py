@@ -16,6 +16,7 @@ from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.state.dtensors import as_dtensors
 from fullshard.torch.state.state_dict_types import StateDictType
 from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.tensor.placements import Placed
 
 __all__ = [
     "AS_DTENSORS",
@@ -35,17 +36,19 @@ class StateForm:
 
     ``kind``: FULL_STATE_DICT is whole tensors, SHARDED_STATE_DICT DTensors, LOCAL_STATE_DICT this
     rank's spans as flat plain tensors. ``on_host``: in host memory. ``kept``: False for a rank that
-    takes part and gets nothing.
+    takes part and gets nothing. ``shared``: plain tensors share memory with the model, as
+    `ShardedDTensor`s always do in the form of DTensors.
     """
 
     kind: StateDictType
     on_host: bool = False
     kept: bool = True
+    shared: bool = False
 
 
 K = TypeVar("K")
 
-AS_DTENSORS = StateForm(StateDictType.SHARDED_STATE_DICT)
+AS_DTENSORS = StateForm(StateDictType.SHARDED_STATE_DICT, shared=True)
 _INSTEAD = {
     StateDictType.FULL_STATE_DICT: "call it on every rank, and write on one: "
     "state = model.state_dict(); if rank == 0: torch.save(state, path)",
@@ -87,23 +90,33 @@ def ask_before_loading(
     values: Iterable[Any], params: Iterable[Any], what: str = "load_state_dict() of DTensors"
 ) -> None:
     """Call the roll if loading ``values`` into ``params`` is collective, as for DTensors."""
-    if any(isinstance(value, DTensor) for value in values):
-        owners = [each.ownership for each in params if isinstance(each, ShardedParameter)]
+    owners = [each.ownership for each in params if isinstance(each, ShardedParameter)]
+    placed = {each.placed for each in owners}
+    if any(isinstance(each, DTensor) and _place_of(each) not in placed for each in values):
         comms = list(dict.fromkeys(comm for owner in owners for comm in owner.comms))
         call_roll(comms, what, "call it on every rank, or load whole tensors")
+
+
+def _place_of(value: DTensor) -> Placed:
+    return Placed(value.device_mesh, tuple(value.placements))
 
 
 def change_form(values: MutableMapping[Any, Any], form: StateForm, what: str, instead: str) -> None:
     """Replace sharded values by those that ``form`` asks for. Collective, except for spans.
 
     Whole tensors are gathered one by one, so a rank that keeps none, or keeps them in host memory,
-    never has more than one on its device. All results, plain tensors too, have memory of their
-    own; tied values stay one tensor. ``what`` and ``instead`` go into the error of a rank that
-    calls alone, see `call_roll`.
+    never has more than one on its device. Results have memory of their own, unless ``form`` says
+    otherwise; tied values stay one tensor. ``what`` and ``instead`` go into the error of a rank
+    that calls alone, see `call_roll`.
     """
     sharded = in_agreed_order(values)
     if form.kind is not StateDictType.LOCAL_STATE_DICT:
-        moved = {key: each for key, each in sharded.items() if not each.is_meta}
+        as_they_are = DTensor if form.kind is StateDictType.SHARDED_STATE_DICT else ()
+        moved = {
+            key: each
+            for key, each in sharded.items()
+            if not (each.is_meta or isinstance(each, as_they_are))
+        }
         comms = [comm for each in moved.values() for comm in each.ownership.comms]
         call_roll(comms, what, instead)
         verify_same_values(moved, what)
@@ -164,7 +177,7 @@ def _taken(value: Any, source: ShardedParameter | None, form: StateForm) -> Any:
         value = value.full_tensor()
     elif source is not None and form.kind is StateDictType.LOCAL_STATE_DICT:
         value = source.local.detach().clone()
-    elif source is None and isinstance(value, Tensor):
+    elif source is None and isinstance(value, Tensor) and not form.shared:
         value = value.detach().clone()
     if not form.kept:
         return None

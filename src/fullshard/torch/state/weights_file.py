@@ -201,7 +201,7 @@ def _pieces(entries: _Entries) -> Iterator[_Piece]:
     """
     destinations, room = _destinations(entries), _Room()
     for name, tensor in entries.values.items():
-        if isinstance(tensor, ShardedParameter) and tensor.ownership.tensor_parallel is None:
+        if isinstance(tensor, ShardedParameter) and tensor.ownership.is_interval:
             destination = destinations[tensor.ownership.comm]
             if destination is not None:  # else the ranks that have these elements write nothing
                 yield from _sent_pieces(name, tensor, destination, room)
@@ -275,8 +275,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _read_into(name: str, tensor: Tensor, file: IO[bytes], start: int, buffer: Tensor) -> None:
     """Fill ``tensor``, or this rank's part of it, from the bytes that begin at ``start``."""
-    cut = tensor.ownership.tensor_parallel if isinstance(tensor, ShardedParameter) else None
-    if isinstance(tensor, ShardedParameter) and cut is None:
+    if isinstance(tensor, ShardedParameter) and tensor.ownership.is_interval:
         begin = start + tensor.span.start * tensor.element_size()
         _read_pieces(tensor.local, file, begin, buffer)
         count_change(tensor.local)

@@ -71,12 +71,12 @@ def on_spans(func: OpOverload, drop: tuple[str, ...] = ()) -> Rule:
         target = args[0]
         owner = (
             target.ownership
-            if type(target) is ShardedParameter
+            if isinstance(target, ShardedParameter)
             else leading_ownership(func, args, kwargs)
         )
         local_args = [
             arg.local
-            if type(arg) is ShardedParameter and arg.ownership is owner
+            if isinstance(arg, ShardedParameter) and arg.ownership is owner
             else _local(func, owner, arg)
             if isinstance(arg, Tensor)
             else arg
@@ -91,7 +91,7 @@ def on_spans(func: OpOverload, drop: tuple[str, ...] = ()) -> Rule:
             if isinstance(result, Tensor):
                 return ShardedParameter.value(result, owner)
             return tuple(ShardedParameter.value(each, owner) for each in result)
-        if type(target) is not ShardedParameter:
+        if not isinstance(target, ShardedParameter):
             _refuse_to_write(func, owner)
         run(*local_args, **kwargs)
         count_change(target.local)
@@ -106,7 +106,7 @@ def _into(func: OpOverload, key: str | int) -> Rule:
     def rule(args: Args, kwargs: Kwargs) -> Any:
         owner = leading_ownership(func, args, kwargs)
         target = args[key] if isinstance(key, int) else kwargs[key]
-        if type(target) is not ShardedParameter:
+        if not isinstance(target, ShardedParameter):
             _refuse_to_write(func, owner)
         local_args = [_local(func, owner, arg) for arg in args]
         func(*local_args, **{k: _local(func, owner, v) for k, v in kwargs.items()})
@@ -122,21 +122,21 @@ def leading_ownership(func: OpOverload, args: Args, kwargs: Kwargs) -> Ownership
     Raises `UnshardedOperationError` if there is none.
     """
     for arg in args:
-        if type(arg) is ShardedParameter:
+        if isinstance(arg, ShardedParameter):
             return arg.ownership
     for arg in kwargs.values():
-        if type(arg) is ShardedParameter:
+        if isinstance(arg, ShardedParameter):
             return arg.ownership
     # All sharded tensors are inside lists, as in torch.stack.
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     need_whole(
-        func, next(x.ownership for each in lists for x in each if type(x) is ShardedParameter)
+        func, next(x.ownership for each in lists for x in each if isinstance(x, ShardedParameter))
     )
 
 
 def _local(func: OpOverload, owner: Ownership, arg: Any) -> Any:
     """Return the operand to use for ``arg`` when ``func`` runs on the spans of ``owner``."""
-    if type(arg) is ShardedParameter:
+    if isinstance(arg, ShardedParameter):
         if arg.ownership is not owner and not owner.agrees_with(arg.ownership):
             raise UnshardedOperationError(
                 f"{func}: operands are not cut alike: {owner}; and {arg.ownership}. "
@@ -198,7 +198,7 @@ def _owners(args: Args) -> list[Ownership | None]:
         places = next(len(arg) for arg in args if isinstance(arg, list))
         lists = [arg for arg in args if isinstance(arg, list) and len(arg) == places]
         return [
-            next((each.ownership for each in place if type(each) is ShardedParameter), None)
+            next((each.ownership for each in place if isinstance(each, ShardedParameter)), None)
             for place in zip(*lists, strict=True)
         ]
 
@@ -220,7 +220,7 @@ def _locals(
         if (
             written
             and owner is not None
-            and type(item) is not ShardedParameter
+            and not isinstance(item, ShardedParameter)
             and (item.dim() or not counts)
         ):
             _refuse_to_write(func, owner)

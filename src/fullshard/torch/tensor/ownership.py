@@ -3,20 +3,23 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import eq
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.core.layout import Span
 from fullshard.torch.comm.protocol import Comm, members_of
-from fullshard.torch.tensor.reslice import Cut, reslice, rows_of_ranks
+from fullshard.torch.tensor.placements import Placed
+from fullshard.torch.tensor.reslice import Cut, longest, reslice, rows_of_ranks
 from fullshard.torch.tensor.tensor_parallel import TensorParallel
 
 __all__ = ["Ownership", "next_serial"]
@@ -35,7 +38,8 @@ class Ownership:
 
     ``name`` is the parameter's fully-qualified name, ``shape`` its global shape. The spans tile the
     flattened parameter in rank order; some may be empty. With ``tensor_parallel`` they tile the
-    part of it that the ranks of ``comm`` have.
+    part of it that the ranks of ``comm`` have. Elements are counted with dimension ``dim`` in
+    front. If the spans are whole rows, ``placed`` says what DTensor calls that.
     """
 
     name: str
@@ -45,6 +49,11 @@ class Ownership:
     device_mesh: DeviceMesh | None = None
     tensor_parallel: TensorParallel | None = None
     serial: int = 0  # in the order in which the ranks of ``comm`` sharded parameters
+    dim: int = 0
+    placed: Placed | None = None
+    _specs: dict[torch.dtype, DTensorSpec] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -67,6 +76,11 @@ class Ownership:
         return (self.comm,) if cut is None else (self.comm, *cut.comms)
 
     @property
+    def is_interval(self) -> bool:
+        """True if spans are intervals of the whole parameter's elements in their own order."""
+        return self.tensor_parallel is None and not self.dim
+
+    @property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
@@ -77,21 +91,28 @@ class Ownership:
             _are_equal(self.spans, other.spans)
             and self.comm is other.comm
             and self.shape == other.shape
+            and self.dim == other.dim
             and self.tensor_parallel == other.tensor_parallel
         )
 
     def cut(self, full: Tensor) -> Tensor:
         """Return this rank's span of a tensor of the global shape, flattened.
 
-        Collective if that is a DTensor, unless it is cut along the same tensor axis.
+        Collective if that is a DTensor placed otherwise.
         """
         cut = self.tensor_parallel
         if isinstance(full, DTensor):
+            if self.placed is not None and full.device_mesh == self.placed.mesh:
+                if full.placements != self.placed.placements:
+                    full = full.redistribute(*self.placed)
+                return self.flat(full.to_local().detach())
             if cut is not None and full.device_mesh == cut.mesh:
                 return self.cut_part(cut.part_of_dtensor(full))
-            if cut is None and self._has_rows(full):
+            if cut is None and not self.dim and self._has_rows(full):
                 rows = full.to_local().detach().reshape(-1)
                 held = rows_of_ranks(self.shape, self.comm.size)
+                if _are_equal(held, self.spans):
+                    return rows
                 label = f"span of parameter {self.name!r} from rows"
                 return reslice(self.comm, [Cut(rows, held, self.spans)], label)[0]
             full = full.full_tensor()
@@ -105,22 +126,87 @@ class Ownership:
         ranks = dist.get_process_group_ranks(value.device_mesh.get_group(dims[0]))
         return tuple(ranks) == members_of(self.comm)
 
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """The shape of what the ranks of ``comm`` share."""
+        return self.shape if self.tensor_parallel is None else self.tensor_parallel.local_shape
+
     def cut_part(self, part: Tensor) -> Tensor:
         """Return this rank's span of the part that the ranks of ``comm`` share, flattened."""
+        if self.dim:  # only these rows are copied
+            row = max(1, part.numel() // max(1, part.shape[self.dim]))
+            part = part.narrow(self.dim, self.span.start // row, self.span.numel // row)
+            return self.flat(part)
         return part.reshape(-1)[self.span.start : self.span.stop]
+
+    def flat(self, rows: Tensor) -> Tensor:
+        """Return whole rows of the parameter as the flat elements that they are."""
+        return rows.movedim(self.dim, 0).reshape(-1) if self.dim else rows.reshape(-1)
+
+    def rows(self, local: Tensor) -> Tensor:
+        """Return the flat elements of a span of whole rows in the shape of these rows: a view."""
+        shape = self.part_shape
+        row = shape[: self.dim] + shape[self.dim + 1 :]
+        count = local.numel() // max(1, math.prod(row))
+        if not local.numel():  # rows without elements are rows nevertheless
+            held, size, rank = shape[self.dim], self.comm.size, self.comm.rank
+            chunk = -(-held // size)
+            count = min(max(held - rank * chunk, 0), chunk)
+        return local.view(count, *row).movedim(0, self.dim)
+
+    def spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """Return what DTensor calls the cut of a tensor of ``dtype``; needs ``placed``."""
+        known = self._specs.get(dtype)
+        if known is None:
+            assert self.placed is not None
+            shape = torch.Size(self.shape)
+            stride = torch.empty(shape, device="meta").stride()
+            known = DTensorSpec(*self.placed, tensor_meta=TensorMeta(shape, stride, dtype))
+            self._specs[dtype] = known
+        return known
+
+    def gathered(self, local: Tensor) -> Tensor:
+        """Return the whole tensor of which this rank has ``local``, flat. Collective."""
+        comm, spans = self.comm, self.spans
+        most, numel = longest(spans), spans[-1].stop
+        if comm.size * most > 2 * numel:
+            # A few ranks hold it all: to gather equal parts would be mostly padding.
+            full = local.new_empty(numel)
+            full[self.span.start : self.span.stop].copy_(local)
+            for rank, span in enumerate(spans):
+                if span.numel:
+                    comm.broadcast([full[span.start : span.stop]], rank).wait()
+            return self.whole(full)
+        mine = local.new_zeros(most)
+        mine[: local.numel()] = local
+        gathered = local.new_empty(comm.size * most)
+        label = f"full tensor of parameter {self.name!r}"
+        comm.all_gather([(gathered, mine)], label=label).wait()
+        rows = gathered.view(comm.size, most)
+        pieces = [rows[rank, : span.numel] for rank, span in enumerate(spans)]
+        return self.whole(torch.cat(pieces))
 
     def whole(self, flat: Tensor) -> Tensor:
         """Return the tensor of global shape, given the flat part that the ranks of ``comm`` share.
 
         Collective over the tensor axis, if there is one.
         """
-        if self.tensor_parallel is None:
-            return flat.view(self.shape)
-        return self.tensor_parallel.whole(flat.view(self.tensor_parallel.local_shape))
+        shape = self.part_shape
+        if self.dim:
+            row = shape[: self.dim] + shape[self.dim + 1 :]
+            part = flat.view(shape[self.dim], *row).movedim(0, self.dim).contiguous()
+        else:
+            part = flat.view(shape)
+        return part if self.tensor_parallel is None else self.tensor_parallel.whole(part)
 
     def reshaped(self, shape: Sequence[int]) -> "Ownership":
-        """Return the ownership of the same elements, in the same order, in another shape."""
-        return replace(self, shape=tuple(shape))
+        """Return the ownership of the same elements, in the same order, in another shape.
+
+        The spans may not be whole rows of that.
+        """
+        held = rows_of_ranks(shape, self.comm.size)
+        still = self.placed is not None and bool(shape) and _are_equal(held, self.spans)
+        return replace(self, shape=tuple(shape), placed=self.placed if still else None)
 
     def __str__(self) -> str:
         span = self.span

@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError
 from fullshard.core.layout import Span
 from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.tensor.ownership import Ownership
-from fullshard.torch.tensor.reslice import longest
 
-__all__ = ["RULES", "Args", "Kwargs", "Rule", "ShardedParameter"]
+__all__ = ["RULES", "Args", "Kwargs", "Rule", "ShardedDTensor", "ShardedParameter"]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -44,6 +46,8 @@ class _Rules(dict[OpOverload, Rule]):
         rule = self[func] = self._decide(func)
         return rule
 
+
+_EVERYWHERE = "call it on every rank, and use it on one"
 
 RULES = _Rules()
 """Rules raise `UnshardedOperationError` for operations that need more than this rank's span."""
@@ -106,32 +110,13 @@ class ShardedParameter(torch.Tensor):
         Raises `UsageError` on a rank that calls it alone.
         """
         what = f"full_tensor() of {self.ownership.name!r}"
-        call_roll(self.ownership.comms, what, "call it on every rank, and use it on one")
+        call_roll(self.ownership.comms, what, _EVERYWHERE)
         return self.gathered()
 
     @torch.no_grad()
     def gathered(self) -> Tensor:
         """Do as `full_tensor`, without a roll call: for code that all ranks are known to run."""
-        ownership = self.ownership
-        comm, spans = ownership.comm, ownership.spans
-        most, numel = longest(spans), spans[-1].stop
-        local = self.local.detach()
-        if comm.size * most > 2 * numel:
-            # A few ranks hold it all: to gather equal parts would be mostly padding.
-            full = local.new_empty(numel)
-            full[self.span.start : self.span.stop].copy_(local)
-            for rank, span in enumerate(spans):
-                if span.numel:
-                    comm.broadcast([full[span.start : span.stop]], rank).wait()
-            return ownership.whole(full)
-        mine = local.new_zeros(most)
-        mine[: local.numel()] = local
-        gathered = local.new_empty(comm.size * most)
-        label = f"full tensor of parameter {ownership.name!r}"
-        comm.all_gather([(gathered, mine)], label=label).wait()
-        rows = gathered.view(comm.size, most)
-        pieces = [rows[rank, : span.numel] for rank, span in enumerate(spans)]
-        return ownership.whole(torch.cat(pieces))
+        return self.ownership.gathered(self.local.detach())
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -154,7 +139,7 @@ class ShardedParameter(torch.Tensor):
                 "the model before it is sharded"
             )
         if not (
-            type(value) is ShardedParameter and value.local.data_ptr() == self.local.data_ptr()
+            isinstance(value, ShardedParameter) and value.local.data_ptr() == self.local.data_ptr()
         ):
             self.detach().copy_(value)
 
@@ -207,9 +192,116 @@ class ShardedParameter(torch.Tensor):
         )
 
 
+class ShardedDTensor(ShardedParameter, DTensor):
+    """A `ShardedParameter` of which ranks hold whole rows: a true DTensor.
+
+    What a `ShardedParameter` does is done in the same way; everything else by DTensor's own
+    dispatch, which may gather. Writes reach the model whichever way they come. `to_local` is
+    a view of the unit's shard in the shape of this rank's rows.
+    """
+
+    @property
+    def _local_tensor(self) -> Tensor:  # type: ignore[override]
+        return self.ownership.rows(self.local)
+
+    @property
+    def _spec(self) -> DTensorSpec:  # type: ignore[override]
+        return self.ownership.spec(self.dtype)
+
+    device_mesh = DTensor.device_mesh
+    placements = DTensor.placements  # type: ignore[assignment]
+    to_local = DTensor.to_local
+    redistribute = DTensor.redistribute
+
+    @property
+    def __tensor_flatten__(self) -> NoReturn:
+        # torch swaps the contents of what it can take apart, as in module.to(): the unit would
+        # go on with the old ones.
+        raise AttributeError("__tensor_flatten__")
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """Return the whole parameter as a plain tensor. Collective.
+
+        As that of a DTensor it is part of the graph if gradients are enabled, and its gradient must
+        be the same on all ranks. Raises `UsageError` on a rank that calls it alone.
+        """
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return ShardedParameter.full_tensor(self)
+        call_roll(self.ownership.comms, f"full_tensor() of {self.ownership.name!r}", _EVERYWHERE)
+        return DTensor.full_tensor(self, grad_placements=grad_placements)
+
+    def plain(self) -> DTensor:
+        """Return a DTensor of PyTorch's own class that shares the memory."""
+        return DTensor(self.local_rows(), self._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    def local_rows(self) -> Tensor:
+        """Return this rank's rows without gradient: a view."""
+        return self._local_tensor.detach()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``func`` by its rule or, if that refuses, as DTensor does."""
+        kwargs = kwargs or {}
+        try:
+            return RULES[func](args, kwargs)
+        except UnshardedOperationError as refusal:
+            return _as_dtensor_does(func, args, kwargs, refusal)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a DTensor of PyTorch's own class, with this rank's rows."""
+        rows = self.local_rows().clone()  # whose storage holds nothing else: all of it is written
+        made = DTensor(rows, self._spec, requires_grad=self.requires_grad)  # type: ignore[no-untyped-call]
+        return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"ShardedDTensor({self.ownership.name!r}, shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, placements={self.placements}, local_tensor={self.local_rows()})"
+        )
+
+
+def _as_dtensor_does(
+    func: OpOverload, args: Args, kwargs: Kwargs, refusal: UnshardedOperationError
+) -> Any:
+    """Run ``func`` on DTensors that share the memory of `ShardedDTensor`s.
+
+    Raises ``refusal`` for what DTensor cannot do either, as plain tensors among the operands.
+    """
+    flat, rebuild = tree_flatten((args, kwargs))
+    taken: dict[int, ShardedDTensor] = {}
+    operands: list[Any] = []
+    for each in flat:
+        if isinstance(each, ShardedDTensor):
+            base = each.plain()
+            taken[id(base)] = each
+            operands.append(base)
+        elif isinstance(each, Tensor) and not isinstance(each, DTensor) and each.dim():
+            raise refusal
+        else:
+            operands.append(each)
+    base_args, base_kwargs = tree_unflatten(operands, rebuild)
+    try:
+        result = func(*base_args, **base_kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        raise refusal from error
+    if func._schema.is_mutable:
+        torch._C._increment_version([each.local for each in taken.values()])
+    return tree_map_only(DTensor, lambda each: taken.get(id(each)) or _taken_together(each), result)
+
+
+def _taken_together(value: DTensor) -> DTensor:
+    """Add up a sum of which each rank has a part: most operations in place refuse that."""
+    if not any(placement.is_partial() for placement in value.placements):
+        return value
+    whole = [Replicate() if each.is_partial() else each for each in value.placements]
+    return value.redistribute(placements=whole)
+
+
 def _make(local: Tensor, ownership: Ownership, requires_grad: bool) -> ShardedParameter:
     made: ShardedParameter = torch.Tensor._make_wrapper_subclass(
-        ShardedParameter,
+        ShardedParameter if ownership.placed is None else ShardedDTensor,
         ownership.shape,
         dtype=local.dtype,
         device=local.device,
@@ -224,4 +316,4 @@ def _make(local: Tensor, ownership: Ownership, requires_grad: bool) -> ShardedPa
 for _module in (torch_optimizer, _foreach_utils):
     _supported = getattr(_module, "_foreach_supported_types", None)
     if _supported is not None and ShardedParameter not in _supported:
-        _supported.append(ShardedParameter)
+        _supported += [ShardedParameter, ShardedDTensor]

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from fullshard.core.layout import stored_bytes
+
 __all__ = ["Division", "FlatBuffer", "MemorySource", "dtype_name", "dtype_of"]
 
 
@@ -99,8 +101,8 @@ def _ask_for_huge_pages(address: int, size: int) -> None:
 class FlatBuffer:
     """Several flat tensors in one storage.
 
-    ``flats`` are 1-D views of the given (numel, dtype), in their order; each begins on 16 bytes if
-    those before it end there. Content is undefined at first. ``pin`` asks for page-locked memory.
+    ``flats`` are 1-D views of the given (numel, dtype), in their order; each begins on 32 bytes.
+    Content is undefined at first. ``pin`` asks for page-locked memory.
     """
 
     def __init__(
@@ -111,16 +113,28 @@ class FlatBuffer:
         pin: bool = False,
     ):
         sizes = list(sizes)
-        self.bytes = sum(numel * dtype.itemsize for numel, dtype in sizes)
-        numel, dtype = sizes[0] if len(sizes) == 1 else (self.bytes, torch.uint8)
+        taken = [stored_bytes(numel, dtype_name(dtype)) for numel, dtype in sizes]
+        self.bytes = sum(taken)
+        dtypes = {dtype for _, dtype in sizes}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        numel = self.bytes // dtype.itemsize
         with MemorySource.taking(device, anew=True):
-            memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
-        self._storage = memory.untyped_storage()
+            self._memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
+        self._storage = self._memory.untyped_storage()
         self._advise()
-        self.flats = [memory]
-        if len(sizes) != 1:
-            raw = memory.split_with_sizes([numel * dtype.itemsize for numel, dtype in sizes])
-            self.flats = [part.view(dtype) for part, (_, dtype) in zip(raw, sizes, strict=True)]
+        places = self._memory.split_with_sizes([each // dtype.itemsize for each in taken])
+        self.flats = [
+            place.view(dtype)[:numel] for place, (numel, dtype) in zip(places, sizes, strict=True)
+        ]
+
+    @property
+    def version(self) -> int:
+        """Grows when the content is written to, by whichever view."""
+        return self._memory._version
+
+    def zero_(self) -> None:
+        """Fill the memory with zeros, what lies between the tensors too."""
+        self._memory.zero_()
 
     @property
     def allocated(self) -> bool:

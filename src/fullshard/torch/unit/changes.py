@@ -119,7 +119,7 @@ def _lay_out_anew(
     params = [
         replace(each, spec=specs[each.spec.name]) for each in unit.params if each.spec.name in specs
     ]
-    layout = lay_out_segments(groups, unit.ranks.gather.size, unit.plan.precision)
+    layout = lay_out_segments(groups, unit.ranks.gather.size, unit.plan.precision, unit.plan.align)
     plan = replace(unit.plan, values=lambda each: values[each.spec.name])
     unit.rest_in(Shards(params, layout, plan, unit.shards.device, known))
     return values
@@ -160,16 +160,16 @@ def check_initialised(unit: Unit) -> None:
     Memory for such parameters is filled with NaN when it is made, see
     `fullshard.torch.sharding.initialisation`.
     """
-    unit.unchecked = False
     bare = [
         param.ownership.name
         for param in unit.sharded
-        if param.is_floating_point() and bool(torch.isnan(param.local).any())
+        if param.is_meta or (param.is_floating_point() and bool(torch.isnan(param.local).any()))
     ]
     if unit.ranks.any(bool(bare), unit.device):
         names = ", ".join(bare) or "(parameters that other ranks hold)"
         raise UsageError(
             f"unit {unit.name!r} came from the meta device, and nobody has initialised {names}: "
-            "their values are not numbers. Call the modules' reset_parameters() after to_empty(), "
-            "or load a state dict"
+            "they have no values, or none that are numbers. Call the modules' reset_parameters() "
+            "after to_empty(), or load a state dict"
         )
+    unit.unchecked = False  # on all ranks, or on none

@@ -15,6 +15,7 @@ from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Together, Work
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import Extension
+from fullshard.torch.unit.packing import unpack
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Place, Shards
 from fullshard.torch.unit.sites import notes_on
@@ -65,6 +66,7 @@ class FullParameters:
         self._gathering: Work | None = None
         self._version = -1  # of the shards, when they were gathered
         self.part: FlatBuffer | None = None  # kept from forward to backward, of several slices
+        self._arrival: FlatBuffer | None = None  # of packed segments
         self.working: FlatBuffer | None = None  # the shard on the device, if it rests elsewhere
         self.working_version = -1
         self.params: list[nn.Parameter] = []
@@ -80,6 +82,15 @@ class FullParameters:
             for number, s in enumerate(segments)
         ]
         self._buffer = shards.buffer if self.resident else FlatBuffer(sizes, self._plan.device)
+        # Packed segments arrive elsewhere, and are copied from there.
+        self._packed = [number for number, s in enumerate(segments) if s.travels_apart]
+        travelling = self._buffer.flats.copy()
+        if self._packed:
+            self._arrival = FlatBuffer(
+                [sizes[number] for number in self._packed], self._plan.device
+            )
+            for number, flat in zip(self._packed, self._arrival.flats, strict=True):
+                travelling[number] = flat
         self.params = [
             # .data: a parameter that is a plain view shares its version counter with the buffer,
             # and writing gathered values into that would then trip autograd's in-place check.
@@ -92,11 +103,14 @@ class FullParameters:
         rank = self._ranks.gather.rank
         self._own_slices = [
             flat[rank * segment.slice_numel : (rank + 1) * segment.slice_numel]
-            for flat, segment in zip(self._buffer.flats, segments, strict=True)
+            for flat, segment in zip(travelling, segments, strict=True)
         ]
-        self._pairs = list(zip(self._buffer.flats, shards.flats, strict=True))
+        self._travelling = travelling
+        self._pairs = list(zip(travelling, shards.flats, strict=True))
         if not self.resident:
             self._buffer.release()
+        if self._arrival is not None:
+            self._arrival.release()
 
     def _find_extensions(self) -> dict[int, Extension]:
         """The Extension of each segment that has one, by the segment's number."""
@@ -143,7 +157,10 @@ class FullParameters:
             assert block is not None
             pairs = list(zip(self._buffer.flats, self.part.flats, strict=True))
             self._gathering = block.all_gather(pairs, label=self._label)
-        elif self._as_they_rest:
+            return
+        if self._arrival is not None:
+            self._arrival.allocate()
+        if self._as_they_rest:
             self._gathering = self._all_gather(self._pairs, custom)
         elif not self._plan.offload.to_host:
             self._gathering = self._all_gather(self._converted(self._shards.flats), custom)
@@ -169,15 +186,18 @@ class FullParameters:
     def _converted(self, shards: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Pairs for a gather; slices in another dtype, or elsewhere, are first put in place."""
         pairs: list[tuple[Tensor, Tensor]] = []
-        for number, (full, shard) in enumerate(zip(self._buffer.flats, shards, strict=True)):
+        places, across = [], []
+        for number, (full, shard) in enumerate(zip(self._travelling, shards, strict=True)):
             if number in self._extensions:
                 pairs += self._extensions[number].send(shard.to(self._plan.device))
                 continue
             if shard.dtype != full.dtype or shard.device != full.device:
                 # First across, then into the other dtype: torch casts on the host, unpinned.
-                across = shard.to(full.device, non_blocking=True)
-                shard = self._own_slices[number].copy_(across)
+                across.append(shard.to(full.device, non_blocking=True))
+                places.append(shard := self._own_slices[number])
             pairs.append((full, shard))
+        if places:
+            torch._foreach_copy_(places, across)  # by one call
         return pairs
 
     def _refreshed_working(self) -> list[Tensor]:
@@ -195,9 +215,19 @@ class FullParameters:
             self._gathering.wait()
             if self._copies:
                 self._fetch.join()
+            if self._arrival is not None and self.part is None:
+                self._unpack()
             self._gathering = self.part = None
             if self._extensions:
                 self._receive()
+
+    @torch.no_grad()
+    def _unpack(self) -> None:
+        assert self._arrival is not None
+        segments, flats = self._shards.layout.segments, self._buffer.flats
+        arrived = zip(self._packed, self._arrival.flats, strict=True)
+        unpack((segments[number], flat, flats[number]) for number, flat in arrived)
+        self._arrival.release()
 
     def _receive(self) -> None:
         for index, place in enumerate(self._shards.places):
@@ -215,12 +245,14 @@ class FullParameters:
         total = sum(extension.bytes for extension in self._extensions.values())
         if not self.resident and self.params and self._buffer.allocated:
             total += self._buffer.bytes
+        if self._arrival is not None and self._arrival.allocated:
+            total += self._arrival.bytes
         return total + (self.part.bytes if self.part is not None else 0)
 
     @property
     def shards_version(self) -> int:
         """Grows when the shards are written to."""
-        return sum(flat._version for flat in self._shards.buffer.flats)
+        return self._shards.buffer.version
 
     @property
     def outdated(self) -> bool:

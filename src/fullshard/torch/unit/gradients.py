@@ -9,9 +9,7 @@ small, by the power of two next to its square root before, and by the rest after
 
 [Note: Asking a device]
 On a CPU a reduce that has completed gives its memory back at once. A device is not asked: its host
-runs ahead, so that hardly any reduce has completed by then, and the answers differ from rank to
-rank and from step to step, and with them what their allocators do. There the schedule alone says
-when a reduce ends, and every rank issues the same work in every step.
+runs ahead, and answers would differ between ranks and steps, and with them what allocators do.
 """
 
 import math
@@ -25,7 +23,7 @@ from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Done, Work
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import Division, FlatBuffer, dtype_of
-from fullshard.torch.unit.deliveries import Deliveries
+from fullshard.torch.unit.packing import Deliveries, holes, pieces_of, travelling_pieces
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.streams import CopyStream
@@ -34,7 +32,6 @@ __all__ = ["Gradients", "ReduceSettings"]
 
 
 _DONE = Done()
-_GROUPS = 8  # small gradients of a unit wait for others until they are a share of it
 
 
 class ReduceSettings:
@@ -69,12 +66,10 @@ class Gradients:
         self._low_range = any(segment.grad_dtype == "float16" for segment in segments)
         self._moves = plan.resting_device != plan.device
         self._full: FlatBuffer | None = None
-        self._views: dict[int, Tensor] = {}
+        self._views: dict[int, list[Tensor]] = {}  # of each parameter, one or `pieces_of`
         self._padding: list[Tensor] = []  # what lies between the views, and behind them
         self._delivered: set[int] = set()  # parameters that the buffer holds, or soon will
-        # Each call costs the host the same, and a small copy the device no less than a large one.
-        on_device = plan.device.type != "cpu"
-        self._deliveries = Deliveries(_bytes_of(self._full_sizes) // _GROUPS if on_device else 0)
+        self._deliveries = Deliveries(self._full_sizes, plan.device)
         self._trained = [i for i, place in enumerate(shards.places) if place.grad_number >= 0]
         self._absent: set[int] | None = None  # in no reduce since `settle` was called
         self._zeroed: list[int] = []  # of those, the ones whose ``.grad`` was None until then
@@ -116,10 +111,16 @@ class Gradients:
         for index, place in enumerate(self._shards.places):
             if place.grad_number >= 0:
                 flat = self._full.flats[place.grad_number]
-                view = flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)
-                self._views[index] = view
+                self._views[index] = (
+                    travelling_pieces(flat, place.segment, place.slot)
+                    if place.segment.travels_apart
+                    else [flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)]
+                )
         self._padding = []
         for segment, flat in zip(self._shards.trainable, self._full.flats, strict=True):
+            if segment.travels_apart:
+                self._padding += holes(flat, segment)
+                continue
             ends = [0, *(slot.stop for slot in segment.slots)]
             starts = [*(slot.start for slot in segment.slots), flat.numel()]
             between = zip(ends, starts, strict=True)
@@ -132,12 +133,16 @@ class Gradients:
                 f"parameter {self._shards.sharded[index].ownership.name!r} got a {grad.layout} "
                 "gradient; only dense gradients can be reduced (use sparse=False in embeddings)"
             )
+        place, into = self._shards.places[index], self._views[index]
+        apart = place.segment.travels_apart
+        parts = pieces_of(grad, place.slot, place.segment.shards) if apart else [grad]
         if index in self._delivered:
             self._deliveries.flush()
-            self._views[index].add_(grad)
-        else:
-            self._deliveries.put(self._views[index], grad)
-            self._delivered.add(index)
+            for view, part in zip(into, parts, strict=True):
+                view.add_(part)
+            return
+        self._deliveries.put(into, parts)
+        self._delivered.add(index)
 
     def drop(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
@@ -182,9 +187,10 @@ class Gradients:
         if self._padding:
             torch._foreach_zero_(self._padding)
         if len(self._delivered) < len(self._views):
-            for index, view in self._views.items():
+            for index, views in self._views.items():
                 if index not in self._delivered:
-                    view.zero_()
+                    for view in views:
+                        view.zero_()
 
     # ---- the reduce -----------------------------------------------------------------------------
 
@@ -350,10 +356,6 @@ class Gradients:
         """Block the host until offloaded gradients have reached its memory."""
         self._to_host.synchronize()
         self._leaving.clear()
-
-
-def _bytes_of(sizes: list[tuple[int, torch.dtype]]) -> int:
-    return sum(numel * dtype.itemsize for numel, dtype in sizes)
 
 
 def _pieces(shards: Shards) -> list[tuple[list[int], list[int]]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fullshard.core.layout import Align
 from fullshard.core.strategy import Offload, Precision
 from fullshard.torch.comm.ranks import Ranks
 from fullshard.torch.unit.extensions import plain_data
@@ -28,7 +29,7 @@ class Plan:
     """The settings of one unit.
 
     ``device`` is where it computes. ``reshard_after_forward`` is None if that depends on whether
-    the unit turns out to be the root's.
+    the unit turns out to be the root's. ``align``: see `fullshard.core.layout`.
     """
 
     ranks: Ranks
@@ -37,6 +38,7 @@ class Plan:
     precision: Precision = field(default_factory=Precision)
     offload: Offload = field(default_factory=Offload)
     values: Values = own_value
+    align: Align = "element"
 
     @property
     def resting_device(self) -> torch.device:

@@ -12,6 +12,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.layout import Layout, Segment, Slot, Span
 from fullshard.torch.tensor.ownership import Ownership, next_serial
 from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.tensor.placements import Placed, placed
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import is_extended, plain_data, without_values
 from fullshard.torch.unit.guards.replaced import mark_replaced, take_over_hooks
@@ -57,8 +58,7 @@ class Shards:
         self.params = [by_name[place.slot.spec.name] for place in self.places]
         sizes = [(each.slice_numel, dtype_of(each.dtype)) for each in layout.segments]
         self.buffer = FlatBuffer(sizes, device, pin=plan.pin and device.type == "cpu")
-        for flat in self.buffer.flats:
-            flat.zero_()  # padding must be a number
+        self.buffer.zero_()  # padding must be a number
         values = plan.values
         self.sharded: list[ShardedParameter] = []
         for each, place in zip(self.params, self.places, strict=True):
@@ -91,14 +91,17 @@ class Shards:
     ) -> ShardedParameter:
         local = self.buffer.flats[place.number][place.in_slice]
         spec, ranks = place.slot.spec, self._plan.ranks
+        shape = spec.shape if each.tensor_parallel is None else each.tensor_parallel.shape
         ownership = Ownership(
             name=spec.name,
-            shape=spec.shape if each.tensor_parallel is None else each.tensor_parallel.shape,
+            shape=shape,
             spans=place.segment.spans(place.slot),
             comm=ranks.gather,
             device_mesh=ranks.device_mesh,
             tensor_parallel=each.tensor_parallel,
             serial=next_serial(ranks.gather),
+            dim=spec.cut_dim if place.segment.travels_apart else 0,
+            placed=self._placed(each, place, shape),
         )
         value = values(each)
         if not (value.device.type == "meta" and self.device.type != "meta"):
@@ -111,6 +114,14 @@ class Shards:
         take_over_hooks(each.param, param)
         mark_replaced(each.param, spec.name)
         return param
+
+    def _placed(self, each: ParamSites, place: Place, shape: tuple[int, ...]) -> Placed | None:
+        """Return what DTensor calls the place, if ranks hold whole rows and have a mesh."""
+        ranks, spec = self._plan.ranks, place.slot.spec
+        if not place.segment.by_row or ranks.device_mesh is None:
+            return None
+        mesh, size = ranks.device_mesh, ranks.gather.size
+        return placed(spec.name, shape, mesh, size, each.tensor_parallel, spec.cut_dim)
 
     def rename(self, prefix: str) -> None:
         """Name the parameters as the whole model names them."""
@@ -126,12 +137,6 @@ class Shards:
     def shown(self) -> list[Tensor]:
         """The values that the modules show now in the places of the parameters."""
         return [each.shown for each in self.params]
-
-    def write(self, fulls: Sequence[Tensor]) -> None:
-        """Take this rank's spans from full tensors, one for each segment."""
-        rank = self._plan.ranks.gather.rank
-        for flat, full in zip(self.flats, fulls, strict=True):
-            flat.copy_(full[rank * flat.numel() : (rank + 1) * flat.numel()])
 
 
 def _stub(original: Tensor) -> Any:

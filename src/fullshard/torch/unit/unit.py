@@ -27,6 +27,7 @@ from fullshard.torch.unit.full_parameters import (
 from fullshard.torch.unit.gradients import Gradients, ReduceSettings
 from fullshard.torch.unit.guards.lent import check_lent
 from fullshard.torch.unit.guards.writes import Writes
+from fullshard.torch.unit.packing import unpack
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.sites import ParamSites
@@ -83,10 +84,12 @@ class Unit:
         self.settings = ReduceSettings()
         self.custom_gather: CustomGather | None = None
         self._lent: set[tuple[int, str]] = set()  # sites that show what functional_call put there
-        self.unchecked = False  # was on a meta device, and nobody has looked for values since
-        layout = lay_out((each.spec for each in params), self.ranks.gather.size, plan.precision)
+        specs = (each.spec for each in params)
+        layout = lay_out(specs, self.ranks.gather.size, plan.precision, plan.align)
         on_meta = plan.values is own_value and any(each.param.is_meta for each in params)
         device = torch.device("meta") if on_meta else plan.resting_device
+        # A rank was on the meta device, and nobody has looked for values since: all look together.
+        self.unchecked = plan.values is own_value and self.ranks.any(on_meta, plan.device)
         for each in params:
             set_owner(each.param, self, each.spec.name)
         self.rest_in(Shards(params, layout, plan, device, {}))
@@ -319,16 +322,26 @@ class Unit:
     @torch.no_grad()
     def gather_values(self) -> FlatBuffer:
         """All segments in full, in the dtypes in which they rest, in new memory. Collective."""
-        sizes = [(s.full_numel, dtype_of(s.dtype)) for s in self.layout.segments]
+        segments = self.layout.segments
+        sizes = [(s.full_numel, dtype_of(s.dtype)) for s in segments]
         if self.shards.device.type == "meta":
             return FlatBuffer(sizes, self.shards.device)
         full, rank, pairs = FlatBuffer(sizes, self.device), self.ranks.gather.rank, []
-        for flat, shard in zip(full.flats, self.shards.flats, strict=True):
+        travelling = full.flats.copy()
+        for number, shard in enumerate(self.shards.flats):
+            if segments[number].travels_apart:
+                travelling[number] = torch.empty_like(full.flats[number])
+            flat = travelling[number]
             mine = flat[rank * shard.numel() : (rank + 1) * shard.numel()]
             pairs.append((flat, mine.copy_(shard)))
         if pairs:
             label = f"gather of values of unit {self.name!r}"
             self.ranks.gather.all_gather(pairs, label=label).wait()
+        unpack(
+            each
+            for each in zip(segments, travelling, full.flats, strict=True)
+            if each[0].travels_apart
+        )
         return full
 
     def full_views(self, full: FlatBuffer) -> list[Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fullshard.core.errors import UsageError
+from fullshard.torch.tensor.tensor_parallel import held_here
 
 __all__ = ["Writes", "checksum"]
 
@@ -25,9 +26,9 @@ def checksum(tensor: Tensor) -> Tensor:
     """A 0-dim int64 of absolute value at most 2**62, on the device of ``tensor``.
 
     Equal for equal bits, whatever the device and the strides; for others it differs as good as
-    always.
+    always. Of a DTensor, the part on this rank counts.
     """
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = held_here(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % 8:
         data = data.clone()
     words = data[: len(data) // 8 * 8].view(torch.int64)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that travel in another order than their own: the rows of several, rank by rank.
+
+See [Note: Whole rows] in `fullshard.core.layout`. A packed segment travels as one slice a rank,
+each with that rank's rows of every parameter. Here a parameter and what travels are taken apart
+into pieces of equal shapes: all full chunks of rows as one, and the last chunk if it is shorter.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fullshard.core.layout import Segment, Slot, chunk_numel
+
+__all__ = ["Deliveries", "holes", "pieces_of", "travelling_pieces", "unpack"]
+
+
+def pieces_of(value: Tensor, slot: Slot, shards: int) -> list[Tensor]:
+    """Take a tensor of the parameter's shape apart into the chunks that ranks hold: views."""
+    rows = value.movedim(slot.spec.cut_dim, 0)
+    chunks, chunk, rest = _counts(slot, shards)
+    pieces = [rows[: chunks * chunk].view(chunks, chunk, *rows.shape[1:])] if chunks else []
+    return [*pieces, rows[chunks * chunk :]] if rest else pieces
+
+
+def travelling_pieces(flat: Tensor, segment: Segment, slot: Slot) -> list[Tensor]:
+    """The places of `pieces_of` in a packed segment as it travels: views of the same shapes."""
+    shards, spec = segment.shards, slot.spec
+    chunks, chunk, rest = _counts(slot, shards)
+    row = spec.shape[: spec.cut_dim] + spec.shape[spec.cut_dim + 1 :]
+    start, numel = slot.start // shards, math.prod(row)
+    slices = flat.view(shards, segment.slice_numel)
+    held = slices[:chunks, start : start + chunk * numel]
+    pieces = [held.view(chunks, chunk, *row)] if chunks else []
+    if rest:
+        pieces.append(slices[chunks, start : start + rest * numel].view(rest, *row))
+    return pieces
+
+
+def holes(flat: Tensor, segment: Segment) -> list[Tensor]:
+    """Return what belongs to no parameter in a packed segment as it travels: views."""
+    shards = segment.shards
+    slices = flat.view(shards, segment.slice_numel)
+    starts = [slot.start // shards for slot in segment.slots]
+    found = []
+    for slot, start, end in zip(
+        segment.slots, starts, [*starts[1:], segment.slice_numel], strict=True
+    ):
+        numel = chunk_numel(slot.spec, shards)
+        chunks, _, _ = _counts(slot, shards)
+        held = slot.spec.numel - chunks * numel  # by the rank behind those with full chunks
+        found += [slices[:, start + numel : end], slices[chunks + 1 :, start : start + numel]]
+        found.append(slices[chunks : chunks + 1, start + held : start + numel])
+    return [hole for hole in found if hole.numel()]
+
+
+def _counts(slot: Slot, shards: int) -> tuple[int, int, int]:
+    """How many ranks have full chunks, the rows of a chunk, and those of the last, shorter one."""
+    rows = slot.spec.shape[slot.spec.cut_dim]
+    chunk = -(-rows // shards)
+    return (rows // chunk, chunk, rows % chunk) if chunk else (0, 0, 0)
+
+
+def unpack(segments: Iterable[tuple[Segment, Tensor, Tensor]]) -> None:
+    """Copy what has travelled to the parameters: of each (segment, travelled, parameters)."""
+    pairs = [pair for each in segments for pair in _both(*each)]
+    if pairs:
+        torch._foreach_copy_([mine for mine, _ in pairs], [theirs for _, theirs in pairs])
+
+
+def _both(segment: Segment, travelling: Tensor, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    for slot in segment.slots:
+        param = full[slot.start : slot.stop].view(slot.spec.shape)
+        yield from zip(
+            pieces_of(param, slot, segment.shards),
+            travelling_pieces(travelling, segment, slot),
+            strict=True,
+        )
+
+
+class Deliveries:
+    """Copies gradients into views of a buffer of ``sizes``, on a device small ones together.
+
+    Each call costs the host the same, and a small copy the device no less than a larger one. Those
+    that wait hold an eighth of the buffer's bytes at most; larger ones are copied at once.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device):
+        self._most_bytes = 0
+        if device.type != "cpu":
+            self._most_bytes = sum(numel * dtype.itemsize for numel, dtype in sizes) // 8
+        self.clear()
+
+    def put(self, views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Copy ``parts``, which nobody else may change, to ``views``: now, or at the next flush."""
+        size = sum(part.numel() * part.element_size() for part in parts)
+        if not self._most_bytes:
+            for view, part in zip(views, parts, strict=True):
+                view.copy_(part)
+            return
+        if self.bytes + size > self._most_bytes:
+            self.flush()
+        self._views += views
+        self._parts += parts
+        self.bytes += size
+        if size > self._most_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Copy what waits."""
+        if self._views:
+            torch._foreach_copy_(self._views, self._parts)
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        self._views: list[Tensor] = []
+        self._parts: list[Tensor] = []
+        self.bytes = 0

@@ -206,10 +206,7 @@ class Gradients:
 
     @property
     def completed(self) -> bool:
-        """True if no reduce is in flight that `await_all` would have to wait for.
-
-        See [Note: Asking a device].
-        """
+        """True if `await_all` would wait for nothing. See [Note: Asking a device]."""
         if self._work is None:
             return True
         if not (self._scattered or self._plan.ranks.replicas.size == 1):

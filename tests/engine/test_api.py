@@ -397,7 +397,7 @@ def test_a_policy_may_choose_options_for_a_unit():
             step()
         return Counter(record.unit for record in trace if record.op == "gather")
 
-    assert LocalWorld(2).run(body) == [{"(root)": 1, "fc1": 1, "fc2": 2}] * 2
+    assert LocalWorld(2).run(body) == [{"(root)": 1, "fc1": 1, "fc2": 1}] * 2  # fc2 runs last
 
 
 def test_sharding_twice_is_refused():

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flat buffers: views that outlive their memory, in one storage, of any size."""
 
+import pytest
 import torch
 
-from fullshard.torch.unit.buffers import FlatBuffer
+from fullshard.torch.unit.buffers import Division, FlatBuffer
 
 CPU = torch.device("cpu")
 
@@ -40,3 +41,22 @@ def test_large_buffers_for_which_huge_pages_are_asked():
         flat = buffer.flats[0].fill_(value)
         assert flat[:: 2**20].tolist() == [value] * 9
         assert flat[-1] == value
+
+
+@pytest.mark.parametrize("divisor", [1, 3, 8, 0.7])
+@pytest.mark.parametrize(
+    ("travels", "rests"),
+    [("bfloat16", "float32"), ("float16", "float32"), ("float32", "bfloat16"), ("float32",) * 2],
+)
+def test_a_cast_and_a_division_in_one_pass_equal_two(travels, rests, divisor):
+    torch.manual_seed(0)
+    # Down to the smallest numbers of fp16, half of which a division in fp16 would lose.
+    flat = (torch.randn(4096) * torch.logspace(-8, 4, 4096)).to(getattr(torch, travels))
+    found = []
+    for one_pass in (True, False):
+        to = torch.empty(4096, dtype=getattr(torch, rests))
+        Division(one_pass=one_pass)(to, flat, divisor)
+        found.append(to)
+    assert torch.equal(*found)
+    assert torch.equal(found[0], flat.to(to.dtype).div(divisor))
+    assert not found[0].isnan().any()

@@ -187,8 +187,9 @@ def train(comm, way, door, reentrant):
     ),
 )
 def test_a_step_is_that_of_one_process(way, door, reentrant, world):
-    """Bit by bit; each unit is gathered twice (the root once), as without checkpointing.
+    """Bit by bit; each unit is gathered twice, as without checkpointing.
 
+    The root and the last block are gathered once: their backward follows their forward.
     Torch has selective checkpointing without reentry only.
     """
     expected = split("gpt", torch.float32, world)
@@ -197,7 +198,7 @@ def test_a_step_is_that_of_one_process(way, door, reentrant, world):
         assert params.keys() == expected.params.keys()
         for name, value in expected.params.items():
             assert torch.equal(params[name], value), name
-        assert (trace.count("gather"), trace.count("reduce")) == (5, 3)
+        assert (trace.count("gather"), trace.count("reduce")) == (4, 3)
         assert {record.unit for record in trace} == {"(root)", "blocks.0", "blocks.1"}
 
 
@@ -277,7 +278,9 @@ def test_units_in_units_are_freed_as_without_checkpointing(outer, inner):
             torch.testing.assert_close(grads[name], value, rtol=0, atol=1e-12)
         reduces = [unit for op, unit in ops if op == "reduce"]
         assert [unit for op, unit in found if op == "reduce"] == reduces
-        assert sorted(found) == sorted(ops)
+        # The last part stays for its backward, unless the first comes before it once more.
+        again = [] if outer == "not" else ["gather", "await_gather", "free"]
+        assert sorted(found) == sorted([*ops, *((op, "links.3.second") for op in again)])
         assert found_peak <= peak
 
 

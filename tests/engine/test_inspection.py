@@ -189,8 +189,9 @@ def test_accumulation_without_sync_gathers_only(name, sent_by):
         return found
 
     for within, again, last in LocalWorld(WORLD).run(body):
-        assert within[0] == within[1] == again[1]
-        assert again[0] == again[1]
+        # The first one is recorded: nobody knows yet for what the last unit should stay.
+        assert within[0] == again[0] == again[1]
+        assert within[1][0] >= again[1][0]
         assert within[1][1:] == [0, 0]
         assert last[0] == last[1]
         assert sum(last[1][1:]) > 0
@@ -202,12 +203,13 @@ def test_traffic_by_unit_and_phase_by_hand():
     assert list(model.units) == ["(root)", *(f"blocks.{number}" for number in range(4))]
     for name, sent in model.units.items():
         expected = 0 if name == "(root)" else slice_bytes
+        again = 0 if name == "blocks.3" else expected  # its backward follows its forward
         phases = (sent.gather_forward_bytes, sent.gather_backward_bytes, sent.reduce_bytes)
-        assert phases == (expected, expected, expected)
+        assert phases == (expected, again, expected)
         assert sent.all_reduce_bytes == 0
-    assert model.total_bytes == 12 * slice_bytes
+    assert model.total_bytes == 11 * slice_bytes
     text = str(model)
-    assert f"{12 * slice_bytes:,}" in text
+    assert f"{11 * slice_bytes:,}" in text
     assert "blocks.3" in text
 
 

@@ -36,8 +36,8 @@ def ops_of(trace):
 # A root without parameters around blocks 0, 1, 2; forward, then backward.
 PINNED = {
     0: "G0 g0 F0 G1 g1 F1 G2 g2 F2 G2 g2 +2 F2 R2 G1 g1 +1 F1 R1 r2 G0 g0 +0 F0 R0 r1 r0",
-    1: "G0 g0 G1 F0 g1 G2 F1 g2 F2 G2 g2 G1 +2 F2 R2 g1 G0 +1 F1 R1 r2 g0 +0 F0 R0 r1 r0",
-    2: "G0 G1 g0 G2 F0 g1 F1 g2 F2 G2 G1 g2 G0 +2 F2 R2 g1 +1 F1 R1 r2 g0 +0 F0 R0 r1 r0",
+    1: "G0 g0 G1 F0 g1 G2 F1 g2 G1 +2 F2 R2 g1 G0 +1 F1 R1 r2 g0 +0 F0 R0 r1 r0",
+    2: "G0 G1 g0 G2 F0 g1 F1 g2 G1 G0 +2 F2 R2 g1 +1 F1 R1 r2 g0 +0 F0 R0 r1 r0",
 }
 
 
@@ -77,14 +77,15 @@ class CountingComm:
 @pytest.mark.parametrize(
     ("name", "strategy", "gathers", "reduces"),
     [
-        # Every unit once in forward, all but the root again in backward; the root at once.
-        ("gpt", "FULL_SHARD", 3 + 2, 3),
+        # Every unit once in forward, all but the root and the last again in backward, which begins
+        # with these.
+        ("gpt", "FULL_SHARD", 3 + 1, 3),
         ("gpt", "SHARD_GRAD_OP", 3, 3),
         ("gpt", "NO_SHARD", 0, 3),
-        ("conv", "FULL_SHARD", 3 + 2, 3),
-        ("twice", "FULL_SHARD", 3 + 1, 2),  # the shared unit for each forward, once in backward
-        ("nested", "FULL_SHARD", 5 + 4, 5),
-        ("odd", "FULL_SHARD", 3 + 2, 3),
+        ("conv", "FULL_SHARD", 3 + 1, 3),
+        ("twice", "FULL_SHARD", 3 + 0, 2),  # the shared unit for each forward
+        ("nested", "FULL_SHARD", 5 + 2, 5),
+        ("odd", "FULL_SHARD", 3 + 1, 3),
     ],
 )
 def test_collectives_of_a_step_are_counted(name, strategy, gathers, reduces):

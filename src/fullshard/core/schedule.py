@@ -11,6 +11,12 @@ During the first step nobody knows what comes next, so units are gathered when t
 one list of ops for every event, with prefetches in it. The next steps replay that list: one
 comparison for each event. An event that is not the recorded one ends the replay; the rest of that
 step is decided on demand, recorded anew, and compiled again.
+
+[Note: The turnaround]
+A unit whose backward follows its forward is not freed in between: it would be gathered again at
+once, with nothing to compute meanwhile. Nothing is gathered between its forward and its backward,
+so that the peak stays what it was while its forward ran. Without prefetches in backward it is
+freed, as somebody prefers memory to time. Only a record tells what comes next.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -99,6 +105,7 @@ class _State:
         self.reducing: list[int] = []
         self.all_reducing: list[int] = []
         self.open: dict[int, int] = {}
+        self.turning: set[int] = set()  # kept for a backward that is to come next
         self.in_backward = False
 
     def copy(self) -> "_State":
@@ -109,11 +116,15 @@ class _State:
         twin.reducing = list(self.reducing)
         twin.all_reducing = list(self.all_reducing)
         twin.open = dict(self.open)
+        twin.turning = set(self.turning)
         twin.in_backward = self.in_backward
         return twin
 
-    def decide(self, event: Event, upcoming: Iterable[int]) -> list[Op]:
-        """The ops that follow ``event`` when the units in ``upcoming`` are used next, in order."""
+    def decide(self, event: Event, upcoming: Iterable[int], turns: bool = False) -> list[Op]:
+        """The ops that follow ``event`` when the units in ``upcoming`` are used next, in order.
+
+        ``turns`` says that the unit's backward follows. See [Note: The turnaround].
+        """
         moment, unit = event
         if moment is Moment.STEP_END:
             return self._end_step()
@@ -122,14 +133,30 @@ class _State:
             self.open[unit] = self.open.get(unit, 0) + 1
             self.in_backward = self.in_backward or moment is Moment.BACKWARD_BEGIN
             needed = moment is Moment.FORWARD_BEGIN or policy.unshard_in_backward
-            return [*(self._need(unit) if needed else ()), *self._gather_ahead(unit, upcoming)]
+            need = self._need(unit) if needed else ()
+            return [*self._end_turn(unit), *need, *self._gather_ahead(unit, upcoming)]
         self.open[unit] = max(0, self.open.get(unit, 0) - 1)
         if moment is Moment.FORWARD_END:
             # Recomputation runs forward inside backward: what it needs, backward needs next.
             keep = not policy.reshard_after_forward or self.in_backward
+            if not keep and turns and self._turns_around(policy):
+                self.turning.add(unit)
+                keep = True
             return [] if keep else self._free(unit, shrink=policy.shrunk)
         free = self._free(unit) if policy.reshard_after_backward else []
         return [*self._finish_earlier_reduce(unit), *free, *self._reduce(unit)]
+
+    def _turns_around(self, policy: UnitPolicy) -> bool:
+        ahead = self.prefetch.backward or self.prefetch.least_bytes
+        return bool(ahead) and policy.unshard_in_backward
+
+    def _end_turn(self, unit: int) -> Iterator[Op]:
+        """Free what was kept for a backward if a forward comes instead; ``unit`` is needed now."""
+        self.turning.discard(unit)
+        if self.turning and not self.in_backward:
+            for kept in sorted(self.turning):
+                yield from self._free(kept, shrink=self.policies[kept].shrunk)
+            self.turning.clear()
 
     def _need(self, unit: int) -> Iterator[Op]:
         if not self.policies[unit].gathered or unit in self.full:
@@ -220,6 +247,7 @@ class _State:
         for held in (self.gathering, self.full, self.shrunk, self.reducing, self.all_reducing):
             held.clear()
         self.open.clear()
+        self.turning.clear()
         self.in_backward = False
         return ops
 
@@ -236,6 +264,25 @@ def _upcoming(events: Sequence[Event], position: int, turn: int) -> Iterator[int
         moment, unit = events[place]
         if moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_BEGIN):
             yield unit
+
+
+def _turns(events: Sequence[Event], position: int) -> bool:
+    """True if the unit whose forward ends at ``position`` is the next one that backward needs."""
+    moment, unit = events[position]
+    if moment is not Moment.FORWARD_END:
+        return False
+    around, in_backward = set(), False
+    for place in range(position + 1, len(events)):
+        moment, other = events[place]
+        if moment is Moment.FORWARD_END:
+            around.add(other)
+        elif other == unit:
+            # Its backward, or in one its recomputation.
+            return moment is Moment.BACKWARD_BEGIN or in_backward
+        elif moment is not Moment.BACKWARD_BEGIN or other not in around:
+            return False
+        in_backward = in_backward or moment is Moment.BACKWARD_BEGIN
+    return False
 
 
 def _turn(events: Sequence[Event]) -> int:
@@ -257,7 +304,8 @@ def _compile(
     ops, before = [], []
     for position, event in enumerate(events):
         before.append(state.copy())
-        ops.append(tuple(state.decide(event, _upcoming(events, position, turn))))
+        upcoming = _upcoming(events, position, turn)
+        ops.append(tuple(state.decide(event, upcoming, _turns(events, position))))
     return _Compiled(tuple(events), tuple(ops), tuple(before))
 
 
@@ -270,7 +318,7 @@ def compile_step(
     """
     state, turn = _State(policies, prefetch), _turn(events)
     return tuple(
-        tuple(state.decide(event, _upcoming(events, position, turn)))
+        tuple(state.decide(event, _upcoming(events, position, turn), _turns(events, position)))
         for position, event in enumerate(events)
     )
 

@@ -33,8 +33,10 @@ class _Pending:
         what: str,
         works: Sequence[dist.Work],
         finish: Callable[[], None] | None = None,
+        device: torch.device | None = None,
     ):
         self._witness = witness
+        self._device = device
         self._what = what
         self._works = works
         self._finish = finish
@@ -42,13 +44,37 @@ class _Pending:
     def wait(self) -> None:
         if self._works:
             self._witness.waits(self._what, self._works)
-            self._works = ()
+            self._let_go()
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
 
+    def _let_go(self) -> None:
+        """Leave the works, which hold their outputs; the witness looks at a mark instead."""
+        late, works, self._works = self._witness.pending, self._works, ()
+        if late is not None and late[2] is works:
+            mark = _Mark.of(self._device)
+            self._witness.pending = None if mark is None else (*late[:2], (mark,))
+
     def is_completed(self) -> bool:
         return all([work.is_completed() for work in self._works])  # noqa: C419 - at every event
+
+
+class _Mark:
+    """The present place of a CUDA stream, which the stream reaches when its waits are over."""
+
+    def __init__(self, event: torch.cuda.Event):
+        self._event = event
+
+    @classmethod
+    def of(cls, device: torch.device | None) -> "_Mark | None":
+        """A mark on the current stream; None where to wait has held up the host."""
+        if device is None or device.type != "cuda":
+            return None
+        return cls(torch.cuda.current_stream(device).record_event())
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 class _Route(NamedTuple):
@@ -176,7 +202,7 @@ class ProcessGroupComm:
             raise self.witness.failure(what, error) from error
         if not route.on_gloo:
             self.witness.leaves_pending(what, works)
-        return _Pending(self.witness, what, works, done)
+        return _Pending(self.witness, what, works, done, reachable[0].device)
 
     def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""

@@ -20,7 +20,7 @@ import torch
 
 from fullshard.core.layout import aligned_bytes
 
-__all__ = ["FlatBuffer", "MemorySource", "dtype_name", "dtype_of"]
+__all__ = ["Division", "FlatBuffer", "MemorySource", "dtype_name", "dtype_of"]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -173,3 +173,32 @@ class FlatBuffer:
         self.allocate()
         for flat, value in zip(self.flats, kept, strict=True):
             flat.copy_(value)
+
+
+class Division:
+    """Casts a tensor to another's dtype, and divides it there.
+
+    In ``one_pass`` over memory where the dtype is wider; on a CPU torch would make a copy for that.
+    """
+
+    def __init__(self, *, one_pass: bool):
+        self._one_pass = one_pass
+        self._divisors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+
+    def __call__(self, to: torch.Tensor, flat: torch.Tensor, divisor: float) -> None:
+        """Write ``flat / divisor`` to ``to``, which may be ``flat``."""
+        widens = to.dtype != flat.dtype and torch.promote_types(to.dtype, flat.dtype) == to.dtype
+        if divisor != 1 and widens and self._one_pass:
+            torch.div(flat, self._as_tensor(divisor, to), out=to)
+            return
+        if to is not flat:
+            to.copy_(flat)
+        if divisor != 1:
+            to.div_(divisor)
+
+    def _as_tensor(self, divisor: float, to: torch.Tensor) -> torch.Tensor:
+        # With a dimension: only then torch divides in its dtype.
+        key = divisor, to.dtype
+        if key not in self._divisors:
+            self._divisors[key] = torch.full((1,), divisor, dtype=to.dtype, device=to.device)
+        return self._divisors[key]

@@ -190,15 +190,18 @@ class FullParameters:
     def _converted(self, shards: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Pairs for a gather; slices in another dtype, or elsewhere, are first put in place."""
         pairs: list[tuple[Tensor, Tensor]] = []
+        places, across = [], []
         for number, (full, shard) in enumerate(zip(self._travelling, shards, strict=True)):
             if number in self._extensions:
                 pairs += self._extensions[number].send(shard.to(self._plan.device))
                 continue
             if shard.dtype != full.dtype or shard.device != full.device:
                 # First across, then into the other dtype: torch casts on the host, unpinned.
-                across = shard.to(full.device, non_blocking=True)
-                shard = self._own_slices[number].copy_(across)
+                across.append(shard.to(full.device, non_blocking=True))
+                places.append(shard := self._own_slices[number])
             pairs.append((full, shard))
+        if places:
+            torch._foreach_copy_(places, across)  # by one call
         return pairs
 
     def _refreshed_working(self) -> list[Tensor]:

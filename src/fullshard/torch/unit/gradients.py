@@ -6,6 +6,10 @@ Gradients are summed over the ranks that share slices by a reduce-scatter, and t
 that hold equal slices by an all-reduce. Sums travel in the reduce dtype. They are divided by the
 number of ranks after they have been cast to the dtype in which they rest; in fp16, whose range is
 small, by the power of two next to its square root before, and by the rest after.
+
+[Note: Asking a device]
+On a CPU a reduce that has completed gives its memory back at once. A device is not asked: its host
+runs ahead, and answers would differ between ranks and steps, and with them what allocators do.
 """
 
 import math
@@ -18,8 +22,8 @@ from torch import Tensor
 from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Done, Work
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
-from fullshard.torch.unit.packing import pieces_of, travelling_pieces
+from fullshard.torch.unit.buffers import Division, FlatBuffer, dtype_of
+from fullshard.torch.unit.packing import Deliveries, pieces_of, travelling_pieces
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.streams import CopyStream
@@ -65,7 +69,8 @@ class Gradients:
         self._views: dict[int, list[Tensor]] = {}  # of each parameter, one or `pieces_of`
         self._padding: list[Tensor] = []  # what lies between the views, and behind them
         self._holey: list[Tensor] = []  # small and packed, with padding here and there
-        self._delivered: set[int] = set()  # parameters that the buffer holds
+        self._delivered: set[int] = set()  # parameters that the buffer holds, or soon will
+        self._deliveries = Deliveries(self._full_sizes, plan.device)
         self._trained = [i for i, place in enumerate(shards.places) if place.grad_number >= 0]
         self._absent: set[int] | None = None  # in no reduce since `settle` was called
         self._zeroed: list[int] = []  # of those, the ones whose ``.grad`` was None until then
@@ -73,6 +78,7 @@ class Gradients:
         self._work: Work | None = None
         self._scattered = False  # the first of the two sums is there
         self._kept: FlatBuffer | None = None  # sums over slices that replicas have not seen yet
+        self._average = Division(one_pass=plan.device.type != "cpu")
         self._to_host = CopyStream(plan.device, "to the host")
         self._leaving: list[FlatBuffer] = []  # being copied to the host
 
@@ -84,7 +90,7 @@ class Gradients:
     @property
     def transient_bytes(self) -> int:
         """Bytes that gradients hold now, and what a reduce needs, but for shards at rest."""
-        elsewhere = sum(each.bytes for each in self._leaving)
+        elsewhere = sum(each.bytes for each in self._leaving) + self._deliveries.bytes
         if self._kept is not None:
             elsewhere += self._kept.bytes
         if self._full is None or not self._full.allocated:
@@ -138,11 +144,11 @@ class Gradients:
         if self._shards.places[index].segment.travels_apart:
             parts = self._parts(index, grad, into)
         if index in self._delivered:
+            self._deliveries.flush()
             for view, part in zip(into, parts, strict=True):
                 view.add_(part)
             return
-        for view, part in zip(into, parts, strict=True):
-            view.copy_(part)
+        self._deliveries.put(into, parts)
         self._delivered.add(index)
 
     def _parts(self, index: int, grad: Tensor, into: list[Tensor]) -> list[Tensor]:
@@ -155,6 +161,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
         self._delivered.clear()
+        self._deliveries.clear()
         if self._work is not None:
             self._work.wait()
         self._work, self._reduced, self._scattered, self._kept = None, None, False, None
@@ -213,19 +220,22 @@ class Gradients:
 
     @property
     def completed(self) -> bool:
-        """True if no reduce is in flight that `await_all` would have to wait for."""
+        """True if `await_all` would wait for nothing. See [Note: Asking a device]."""
         if self._work is None:
             return True
         if not (self._scattered or self._plan.ranks.replicas.size == 1):
             return False
         if self.settings.all_reduce_hook is not None:
             return False  # it may be collective, and what is complete differs from rank to rank
+        if self._plan.device.type != "cpu":
+            return isinstance(self._work, Done)
         return self._work.is_completed()
 
     def reduce(self) -> None:
         """Start to sum full gradients over the slices; what did not come is zero (collective)."""
         full = self._full
         assert full is not None
+        self._deliveries.flush()
         self._zero_what_did_not_come()
         absent = self._views.keys() - self._delivered
         self._absent = absent if self._absent is None else self._absent & absent
@@ -331,11 +341,8 @@ class Gradients:
         resting = reduced
         if self._rest_sizes != self._slice_sizes:
             resting = FlatBuffer(self._rest_sizes, plan.device)
-            for to, flat in zip(resting.flats, reduced.flats, strict=True):
-                to.copy_(flat)
-        if after != 1:
-            for flat in resting.flats:
-                flat.div_(after)
+        for to, flat in zip(resting.flats, reduced.flats, strict=True):
+            self._average(to, flat, after)
         return self._evict(resting) if self._moves else resting
 
     def _evict(self, onboard: FlatBuffer) -> FlatBuffer:

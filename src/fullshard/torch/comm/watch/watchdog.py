@@ -76,7 +76,7 @@ class Witness:
         self.members = tuple(members)
         self.timeout_s = timeout_s
         self._rank = dist.get_rank()
-        self._pending: tuple[str, float, Sequence[dist.Work]] | None = None
+        self.pending: tuple[str, float, Sequence[Any]] | None = None
         self.watchdog = Watchdog.of_this_process() if len(self.members) > 1 else None
         if self.watchdog is not None:
             self.watchdog.look_after(self)
@@ -95,7 +95,7 @@ class Witness:
     def leaves_pending(self, what: str, works: Sequence[dist.Work]) -> None:
         """Note a collective for which the host will not wait, the last of those under way."""
         if self.watchdog is not None:
-            self._pending = (what, time.time(), works)
+            self.pending = (what, time.time(), works)
 
     def waits(self, what: str, works: Sequence[dist.Work]) -> None:
         """Wait for ``works``. Raises `CommunicationError` if one fails, or the group has."""
@@ -151,13 +151,13 @@ class Witness:
 
     def overdue(self) -> str | None:
         """Return, once, the call that the device has not completed as the timeout draws near."""
-        if self._pending is None:
+        if self.pending is None:
             return None
-        what, begin, works = self._pending
+        what, begin, works = self.pending
         # Just before the timeout, at which NCCL ends the process.
         if time.time() - begin < max(self.timeout_s - 2 * PERIOD_S, self.timeout_s / 2):
             return None
-        self._pending = None
+        self.pending = None
         if all(work.is_completed() for work in works):
             return None
         return f"{what} was issued {time.time() - begin:.1f} s ago"

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m device programs`, `mutants`, `cost` or `sample`: lines of JSON, see `device.runner`.
+
+`table` makes the table of costs in `docs/performance.md`.
+"""
+
+import sys
+
+from device import guard
+
+guard.load()
+
+from device.runner import main  # noqa: E402 - torch is imported after the guard
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's cost on the simulated device: kernels, bytes and a modelled time, ours beside FSDP2's.
+
+A model, not a measurement. A kernel takes its floating-point work or its bytes at the device's
+rates (`machine.Costs`), whichever is longer; streams run side by side and do not slow each other;
+collectives take the link in the order in which they are issued; the host takes no time.
+"""
+
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed import fsdp as theirs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention, silu
+
+from device.machine import COMPUTE, HOST, Costs
+from device.world import on_device, rank_of_job
+from fullshard import torch as ours
+from fullshard.torch.comm import ranks
+
+RANKS = 8
+TOKENS = 2048
+KINDS = ("all_gather", "reduce_scatter")
+REDUCES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DOORS = {
+    "fullshard": (partial(ours.fully_shard, check_values=False), ours.MixedPrecisionPolicy),
+    "FSDP2": (theirs.fully_shard, theirs.MixedPrecisionPolicy),
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One step, forward and backward, without the optimizer's."""
+
+    engine: str
+    blocks: int
+    reduces: str
+    link_gb_per_s: float
+    compute_launches: int
+    other_launches: int  # on other streams, without collectives
+    compute_bytes: int
+    other_bytes: int
+    collectives: int
+    step_ms: float
+
+
+class Block(nn.Module):
+    """A block as wide as those of an 8-billion-parameter Llama: 218 million parameters."""
+
+    def __init__(self, dtype, width=4096, inner=14336, heads=32, shared=8):
+        super().__init__()
+        self.heads, self.shared, self.size = heads, shared, width // heads
+        linear = partial(nn.Linear, bias=False, dtype=dtype)
+        self.before_attention = nn.RMSNorm(width, dtype=dtype)
+        self.query = linear(width, width)
+        self.key = linear(width, shared * self.size)
+        self.value = linear(width, shared * self.size)
+        self.out = linear(width, width)
+        self.before_mlp = nn.RMSNorm(width, dtype=dtype)
+        self.gate = linear(width, inner)
+        self.up = linear(width, inner)
+        self.down = linear(inner, width)
+
+    def forward(self, x):
+        seen = self.before_attention(x)
+        query, key, value = (
+            layer(seen).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        key, value = (each.repeat_interleave(self.heads // self.shared, 1) for each in (key, value))
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        seen = self.before_mlp(x)
+        return x + self.down(silu(self.gate(seen)) * self.up(seen))
+
+
+def step_of(engine, blocks, reduces="fp32", link_gb_per_s=100.0):
+    """The third step of ``engine`` ("plain": one process, without shards)."""
+    costs = Costs(link_bytes_per_s=link_gb_per_s * 1e9)
+    with rank_of_job(0, RANKS, costs=costs) as machine:
+        mesh = init_device_mesh("cuda", (RANKS,), mesh_dim_names=("shard",))
+        ranks._communicators_of(mesh.get_group("shard"))
+        with on_device(machine):
+            model = _model(engine, blocks, reduces, mesh)
+            for _ in range(3):
+                begin_s, first = machine.now_s, len(machine.launches)
+                x = torch.zeros(1, TOKENS, 4096, dtype=torch.bfloat16, device="cuda")
+                model(x).float().square().mean().backward()
+                for param in model.parameters():
+                    param.grad = None
+            ended_s = machine.now_s
+        assert not machine.findings, machine.findings
+    launches = [each for each in machine.launches[first:] if each.timeline != HOST]
+    collectives = [each for each in launches if each.what in KINDS]
+    kernels = [each for each in launches if each.what not in KINDS]
+    compute = [each for each in kernels if each.timeline == COMPUTE]
+    others = [each for each in kernels if each.timeline != COMPUTE]
+    return Figures(
+        engine,
+        blocks,
+        reduces,
+        link_gb_per_s,
+        len(compute),
+        len(others),
+        sum(each.size for each in compute),
+        sum(each.size for each in others),
+        len(collectives),
+        round((ended_s - begin_s) * 1e3, 2),
+    )
+
+
+def _model(engine, blocks, reduces, mesh):
+    dtype = torch.bfloat16 if engine == "plain" else torch.float32
+    with torch.device("cuda"):
+        model = nn.Sequential(*(Block(dtype) for _ in range(blocks)))
+    if engine == "plain":
+        return model
+    door, policy = DOORS[engine]
+    precision = policy(param_dtype=torch.bfloat16, reduce_dtype=REDUCES[reduces])
+    for block in model:
+        door(block, mesh=mesh, mp_policy=precision)
+    return door(model, mesh=mesh, mp_policy=precision)
+
+
+# (engine, blocks, reduces, GB/s): all, and those of every day
+LINKS = (40.0, 100.0, 300.0)
+CASES = [
+    (engine, blocks, reduces, link)
+    for blocks in (2, 4, 8, 16, 32)
+    for reduces in REDUCES
+    for link in LINKS
+    for engine in ("plain", *DOORS)
+    if engine != "plain" or link == LINKS[0]
+]
+FEW_CASES = [case for case in CASES if case[1] == 2 and case[2] == "bf16"]
+
+
+def lines(cases):
+    """A dict for each case."""
+    for case in cases:
+        yield {"cost": True, **asdict(step_of(*case))}
+
+
+def table(found):
+    """The lines of ``CASES`` as a table of Markdown: beyond the plain model, a block and step."""
+    by_case = {(f["engine"], f["blocks"], f["reduces"], f["link_gb_per_s"]): f for f in found}
+    engines = list(DOORS)
+    head = ["blocks", "reduced in", *(f"{link:g} GB/s, ms" for link in LINKS)]
+    head += ["launches a block", "GB a block, stream of computation", "GB a block, other streams"]
+    rows = [head, ["---"] * len(head)]
+    for blocks in sorted({case[1] for case in by_case}):
+        for reduces in REDUCES:
+            plain = by_case["plain", blocks, reduces, LINKS[0]]
+            ours, other = ([by_case[e, blocks, reduces, link] for link in LINKS] for e in engines)
+            cells = [str(blocks), reduces]
+            cells += [
+                f"{a['step_ms']:.1f} / {b['step_ms']:.1f}" for a, b in zip(ours, other, strict=True)
+            ]
+            pair = [ours[0], other[0]]
+            beyond = [
+                each["compute_launches"] - plain["compute_launches"] + each["other_launches"]
+                for each in pair
+            ]
+            cells.append(" / ".join(f"{each / blocks:.1f}" for each in beyond))
+            beyond = [each["compute_bytes"] - plain["compute_bytes"] for each in pair]
+            cells.append(" / ".join(f"{each / blocks / 1e9:.2f}" for each in beyond))
+            cells.append(" / ".join(f"{each['other_bytes'] / blocks / 1e9:.2f}" for each in pair))
+            rows.append(cells)
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Order on a simulated device: timelines, their vector clocks, and memory that remembers its uses.
+
+A timeline is the host or a stream. What runs on one is ordered; between two there is only the order
+that events, waits and launches make. An access that is not ordered after what it depends on is a
+race, whichever way it would have gone in one run: so one run stands for every interleaving of the
+streams. What remains open are the host's questions ("is it completed?"), whose answers are given by
+``answer``.
+
+[Note: Freed memory]
+The allocator gives freed memory at once to who asks next on the stream on which it was allocated,
+and trusts that stream's order. So every access must be ordered before that stream's position at the
+time of reuse. Any request that fits counts as reuse, as the allocator cuts large blocks.
+"""
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+
+HOST = "host"
+COMPUTE = "compute"
+TIME = "seconds"  # within clocks: when, by the cost model
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How fast a device is: a kernel takes what its work or its bytes take, whichever is longer."""
+
+    flops_per_s: float = 550e12
+    memory_bytes_per_s: float = 2.6e12
+    link_bytes_per_s: float = 100e9
+    host_bytes_per_s: float = 50e9
+    kernel_s: float = 2e-6
+
+    def kernel(self, size, flops):
+        return max(self.kernel_s, size / self.memory_bytes_per_s, flops / self.flops_per_s)
+
+
+@dataclass(frozen=True)
+class Launch:
+    timeline: str
+    what: str
+    size: int  # bytes read and written, or sent
+    flops: int = 0
+
+
+@dataclass
+class Access:
+    timeline: str
+    tick: int
+    begin: int
+    end: int
+    write: bool
+    what: str
+    where: str = ""
+
+    def __str__(self):
+        kind = "written" if self.write else "read"
+        return f"{kind} by {self.what} on {self.timeline}{self.where and ' in ' + self.where}"
+
+
+@dataclass
+class Memory:
+    """The memory behind one storage, from one allocation to its end."""
+
+    size: int
+    home: str  # the stream on which it was allocated, or the host
+    label: str
+    pinned: bool = False
+    known: bool = False  # was there before the simulation looked: it has been written
+    gone: bool = False
+    accesses: list[Access] = field(default_factory=list)
+    written: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Machine:
+    """One rank's device and host. ``findings`` are what it did wrong, ``syncs`` host waits."""
+
+    def __init__(self, answer=lambda: False, costs=None):
+        self.answer = answer
+        self.costs = costs or Costs()
+        self.clocks = {HOST: {HOST: 0}, COMPUTE: {COMPUTE: 0}}
+        self.current = COMPUTE
+        self.findings = {}  # by text, for their order
+        self.syncs = Counter()
+        self.collectives = []
+        self.launches = []
+        self._wire_free = 0.0
+        self.questions = 0
+        self.running = False
+        self._freed = []
+
+    # ---- order ----------------------------------------------------------------------------------
+
+    def clock(self, timeline):
+        return self.clocks.setdefault(timeline, {timeline: 0})
+
+    def step(self, timeline):
+        """Let the next thing happen on a timeline; on a stream behind its launch by the host."""
+        clock = self.clock(timeline)
+        if timeline != HOST:
+            _join(clock, self.clocks[HOST])
+        clock[timeline] += 1
+        return clock[timeline]
+
+    def position(self, timeline):
+        """What an event recorded now stands for."""
+        return dict(self.clock(timeline))
+
+    def put_behind(self, timeline, position):
+        _join(self.clock(timeline), position)
+
+    def sync(self, position, what):
+        """The host waits."""
+        self.put_behind(HOST, position)
+        self.step(HOST)
+        if self.running:
+            self.syncs[f"{what} in {where()}"] += 1
+
+    def ask(self, position):
+        """The host asks whether something has come so far; if so, it knows from now on."""
+        self.questions += 1
+        done = _has_seen(self.clocks[HOST], position) or self.answer()
+        if done:
+            self.put_behind(HOST, position)
+        return done
+
+    # ---- time -----------------------------------------------------------------------------------
+
+    def launch(self, timeline, what, size, flops=0, *, crosses=False):
+        """What has just been stepped takes time: on its timeline, whatever others do meanwhile."""
+        self.launches.append(Launch(timeline, what, size, flops))
+        if timeline != HOST:
+            bus_s = size / 2 / self.costs.host_bytes_per_s if crosses else 0.0
+            clock = self.clock(timeline)
+            clock[TIME] = clock.get(TIME, 0.0) + max(bus_s, self.costs.kernel(size, flops))
+
+    def send(self, timeline, what, size, ranks):
+        """A collective of ``size`` bytes takes time: behind all that this rank sends already."""
+        self.launches.append(Launch(timeline, what, size))
+        if timeline != HOST:
+            clock = self.clock(timeline)
+            begin = max(clock.get(TIME, 0.0), self._wire_free)
+            took_s = size * (ranks - 1) / ranks / self.costs.link_bytes_per_s
+            self._wire_free = clock[TIME] = begin + self.costs.kernel_s + took_s
+
+    @property
+    def now_s(self):
+        """When all that was launched is done."""
+        return max(clock.get(TIME, 0.0) for clock in self.clocks.values())
+
+    # ---- memory ---------------------------------------------------------------------------------
+
+    def allocate(self, size, home, label, *, pinned=False):
+        if home != HOST:
+            self._check_reuse(size, home, label)
+        memory = Memory(size, home, label, pinned)
+        if home != HOST:
+            # Another stream must come after those who had it before, as the home stream does.
+            tick = self.step(home)
+            memory.accesses.append(Access(home, tick, 0, size, True, "its former owner"))
+        return memory
+
+    def free(self, memory):
+        memory.gone = True
+        if memory.home != HOST and memory.size:
+            self._freed.append(memory)
+
+    def _check_reuse(self, size, home, label):
+        clock = dict(self.clock(home))
+        _join(clock, self.clocks[HOST])
+        fitting = [m for m in self._freed if m.home == home and m.size >= size]
+        for memory in fitting:
+            memory.accesses = [a for a in memory.accesses if clock.get(a.timeline, 0) < a.tick]
+            for access in memory.accesses:
+                self.find(f"memory of {memory.label} is given to {label}, still {access}")
+        if fitting:
+            self._freed.remove(min(fitting, key=lambda m: m.size))
+
+    def touch(self, memory, span, write, timeline, what):
+        """An access of bytes ``span`` by what has just been stepped on ``timeline``."""
+        begin, end = span
+        if begin == end:
+            return
+        if memory.gone or end > memory.size:
+            self.find(f"{what} on {timeline} touches {memory.label} after it was freed")
+            return
+        clock = self.clocks[timeline]
+        kept = []
+        for access in memory.accesses:
+            ordered = clock.get(access.timeline, 0) >= access.tick
+            apart = access.end <= begin or end <= access.begin
+            if not apart and not ordered and (write or access.write):
+                kind = "writes" if write else "reads"
+                self.find(f"{what} on {timeline} {kind} {memory.label}, unordered: {access}")
+            covered = begin <= access.begin and access.end <= end and ordered
+            if not covered or (access.write and not write and access.timeline != timeline):
+                kept.append(access)
+        memory.accesses = kept
+        if write:
+            _cover(memory.written, begin, end)
+        elif not memory.known and not _is_covered(memory.written, begin, end):
+            self.find(f"{what} on {timeline} reads {memory.label}, which nobody has written")
+        tick = clock[timeline]
+        memory.accesses.append(Access(timeline, tick, begin, end, write, what))
+
+    def find(self, text):
+        if self.running:
+            self.findings.setdefault(f"{text} [{where()}]", None)
+
+
+def where():
+    """The innermost lines of the engine that run now."""
+    frame, lines = sys._getframe(1), []
+    while frame is not None and len(lines) < 2:
+        path = frame.f_code.co_filename
+        if "/fullshard/torch/" in path or "/_fully_shard/" in path:
+            lines.append(f"{path.rsplit('/', 1)[-1]}:{frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(lines) or "the program"
+
+
+def _join(clock, other):
+    for timeline, tick in other.items():
+        if tick > clock.get(timeline, 0):
+            clock[timeline] = tick
+
+
+def _has_seen(clock, position):
+    ticks = (each for each in position.items() if each[0] != TIME)
+    return all(clock.get(timeline, 0) >= tick for timeline, tick in ticks)
+
+
+def _cover(spans, begin, end):
+    apart = [s for s in spans if s[1] < begin or end < s[0]]
+    met = [s for s in spans if not (s[1] < begin or end < s[0])]
+    spans[:] = [*apart, (min([begin, *(s[0] for s in met)]), max([end, *(s[1] for s in met)]))]
+
+
+def _is_covered(spans, begin, end):
+    return any(s[0] <= begin and end <= s[1] for s in spans)

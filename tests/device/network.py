@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives as NCCL carries them out, for one rank of a fake process group.
+
+Each communicator has a stream of its own. A collective runs there behind the position of the stream
+that issues it; ``wait()`` puts the then current stream behind it and holds no host; the tensors are
+kept until then. One that is issued to block runs on the current stream.
+"""
+
+import torch.distributed as dist
+
+from device.machine import HOST
+
+
+class Network:
+    """The methods of process groups that stand for ``machine``."""
+
+    def __init__(self, machine, memories):
+        self.machine, self.memories = machine, memories
+        single = {
+            "all_gather_single": self._method("all_gather", lambda o, i, *_: ([o], [i])),
+            "reduce_scatter_single": self._method("reduce_scatter", lambda o, i, *_: ([o], [i])),
+            "all_to_all_single": self._method("all_to_all", lambda o, i, *_: ([o], [i])),
+            "allreduce": self._method("all_reduce", lambda ts, *_: (_listed(ts), _listed(ts))),
+            "broadcast": self._method("broadcast", lambda ts, *_: (_listed(ts), _listed(ts))),
+            "barrier": self._method("barrier", lambda *_: ([], [])),
+        }
+        older = {
+            "_allgather_base": "all_gather_single",
+            "_reduce_scatter_base": "reduce_scatter_single",
+            "alltoall_base": "all_to_all_single",
+        }
+        named = single | {name: single[new] for name, new in older.items()}
+        self.names = {k: v for k, v in named.items() if hasattr(dist.ProcessGroup, k)}
+
+    def _method(self, kind, tensors_of):
+        def call(group, *args, **kwargs):
+            options = kwargs.get("opts", args[-1] if args else None)
+            outputs, inputs = tensors_of(*args)
+            return self.issue(kind, group, outputs, inputs, getattr(options, "asyncOp", True))
+
+        return call
+
+    def issue(self, kind, group, outputs, inputs, beside):
+        machine = self.machine
+        shapes = tuple((t.numel(), str(t.dtype)) for t in (*outputs, *inputs))
+        if machine.running:
+            machine.collectives.append((group.group_name, kind, shapes))
+        on_device = any(tensor.is_cuda for tensor in (*outputs, *inputs))
+        timeline = machine.current if on_device else HOST
+        if on_device and beside:
+            timeline = f"nccl {group.group_name}"
+            machine.put_behind(timeline, machine.position(machine.current))
+        machine.step(timeline)
+        for tensor in inputs:
+            self.memories.touch(tensor, False, timeline, kind)
+        for tensor in outputs:
+            self.memories.touch(tensor, True, timeline, kind)
+        sent = sum(t.numel() * t.element_size() for t in inputs)
+        received = sum(t.numel() * t.element_size() for t in outputs)
+        ways = 2 if kind == "all_reduce" else 1
+        machine.send(timeline, kind, ways * max(sent, received), group.size())
+        return Work(machine, machine.position(timeline), (outputs, inputs))
+
+
+class Work(dist.Work):
+    def __init__(self, machine, position, kept):
+        super().__init__()
+        self._machine, self._position, self._kept = machine, position, kept
+
+    def wait(self, timeout=None):
+        self._machine.put_behind(self._machine.current, self._position)
+        self._kept = None
+        return True
+
+    def is_completed(self):
+        return self._machine.ask(self._position)
+
+
+def _listed(tensors):
+    return list(tensors) if isinstance(tensors, list | tuple) else [tensors]

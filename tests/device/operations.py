@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What torch's operations do to memory, seen between autograd and fake tensors."""
+
+import weakref
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from device.machine import HOST, Memory
+
+aten = torch.ops.aten
+
+# Operations that write what they are given without reading it first.
+_OVERWRITE = {
+    *("copy_", "zero_", "fill_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"),
+    *("_foreach_copy_", "_foreach_zero_", "trunc_normal_"),
+}
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+_SHAPE_ONLY = (
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "new_zeros",
+    "new_ones",
+)
+_COPIES = {aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default}
+
+
+class Memories:
+    """The memory of each storage."""
+
+    def __init__(self, machine):
+        self._machine = machine
+        self._of = {}
+        self.watched = True
+
+    def of(self, tensor, *, new=None):
+        """The memory of a fake tensor; ``new`` says whether it has just been allocated."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        memory = self._of.get(key)
+        if memory is None:
+            home = self._machine.current if tensor.is_cuda else HOST
+            label = f"{tuple(tensor.shape)} {tensor.dtype}"
+            if new is None:
+                memory = Memory(storage.nbytes(), home, label, known=True)
+            else:
+                pinned = new == "pinned"
+                memory = self._machine.allocate(storage.nbytes(), home, label, pinned=pinned)
+            self._of[key] = memory
+            # torch keeps the Python object of a storage as long as the storage lives.
+            weakref.finalize(storage, self._died, key).atexit = False
+        return memory
+
+    def knows(self, tensor):
+        return tensor.untyped_storage()._cdata in self._of
+
+    def touch(self, tensor, write, timeline, what):
+        if isinstance(tensor, FakeTensor) and tensor.numel():
+            memory = self.of(tensor)
+            self._machine.touch(memory, _span(tensor), write, timeline, what)
+
+    def resize(self, storage, size):
+        """A storage gets memory, or gives it back."""
+        memory = self._of.get(storage._cdata)
+        if memory is None:
+            return
+        if not memory.gone:
+            self._machine.free(memory)
+        new = Memory(0, memory.home, memory.label, memory.pinned, gone=True)
+        if size:
+            home = HOST if memory.home == HOST else self._machine.current
+            new = self._machine.allocate(size, home, memory.label, pinned=memory.pinned)
+        self._of[storage._cdata] = new
+
+    def _died(self, key):
+        memory = self._of.pop(key, None)
+        if memory is not None and not memory.gone:
+            self._machine.free(memory)
+
+
+class Operations(TorchDispatchMode):
+    """Runs every operation on fake tensors, and tells the machine."""
+
+    def __init__(self, machine, memories):
+        super().__init__()
+        self.machine, self.memories = machine, memories
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(not issubclass(FakeTensor, kind) for kind in types):
+            return NotImplemented  # a subclass around tensors: it comes back with those
+        if func in (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default):
+            return self._answer(func, args)
+        if func is aten.is_pinned.default:
+            return self.memories.of(args[0]).pinned
+        pin = bool(kwargs.get("pin_memory"))
+        if pin:
+            kwargs = {**kwargs, "pin_memory": False}
+        if not self.memories.watched:
+            return func(*args, **kwargs)
+        reads, writes = _operands(func, args, kwargs)
+        result = func(*args, **kwargs)
+        outputs = [t for t in tree_iter(result) if isinstance(t, FakeTensor)]
+        for tensor in outputs:
+            tensor.constant = None  # torch would compute with its value, on a device that is not
+        fresh = [t for t in outputs if not _shares(t, (*reads, *writes))]
+        if not writes and not fresh:
+            return result  # a view, or nothing
+        self._carry_out(func, args, kwargs, reads, (writes, fresh), pin)
+        return result
+
+    def _carry_out(self, func, args, kwargs, reads, results, pin):
+        writes, fresh = results
+        machine, name = self.machine, func.overloadpacket.__name__
+        on_device = any(t.is_cuda for t in (*reads, *writes, *fresh))
+        pins = pin or (name == "_to_copy" and kwargs.get("non_blocking") and on_device)
+        for tensor in fresh:
+            self.memories.of(tensor, new="pinned" if pins and not tensor.is_cuda else "")
+        if name in _EMPTY:
+            return
+        timeline = machine.current if on_device else HOST
+        ends = {t.is_cuda for t in (*reads, *writes, *fresh)}
+        crosses = func in _COPIES and len(ends) == 2
+        machine.step(timeline)
+        host_reads = []
+        for tensor in reads:
+            if crosses and not tensor.is_cuda and not self.memories.of(tensor).pinned:
+                host_reads.append(tensor)  # staged before the call returns
+            else:
+                self.memories.touch(tensor, False, timeline, name)
+        for tensor in (*writes, *fresh):
+            self.memories.touch(tensor, True, timeline, name)
+        if host_reads:
+            machine.step(HOST)
+            for tensor in host_reads:
+                self.memories.touch(tensor, False, HOST, name)
+        sizes = [t.numel() * t.element_size() for t in (*reads, *writes, *fresh)]
+        flops = 0
+        if func.overloadpacket in flop_registry:
+            out = fresh[0] if fresh else writes[0]
+            flops = flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)
+        machine.launch(timeline, name, sum(sizes), flops, crosses=crosses)
+        if crosses and not self._is_asynchronous(func, args, kwargs, (*writes, *fresh)):
+            machine.sync(machine.position(timeline), f"a blocking {name}")
+
+    def _is_asynchronous(self, func, args, kwargs, written):
+        names = [argument.name for argument in func._schema.arguments]
+        place = names.index("non_blocking")
+        given = args[place] if place < len(args) else kwargs.get("non_blocking", False)
+        if not given:
+            return False
+        return all(t.is_cuda or self.memories.of(t).pinned for t in written)
+
+    def _answer(self, func, args):
+        """Values that nobody has: ones, and equality."""
+        tensors = [t for t in args if isinstance(t, FakeTensor)]
+        if not tensors:
+            return func(*args)
+        on_device = any(t.is_cuda for t in tensors)
+        timeline = self.machine.current if on_device else HOST
+        name = func.overloadpacket.__name__
+        self.machine.step(timeline)
+        for tensor in tensors:
+            self.memories.touch(tensor, False, timeline, name)
+        if on_device:
+            self.machine.sync(self.machine.position(timeline), name)
+        if func is not aten._local_scalar_dense.default:
+            return True
+        dtype = tensors[0].dtype
+        if dtype == torch.bool:
+            return False
+        # No overflow has been found; a counter of steps on the host stands at one.
+        return float(not on_device) if dtype.is_floating_point else 1
+
+
+def _operands(func, args, kwargs):
+    reads, writes = [], []
+    name = func.overloadpacket.__name__
+    if name in _EMPTY or name in _SHAPE_ONLY:
+        return reads, writes
+    if name == "all_gather_copy_in":  # of FSDP2, which does not declare that it writes
+        return list(args[0]), [args[1]]
+    overwrites = name in _OVERWRITE
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
+        tensors = [t for t in tree_iter(value) if isinstance(t, FakeTensor)]
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written:
+            writes += tensors
+        if not written or not (overwrites or argument.is_out):
+            reads += tensors
+    return reads, writes
+
+
+def _shares(tensor, others):
+    key = tensor.untyped_storage()._cdata
+    return any(other.untyped_storage()._cdata == key for other in others)
+
+
+def _span(tensor):
+    begin = tensor.storage_offset() * tensor.element_size()
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    numel = 1 + sum((size - 1) * stride for size, stride in strides)
+    return begin, begin + numel * tensor.element_size()

@@ -1,0 +1,513 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users do with the engine, by name: every main mode for some steps on a simulated device."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from support.models import GPT, Nested, Odd, loss_of
+from torch import nn
+from torch.distributed import fsdp as theirs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from device.machine import Machine
+from device.world import on_device, rank_of_job
+from fullshard import torch as ours
+from fullshard.torch.comm import ranks
+
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+LAST = -1
+
+
+@dataclass(frozen=True)
+class Program:
+    body: Callable
+    shape: tuple[int, ...] = (4,)  # of the mesh
+    steps: int = 2
+    syncs: frozenset[str] = frozenset()  # the functions in which the host may wait
+
+
+PROGRAMS: dict[str, Program] = {}
+CONTROLS: dict[str, Program] = {}
+
+
+def program(name, *, shape=(4,), steps=2, syncs=(), into=PROGRAMS):
+    def add(body):
+        into[name] = Program(body, shape, steps, frozenset(syncs))
+        return body
+
+    return add
+
+
+class Job:
+    """One rank's side of a program: its mesh, and the machine that watches it."""
+
+    def __init__(self, machine, mesh, steps):
+        self.machine, self.mesh, self.steps = machine, mesh, steps
+
+    def inputs(self):
+        return torch.zeros(2, 8, dtype=torch.long, device="cuda")
+
+    def begin(self):
+        """What is set up may wait for the device; steps may not."""
+        self.machine.syncs.clear()
+
+    def train(self, model, optimizer=None, before_step=None, each_step=None, loss=None):
+        optimizer = optimizer or adamw(model)
+        self.begin()
+        for number in range(self.steps):
+            if each_step is not None:
+                each_step(number)
+            else:
+                (loss or self.loss)(model).backward()
+            if before_step is not None:
+                before_step(number)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def loss(self, model):
+        x = self.inputs()
+        return loss_of(model(x), x)
+
+
+def run(wanted, rank=0, answer=lambda: False):
+    """Run one program as ``rank``; returns the machine."""
+    size = torch.Size(wanted.shape).numel()
+    with rank_of_job(rank, size, answer) as machine:
+        names = ("replicate", "shard")[-len(wanted.shape) :]
+        mesh = init_device_mesh("cuda", wanted.shape, mesh_dim_names=names)
+        for name in names:
+            ranks._communicators_of(mesh.get_group(name))  # meshes cannot be made of fake tensors
+        with on_device(machine):
+            wanted.body(Job(machine, mesh, wanted.steps))
+    assert isinstance(machine, Machine)
+    return machine
+
+
+def gpt(device="cuda", **options):
+    with torch.device(device):
+        # Three blocks where evictions of one run beside the next and free what the third one takes.
+        return GPT(width=16, blocks=3 if device == "cpu" else 2, **options)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def shard(model, mesh, door=None, **options):
+    door = door or partial(ours.fully_shard, check_values=False)
+    for block in model.blocks:
+        door(block, mesh=mesh, **options)
+    return door(model, mesh=mesh, **options)
+
+
+def wrapped(model, mesh, **options):
+    blocks = set(model.blocks)
+    return ours.FullyShardedDataParallel(
+        model,
+        device_mesh=mesh,
+        auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks,
+        **options,
+    )
+
+
+# ---- ways to shard ------------------------------------------------------------------------------
+
+# The host reads gradients and writes shards that rest in its memory.
+_FETCHES = ("event.synchronize in streams.py:synchronize",)
+
+
+def _simple(name, *, shape=(4,), syncs=(), into=PROGRAMS, door=None, device="cuda", **options):
+    @program(name, shape=shape, syncs=syncs, into=into)
+    def body(job):
+        job.train(shard(gpt(device), job.mesh, door, **options))
+
+
+_simple("full")
+_simple("full over 3", shape=(3,))
+_simple("kept after forward", reshard_after_forward=False)
+_simple("blocks of 2", reshard_after_forward=2)
+_simple("hybrid", shape=(2, 2))
+_simple("replicas only", shape=(4, 1))
+_simple("bf16", mp_policy=ours.MixedPrecisionPolicy(**BF16))
+_simple(
+    "bf16 throughout",
+    mp_policy=ours.MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.float32
+    ),
+)
+_simple("fp16 reduces", mp_policy=ours.MixedPrecisionPolicy(reduce_dtype=torch.float16))
+_simple("bf16 hybrid", shape=(2, 2), mp_policy=ours.MixedPrecisionPolicy(**BF16))
+_offload = {"device": "cpu", "syncs": _FETCHES}
+_simple("offload replicas", shape=(4, 1), **_offload, offload_policy=ours.CPUOffloadPolicy())
+_simple("offload", **_offload, offload_policy=ours.CPUOffloadPolicy())
+_simple(
+    "offload unpinned",
+    device="cpu",
+    syncs=(*_FETCHES, "a blocking copy_ in gradients.py:_evict"),
+    offload_policy=ours.CPUOffloadPolicy(pin_memory=False),
+)
+_simple("offload hybrid", shape=(2, 2), **_offload, offload_policy=ours.CPUOffloadPolicy())
+_simple(
+    "offload bf16",
+    **_offload,
+    offload_policy=ours.CPUOffloadPolicy(),
+    mp_policy=ours.MixedPrecisionPolicy(**BF16),
+)
+for _kind in ("bf16", "int8", "fp8"):
+    _simple(f"gathers in {_kind}", compression=ours.CommunicationCompression(gather=_kind))
+for _kind in ("bf16", "int8"):
+    _simple(
+        f"reduces in {_kind}",
+        compression=ours.CommunicationCompression(reduce=_kind, error_feedback=True),
+    )
+_simple("FSDP2", into=CONTROLS, door=theirs.fully_shard)
+_simple("FSDP2 kept", into=CONTROLS, door=theirs.fully_shard, reshard_after_forward=False)
+_simple("FSDP2 hybrid", into=CONTROLS, door=theirs.fully_shard, shape=(2, 2))
+_simple(
+    "FSDP2 bf16",
+    into=CONTROLS,
+    door=theirs.fully_shard,
+    mp_policy=theirs.MixedPrecisionPolicy(**BF16),
+)
+
+
+def _first_door(name, *, shape=(4,), syncs=(), **options):
+    @program(name, shape=shape, syncs=syncs)
+    def body(job):
+        job.train(wrapped(gpt("cpu"), job.mesh, device_id=0, **options))
+
+
+for _strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+    _first_door(_strategy, sharding_strategy=ours.ShardingStrategy[_strategy])
+for _strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+    _first_door(_strategy, shape=(2, 2), sharding_strategy=ours.ShardingStrategy[_strategy])
+_first_door("CPUOffload", syncs=_FETCHES, cpu_offload=ours.CPUOffload(offload_params=True))
+_first_door(
+    "NO_SHARD offloaded",
+    syncs=_FETCHES,
+    sharding_strategy=ours.ShardingStrategy.NO_SHARD,
+    cpu_offload=ours.CPUOffload(offload_params=True),
+)
+_first_door(
+    "offload optimizer", syncs=_FETCHES, cpu_offload=ours.CPUOffload(offload_optimizer=True)
+)
+_first_door(
+    "FULL_SHARD in bf16",
+    mixed_precision=ours.MixedPrecision(param_dtype=torch.bfloat16),
+)
+
+
+@program("no prefetch")
+def _(job):
+    model = shard(gpt(), job.mesh)
+    ours.set_prefetch(model, 0, 0)
+    job.train(model)
+
+
+@program("deep prefetch")
+def _(job):
+    model = shard(gpt(), job.mesh)
+    ours.set_prefetch(model, 3, 3)
+    job.train(model)
+
+
+# ---- ways to train ------------------------------------------------------------------------------
+
+
+@program("accumulation without reduces")
+def _(job):
+    model = shard(gpt(), job.mesh)
+
+    def each_step(number):
+        model.set_requires_gradient_sync(False)
+        job.loss(model).backward()
+        model.set_requires_gradient_sync(True)
+        job.loss(model).backward()
+
+    job.train(model, each_step=each_step)
+
+
+@program("accumulation of shards")
+def _(job):
+    model = shard(gpt(), job.mesh)
+    job.train(model, each_step=lambda _: [job.loss(model).backward() for _ in range(2)])
+
+
+@program("accumulation offloaded", syncs=_FETCHES)
+def _(job):
+    model = shard(gpt("cpu"), job.mesh, offload_policy=ours.CPUOffloadPolicy())
+    job.train(model, each_step=lambda _: [job.loss(model).backward() for _ in range(2)])
+
+
+@program("reduces left under way")
+def _(job):
+    model = shard(gpt(), job.mesh)
+
+    def each_step(number):
+        model.set_is_last_backward(False)
+        job.loss(model).backward()
+        model.set_is_last_backward(True)
+        job.loss(model).backward()
+
+    job.train(model, each_step=each_step)
+
+
+@program("hybrid accumulation", shape=(2, 2))
+def _(job):
+    model = shard(gpt(), job.mesh)
+
+    def each_step(number):
+        model.set_requires_all_reduce(False)
+        job.loss(model).backward()
+        model.set_requires_all_reduce(True)
+        job.loss(model).backward()
+
+    job.train(model, each_step=each_step)
+
+
+@program("no_sync")
+def _(job):
+    model = wrapped(gpt("cpu"), job.mesh, device_id=0)
+
+    def each_step(number):
+        with model.no_sync():
+            job.loss(model).backward()
+        job.loss(model).backward()
+
+    job.train(model, each_step=each_step)
+
+
+@program("optimizer in backward")
+def _(job):
+    model = shard(gpt(), job.mesh)
+    optimizer = adamw(model)
+    ours.overlap_optimizer(model, optimizer)
+    job.train(model, optimizer)
+
+
+@program("optimizer in backward, offloaded", syncs=_FETCHES)
+def _(job):
+    model = shard(gpt("cpu"), job.mesh, offload_policy=ours.CPUOffloadPolicy())
+    optimizer = adamw(model)
+    ours.overlap_optimizer(model, optimizer)
+    job.train(model, optimizer)
+
+
+@program("clipping")
+def _(job):
+    model = shard(gpt(), job.mesh)
+    job.train(model, before_step=lambda _: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
+@program("clipping at the first door", shape=(2, 2))
+def _(job):
+    strategy = ours.ShardingStrategy.HYBRID_SHARD
+    model = wrapped(gpt("cpu"), job.mesh, device_id=0, sharding_strategy=strategy)
+    job.train(model, before_step=lambda _: model.clip_grad_norm_(1.0))
+
+
+@program("several forwards")
+def _(job):
+    model = shard(gpt(), job.mesh)
+
+    def each_step(number):
+        sum([job.loss(model) for _ in range(3)]).backward()
+
+    job.train(model, each_step=each_step)
+
+
+@program("forwards and backwards crossed")
+def _(job):
+    model = shard(gpt(), job.mesh)
+
+    def each_step(number):
+        first, second = job.loss(model), job.loss(model)
+        second.backward()
+        first.backward()
+
+    job.train(model, each_step=each_step)
+
+
+class Broken(Exception):
+    pass
+
+
+@program("an exception in forward")
+def _(job):
+    model = shard(gpt(), job.mesh)
+    fails = []
+
+    def fail(module, args):
+        if fails:
+            raise Broken
+
+    model.blocks[1].mlp.register_forward_pre_hook(fail)
+
+    def each_step(number):
+        fails.append(1)
+        with suppress(Broken):
+            job.loss(model).backward()
+        fails.clear()
+        job.loss(model).backward()
+
+    job.train(model, each_step=each_step)
+
+
+def _failing_backward(job, model):
+    fails = []
+
+    def fail(grad):
+        if fails:
+            raise Broken
+
+    def watch(module, args, output):
+        output.register_hook(fail)
+
+    model.blocks[0].mlp.register_forward_hook(watch)
+
+    def each_step(number):
+        fails.append(1)
+        with suppress(Broken):
+            job.loss(model).backward()
+        fails.clear()
+        job.loss(model).backward()
+
+    job.train(model, each_step=each_step)
+
+
+@program("an exception in backward")
+def _(job):
+    _failing_backward(job, shard(gpt(), job.mesh))
+
+
+@program("an exception in a hybrid backward", shape=(2, 2))
+def _(job):
+    _failing_backward(job, shard(gpt(), job.mesh))
+
+
+@program("an exception in an offloaded backward", syncs=_FETCHES)
+def _(job):
+    offloaded = shard(gpt("cpu"), job.mesh, offload_policy=ours.CPUOffloadPolicy())
+    _failing_backward(job, offloaded)
+
+
+def _recomputing(name, reentrant, into=PROGRAMS, door=None):
+    @program(name, into=into)
+    def body(job):
+        model = gpt()
+        for block in model.blocks:
+            block.forward = partial(
+                checkpoint, type(block).forward, block, use_reentrant=reentrant,
+                preserve_rng_state=False,
+            )  # fmt: skip
+        job.train(shard(model, job.mesh, door))
+
+
+_recomputing("recomputation", False)
+_recomputing("reentrant recomputation", True)
+_recomputing("FSDP2 recomputation", False, CONTROLS, theirs.fully_shard)
+
+
+@program("frozen parameters")
+def _(job):
+    model = gpt()
+    for block in model.blocks:
+        block.attention.requires_grad_(False)
+    job.train(shard(model, job.mesh))
+
+
+@program("evaluation between steps")
+def _(job):
+    model = shard(gpt(), job.mesh)
+
+    def evaluate(number):
+        with torch.no_grad():
+            job.loss(model)
+
+    job.train(model, before_step=evaluate)
+
+
+@program("evaluation offloaded", syncs=_FETCHES)
+def _(job):
+    model = shard(gpt("cpu"), job.mesh, offload_policy=ours.CPUOffloadPolicy())
+    job.begin()
+    with torch.no_grad():
+        for _ in range(job.steps):
+            job.loss(model)
+            for param in model.parameters():
+                param.mul_(0.5)
+
+
+@program("a stream of the user's")
+def _(job):
+    model, optimizer = shard(gpt(), job.mesh), adamw(shard(gpt(), job.mesh))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        job.train(model, optimizer)
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _units(model, names, mesh, **options):
+    for name in names:
+        ours.fully_shard(model.get_submodule(name), mesh=mesh, check_values=False, **options)
+    return ours.fully_shard(model, mesh=mesh, check_values=False, **options)
+
+
+@program("units in units")
+def _(job):
+    with torch.device("cuda"):
+        model = Nested()
+    _units(model, ("outer1.inner", "outer1", "outer2.inner.deep", "outer2"), job.mesh)
+    job.train(model, loss=lambda model: model(torch.zeros(2, 4, device="cuda")).sum())
+
+
+@program("odd parameters")
+def _(job):
+    with torch.device("cuda"):
+        model = Odd()
+    _units(model, ("part1", "part2"), job.mesh)
+    job.train(model, loss=lambda model: model(torch.zeros(2, 3, device="cuda")).sum())
+
+
+@program("state dicts between steps", syncs=("agreement.py:differing_texts",))
+def _(job):
+    model = shard(gpt(), job.mesh)
+    job.train(model, before_step=lambda _: model.state_dict())
+
+
+@program("full parameters between steps")
+def _(job):
+    model = wrapped(gpt("cpu"), job.mesh, device_id=0)
+
+    def look(number):
+        with ours.FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            model.module.head.weight.sum()
+
+    job.train(model, before_step=look)
+
+
+@program("a hook on the all-reduce's stream", shape=(2, 2))
+def _(job):
+    model = shard(gpt(), job.mesh)
+    stream = torch.cuda.Stream()
+    for block in model.blocks:
+        block.set_all_reduce_hook(lambda flat: flat.mul_(2), stream=stream)
+    job.train(model)
+
+
+@program("scaled losses", syncs=("_local_scalar_dense in the program",))
+def _(job):
+    half = ours.MixedPrecisionPolicy(param_dtype=torch.float16)
+    model = shard(gpt(), job.mesh, mp_policy=half)
+    optimizer, scaler = adamw(model), ours.ShardedGradScaler(process_group=job.mesh.get_group())
+    job.begin()
+    for _ in range(job.steps):
+        scaler.scale(job.loss(model)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs programs, faults and costs on a simulated device; a line of JSON for each.
+
+`device.guard` must be loaded before."""
+
+import json
+import random
+import time
+import traceback
+
+from device import cost
+from device.mutants import EQUIVALENT, MUTANTS, applied
+from device.programs import CONTROLS, PROGRAMS, run
+
+# Some programs also as another rank, and with other answers to the host's questions.
+OTHERWISE = ("full", "hybrid", "blocks of 2", "several forwards", "offload")
+ANSWERS = ("at once", "seed 1", "seed 2")
+
+# A unit's part from forward to backward holds what lies between parameters, too, which nobody fills
+# and nobody looks at.
+_PADDING = "which nobody has written [full_parameters.py:shrink"
+
+# Enough for every day: each part of the engine is in one of them.
+SAMPLE = (
+    *("full over 3", "bf16 hybrid", "offload", "offload bf16", "blocks of 2", "gathers in int8"),
+    *("reduces in int8", "SHARD_GRAD_OP", "NO_SHARD offloaded", "offload optimizer"),
+    *("accumulation without reduces", "reduces left under way", "hybrid accumulation"),
+    *("optimizer in backward", "clipping at the first door", "forwards and backwards crossed"),
+    *("an exception in a hybrid backward", "reentrant recomputation", "frozen parameters"),
+    *("units in units", "full parameters between steps", "scaled losses", "FSDP2 bf16"),
+)
+FEW = 3  # of so many faults one is tried every day
+
+
+def answers(kind):
+    """How the host's questions whether something is completed are answered."""
+    if kind == "never":
+        return lambda: False
+    if kind == "at once":
+        return lambda: True
+    coin = random.Random(kind)
+    return lambda: coin.random() < 0.5
+
+
+def report(name, wanted, rank, kind):
+    begin = time.process_time()
+    result = {"program": name, "rank": rank, "answers": kind, "failure": None}
+    nothing = {"findings": [], "unexpected": [], "collectives": [], "questions": 0}
+    try:
+        machine = run(wanted, rank, answers(kind))
+    except Exception:
+        return result | nothing | {"failure": traceback.format_exc(limit=-6)}
+    return result | {
+        "findings": [text for text in machine.findings if _PADDING not in text],
+        "syncs": dict(machine.syncs),
+        "unexpected": unexpected(machine, wanted),
+        "collectives": in_order(machine.collectives),
+        "questions": machine.questions,
+        "launches": len(machine.launches),
+        "seconds": round(time.process_time() - begin, 2),
+    }
+
+
+def in_order(collectives):
+    """Collectives with their groups numbered as they come: names differ between ranks."""
+    numbers = {}
+    return [(numbers.setdefault(group, len(numbers)), *rest) for group, *rest in collectives]
+
+
+def unexpected(machine, wanted):
+    """Waits of the host in other functions than the program names."""
+    return [text for text in machine.syncs if not any(each in text for each in wanted.syncs)]
+
+
+def requests(programs, otherwise):
+    """(program, rank, answers): all as rank 0, some as another one and answered otherwise."""
+    wanted = [(name, 0, "never") for name in programs]
+    for name in otherwise:
+        wanted += [(name, 1, "never"), *((name, 0, kind) for kind in ANSWERS)]
+    return wanted
+
+
+def judge(mutant):
+    """What the first of its programs finds that it does not find without the fault."""
+    for name in mutant.programs:
+        with applied(mutant):
+            result = report(name, PROGRAMS[name], 0, "never")
+        found = result["failure"] or result["findings"] or result["unexpected"]
+        if found:
+            return found[:1] if isinstance(found, list) else found.splitlines()[-1:]
+    return []
+
+
+def main(kind):
+    if kind in ("programs", "sample"):
+        known = PROGRAMS | CONTROLS
+        wanted = requests(known, OTHERWISE)
+        if kind == "sample":
+            wanted = [(name, 0, "never") for name in SAMPLE] + requests((), ("hybrid",))
+        for name, rank, answered in wanted:
+            print(json.dumps(report(name, known[name], rank, answered)), flush=True)
+    if kind in ("mutants", "sample"):
+        every = [(name, mutant, False) for name, mutant in MUTANTS.items()]
+        every += [(name, mutant, True) for name, (mutant, _) in EQUIVALENT.items()]
+        for name, mutant, equivalent in every[:: FEW if kind == "sample" else 1]:
+            verdict = {"mutant": name, "equivalent": equivalent, "found": judge(mutant)}
+            print(json.dumps(verdict), flush=True)
+    if kind in ("cost", "sample"):
+        for line in cost.lines(cost.CASES if kind == "cost" else cost.FEW_CASES):
+            print(json.dumps(line), flush=True)
+    if kind == "table":
+        print(cost.table(list(cost.lines(cost.CASES))))

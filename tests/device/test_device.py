@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine on a simulated CUDA device: no race, no wait of the host, one order of collectives.
+
+A sample of programs and faults; ``FULLSHARD_TRIALS=full`` takes all.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.limits import PROCESS_S
+
+from device import guard
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(guard.why_not() is not None, reason=str(guard.why_not())),
+]
+
+TESTS = Path(__file__).resolve().parents[1]
+FULL = os.environ.get("FULLSHARD_TRIALS") == "full"
+
+
+def ask(kind):
+    """Lines of `python -m device`, a process of its own, which loads the guard before torch."""
+    inherited = os.environ.get("PYTHONPATH", "")
+    environment = os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{inherited}"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "device", kind],
+        env=environment,
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    everything = ("programs", "mutants", "cost")
+    return [each for kind in everything for each in ask(kind)] if FULL else ask("sample")
+
+
+@pytest.fixture(scope="module")
+def runs(answers):
+    return [each for each in answers if "program" in each]
+
+
+def test_every_program_runs_without_a_finding(runs):
+    assert len({run["program"] for run in runs}) > (60 if FULL else 20)
+    wrong = {
+        (run["program"], run["rank"], run["answers"]): run["failure"] or run["findings"]
+        for run in runs
+        if run["failure"] or run["findings"]
+    }
+    assert wrong == {}
+
+
+def test_the_host_waits_only_where_it_must(runs):
+    unexpected = {run["program"]: run["unexpected"] for run in runs if run["unexpected"]}
+    assert unexpected == {}
+
+
+def test_the_host_never_asks_what_the_device_has_done(runs):
+    """So nothing that the engine does depends on time, and one run stands for all."""
+    assert {run["program"]: run["questions"] for run in runs if run["questions"]} == {}
+
+
+def test_ranks_issue_collectives_in_one_order(runs):
+    by_program = {}
+    for run in runs:
+        by_program.setdefault(run["program"], []).append(run["collectives"])
+    compared = {name: orders for name, orders in by_program.items() if len(orders) > 1}
+    assert "hybrid" in compared
+    for name, orders in compared.items():
+        assert all(order == orders[0] for order in orders), name
+
+
+def test_every_fault_is_found(answers):
+    verdicts = [each for each in answers if "mutant" in each]
+    assert len(verdicts) >= (40 if FULL else 13)
+    missed = [each["mutant"] for each in verdicts if not each["equivalent"] and not each["found"]]
+    assert missed == []
+    alarms = {each["mutant"]: each["found"] for each in verdicts if each["equivalent"]}
+    assert not any(alarms.values()), alarms
+
+
+# Of the model of a step, see `device.cost`: launches, bytes and collectives beyond the plain model
+# for two blocks. Less is better; what rises needs a reason.
+LAUNCHES = {"bf16": 32, "fp32": 30}
+COMPUTE_BYTES = {"bf16": 2.57e9, "fp32": 3.55e9}
+COLLECTIVES = 40
+
+
+def test_a_modelled_step_costs_no_more_than_before_and_than_fsdp2s(answers):
+    costs = [each for each in answers if "cost" in each]
+    found = {(c["engine"], c["blocks"], c["reduces"], c["link_gb_per_s"]): c for c in costs}
+    plain = {key[1:3]: cost for key, cost in found.items() if key[0] == "plain"}
+    ours = {key[1:]: cost for key, cost in found.items() if key[0] == "fullshard"}
+    assert len(ours) == (30 if FULL else 3)
+    for (blocks, reduces, link), mine in ours.items():
+        theirs, bare = found["FSDP2", blocks, reduces, link], plain[blocks, reduces]
+        assert mine["compute_bytes"] < theirs["compute_bytes"]
+        assert mine["step_ms"] <= theirs["step_ms"]
+        if blocks == 2:
+            launches = mine["compute_launches"] + mine["other_launches"]
+            assert launches - bare["compute_launches"] <= LAUNCHES[reduces]
+            assert mine["compute_bytes"] - bare["compute_bytes"] <= COMPUTE_BYTES[reduces]
+            assert mine["collectives"] <= COLLECTIVES

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a job on simulated devices: everything of torch that stands for a machine."""
+
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from device.machine import Machine
+from device.network import Network
+from device.operations import Memories, Operations
+from device.streams import Streams
+from fullshard.torch.comm import ranks
+from fullshard.torch.comm.watch.watchdog import Watchdog
+from fullshard.torch.sharding import summon
+from fullshard.torch.step import usage
+from fullshard.torch.unit import full_parameters, shards
+from fullshard.torch.unit import streams as engine_streams
+from fullshard.torch.unit.sites import notes_on
+
+
+@contextmanager
+def rank_of_job(rank, size, answer=lambda: False, costs=None):
+    """Within, torch runs on a simulated device as one rank of ``size``; yields its `Machine`.
+
+    Groups and meshes are to be made here; the program runs within `on_device`.
+    """
+    machine = Machine(answer, costs)
+    memories = Memories(machine)
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage, nbytes):
+        memories.resize(storage, nbytes)
+        return resize(storage, nbytes)
+
+    with ExitStack() as stack:
+        for name, stand_in in Streams(machine).names.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        for name, stand_in in Network(machine, memories).names.items():
+            stack.enter_context(mock.patch.object(dist.ProcessGroup, name, stand_in))
+        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
+        # Nobody else is there whom it could tell anything.
+        nobody = classmethod(lambda cls: None)
+        stack.enter_context(mock.patch.object(Watchdog, "of_this_process", nobody))
+        stack.enter_context(mock.patch.dict(engine_streams._streams, clear=True))
+        shapes = _unwatched(memories, ShardingPropagator._propagate_tensor_meta_non_cached)
+        name = "_propagate_tensor_meta_non_cached"
+        stack.enter_context(mock.patch.object(ShardingPropagator, name, shapes))
+        stack.enter_context(mock.patch.object(ranks, "_has_nccl", return_value=True))
+        settle = _with_values(usage._settle)
+        stack.enter_context(mock.patch.object(usage, "_settle", settle))
+        for module in (full_parameters, shards, summon):
+            stack.enter_context(mock.patch.object(module, "notes_on", _notes_of_users))
+        # A fake tensor cannot become of another class.
+        same = mock.patch.object(FakeTensor, "as_subclass", lambda self, kind: self, create=True)
+        stack.enter_context(same)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        stack.callback(dist.destroy_process_group)
+        machine.memories = memories
+        yield machine
+
+
+def _with_values(function):
+    """``function``, which asks other ranks by tensors on the host: these are real, and our own."""
+
+    def call(*args, **kwargs):
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _notes_of_users(param):
+    """What users have noted on a parameter, without what makes it a fake tensor."""
+    notes = notes_on(param)
+    if isinstance(param, FakeTensor):
+        bare = torch.empty(0, device=param.device).__dict__
+        notes = {name: note for name, note in notes.items() if name not in bare}
+    return notes
+
+
+def _unwatched(memories, method):
+    """DTensor works out shapes with tensors that nobody fills."""
+
+    def call(*args, **kwargs):
+        before, memories.watched = memories.watched, False
+        try:
+            return method(*args, **kwargs)
+        finally:
+            memories.watched = before
+
+    return call
+
+
+@contextmanager
+def on_device(machine):
+    """Within, tensors are fake, and what is done with them is looked at."""
+    # torch.tensor(1, device="cuda") makes its tensor on the host, and asks us to copy it.
+    lifted = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        Operations(machine, machine.memories),
+    ):
+        machine.running = True
+        try:
+            yield
+        finally:
+            machine.running = False
+            torch._C._set_only_lift_cpu_tensors(lifted)

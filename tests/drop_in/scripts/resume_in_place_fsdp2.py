@@ -118,8 +118,9 @@ def main():
     parser.add_argument("--in-background", action="store_true")
     parser.add_argument("--checkpoint-dir", required=True)
     args = parser.parse_args()
-    dist.init_process_group("cpu:gloo" if args.in_background else "gloo")
+    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    background = dist.new_group()  # for the thread that saves while others train
     folder = Path(args.checkpoint_dir)
 
     parts = build(args, mesh, seed=0)
@@ -128,7 +129,7 @@ def main():
     weights, states = get_state_dict(*parts[:2])
     state = {"model": weights, "optim": states, "schedule": parts[2].state_dict()}
     if args.in_background:
-        saving = dcp.async_save(state, checkpoint_id=folder / "5")
+        saving = dcp.async_save(state, checkpoint_id=folder / "5", process_group=background)
         train(parts, range(5, 6))
         saving.result()
         train(parts, range(6, 9))

@@ -310,13 +310,21 @@ def _alias(func: OpOverload) -> Rule:
     return lambda args, kwargs: ShardedParameter.value(args[0].local, args[0].ownership)
 
 
-def _new_plain(func: OpOverload) -> Rule:
-    """Make a plain tensor for ``new_empty(size)`` and its kin, which name their own size."""
+def _new(func: OpOverload) -> Rule:
+    """Make a plain tensor for ``new_empty(size)`` and its kin, which name their own size.
+
+    A DTensor makes DTensors: of the same size one that is cut alike.
+    """
 
     def rule(args: Args, kwargs: Kwargs) -> Any:
-        if args[0].ownership.placed is not None:
-            need_whole(func, args[0].ownership)  # a DTensor makes DTensors
-        return func(args[0].local, *args[1:], **kwargs)
+        value, size, *others = args
+        owner: Ownership = value.ownership
+        if owner.placed is None:
+            return func(value.local, size, *others, **kwargs)
+        if tuple(size) != owner.shape:
+            need_whole(func, owner)
+        local = func(value.local, [value.local.numel()], *others, **kwargs)
+        return ShardedParameter.value(local, owner)
 
     return rule
 
@@ -385,7 +393,7 @@ _BY_PACKET: dict[Any, Callable[[OpOverload], Rule]] = {
     _aten.select: _rows,
     _aten.slice: _rows,
     _aten.constant_pad_nd: _pad,
-    **dict.fromkeys((_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full), _new_plain),
+    **dict.fromkeys((_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full), _new),
     **dict.fromkeys((_aten.index_put_, _aten.index_put), _index_put),
     **dict.fromkeys((_aten.linalg_vector_norm, _aten.norm), _norm),
     **dict.fromkeys((_aten.any, _aten.all), _truth),

@@ -19,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fullshard.core.layout import Span
 from fullshard.torch.comm.protocol import Comm, members_of
 from fullshard.torch.tensor.placements import Placed
-from fullshard.torch.tensor.reslice import Cut, reslice, rows_of_ranks
+from fullshard.torch.tensor.reslice import Cut, longest, reslice, rows_of_ranks
 from fullshard.torch.tensor.tensor_parallel import TensorParallel
 
 __all__ = ["Ownership", "next_serial"]
@@ -164,6 +164,27 @@ class Ownership:
             known = DTensorSpec(*self.placed, tensor_meta=TensorMeta(shape, stride, dtype))
             self._specs[dtype] = known
         return known
+
+    def gathered(self, local: Tensor) -> Tensor:
+        """Return the whole tensor of which this rank has ``local``, flat. Collective."""
+        comm, spans = self.comm, self.spans
+        most, numel = longest(spans), spans[-1].stop
+        if comm.size * most > 2 * numel:
+            # A few ranks hold it all: to gather equal parts would be mostly padding.
+            full = local.new_empty(numel)
+            full[self.span.start : self.span.stop].copy_(local)
+            for rank, span in enumerate(spans):
+                if span.numel:
+                    comm.broadcast([full[span.start : span.stop]], rank).wait()
+            return self.whole(full)
+        mine = local.new_zeros(most)
+        mine[: local.numel()] = local
+        gathered = local.new_empty(comm.size * most)
+        label = f"full tensor of parameter {self.name!r}"
+        comm.all_gather([(gathered, mine)], label=label).wait()
+        rows = gathered.view(comm.size, most)
+        pieces = [rows[rank, : span.numel] for rank, span in enumerate(spans)]
+        return self.whole(torch.cat(pieces))
 
     def whole(self, flat: Tensor) -> Tensor:
         """Return the tensor of global shape, given the flat part that the ranks of ``comm`` share.

@@ -22,7 +22,6 @@ from fullshard.core.errors import NotSupportedError, UnshardedOperationError
 from fullshard.core.layout import Span
 from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.tensor.ownership import Ownership
-from fullshard.torch.tensor.reslice import longest
 
 __all__ = ["RULES", "Args", "Kwargs", "Rule", "ShardedDTensor", "ShardedParameter"]
 
@@ -117,26 +116,7 @@ class ShardedParameter(torch.Tensor):
     @torch.no_grad()
     def gathered(self) -> Tensor:
         """Do as `full_tensor`, without a roll call: for code that all ranks are known to run."""
-        ownership = self.ownership
-        comm, spans = ownership.comm, ownership.spans
-        most, numel = longest(spans), spans[-1].stop
-        local = self.local.detach()
-        if comm.size * most > 2 * numel:
-            # A few ranks hold it all: to gather equal parts would be mostly padding.
-            full = local.new_empty(numel)
-            full[self.span.start : self.span.stop].copy_(local)
-            for rank, span in enumerate(spans):
-                if span.numel:
-                    comm.broadcast([full[span.start : span.stop]], rank).wait()
-            return ownership.whole(full)
-        mine = local.new_zeros(most)
-        mine[: local.numel()] = local
-        gathered = local.new_empty(comm.size * most)
-        label = f"full tensor of parameter {ownership.name!r}"
-        comm.all_gather([(gathered, mine)], label=label).wait()
-        rows = gathered.view(comm.size, most)
-        pieces = [rows[rank, : span.numel] for rank, span in enumerate(spans)]
-        return ownership.whole(torch.cat(pieces))
+        return self.ownership.gathered(self.local.detach())
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -37,6 +37,7 @@ __all__ = [
     "GlobalScalar",
     "global_extreme",
     "global_norms",
+    "global_statistic",
     "global_sum",
     "global_truth",
     "unscale",
@@ -279,6 +280,14 @@ def global_extreme(local: Tensor, ownership: Ownership, *, largest: bool) -> Ten
     if floating:
         mine = torch.where((is_nan > 0) | ~alike, math.nan, mine)
     return mine.to(local.dtype).as_subclass(GlobalScalar)
+
+
+def global_statistic(
+    local: Tensor, ownership: Ownership, statistic: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return ``statistic`` of the whole parameter, 0-dim. Collective; it is gathered for that."""
+    _are_alike([ownership], local.device)
+    return statistic(ownership.gathered(local)).as_subclass(GlobalScalar)
 
 
 def unscale(

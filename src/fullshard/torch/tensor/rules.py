@@ -33,6 +33,7 @@ from fullshard.torch.tensor.parameter import RULES, Args, Kwargs, Rule, ShardedP
 from fullshard.torch.tensor.reductions import (
     global_extreme,
     global_norms,
+    global_statistic,
     global_sum,
     global_truth,
     unscale,
@@ -158,6 +159,19 @@ def _extreme(func: OpOverload) -> Rule:
 
     def rule(args: Args, kwargs: Kwargs) -> Tensor:
         return global_extreme(args[0].local, args[0].ownership, largest=largest)
+
+    return rule
+
+
+def _statistic(func: OpOverload) -> Rule:
+    """Take ``std``, ``median`` and the like of the whole parameter, gathered for the moment."""
+
+    def rule(args: Args, kwargs: Kwargs) -> Tensor:
+        owner = leading_ownership(func, args, kwargs)
+        answer = func(torch.empty(owner.shape, device="meta"), *args[1:], **kwargs)
+        if owner.placed is not None or not isinstance(answer, Tensor) or answer.dim():
+            need_whole(func, owner)
+        return global_statistic(args[0].local, owner, lambda x: func(x, *args[1:], **kwargs))
 
     return rule
 
@@ -400,6 +414,9 @@ _BY_PACKET: dict[Any, Callable[[OpOverload], Rule]] = {
     **dict.fromkeys((_aten.equal, _aten.allclose), _equal),
     **dict.fromkeys((_aten.sum, _aten.mean), _sum),
     **dict.fromkeys((_aten.max, _aten.min), _extreme),
+    **dict.fromkeys(
+        (_aten.std, _aten.var, _aten.median, _aten.argmax, _aten.argmin, _aten.prod), _statistic
+    ),
     _aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
     _aten.eye: _eye,
 }

@@ -13,7 +13,10 @@ from support.world import home_of, run_script, without_warnings
 SCRIPTS = Path(__file__).parent / "scripts"
 T5, GPT = "summarize_t5_fsdp1.py", "gpt_fsdp2_checkpoints.py"
 OWN = "own_checkpoints_fsdp2.py"
+EXAMPLE, IN_PLACE = "meta_example_fsdp2.py", "resume_in_place_fsdp2.py"
+RANK_0, PLACEMENTS = "weights_on_rank_0_fsdp2.py", "placements_fsdp2.py"
 ACCUMULATE, HYBRID, LORA = "accumulate_fsdp1.py", "hybrid.py", "lora.py"
+RESUMING = (GPT, OWN, EXAMPLE, IN_PLACE)
 NUMBER = r"(loss|norm) (\S+)"
 PRINTED = {"loss": 1e-8, "norm": 1e-6}  # one unit of the last digit that the scripts print
 AVERAGED = {T5: 2 * 4 * 6, GPT: 4 * 16}  # the predictions in a loss that is printed
@@ -21,6 +24,7 @@ PRECISIONS = {
     "--bf16": torch.bfloat16,
     "--mixed-precision": torch.bfloat16,
     "--fp16": torch.float16,
+    "Muon": torch.bfloat16,  # iterates in it
 }
 
 COMMANDS = {
@@ -29,6 +33,16 @@ COMMANDS = {
     "GPT, distributed checkpoints": [GPT, "--explicit-prefetching", "--checkpoint-dir"],
     "GPT in mixed precision": [GPT, "--mixed-precision", "--checkpoint-dir"],
     "checkpoints of the script's own": [OWN, "--checkpoint-dir"],
+    "meta, two ways to save": [EXAMPLE, "--explicit-prefetching", "--checkpoint-dir"],
+    "meta in mixed precision": [EXAMPLE, "--mixed-precision", "--checkpoint-dir"],
+    "resumed in place": [IN_PLACE, "--checkpoint-dir"],
+    "saved in background": [IN_PLACE, "--in-background", "--mixed-precision", "--checkpoint-dir"],
+    "weights on rank 0": [RANK_0],
+    "weights on rank 0, offloaded": [RANK_0, "--bf16", "--tied", "--offload"],
+    "placements of each": [PLACEMENTS],
+    "placements and replicas": [PLACEMENTS, "--mesh", "2x1"],
+    "placements by Muon": [PLACEMENTS, "--mesh", "1x2", "--optimizer", "Muon"],
+    "rows by Muon": [PLACEMENTS, "--rows", "--optimizer", "Muon"],
     "LoRA, FSDP1": [LORA, "--checkpoint-dir"],
     "LoRA, FSDP1, frozen apart": [LORA, "--separate-units"],
     "LoRA, FSDP2, offloaded": [LORA, "--fsdp2", "--offload"],
@@ -81,7 +95,7 @@ def test_losses_are_pytorchs(printed, name):
             assert mine == pytest.approx(other, rel=0, abs=tolerance), (kind, updates)
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name][0] in (GPT, OWN)])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name][0] in RESUMING])
 def test_a_resumed_run_repeats_itself_to_the_last_digit(printed, name):
     _, text = printed(name)
     before, again = {}, 0

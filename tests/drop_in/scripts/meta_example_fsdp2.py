@@ -243,7 +243,8 @@ def main():
         way.load_optimizer(model, optimizer)
         print("saved again")
         train(model, optimizer, range(8, 10), args)
-        initialise(model)  # over weights that were trained, and with the optimizer's old state
+        initialise(model)  # over weights that were trained
+        optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
         train(model, optimizer, range(4), args)
     dist.destroy_process_group()
 

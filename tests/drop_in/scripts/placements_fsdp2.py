@@ -136,7 +136,9 @@ def main():
     describe(model)
     if args.optimizer == "AdamW":
         train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), range(6, 9))
-        train(model, torch.optim.RMSprop(model.parameters(), foreach=True), range(9, 11), clip=False)
+        train(
+            model, torch.optim.RMSprop(model.parameters(), foreach=True), range(9, 11), clip=False
+        )
         describe(model)
     dist.destroy_process_group()
 

@@ -62,14 +62,13 @@ def build(args):
 
 def shard(model, args):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-    options = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True),
-        "offload_policy": CPUOffloadPolicy(pin_memory=False) if args.offload else None,
-        "reshard_after_forward": True,
-    }
-    if not args.offload:
-        del options["offload_policy"]
+    options = {"mesh": mesh, "reshard_after_forward": True}
+    if args.bf16:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32, cast_forward_inputs=True
+        )
+    if args.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     full = model.state_dict()
     for module in list(model.modules()):
         own = isinstance(module, nn.Embedding) and not args.tied
@@ -111,6 +110,7 @@ def train(model, optimizer, steps):
 
 def main():
     parser = argparse.ArgumentParser()
+    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--offload", action="store_true")
     args = parser.parse_args()

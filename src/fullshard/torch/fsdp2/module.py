@@ -27,6 +27,7 @@ from fullshard.torch.sharding.shard import (
 from fullshard.torch.state.forms import AS_DTENSORS, ask_before_loading, collecting, hand_out
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.tracker import ensure_tracker, tracker_of
+from fullshard.torch.unit.changes import take_over
 from fullshard.torch.unit.sites import clean_name
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
@@ -278,7 +279,8 @@ class FSDPModule:
                 applied = super()._apply(fn, recurse)  # type: ignore[misc]
             take_over_below(module)
         except UsageError:
-            _show_sharded(module)  # all of it as it was
+            for managed in managed_units(module):
+                managed.unit.show_sharded()  # all of it as it was
             raise
         return applied
 
@@ -325,9 +327,14 @@ def _module(module: object) -> nn.Module:
 
 
 def _show_sharded(module: nn.Module) -> None:
-    """Show sharded parameters again after `FSDPModule.unshard`, unless in a step or summoned."""
+    """Show sharded parameters again after `FSDPModule.unshard`, unless in a step or summoned.
+
+    Where a unit is on meta, modules inside may have been given memory by themselves: it stays.
+    """
     for managed in managed_units(module):
-        if not managed.summoned and (managed.tracker is None or managed.tracker.idle):
+        if managed.unit.on_meta:
+            take_over(managed.unit)
+        elif not managed.summoned and (managed.tracker is None or managed.tracker.idle):
             managed.unit.show_sharded()
 
 

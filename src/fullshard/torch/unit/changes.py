@@ -160,6 +160,8 @@ def check_initialised(unit: Unit) -> None:
     Memory for such parameters is filled with NaN when it is made, see
     `fullshard.torch.sharding.initialisation`.
     """
+    if unit.on_meta:
+        take_over(unit)
     unit.unchecked = False
     bare = [
         param.ownership.name

@@ -71,7 +71,7 @@ def printed(gloo_world, drop_in_world, tmp_path_factory):
         texts = []
         for world in (gloo_world, drop_in_world):
             folder = tmp_path_factory.mktemp("script")
-            own = [folder] if arguments[-1] == "--checkpoint-dir" else []
+            own = [folder] if "--checkpoint-dir" in arguments else []
             ranks = world.launch(
                 2, without_warnings, run_script, SCRIPTS / script, [*arguments, *own], folder
             )

@@ -124,7 +124,8 @@ def main():
     fill_from_meta(model)
     describe(model)
     if args.optimizer == "Muon":
-        matrices = [each for each in model.parameters() if each.dim() == 2]
+        # DTensor does not write to matrices of fewer rows than there are ranks.
+        matrices = [each for each in model.parameters() if each.dim() == 2 and each.shape[0] > 1]
         optimizer = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01)
     else:
         optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=1e-2)

@@ -110,6 +110,14 @@ def load(parts, folder):
     state = {"model": weights, "optim": states, "schedule": schedule.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     schedule.load_state_dict(state["schedule"])
+    follow(parts)
+
+
+def follow(parts):
+    """Let the optimizer have the rate that the schedule is at."""
+    _, optimizer, schedule = parts
+    for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        group["lr"] = rate
 
 
 def main():

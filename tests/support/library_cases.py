@@ -110,7 +110,6 @@ class TransformersCase:
 
     model: str = "llama"
     accumulation: int = 1
-    mixed: bool = False
     distributed: bool = True
     """Save in one file for each rank."""
 
@@ -119,7 +118,7 @@ class TransformersCase:
 
 TRANSFORMERS = {
     "sharded": TransformersCase(),
-    "whole-mixed": TransformersCase(mixed=True, distributed=False),
+    "whole": TransformersCase(distributed=False),
 }
 CASES = {
     "accelerate": ACCELERATE,

@@ -44,7 +44,7 @@ def resume(case, folder):
 
 
 def _loaded(case, folder):
-    config = DistributedConfig(fsdp_size=2, fsdp_mixed_precision=case.mixed)
+    config = DistributedConfig(fsdp_size=2)
     model = AutoModelForCausalLM.from_pretrained(
         folder, distributed_config=config, dtype=torch.float32
     )

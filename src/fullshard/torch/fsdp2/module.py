@@ -255,6 +255,7 @@ class FSDPModule:
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters under the names that they have in the plain model and its state dict."""
+        _take_over_meta(_module(self))  # an optimizer may be made of them
         for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
             yield clean_name(name), param
 
@@ -327,15 +328,20 @@ def _module(module: object) -> nn.Module:
 
 
 def _show_sharded(module: nn.Module) -> None:
-    """Show sharded parameters again after `FSDPModule.unshard`, unless in a step or summoned.
+    """Show sharded parameters again after `FSDPModule.unshard`, unless in a step or summoned."""
+    _take_over_meta(module)
+    for managed in managed_units(module):
+        if managed.unit.on_meta:
+            continue  # modules inside may have been given memory by themselves: it stays
+        if not managed.summoned and (managed.tracker is None or managed.tracker.idle):
+            managed.unit.show_sharded()
 
-    Where a unit is on meta, modules inside may have been given memory by themselves: it stays.
-    """
+
+def _take_over_meta(module: nn.Module) -> None:
+    """Take over what modules inside units on the meta device have been given one by one."""
     for managed in managed_units(module):
         if managed.unit.on_meta:
             take_over(managed.unit)
-        elif not managed.summoned and (managed.tracker is None or managed.tracker.idle):
-            managed.unit.show_sharded()
 
 
 def _managed(module: object) -> ManagedUnit:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from fullshard.core.schedule import Op, OpKind
-from fullshard.core.spec import item_bytes
 from fullshard.core.trace import Trace, TraceRecord
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.memory.activations import Activations
@@ -275,7 +274,7 @@ class _Replay:
         if self._run.fused_optimizer or self.resting.on_host or self._run.optimizer == "sgd":
             return now
         parameters = sum(
-            segment.slice_numel * item_bytes(segment.dtype)
+            segment.slice_bytes
             for unit in self._script.units
             for segment in unit.layout.segments
             if segment.trainable

@@ -56,7 +56,7 @@ def resting_memory(
     """
     copies = run.offload.optimizer and not run.offload.params
     working = (
-        segment.slice_numel * item_bytes(segment.full_dtype)
+        stored_bytes(segment.slice_numel, segment.full_dtype)
         for unit in units
         for segment in unit.layout.segments
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard.core.spec import item_bytes
+from fullshard.core.layout import stored_bytes
 from fullshard.core.text import bytes_text, in_columns
 from fullshard.torch.comm.compressed import CompressedComm
 from fullshard.torch.inspection.forecast import forecast_step, named_units
@@ -190,7 +190,7 @@ def _parameter_bytes(unit: Unit) -> int:
     """Add up its shard and the copy that stays on the device if only optimizer state is away."""
     offload = unit.plan.offload
     copies = offload.to_host and not offload.params
-    working = sum(s.slice_numel * item_bytes(s.full_dtype) for s in unit.layout.segments)
+    working = sum(stored_bytes(s.slice_numel, s.full_dtype) for s in unit.layout.segments)
     return unit.layout.shard_bytes + (working if copies else 0)
 
 

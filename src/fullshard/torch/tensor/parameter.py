@@ -253,7 +253,9 @@ class ShardedDTensor(ShardedParameter, DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a DTensor of PyTorch's own class, with this rank's rows."""
-        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        rows = self.local_rows().clone()  # whose storage holds nothing else: all of it is written
+        made = DTensor(rows, self._spec, requires_grad=self.requires_grad)  # type: ignore[no-untyped-call]
+        return made.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (

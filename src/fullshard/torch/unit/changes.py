@@ -169,7 +169,6 @@ def check_initialised(unit: Unit) -> None:
     """
     if unit.on_meta:
         take_over(unit)
-    unit.unchecked = False
     bare = [
         param.ownership.name
         for param in unit.sharded
@@ -182,3 +181,4 @@ def check_initialised(unit: Unit) -> None:
             "they have no values, or none that are numbers. Call the modules' reset_parameters() "
             "after to_empty(), or load a state dict"
         )
+    unit.unchecked = False  # on all ranks, or on none

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for what has one answer for all ranks: norms, sums, extremes, statistics, truth values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from fullshard.torch.tensor.elementwise import (
+    count_change,
+    leading_ownership,
+    need_whole,
+    on_spans,
+    refused,
+)
+from fullshard.torch.tensor.ownership import Ownership
+from fullshard.torch.tensor.parameter import Args, Kwargs, Rule, ShardedParameter
+from fullshard.torch.tensor.reductions import (
+    global_extreme,
+    global_norms,
+    global_statistic,
+    global_sum,
+    global_truth,
+    unscale,
+)
+
+__all__ = ["RULES_OF_ALL", "foreach_norm"]
+
+_aten = torch.ops.aten
+
+
+def foreach_norm(args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """Take the norms of a list of tensors in one all-reduce."""
+    given = {**dict(zip(("self", "ord", "dtype"), args, strict=False)), **kwargs}
+    return global_norms(_parts(given["self"]), float(given.get("ord", 2)), given.get("dtype"))
+
+
+def _parts(tensors: list[Any]) -> list[tuple[Tensor, Ownership | None]]:
+    return [
+        (x.local, x.ownership) if isinstance(x, ShardedParameter) else (x, None) for x in tensors
+    ]
+
+
+def _norm(func: OpOverload) -> Rule:
+    names = [argument.name for argument in func._schema.arguments]
+
+    def rule(args: Args, kwargs: Kwargs) -> Tensor:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensor = given["self"]
+        owner = leading_ownership(func, args, kwargs)
+        dims = given.get("dim")
+        whole = dims in (None, [], ()) or {d % max(1, tensor.dim()) for d in dims} == set(
+            range(tensor.dim())
+        )
+        if not whole or given.get("keepdim") or "out" in given:
+            need_whole(func, owner)
+        order = given.get("ord", given.get("p", 2))
+        order = 2.0 if order is None else float(order)
+        return global_norms([(tensor.local, owner)], order, given.get("dtype"))[0]
+
+    return rule
+
+
+def _truth(func: OpOverload) -> Rule:
+    if func._overloadname != "default":
+        return refused(func)
+    every = func.overloadpacket is _aten.all
+
+    def rule(args: Args, kwargs: Kwargs) -> Tensor:
+        return global_truth(args[0].local, args[0].ownership, every=every)
+
+    return rule
+
+
+def _equal(func: OpOverload) -> Rule:
+    """``torch.equal`` and ``torch.allclose``: one answer for all ranks."""
+    exactly = func.overloadpacket is _aten.equal
+    compare = on_spans(_aten.eq.Tensor if exactly else _aten.isclose.default)
+
+    def rule(args: Args, kwargs: Kwargs) -> bool:
+        if exactly and args[0].shape != args[1].shape:
+            return False
+        alike = compare(args, kwargs)
+        return bool(global_truth(alike.local, alike.ownership, every=True))
+
+    return rule
+
+
+def _sum(func: OpOverload) -> Rule:
+    if func._overloadname != "default":
+        return refused(func)
+    mean = func.overloadpacket is _aten.mean
+
+    def rule(args: Args, kwargs: Kwargs) -> Tensor:
+        local, owner = args[0].local, args[0].ownership
+        if not mean:
+            return global_sum(local, owner, kwargs.get("dtype"))
+        dtype = func(local.new_zeros(1), **kwargs).dtype  # torch's error for a mean of integers
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        average: Tensor = (global_sum(local, owner, wide) / owner.numel).to(dtype)
+        return average
+
+    return rule
+
+
+def _extreme(func: OpOverload) -> Rule:
+    largest = func.overloadpacket is _aten.max
+    if func._overloadname != "default":
+        # Of two tensors it is elementwise.
+        return on_spans(func) if func._overloadname == "other" else refused(func)
+
+    def rule(args: Args, kwargs: Kwargs) -> Tensor:
+        return global_extreme(args[0].local, args[0].ownership, largest=largest)
+
+    return rule
+
+
+def _statistic(func: OpOverload) -> Rule:
+    """Take ``std``, ``median`` and the like of the whole parameter, gathered for the moment."""
+
+    def rule(args: Args, kwargs: Kwargs) -> Tensor:
+        owner = leading_ownership(func, args, kwargs)
+        answer = func(torch.empty(owner.shape, device="meta"), *args[1:], **kwargs)
+        if owner.placed is not None or not isinstance(answer, Tensor) or answer.dim():
+            need_whole(func, owner)
+        return global_statistic(args[0].local, owner, lambda x: func(x, *args[1:], **kwargs))
+
+    return rule
+
+
+def _unscale(func: OpOverload) -> Rule:
+    """Unscale gradients as `torch.amp.GradScaler` does."""
+    if func._overloadname != "default":
+        return refused(func)
+
+    def rule(args: Args, kwargs: Kwargs) -> None:
+        grads, found_inf, inv_scale = args
+        unscale(_parts(grads), found_inf, inv_scale)
+        count_change(*(grad.local for grad in grads if isinstance(grad, ShardedParameter)))
+
+    return rule
+
+
+RULES_OF_ALL: dict[Any, Callable[[OpOverload], Rule]] = {
+    **dict.fromkeys((_aten.linalg_vector_norm, _aten.norm), _norm),
+    **dict.fromkeys((_aten.any, _aten.all), _truth),
+    **dict.fromkeys((_aten.equal, _aten.allclose), _equal),
+    **dict.fromkeys((_aten.sum, _aten.mean), _sum),
+    **dict.fromkeys((_aten.max, _aten.min), _extreme),
+    **dict.fromkeys(
+        (_aten.std, _aten.var, _aten.median, _aten.argmax, _aten.argmin, _aten.prod), _statistic
+    ),
+    _aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+}
+"""By operation, what finds the rule of each of its overloads."""

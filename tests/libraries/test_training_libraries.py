@@ -9,8 +9,8 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from support.library_cases import CASES, SAVED_AT
 from support.layouts import SWAPPED
+from support.library_cases import CASES, SAVED_AT
 from support.library_training import train
 
 PACKAGES = {

@@ -106,7 +106,7 @@ def test_meta_then_initialisation_in_place_equals_one_process():
 def test_what_nobody_initialised_is_found():
     def body(comm):
         model = by_function(comm, on_meta(GPT))
-        with pytest.raises(UsageError, match=r"unit .* is on the meta device still"):
+        with pytest.raises(UsageError, match=r"unit .* came from the meta device"):
             model(torch.zeros(1, 3, dtype=torch.int64))
         model.to_empty(device="cpu")
         for name, param in model.named_parameters():

@@ -81,4 +81,48 @@ FABRIC = {
         "gpt2", model_first=True, options={"state_dict_type": "sharded", "recomputed": True}
     ),
 }
-CASES = {"accelerate": ACCELERATE, "fabric": FABRIC}
+
+
+@dataclass(frozen=True)
+class ModelParallelCase:
+    model: str = "net"
+    precision: str = "32-true"
+    accumulation: int = 1
+    whole: bool = False
+    """Save in one file, not in one for each rank."""
+    from_meta: bool = False
+    """What is resumed is made on the meta device."""
+
+    torch_can_save = True
+
+
+MODEL_PARALLEL = {
+    "whole": ModelParallelCase(accumulation=2, whole=True, from_meta=True),
+    "distributed": ModelParallelCase(from_meta=True),
+    "whole-gpt2": ModelParallelCase("gpt2", precision="bf16-mixed", whole=True),
+    "distributed-gpt2": ModelParallelCase("gpt2", accumulation=2),
+}
+
+
+@dataclass(frozen=True)
+class TransformersCase:
+    """`from_pretrained` with a ``distributed_config``."""
+
+    model: str = "llama"
+    accumulation: int = 1
+    distributed: bool = True
+    """Save in one file for each rank."""
+
+    torch_can_save = True
+
+
+TRANSFORMERS = {
+    "sharded": TransformersCase(),
+    "whole": TransformersCase(distributed=False),
+}
+CASES = {
+    "accelerate": ACCELERATE,
+    "fabric": FABRIC,
+    "model_parallel": MODEL_PARALLEL,
+    "transformers": TRANSFORMERS,
+}

@@ -40,6 +40,8 @@ def make(name, seed=0):
     torch.manual_seed(seed)
     if name == "net":
         return Net()
+    if name == "llama":
+        return _llama()
     from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415 - may not be installed
 
     return GPT2LMHeadModel(
@@ -52,6 +54,22 @@ def make(name, seed=0):
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
+        )
+    )
+
+
+def _llama():
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - as above
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=24,
+            intermediate_size=37,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
         )
     )
 

@@ -27,6 +27,7 @@ from fullshard.torch.sharding.shard import (
 from fullshard.torch.state.forms import AS_DTENSORS, ask_before_loading, collecting, hand_out
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.tracker import ensure_tracker, tracker_of
+from fullshard.torch.unit.changes import take_over
 from fullshard.torch.unit.sites import clean_name
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
@@ -254,6 +255,7 @@ class FSDPModule:
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters under the names that they have in the plain model and its state dict."""
+        _take_over_meta(_module(self))  # an optimizer may be made of them
         for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
             yield clean_name(name), param
 
@@ -278,7 +280,8 @@ class FSDPModule:
                 applied = super()._apply(fn, recurse)  # type: ignore[misc]
             take_over_below(module)
         except UsageError:
-            _show_sharded(module)  # all of it as it was
+            for managed in managed_units(module):
+                managed.unit.show_sharded()  # all of it as it was
             raise
         return applied
 
@@ -326,9 +329,19 @@ def _module(module: object) -> nn.Module:
 
 def _show_sharded(module: nn.Module) -> None:
     """Show sharded parameters again after `FSDPModule.unshard`, unless in a step or summoned."""
+    _take_over_meta(module)
     for managed in managed_units(module):
+        if managed.unit.on_meta:
+            continue  # modules inside may have been given memory by themselves: it stays
         if not managed.summoned and (managed.tracker is None or managed.tracker.idle):
             managed.unit.show_sharded()
+
+
+def _take_over_meta(module: nn.Module) -> None:
+    """Take over what modules inside units on the meta device have been given one by one."""
+    for managed in managed_units(module):
+        if managed.unit.on_meta:
+            take_over(managed.unit)
 
 
 def _managed(module: object) -> ManagedUnit:

@@ -30,7 +30,7 @@ from fullshard.torch.step.profiling import UnitMarks, profiler_runs
 from fullshard.torch.step.refusals import Ending, check_backward
 from fullshard.torch.step.unit_step import Phase
 from fullshard.torch.step.usage import settle_usage
-from fullshard.torch.unit.changes import check_initialised, follow_requires_grad
+from fullshard.torch.unit.changes import check_initialised, follow_requires_grad, take_over
 from fullshard.torch.unit.guards.lent import refuse_transforms
 from fullshard.torch.unit.sites import clean_name
 
@@ -119,6 +119,8 @@ class Tracker:
                 "shows its parameters to you; leave the context first"
             )
         refuse_transforms(managed.unit.name)
+        if managed.unit.on_meta:
+            take_over(managed.unit)
         managed.unit.check_shown()
         if not self._running or managed.number == 0:
             self._begin_at_the_top()
@@ -223,11 +225,9 @@ class Tracker:
         for managed in self.executor.units:
             managed.forget_step()
         self.executor.finish_step()
-        self._running.clear()
         self._in_backward = False
-        self._due.clear()
-        self._active.clear()
-        self._reached.clear()
+        for noted in (self._running, self._due, self._active, self._reached):
+            noted.clear()
         self._recomputed = 0
         self._marks.forget()
 

@@ -208,6 +208,10 @@ class Ownership:
         still = self.placed is not None and bool(shape) and _are_equal(held, self.spans)
         return replace(self, shape=tuple(shape), placed=self.placed if still else None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Ownership":
+        """Return the same: a copy of a parameter is in the same place."""
+        return self
+
     def __str__(self) -> str:
         span = self.span
         return (

@@ -200,6 +200,8 @@ class ShardedDTensor(ShardedParameter, DTensor):
     a view of the unit's shard in the shape of this rank's rows.
     """
 
+    __slots__ = ()  # what copies a DTensor by its slots is to find none of them: they are computed
+
     @property
     def _local_tensor(self) -> Tensor:  # type: ignore[override]
         return self.ownership.rows(self.local)

@@ -46,7 +46,7 @@ def placed(
         ]
         if on_rows:  # the rows that a rank of the tensor axis has are cut once more
             shared = _StridedShard(dim, split_factor=torch.Size(on_rows).numel())
-    if slices == 1 and data.size() > 1:
+    if slices == 1 and data.size(data.ndim - 1) > 1:
         placements: tuple[Placement, ...] = (Replicate(),) * data.ndim
     else:
         placements = (*(Replicate() for _ in range(data.ndim - 1)), shared)

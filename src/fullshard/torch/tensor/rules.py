@@ -28,6 +28,7 @@ from fullshard.torch.tensor.elementwise import (
     refused,
 )
 from fullshard.torch.tensor.global_rules import RULES_OF_ALL, foreach_norm
+from fullshard.torch.tensor.new_values import empty_like, new_values
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import RULES, Args, Kwargs, Rule, ShardedParameter
 
@@ -202,17 +203,6 @@ def _alias(func: OpOverload) -> Rule:
     return lambda args, kwargs: ShardedParameter.value(args[0].local, args[0].ownership)
 
 
-def _new_plain(func: OpOverload) -> Rule:
-    """Make a plain tensor for ``new_empty(size)`` and its kin, which name their own size."""
-
-    def rule(args: Args, kwargs: Kwargs) -> Any:
-        if args[0].ownership.placed is not None:
-            need_whole(func, args[0].ownership)  # a DTensor makes DTensors
-        return func(args[0].local, *args[1:], **kwargs)
-
-    return rule
-
-
 def _index_put(func: OpOverload) -> Rule:
     """Run ``x[mask] = number`` with a mask that is cut as x is."""
     in_place = func.overloadpacket is _aten.index_put_
@@ -261,13 +251,13 @@ _BY_PACKET: dict[Any, Callable[[OpOverload], Rule]] = {
         (
             _aten.clone,
             _aten._to_copy,
-            _aten.empty_like,
             _aten.zeros_like,
             _aten.ones_like,
             _aten.full_like,
         ),
         _without_memory_format,
     ),
+    _aten.empty_like: empty_like,
     **dict.fromkeys((_aten.detach, _aten.alias, _aten.lift_fresh), _alias),
     **dict.fromkeys(
         (_aten.view, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze, _aten._reshape_alias),
@@ -277,7 +267,7 @@ _BY_PACKET: dict[Any, Callable[[OpOverload], Rule]] = {
     _aten.select: _rows,
     _aten.slice: _rows,
     _aten.constant_pad_nd: _pad,
-    **dict.fromkeys((_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full), _new_plain),
+    **dict.fromkeys((_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full), new_values),
     **dict.fromkeys((_aten.index_put_, _aten.index_put), _index_put),
     **RULES_OF_ALL,
     _aten.eye: _eye,

@@ -7,6 +7,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import UsageError
 from fullshard.core.layout import lay_out_segments
@@ -15,6 +16,7 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import dtype_name, dtype_of
 from fullshard.torch.unit.guards.replaced import Successor, mark_replaced, put_back
 from fullshard.torch.unit.shards import Shards
+from fullshard.torch.unit.sites import notes_on
 from fullshard.torch.unit.unit import Unit, UnitState
 
 __all__ = [
@@ -152,6 +154,11 @@ def take_over(unit: Unit) -> None:
     plan = replace(unit.plan, values=lambda each: values[each.spec.name])
     device = unit.plan.resting_device
     unit.rest_in(Shards(unit.params, unit.layout, plan, device, known))
+    for each, value, param in zip(unit.params, shown, unit.sharded, strict=True):
+        if isinstance(value, DTensor) and not isinstance(value, ShardedParameter):
+            # Libraries leave notes on it, and an optimizer may have it, which is then refused.
+            param.__dict__.update(notes_on(value))
+            mark_replaced(value, each.spec.name)
 
 
 def check_initialised(unit: Unit) -> None:
@@ -160,6 +167,8 @@ def check_initialised(unit: Unit) -> None:
     Memory for such parameters is filled with NaN when it is made, see
     `fullshard.torch.sharding.initialisation`.
     """
+    if unit.on_meta:
+        take_over(unit)
     bare = [
         param.ownership.name
         for param in unit.sharded

@@ -61,7 +61,7 @@ class Gradients:
         self._full_sizes = [(s.full_numel, d) for s, d in zip(segments, travel, strict=True)]
         self._slice_sizes = [(s.slice_numel, d) for s, d in zip(segments, travel, strict=True)]
         self._rest_sizes = [(s.slice_numel, d) for s, d in zip(segments, rest, strict=True)]
-        self._pieces = _pieces(shards)
+        self._pieces = shards.pieces()
         self._contributions = plan.ranks.size
         self._low_range = any(segment.grad_dtype == "float16" for segment in segments)
         self._moves = plan.resting_device != plan.device
@@ -367,24 +367,6 @@ class Gradients:
         """Block the host until offloaded gradients have reached its memory."""
         self._to_host.synchronize()
         self._leaving.clear()
-
-
-def _pieces(shards: Shards) -> list[tuple[list[int], list[int]]]:
-    """Split this rank's slice of each trainable segment into spans and padding.
-
-    For each piece its elements, and the index of the parameter whose span it is, -1 for padding.
-    """
-    pieces: list[tuple[list[int], list[int]]] = []
-    for number, segment in enumerate(shards.trainable):
-        numels, indices, end = [], [], 0
-        for index, place in enumerate(shards.places):
-            if place.grad_number == number:
-                start = place.in_slice.start if place.span.numel else end
-                numels += [start - end, place.span.numel]
-                indices += [-1, index]
-                end = start + place.span.numel
-        pieces.append(([*numels, segment.slice_numel - end], [*indices, -1]))
-    return pieces
 
 
 def _has_hooks(param: ShardedParameter) -> bool:

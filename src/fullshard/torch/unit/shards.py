@@ -115,6 +115,24 @@ class Shards:
         mark_replaced(each.param, spec.name)
         return param
 
+    def pieces(self) -> list[tuple[list[int], list[int]]]:
+        """Split this rank's slice of each trainable segment into spans and padding.
+
+        For each piece its elements, and the index of the parameter whose span it is, -1 for
+        padding.
+        """
+        found: list[tuple[list[int], list[int]]] = []
+        for number, segment in enumerate(self.trainable):
+            numels, indices, end = [], [], 0
+            for index, place in enumerate(self.places):
+                if place.grad_number == number:
+                    start = place.in_slice.start if place.span.numel else end
+                    numels += [start - end, place.span.numel]
+                    indices += [-1, index]
+                    end = start + place.span.numel
+            found.append(([*numels, segment.slice_numel - end], [*indices, -1]))
+        return found
+
     def _placed(self, each: ParamSites, place: Place, shape: tuple[int, ...]) -> Placed | None:
         """Return what DTensor calls the place, if ranks hold whole rows and have a mesh."""
         ranks, spec = self._plan.ranks, place.slot.spec

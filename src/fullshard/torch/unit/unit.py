@@ -128,6 +128,11 @@ class Unit:
         """Let the modules use the full parameters; whoever needs them now has gathered them."""
         self._show(self.full.params)
 
+    @property
+    def on_meta(self) -> bool:
+        """True until modules have been given memory for all of the unit's parameters."""
+        return self.shards.device.type == "meta"
+
     def show_sharded(self) -> None:
         """Let the modules show the sharded parameters."""
         self._show(self.sharded)

@@ -94,8 +94,10 @@ def shown(key, value):
 
 
 def results():
-    found = (BENCHMARKS / "results").glob("*.json")
-    return {path.stem: json.loads(path.read_text("utf-8")) for path in found}
+    """The reports of `report.write_report`, by name; others have pages of their own."""
+    paths = (BENCHMARKS / "results").glob("*.json")
+    found = {path.stem: json.loads(path.read_text("utf-8")) for path in paths}
+    return {name: each for name, each in found.items() if "command" in each}
 
 
 if __name__ == "__main__":

@@ -92,9 +92,19 @@ def replaced(gather, reduce):
     # torch 2.13 renamed them; what there is of them is replaced.
     calls = {"_allgather_base": gather, "all_gather_single": gather}
     calls |= {"_reduce_scatter_base": reduce, "reduce_scatter_single": reduce}
+    together = [(("all_gather_single", "allgather_into_tensor"), gather)]
+    together += [(("reduce_scatter_single", "reduce_scatter_tensor"), reduce)]
+    calls |= {f"{name}_coalesced": _one_by_one(call) for names, call in together for name in names}
     there = {name: call for name, call in calls.items() if hasattr(dist.ProcessGroup, name)}
     with mock.patch.multiple(dist.ProcessGroup, **there):
         yield
+
+
+def _one_by_one(call):
+    def calls(group, outputs, inputs, opts=None):
+        return [call(group, *pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
+
+    return calls
 
 
 class PooledAllGather:

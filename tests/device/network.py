@@ -22,11 +22,17 @@ class Network:
             "all_to_all_single": self._method("all_to_all", lambda o, i, *_: ([o], [i])),
             "allreduce": self._method("all_reduce", lambda ts, *_: (_listed(ts), _listed(ts))),
             "broadcast": self._method("broadcast", lambda ts, *_: (_listed(ts), _listed(ts))),
+            "all_gather_single_coalesced": self._method("all_gather", lambda o, i, *_: (o, i)),
+            "reduce_scatter_single_coalesced": self._method(
+                "reduce_scatter", lambda o, i, *_: (o, i)
+            ),
             "barrier": self._method("barrier", lambda *_: ([], [])),
         }
         older = {
             "_allgather_base": "all_gather_single",
             "_reduce_scatter_base": "reduce_scatter_single",
+            "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+            "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
             "alltoall_base": "all_to_all_single",
         }
         named = single | {name: single[new] for name, new in older.items()}

@@ -2,6 +2,7 @@
 """Processes as a launcher starts them, kept for the test session, that run functions on demand."""
 
 import contextlib
+import gc
 import importlib
 import io
 import multiprocessing
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from support.layouts import choose_defaults
 from support.limits import ANSWER_S, PEERS_S
 
+CALLS_A_WORLD = 10
 TIMEOUT = timedelta(seconds=PEERS_S)
 PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "fullshard.torch"]
 
@@ -37,6 +39,7 @@ class World:
         self._pipes, self._processes = [], []
         self._store = None
         self._joined = 0  # so many ranks
+        self._calls = 0  # since they have joined
 
     def run(self, size, function, *args, **kwargs):
         """Return what ``function(group, *args, **kwargs)`` does on each of ``size`` ranks."""
@@ -63,7 +66,13 @@ class World:
         self._pipes, self._processes, self._joined = [], [], 0
 
     def _join(self, size):
+        # Groups that functions have made are destroyed with the world: on Gloo each has a thread
+        # that wakes all the time.
+        self._calls += 1
+        if self._calls > CALLS_A_WORLD:
+            self._leave()
         if self._joined != size:
+            self._calls = 1
             self._leave()
             groups = range(2, size + 1) if size == self._ranks else ()
             self._call(size, _join, self._environment(size), groups)
@@ -198,6 +207,7 @@ def _leave():
     _groups.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()
 
 
 def _in_group(size, function, args, kwargs):

@@ -2,13 +2,14 @@
 """The communicator on torch.distributed; no other file of the engine calls collectives."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from fullshard.torch.comm.protocol import (
     Comm,
@@ -21,7 +22,7 @@ from fullshard.torch.comm.protocol import (
 from fullshard.torch.comm.sibling_groups import sibling_group, timeout_s_of
 from fullshard.torch.comm.watch.watchdog import Witness
 
-__all__ = ["ProcessGroupComm", "group_of", "witness_of"]
+__all__ = ["ProcessGroupComm", "forget_destroyed", "group_of", "witness_of"]
 
 
 class _Pending:
@@ -82,11 +83,17 @@ class _Route(NamedTuple):
 
     carrier: str | None  # the device from which they are sent, None for their own
     on_gloo: bool
+    together: bool  # several tensors go by one call
 
 
 # torch 2.13 renamed the tensor collectives and warns of the old names; 2.11 knows only those.
 _all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Several tensors of one dtype in one call, as NCCL makes it.
+_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
+_GATHER = "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced"
+_REDUCE = "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced"
+_TOGETHER = ("nccl", "fake")  # the backends that have them
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -137,7 +144,8 @@ class ProcessGroupComm:
             elif backend == dist.Backend.GLOO and device.type != "cpu":
                 carrier = "cpu"
             sender = self._backend(torch.device(carrier)) if carrier else backend
-            route = self._routes[device] = _Route(carrier, sender == dist.Backend.GLOO)
+            on_gloo = sender == dist.Backend.GLOO
+            route = self._routes[device] = _Route(carrier, on_gloo, sender in _TOGETHER)
         return route
 
     def duplicate(self) -> "ProcessGroupComm":
@@ -206,10 +214,13 @@ class ProcessGroupComm:
 
     def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
-        what, on_gloo = label or "all_gather", self._route_of(pairs[0][0]).on_gloo
+        what, route = label or "all_gather", self._route_of(pairs[0][0])
+        on_gloo = route.on_gloo
 
         def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
             works: list[dist.Work] = []
+            if route.together and len(tensors) > 2:
+                return self._together(_GATHER, tensors, AllgatherOptions())
             for full, shard in zip(tensors[::2], tensors[1::2], strict=True):
                 if on_gloo:
                     works += self._all_gather_by_exchange(what, full, shard)
@@ -221,16 +232,32 @@ class ProcessGroupComm:
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`."""
-        if self._route_of(pairs[0][0]).on_gloo:
+        route = self._route_of(pairs[0][0])
+        if route.on_gloo:
             return self._reduce_scatter_by_exchange(label or "reduce_scatter", pairs)
 
         def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+            if route.together and len(tensors) > 2:
+                return self._together(_REDUCE, tensors, ReduceScatterOptions())  # a sum
             return [
                 _reduce_scatter_tensor(shard, full, group=self.group, async_op=True)
                 for shard, full in zip(tensors[::2], tensors[1::2], strict=True)
             ]
 
         return self._start(label or "reduce_scatter", list(chain.from_iterable(pairs)), start)
+
+    def _together(
+        self, name: str, tensors: Sequence[Tensor], options: AllgatherOptions | ReduceScatterOptions
+    ) -> list[dist.Work]:
+        """Send several tensors by one call for each dtype: NCCL takes no others together."""
+        options.asyncOp = True
+        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for output, held in zip(tensors[::2], tensors[1::2], strict=True):
+            outputs, inputs = by_dtype.setdefault(output.dtype, ([], []))
+            outputs.append(output)
+            inputs.append(held)
+        call = getattr(self.group, name)
+        return [call(outputs, inputs, options) for outputs, inputs in by_dtype.values()]
 
     # [Note: Direct exchange]
     # Gloo's all-gather goes through a flat buffer of its own, twice the memory and a copy, and its
@@ -330,6 +357,17 @@ class ProcessGroupComm:
         """Return the bytes of the other ranks' parts if reduces are exchanges, else 0."""
         on_host = full.device.type == "cpu" and self._route_of(full).on_gloo
         return full.nbytes * (self.size - 1) // self.size if on_host else 0
+
+
+def forget_destroyed(known: MutableMapping[Any, Any]) -> None:
+    """Drop entries of ``known``, keyed by process group, whose groups were destroyed.
+
+    What is kept of a group keeps its connections, and on Gloo a thread that wakes all the time.
+    """
+    alive = dist.distributed_c10d._world.pg_map
+    for group in [each for each in known if isinstance(each, dist.ProcessGroup)]:
+        if group not in alive:
+            del known[group]
 
 
 def group_of(comm: Comm) -> dist.ProcessGroup | None:

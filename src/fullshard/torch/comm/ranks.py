@@ -18,7 +18,7 @@ from fullshard.core.strategy import Sharding
 from fullshard.torch.comm.checked import checked_in_debug_mode
 from fullshard.torch.comm.compressed import CommunicationCompression, CompressedComm
 from fullshard.torch.comm.hierarchical import hierarchical_between_hosts
-from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.comm.process_group import ProcessGroupComm, forget_destroyed
 from fullshard.torch.comm.protocol import Comm, SoloComm
 
 __all__ = ["Ranks", "Where", "compressed", "compute_device", "in_blocks", "ranks_of"]
@@ -225,6 +225,8 @@ def _communicators_of(where: Any) -> tuple[Comm, Comm, DeviceMesh | None]:
     else:
         key = _group_of(where)
     if key not in _communicators:
+        forget_destroyed(_communicators)
+        forget_destroyed(_host_meshes)
         gather, mesh = key, where
         if isinstance(key, dist.ProcessGroup):
             gather = checked_in_debug_mode(hierarchical_between_hosts(ProcessGroupComm(key)))

@@ -13,8 +13,9 @@ is moved so that it lies in runs, too. Numbers beside the state (``step``) must 
 the step changes those of the first parameter, and the others are given a copy. What does not fit (a
 plain parameter, a gradient of another kind) stays as it is.
 
-A run ends where padding lies: behind a span that is no multiple of 32 elements. So every element
-keeps its place in vectorised loops: see [Note: Thirty-two elements] in `fullshard.core.layout`.
+A run ends where padding lies, or would lie: behind a span that is no multiple of 32 elements. So
+every element keeps its place in vectorised loops: see [Note: Thirty-two elements] in
+`fullshard.core.layout`.
 """
 
 import weakref
@@ -39,6 +40,7 @@ from torch.optim import (
     Rprop,
 )
 
+from fullshard.core.layout import ALIGN_NUMEL
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 
@@ -185,7 +187,8 @@ class _Run:
             return False
         if not span.numel() or not self.held:
             return True
-        return self._ends == [_where(span), _where(grad)]
+        whole = self.numel % ALIGN_NUMEL == 0  # rows of any number may touch
+        return whole and self._ends == [_where(span), _where(grad)]
 
     def add(self, place: int, span: Tensor, grad: Tensor) -> None:
         """Append the span at ``place``."""

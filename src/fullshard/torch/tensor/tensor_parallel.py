@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.checked import checked_in_debug_mode
-from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.comm.process_group import ProcessGroupComm, forget_destroyed
 from fullshard.torch.comm.protocol import Comm
 
 __all__ = ["TensorParallel", "held_here", "tensor_parallel_of"]
@@ -117,5 +117,6 @@ def held_here(param: Tensor) -> Tensor:
 
 def _communicator(group: dist.ProcessGroup) -> Comm:
     if group not in _communicators:
+        forget_destroyed(_communicators)
         _communicators[group] = checked_in_debug_mode(ProcessGroupComm(group))
     return _communicators[group]

@@ -5,8 +5,9 @@ import weakref
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 
-from fullshard.torch.comm.process_group import _Pending
+from fullshard.torch.comm.process_group import _Pending, forget_destroyed
 
 CPU = torch.device("cpu")
 
@@ -59,3 +60,14 @@ def test_on_a_device_a_mark_is_looked_at_instead(monkeypatch):
     assert (what, begin, mark.is_completed()) == ("a gather", 1.0, False)
     event.done = True
     assert mark.is_completed()
+
+
+class Key:
+    """What is no process group, as the communicator of a thread."""
+
+
+def test_communicators_of_destroyed_groups_are_forgotten():
+    gone, other = dist.ProcessGroup(0, 1), Key()
+    known = weakref.WeakKeyDictionary({gone: "its communicator", other: "a thread's"})
+    forget_destroyed(known)
+    assert list(known.values()) == ["a thread's"]

@@ -2,9 +2,10 @@
 """The communicator on torch.distributed; no other file of the engine calls collectives."""
 
 import zlib
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -359,15 +360,16 @@ class ProcessGroupComm:
         return full.nbytes * (self.size - 1) // self.size if on_host else 0
 
 
-def forget_destroyed(known: MutableMapping[Any, Any]) -> None:
+def forget_destroyed(known: WeakKeyDictionary[Any, Any]) -> None:
     """Drop entries of ``known``, keyed by process group, whose groups were destroyed.
 
     What is kept of a group keeps its connections, and on Gloo a thread that wakes all the time.
     """
     alive = dist.distributed_c10d._world.pg_map
-    for group in [each for each in known if isinstance(each, dist.ProcessGroup)]:
-        if group not in alive:
-            del known[group]
+    for reference in known.keyrefs():  # a copy: ranks that are threads add to it meanwhile
+        group = reference()
+        if isinstance(group, dist.ProcessGroup) and group not in alive:
+            known.pop(group, None)
 
 
 def group_of(comm: Comm) -> dist.ProcessGroup | None:

@@ -92,6 +92,11 @@ def engines(ranks, dtype):
             made[f"{name} {strategy}"] = partial(
                 lambda shard, chosen: shard(build(), BLOCK, dtype, **chosen), shard, chosen
             )
+    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        made[f"fullshard {strategy} by element"] = partial(
+            lambda chosen: fullshard(build(), BLOCK, dtype, align="element", **chosen),
+            options[strategy],
+        )
     for name, (compression, _, _) in COMPRESSED.items() if dtype is None else ():
         made[f"fullshard FULL_SHARD, {name}"] = partial(
             lambda chosen: fullshard(build(), BLOCK, compression=chosen), compression

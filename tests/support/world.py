@@ -75,13 +75,20 @@ class World:
             self._calls = 1
             self._leave()
             groups = range(2, size + 1) if size == self._ranks else ()
-            self._call(size, _join, self._environment(size), groups)
+            try:
+                self._call(size, _join, self._environment(size), groups)
+            except RuntimeError:  # a rank is still in another world: all start anew
+                self._kill()
+                self._call(size, _join, self._environment(size), groups)
             self._joined = size
 
     def _leave(self):
         joined, self._joined = self._joined, 0
         if joined:
-            self._call(joined, _leave)
+            try:
+                self._call(joined, _leave)
+            except RuntimeError:  # somebody cannot: all start anew
+                self._kill()
 
     def _environment(self, size):
         # As in torchrun the launching process holds the store, a new one for each start.
@@ -105,9 +112,7 @@ class World:
                 pipe.send((function, args, kwargs))
             answers = [self._answer(rank) for rank in range(size)]
         except BaseException:  # what a rank may still say must not answer the next call
-            for process in self._processes:
-                process.kill()
-            self.close()
+            self._kill()
             raise
         failures = [text for ok, text in answers if not ok]
         if failures:
@@ -115,6 +120,11 @@ class World:
                 self._leave()
             raise RuntimeError("a rank failed:\n" + "\n".join(failures))
         return [result for _, result in answers]
+
+    def _kill(self):
+        for process in self._processes:
+            process.kill()
+        self.close()
 
     def _answer(self, rank):
         if not self._pipes[rank].poll(ANSWER_S):

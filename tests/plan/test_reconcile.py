@@ -24,7 +24,7 @@ from fullshard.torch.measuring import record_step
 
 
 def planned():
-    run, cluster = Run(precision=Precision()), Cluster(DEVICE, 2, 2, LINK, LINK)
+    run, cluster = Run(align="row", precision=Precision()), Cluster(DEVICE, 2, 2, LINK, LINK)
     recording = record_step(
         Stack(), (torch.ones(2, WIDTH),), loss=lambda output: output.square().mean()
     )

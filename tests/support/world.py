@@ -19,7 +19,7 @@ import torch.distributed as dist
 from support.layouts import choose_defaults
 from support.limits import ANSWER_S, PEERS_S
 
-CALLS_A_WORLD = 10
+CALLS_OF_PROCESSES = 40
 TIMEOUT = timedelta(seconds=PEERS_S)
 PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "fullshard.torch"]
 
@@ -39,7 +39,7 @@ class World:
         self._pipes, self._processes = [], []
         self._store = None
         self._joined = 0  # so many ranks
-        self._calls = 0  # since they have joined
+        self._calls = 0  # of these processes
 
     def run(self, size, function, *args, **kwargs):
         """Return what ``function(group, *args, **kwargs)`` does on each of ``size`` ranks."""
@@ -63,16 +63,15 @@ class World:
             process.join(10)
             process.kill()
             process.join()
-        self._pipes, self._processes, self._joined = [], [], 0
+        self._pipes, self._processes, self._joined, self._calls = [], [], 0, 0
 
     def _join(self, size):
-        # Groups that functions have made are destroyed with the world: on Gloo each has a thread
-        # that wakes all the time.
+        # Groups that functions have made go with their processes: on Gloo each has a thread that
+        # wakes all the time. To leave would not do: torch keeps meshes of groups that are gone.
         self._calls += 1
-        if self._calls > CALLS_A_WORLD:
-            self._leave()
+        if self._calls > CALLS_OF_PROCESSES:
+            self._kill()
         if self._joined != size:
-            self._calls = 1
             self._leave()
             groups = range(2, size + 1) if size == self._ranks else ()
             try:

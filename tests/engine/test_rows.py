@@ -37,6 +37,15 @@ def test_operations_give_what_dtensor_gives(gloo_world):
         assert compared >= 100
 
 
+def test_operations_in_place_return_and_change_the_parameter(gloo_world):
+    assert gloo_world.run_joined(2, workers.operations_in_place, None) == [[], []]
+
+
+def test_adafactor_steps_as_on_one_process(gloo_world):
+    for differences in gloo_world.run_joined(2, workers.adafactor, None):
+        assert max(differences) < 1e-6
+
+
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [

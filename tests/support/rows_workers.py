@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `fully_shard` makes of parameters beside what PyTorch's makes of them, in processes."""
+"""Parameters of our `fully_shard` beside those of PyTorch's, in processes."""
 
 import copy
 import io
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as theirs
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fullshard.torch import fully_shard as ours
 
@@ -138,7 +138,7 @@ def pickled(_group):
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
-    loaded = torch.load(file, weights_only=False)  # from these bytes, made here
+    loaded = torch.load(file, weights_only=True)
     assert {type(value) for value in loaded.values()} == {DTensor}
     for name, value in model.state_dict().items():
         assert torch.equal(loaded[name].to_local(), value.to_local())
@@ -224,6 +224,57 @@ OPERATIONS = {
     "outer": lambda p: torch.outer(p.sum(1), p.sum(0)),
     "dot": lambda p: (p * p).sum(),
 }  # fmt: skip
+
+
+def _column(mesh):
+    return distribute_tensor(torch.arange(1.0, 9.0).view(8, 1), mesh, [Shard(0)])
+
+
+IN_PLACE = {
+    "a column": lambda p, mesh: p.mul_(_column(mesh)),
+    "a product": lambda p, mesh: p.add_(p @ p.T @ p),
+    "out": lambda p, mesh: torch.mm(p @ p.T, p.clone(), out=p),
+}
+
+
+def operations_in_place(_group):
+    """What they return is what they wrote to, with PyTorch's values, and the next forward sees it.
+
+    Returns the names of those for which that is not so.
+    """
+    mesh, wrong = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for name, operation in IN_PLACE.items():
+        found = []
+        for function in (ours, theirs):
+            torch.manual_seed(1)
+            model = function(nn.Linear(6, 8, bias=False), mesh=mesh)
+            weight = model.weight.detach()
+            with torch.no_grad():
+                model(torch.eye(6))  # has been gathered once
+                changed = operation(weight, mesh)
+                found.append((changed.full_tensor(), model(torch.eye(6)).T))
+        (mine, seen), (other, _) = found
+        if not (torch.allclose(mine, other, atol=1e-6) and torch.equal(seen, mine)):
+            wrong.append(name)
+    return wrong
+
+
+def adafactor(_group):
+    """The parameters after some steps of an optimizer that needs rows and columns, and one's own.
+
+    PyTorch's fully_shard cannot run it: the reference is one process.
+    """
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for function in (lambda model: shard(ours, model, mesh), lambda model: model):
+        model = function(net())
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
+        for step in range(3):
+            torch.manual_seed(step)
+            model(torch.randn(4, 12)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([param.detach() for param in model.parameters()])
+    return [float((mine.full_tensor() - own).abs().max()) for mine, own in zip(*found, strict=True)]
 
 
 def operations(_group):

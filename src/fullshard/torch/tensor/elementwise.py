@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import UnshardedOperationError
 from fullshard.torch.tensor.ownership import Ownership
-from fullshard.torch.tensor.parameter import Args, Kwargs, Rule, ShardedParameter
+from fullshard.torch.tensor.parameter import Args, Kwargs, Rule, ShardedParameter, written_by
 
 __all__ = [
     "count_change",
@@ -36,15 +36,6 @@ def count_change(*changed: Tensor) -> None:
     torch._C._increment_version(changed)
 
 
-def _written(func: OpOverload) -> list[str | int]:
-    """List the arguments that ``func`` writes to: positions, and names of keyword-only ones."""
-    written: list[str | int] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(argument.name if argument.kwarg_only else position)
-    return written
-
-
 def _binding(func: OpOverload) -> Callable[..., Any]:
     """Return the Python binding of ``func``, which parses arguments faster than the overload."""
     name = func.overloadpacket.__name__
@@ -60,7 +51,7 @@ def _binding(func: OpOverload) -> Callable[..., Any]:
 
 def on_spans(func: OpOverload, drop: tuple[str, ...] = ()) -> Rule:
     """Run ``func`` on the local tensors, without the arguments ``drop``, meaningless in one dim."""
-    written = _written(func)
+    written = written_by(func)
     if written not in ([], [0]):
         return _into(func, written[0]) if len(written) == 1 else refused(func)
 
@@ -163,7 +154,7 @@ def on_lists(func: OpOverload) -> Rule:
 
     A place of the lists may hold plain tensors alone (those of a parameter that is not sharded).
     """
-    written = {key for key in _written(func) if isinstance(key, int)}
+    written = {key for key in written_by(func) if isinstance(key, int)}
     run = _binding(func)
 
     def rule(args: Args, kwargs: Kwargs) -> Any:

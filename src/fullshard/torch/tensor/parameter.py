@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +24,15 @@ from fullshard.core.layout import Span
 from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.tensor.ownership import Ownership
 
-__all__ = ["RULES", "Args", "Kwargs", "Rule", "ShardedDTensor", "ShardedParameter"]
+__all__ = [
+    "RULES",
+    "Args",
+    "Kwargs",
+    "Rule",
+    "ShardedDTensor",
+    "ShardedParameter",
+    "written_by",
+]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -264,12 +273,22 @@ class ShardedDTensor(ShardedParameter, DTensor):
         )
 
 
+def written_by(func: OpOverload) -> list[str | int]:
+    """List the arguments that ``func`` writes to: positions, and names of keyword-only ones."""
+    written: list[str | int] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(argument.name if argument.kwarg_only else position)
+    return written
+
+
 def _as_dtensor_does(
     func: OpOverload, args: Args, kwargs: Kwargs, refusal: UnshardedOperationError
 ) -> Any:
     """Run ``func`` on DTensors that share the memory of `ShardedDTensor`s.
 
     Raises ``refusal`` for what DTensor cannot do either, as plain tensors among the operands.
+    Errors of communication, and of memory that runs out, are raised as they come.
     """
     flat, rebuild = tree_flatten((args, kwargs))
     taken: dict[int, ShardedDTensor] = {}
@@ -286,11 +305,19 @@ def _as_dtensor_does(
     base_args, base_kwargs = tree_unflatten(operands, rebuild)
     try:
         result = func(*base_args, **base_kwargs)
-    except (RuntimeError, NotImplementedError) as error:
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise
+    except RuntimeError as error:  # NotImplementedError is one
         raise refusal from error
-    if func._schema.is_mutable:
-        torch._C._increment_version([each.local for each in taken.values()])
-    return tree_map_only(DTensor, lambda each: taken.get(id(each)) or _taken_together(each), result)
+    for key in written_by(func):
+        target = args[key] if isinstance(key, int) else kwargs.get(key)
+        if isinstance(target, ShardedDTensor):
+            torch._C._increment_version([target.local])
+
+    def handed_back(value: DTensor) -> DTensor:
+        return taken[id(value)] if id(value) in taken else _taken_together(value)
+
+    return tree_map_only(DTensor, handed_back, result)
 
 
 def _taken_together(value: DTensor) -> DTensor:

@@ -164,6 +164,9 @@ class FullParameters:
             return
         if self._arrival is not None:
             self._arrival.allocate()
+            if self._ranks.block is not None:  # what lies between parameters is sent, too
+                for number in self._packed:
+                    self._buffer.flats[number].zero_()
         if self._as_they_rest:
             self._gathering = self._all_gather(self._pairs, custom)
         elif not self._plan.offload.to_host:

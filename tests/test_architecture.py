@@ -82,6 +82,8 @@ _TORCH = ("comm", "tensor", "unit", "step", "state", "optim", "sharding")
 # For a package in folders: the rooms (folders and files directly inside it) that each room may
 # import, besides itself. What else it may import says the package's row in LAYERS. The package's
 # __init__ shows what its rooms have and may import all of them; none may import it.
+SHARED_IN_TRAIN = ("config", "data", "metrics", "survival", "run_checkpoints", "summary")
+
 ROOMS: dict[str, Mapping[str, Set[str]]] = {
     "torch": {
         **floors(*_TORCH),
@@ -110,10 +112,8 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
         "command": frozenset({"findings", "machine", "links", "scripts", "output"}),
     },
     "train": {
-        **floors("config", "data", "metrics", "survival", "summary"),
-        **dict.fromkeys(
-            ("torch", "jax"), frozenset({"config", "data", "metrics", "survival", "summary"})
-        ),
+        **floors(*SHARED_IN_TRAIN),
+        **dict.fromkeys(("torch", "jax"), frozenset(SHARED_IN_TRAIN)),
     },
 }
 

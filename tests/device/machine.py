@@ -104,7 +104,7 @@ class Machine:
         return clock[timeline]
 
     def position(self, timeline):
-        """What an event recorded now stands for."""
+        """Return the position that an event recorded now stands for."""
         return dict(self.clock(timeline))
 
     def put_behind(self, timeline, position):
@@ -128,7 +128,7 @@ class Machine:
     # ---- time -----------------------------------------------------------------------------------
 
     def launch(self, timeline, what, size, flops=0, *, crosses=False):
-        """What has just been stepped takes time: on its timeline, whatever others do meanwhile."""
+        """Let the step just made take time on its timeline, whatever others do meanwhile."""
         self.launches.append(Launch(timeline, what, size, flops))
         if timeline != HOST:
             bus_s = size / 2 / self.costs.host_bytes_per_s if crosses else 0.0

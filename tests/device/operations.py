@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's operations do to memory, seen between autograd and fake tensors."""
+"""The reads and writes of torch's operations, seen between autograd and fake tensors."""
 
 import weakref
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users do with the engine, by name: every main mode for some steps on a simulated device."""
+"""Programs of users, by name: every main mode for some steps on a simulated device."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,7 +52,7 @@ class Job:
         return torch.zeros(2, 8, dtype=torch.long, device="cuda")
 
     def begin(self):
-        """What is set up may wait for the device; steps may not."""
+        """Begin the steps, which may not wait for the device; setting up may."""
         self.machine.syncs.clear()
 
     def train(self, model, optimizer=None, before_step=None, each_step=None, loss=None):
@@ -67,6 +67,16 @@ class Job:
                 before_step(number)
             optimizer.step()
             optimizer.zero_grad()
+
+    def train_by_two(self, model, setting):
+        """Train with two micro-batches a step: ``setting`` is False for the first, then True."""
+
+        def each_step(number):
+            for value in (False, True):
+                setting(value)
+                self.loss(model).backward()
+
+        self.train(model, each_step=each_step)
 
     def loss(self, model):
         x = self.inputs()
@@ -221,14 +231,7 @@ def _(job):
 @program("accumulation without reduces")
 def _(job):
     model = shard(gpt(), job.mesh)
-
-    def each_step(number):
-        model.set_requires_gradient_sync(False)
-        job.loss(model).backward()
-        model.set_requires_gradient_sync(True)
-        job.loss(model).backward()
-
-    job.train(model, each_step=each_step)
+    job.train_by_two(model, model.set_requires_gradient_sync)
 
 
 @program("accumulation of shards")
@@ -246,27 +249,13 @@ def _(job):
 @program("reduces left under way")
 def _(job):
     model = shard(gpt(), job.mesh)
-
-    def each_step(number):
-        model.set_is_last_backward(False)
-        job.loss(model).backward()
-        model.set_is_last_backward(True)
-        job.loss(model).backward()
-
-    job.train(model, each_step=each_step)
+    job.train_by_two(model, model.set_is_last_backward)
 
 
 @program("hybrid accumulation", shape=(2, 2))
 def _(job):
     model = shard(gpt(), job.mesh)
-
-    def each_step(number):
-        model.set_requires_all_reduce(False)
-        job.loss(model).backward()
-        model.set_requires_all_reduce(True)
-        job.loss(model).backward()
-
-    job.train(model, each_step=each_step)
+    job.train_by_two(model, model.set_requires_all_reduce)
 
 
 @program("no_sync")

@@ -77,7 +77,7 @@ def requests(programs, otherwise):
 
 
 def judge(mutant):
-    """What the first of its programs finds that it does not find without the fault."""
+    """Return the findings of its first program that has any; without the fault none has."""
     for name in mutant.programs:
         with applied(mutant):
             result = report(name, PROGRAMS[name], 0, "never")

@@ -78,7 +78,7 @@ def _with_values(function):
 
 
 def _notes_of_users(param):
-    """What users have noted on a parameter, without what makes it a fake tensor."""
+    """Return the notes of users on a parameter, without those that make it a fake tensor."""
     notes = notes_on(param)
     if isinstance(param, FakeTensor):
         bare = torch.empty(0, device=param.device).__dict__

@@ -63,7 +63,7 @@ def test_on_a_device_a_mark_is_looked_at_instead(monkeypatch):
 
 
 class Key:
-    """What is no process group, as the communicator of a thread."""
+    """Stands for a key that is no process group, as the communicator of a thread."""
 
 
 def test_communicators_of_destroyed_groups_are_forgotten():

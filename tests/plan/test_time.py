@@ -171,7 +171,7 @@ def test_a_calibration_file_is_a_device(tmp_path):
     [("FULL_SHARD", "small", 2.5), ("NO_SHARD", "small", 0), ("FULL_SHARD", "nano", 0)],
 )
 def test_large_buffers_of_a_cpu_are_cleared_by_its_system_at_each_use(strategy, name, times):
-    """Of the parameters' bytes: gathered once, and gradients with half of them received."""
+    """Buffers hold the parameters once, gradients, and half of these as they are received."""
     model, device = named_model(name), named_device("cpu")
     run = Run(
         param_dtype="float32",

@@ -91,7 +91,7 @@ class ModelParallelCase:
     whole: bool = False
     """Save in one file, not in one for each rank."""
     from_meta: bool = False
-    """What is resumed is made on the meta device."""
+    """Resume into a model made on the meta device."""
 
     torch_can_save = True
 

@@ -236,11 +236,16 @@ def test_a_damaged_step_is_left_for_the_one_before_and_another_batch_is_refused(
 def test_what_is_not_finite_is_not_saved(by_jax, tmp_path, capsys):
     run, state, _ = by_jax
     reporter = Reporter(run.devices, tmp_path, 4)
-    checkpoints = Checkpoints(run, tmp_path, reporter, StopRequest())
+    stop = StopRequest()
+    stop.signal = signal.SIGTERM
+    checkpoints = Checkpoints(run, tmp_path, reporter, stop)
     norm = np.full(32, np.inf, np.float32)
     spoilt = run.step.load_arrays(state, [("parameters/norm.scale", norm)], strict=False)
-    checkpoints._save(spoilt, 2, at_once=True)
-    assert "step 2: parameters or optimizer state are not finite" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        checkpoints.after_step(spoilt, 2)
+    said = capsys.readouterr().out
+    assert "step 2: parameters or optimizer state are not finite" in said
+    assert "signal received: step 2 is not saved" in said
     assert not checkpoints.there
 
 

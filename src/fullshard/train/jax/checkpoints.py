@@ -15,94 +15,56 @@ import numpy as np
 from jax import Array
 from jax.experimental import multihost_utils
 
-from fullshard.checkpoint import Files, Keep, RunFolder, Saving, steps_in
+from fullshard.checkpoint import Saving
 from fullshard.jax import StoredAs, TrainState, load_checkpoint, save_checkpoint, torch_layout
 from fullshard.jax.checkpoint_runs.leaves import leaves_of
 from fullshard.jax.checkpoint_runs.processes import process_ranks
 from fullshard.train.jax.setup import Run
 from fullshard.train.metrics import Reporter
-from fullshard.train.survival import (
-    CHECKPOINTS,
-    COME_AGAIN,
-    Clock,
-    StopRequest,
-    check_position,
-    forget_after,
-)
+from fullshard.train.run_checkpoints import RunCheckpoints
+from fullshard.train.survival import CHECKPOINTS, StopRequest
 
 __all__ = ["Checkpoints", "layout"]
 
 
-class Checkpoints:
+class Checkpoints(RunCheckpoints):
     """The checkpoints of one run. With several processes all of them call each method."""
 
     def __init__(self, run: Run, folder: Path | None, reporter: Reporter, stop: StopRequest):
-        config = run.config.checkpoint
-        self._run = run
-        self._reporter = reporter
-        self._stop = stop
-        self._clock = Clock(config)
         # The first process knows the folder; the others write into it, too.
         path = str(folder / CHECKPOINTS) if folder is not None else ""
         self._ranks = process_ranks()
         path = self._ranks.broadcast(path.encode()).decode()
-        self._folder = RunFolder(path, keep=Keep(last=config.keep))
+        super().__init__(run.config, path, self._ranks.rank == 0, reporter, stop)
         self._names, self._about = layout(run)
-        self._saving: Saving | None = None
-
-    @property
-    def there(self) -> bool:
-        """Whether there is a checkpoint to go on from."""
-        found = self._ranks.rank == 0 and bool(steps_in(Files(), Path(self._folder.path)))
-        return any(self._somewhere(found))
 
     def resume(self, state: TrainState) -> tuple[TrainState, int]:
         """The newest step that is right, and how many steps are done; ``state`` is used up."""
         like = _emptied(state, self._names)
         loaded = load_checkpoint(self._folder, like, names=self._names, fallback=True)
-        position = check_position(loaded, self._run.config.train.batch)
-        if self._reporter.folder is not None:
-            forget_after(self._reporter.folder, loaded.step)
-        self._reporter.say(f"going on after step {loaded.step}, sample {position}")
+        self._go_on(loaded)
         return loaded.state, loaded.step
 
     def after_step(self, state: TrainState, done: int) -> None:
         """Save if it is time, or if a signal wants it; then leave with `SystemExit`."""
-        due, stop = self._somewhere(self._clock.is_due(done), bool(self._stop.signal))
-        if not due and not stop:
-            return
-        self._save(state, done, at_once=stop)
-        if stop:
-            self._reporter.say(f"signal received: step {done} is saved; go on with --resume")
-            raise SystemExit(COME_AGAIN)
 
-    def finish(self) -> None:
-        """Wait for a save that is under way. Raises `CheckpointError` if it failed."""
-        if self._saving is not None:
-            self._saving.wait()
+        def is_finite() -> bool:
+            return bool(_all_finite((state.params, state.optimizer.inner)))
 
-    def _save(self, state: TrainState, done: int, at_once: bool) -> None:
-        config = self._run.config
-        self._clock.saved()
-        if not bool(_all_finite((state.params, state.optimizer.inner))):
-            self._reporter.say(
-                f"step {done}: parameters or optimizer state are not finite; not saved, and the "
-                "checkpoints before it stay"
-            )
-            return
-        aside = config.checkpoint.asynchronous and self._ranks.size == 1 and not at_once
-        self._saving = save_checkpoint(
+        self._after_step(done, is_finite, lambda aside: self._save(state, done, aside))
+
+    def _save(self, state: TrainState, done: int, aside: bool) -> Saving:
+        return save_checkpoint(
             self._folder,
             state,
             step=done,
-            extra={"position": done * config.train.batch},
-            asynchronous=aside,
+            extra=self._extra(done),
+            asynchronous=aside and self._ranks.size == 1,
             names=self._names,
             about=self._about,
         )
 
     def _somewhere(self, *flags: bool) -> tuple[bool, ...]:
-        """Whether any process has each of ``flags``."""
         if self._ranks.size == 1:
             return flags
         told = multihost_utils.process_allgather(np.array(flags))

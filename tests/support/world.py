@@ -188,6 +188,8 @@ def _rank_main(rank, drop_in, pipe, path):
     sys.path[:] = path
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    # The server that ranks are forked from keeps what was set for the test that started it.
+    os.environ.pop("FULLSHARD_CHECK_VALUES", None)
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     dist.distributed_c10d.default_pg_timeout = TIMEOUT

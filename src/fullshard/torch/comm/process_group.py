@@ -219,15 +219,14 @@ class ProcessGroupComm:
         on_gloo = route.on_gloo
 
         def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
-            works: list[dist.Work] = []
             if route.together and len(tensors) > 2:
                 return self._together(_GATHER, tensors, AllgatherOptions())
-            for full, shard in zip(tensors[::2], tensors[1::2], strict=True):
-                if on_gloo:
-                    works += self._all_gather_by_exchange(what, full, shard)
-                else:
-                    works.append(_all_gather_tensor(full, shard, group=self.group, async_op=True))
-            return works
+            if on_gloo:
+                return self._all_gather_by_exchange(what, tensors[::2], tensors[1::2])
+            return [
+                _all_gather_tensor(full, shard, group=self.group, async_op=True)
+                for full, shard in zip(tensors[::2], tensors[1::2], strict=True)
+            ]
 
         return self._start(what, list(chain.from_iterable(pairs)), start)
 
@@ -267,11 +266,14 @@ class ProcessGroupComm:
     # its place; a reduce receives the other ranks' parts of this rank's slice and adds them in rank
     # order, in fp32 for low precision. Both send (N-1)/N of the buffer, the least possible.
 
-    def _all_gather_by_exchange(self, what: str, full: Tensor, shard: Tensor) -> list[dist.Work]:
-        slices = full.chunk(self.size)
-        works = self._exchange(what, [shard] * self.size, slices)
-        if slices[self.rank].data_ptr() != shard.data_ptr():
-            slices[self.rank].copy_(shard)  # while the others' are on their way
+    def _all_gather_by_exchange(
+        self, what: str, fulls: Sequence[Tensor], shards: Sequence[Tensor]
+    ) -> list[dist.Work]:
+        received = [full.chunk(self.size) for full in fulls]
+        works = self._exchange(what, [[shard] * self.size for shard in shards], received)
+        for slices, shard in zip(received, shards, strict=True):
+            if slices[self.rank].data_ptr() != shard.data_ptr():
+                slices[self.rank].copy_(shard)  # while the others' are on their way
         return works
 
     def _reduce_scatter_by_exchange(
@@ -280,16 +282,14 @@ class ProcessGroupComm:
         sums: list[tuple[list[Tensor], Tensor]] = []
 
         def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
-            works: list[dist.Work] = []
-            for shard, full in zip(tensors[::2], tensors[1::2], strict=True):
-                slices = full.chunk(self.size)
+            sent = [full.chunk(self.size) for full in tensors[1::2]]
+            for slices, shard in zip(sent, tensors[::2], strict=True):
                 parts = [
                     slices[rank] if rank == self.rank else torch.empty_like(shard)
                     for rank in range(self.size)
                 ]
-                works += self._exchange(what, slices, parts)
                 sums.append((parts, shard))
-            return works
+            return self._exchange(what, sent, [parts for parts, _ in sums])
 
         def add_up() -> None:
             for parts, shard in sums:
@@ -299,21 +299,31 @@ class ProcessGroupComm:
         return self._start(what, list(chain.from_iterable(pairs)), start, add_up)
 
     def _exchange(
-        self, what: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]
+        self, what: str, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]]
     ) -> list[dist.Work]:
-        """Send ``outgoing[r]`` to each other rank r, receive ``incoming[r]`` from it."""
+        """Send each ``outgoing[r]`` to each other rank r, receive each ``incoming[r]`` from it."""
         # Several exchanges may be under way between two ranks: the lower bits tell them apart. The
         # upper bits keep ranks that are in different units from taking each other's slices.
-        self._exchanges = (self._exchanges + 1) % 2**12
-        tag = zlib.crc32(what.encode()) % 2**19 << 12 | self._exchanges
-        works = []
+        base = zlib.crc32(what.encode()) % 2**19 << 12
+        tags = [base | (self._exchanges + number) % 2**12 for number in range(1, len(outgoing) + 1)]
+        self._exchanges = tags[-1] % 2**12
+        works: list[dist.Work | None] = []
+        # Gloo tells the sender of a receive on the same connection: behind the first slices that
+        # leave, it would come late, and the other rank would wait with its next slices for it.
         for step in range(1, self.size):
-            target, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            part, other = incoming[source], outgoing[target]
-            if part.numel():
-                works.append(dist.irecv(part, group=self.group, group_src=source, tag=tag))
-            if other.numel():
-                works.append(dist.isend(other, group=self.group, group_dst=target, tag=tag))
+            source = (self.rank - step) % self.size
+            for parts, tag in zip(incoming, tags, strict=True):
+                if parts[source].numel():
+                    works.append(
+                        dist.irecv(parts[source], group=self.group, group_src=source, tag=tag)
+                    )
+        for step in range(1, self.size):
+            target = (self.rank + step) % self.size
+            for slices, tag in zip(outgoing, tags, strict=True):
+                if slices[target].numel():
+                    works.append(
+                        dist.isend(slices[target], group=self.group, group_dst=target, tag=tag)
+                    )
         return [work for work in works if work is not None]
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
@@ -350,7 +360,7 @@ class ProcessGroupComm:
                 return [work]
             incoming, outgoing = torch.split(into, received.numels), torch.split(of, sent.numels)
             incoming[self.rank].copy_(outgoing[self.rank])
-            return self._exchange(what, outgoing, incoming)
+            return self._exchange(what, [outgoing], [incoming])
 
         return self._start(what, [received.flat, sent.flat], start)
 

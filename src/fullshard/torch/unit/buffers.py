@@ -131,6 +131,11 @@ class FlatBuffer:
         ]
 
     @property
+    def memory(self) -> torch.Tensor:
+        """All of it as a new 1-D view: of the tensors' dtype, or bytes if they have several."""
+        return self._memory.detach()
+
+    @property
     def version(self) -> int:
         """Grows when the content is written to, by whichever view."""
         return self._memory._version

@@ -12,7 +12,7 @@ to it.
 
 import ctypes
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +20,10 @@ import torch
 
 from fullshard.core.layout import aligned_bytes
 
-__all__ = ["Division", "FlatBuffer", "MemorySource", "dtype_name", "dtype_of"]
+__all__ = ["Division", "FlatBuffer", "MemorySource", "Size", "dtype_name", "dtype_of", "lie_alike"]
+
+Size = tuple[int, torch.dtype]
+"""The number of elements of a tensor in a `FlatBuffer`, and their dtype."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -107,13 +110,13 @@ class FlatBuffer:
 
     def __init__(
         self,
-        sizes: Iterable[tuple[int, torch.dtype]],
+        sizes: Iterable[Size],
         device: torch.device,
         *,
         pin: bool = False,
     ):
         sizes = list(sizes)
-        taken = [aligned_bytes(numel * dtype.itemsize) for numel, dtype in sizes]
+        taken = _taken_bytes(sizes)
         self.bytes = sum(taken)
         dtypes = {dtype for _, dtype in sizes}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
@@ -134,6 +137,12 @@ class FlatBuffer:
     def memory(self) -> torch.Tensor:
         """All of it as a new 1-D view: of the tensors' dtype, or bytes if they have several."""
         return self._memory.detach()
+
+    @property
+    def by_dtype(self) -> list[torch.Tensor]:
+        """All of it as one tensor if there is one dtype, with what lies between; else ``flats``."""
+        one = bool(self.flats) and self._memory.dtype == self.flats[0].dtype
+        return [self._memory] if one else self.flats
 
     @property
     def version(self) -> int:
@@ -178,6 +187,25 @@ class FlatBuffer:
         self.allocate()
         for flat, value in zip(self.flats, kept, strict=True):
             flat.copy_(value)
+
+
+def _taken_bytes(sizes: Iterable[Size]) -> list[int]:
+    return [aligned_bytes(numel * dtype.itemsize) for numel, dtype in sizes]
+
+
+def lie_alike(sizes: Sequence[Size], others: Sequence[Size]) -> bool:
+    """True if elements of buffers of these sizes lie at the same places, of one dtype in each.
+
+    So what is done to all of them can be done to `FlatBuffer.by_dtype`.
+    """
+    dtypes = [{dtype for _, dtype in each} for each in (sizes, others)]
+    if any(len(each) != 1 for each in dtypes):
+        return False
+    first, second = (
+        [taken // dtype.itemsize for taken in _taken_bytes(each)]
+        for each, (dtype,) in zip((sizes, others), dtypes, strict=True)
+    )
+    return first == second
 
 
 class Division:

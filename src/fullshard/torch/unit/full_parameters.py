@@ -223,8 +223,7 @@ class FullParameters:
             if self._copies:
                 self._fetch.join()
             if self._arrival is not None and self.part is None:
-                with torch.no_grad():
-                    self._unpacking.copy()
+                self._unpacking.copy()
                 self._arrival.release()
             self._gathering = self.part = None
             if self._extensions:

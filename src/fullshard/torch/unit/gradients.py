@@ -67,6 +67,8 @@ class Gradients:
         self._moves = plan.resting_device != plan.device
         self._full: FlatBuffer | None = None
         self._views: dict[int, list[Tensor]] = {}  # of each parameter, one or `pieces_of`
+        # What gradients are seen as to fit in one view; () for those that are taken apart.
+        self._seen_as: dict[int, tuple[int, ...]] = {}
         self._padding: list[Tensor] = []  # what lies between the views, and behind them
         self._holey: list[Tensor] = []  # small and packed, with padding here and there
         self._delivered: set[int] = set()  # parameters that the buffer holds, or soon will
@@ -114,11 +116,13 @@ class Gradients:
         for index, place in enumerate(self._shards.places):
             if place.grad_number >= 0:
                 flat = self._full.flats[place.grad_number]
-                self._views[index] = (
-                    travelling_pieces(flat, place.segment, place.slot)
-                    if place.segment.travels_apart
-                    else [flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)]
-                )
+                if not place.segment.travels_apart:
+                    whole = flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)
+                    self._views[index] = [whole]
+                    continue
+                views = self._views[index] = travelling_pieces(flat, place.segment, place.slot)
+                in_one = len(views) == 1 and not place.slot.spec.cut_dim
+                self._seen_as[index] = views[0].shape if in_one else ()
         self._padding, self._holey = [], []
         for segment, flat in zip(self._shards.trainable, self._full.flats, strict=True):
             if segment.travels_apart:
@@ -140,9 +144,14 @@ class Gradients:
                 "gradient; only dense gradients can be reduced (use sparse=False in embeddings)"
             )
         into = self._views[index]
-        parts = [grad]
-        if self._shards.places[index].segment.travels_apart:
-            parts = self._parts(index, grad, into)
+        seen_as = self._seen_as.get(index)
+        if seen_as is None:
+            parts = [grad]
+        elif seen_as:
+            parts = [grad.reshape(seen_as)]
+        else:
+            place = self._shards.places[index]
+            parts = pieces_of(grad, place.slot, place.segment.shards)
         if index in self._delivered:
             self._deliveries.flush()
             for view, part in zip(into, parts, strict=True):
@@ -150,13 +159,6 @@ class Gradients:
             return
         self._deliveries.put(into, parts)
         self._delivered.add(index)
-
-    def _parts(self, index: int, grad: Tensor, into: list[Tensor]) -> list[Tensor]:
-        """Take a gradient apart as what travels: into all ranks' rows at once, as a rule."""
-        place = self._shards.places[index]
-        if len(into) == 1 and not place.slot.spec.cut_dim:
-            return [grad.reshape(into[0].shape)]
-        return pieces_of(grad, place.slot, place.segment.shards)
 
     def drop(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Done, Work
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.buffers import Division, FlatBuffer, dtype_of
+from fullshard.torch.unit.buffers import Division, FlatBuffer, dtype_of, lie_alike
 from fullshard.torch.unit.packing import Deliveries, pieces_of, travelling_pieces
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
@@ -61,6 +61,7 @@ class Gradients:
         self._full_sizes = [(s.full_numel, d) for s, d in zip(segments, travel, strict=True)]
         self._slice_sizes = [(s.slice_numel, d) for s, d in zip(segments, travel, strict=True)]
         self._rest_sizes = [(s.slice_numel, d) for s, d in zip(segments, rest, strict=True)]
+        self._rests_alike = lie_alike(self._slice_sizes, self._rest_sizes)
         self._pieces = shards.pieces()
         self._contributions = plan.ranks.size
         self._low_range = any(segment.grad_dtype == "float16" for segment in segments)
@@ -244,7 +245,7 @@ class Gradients:
         self._delivered.clear()
         before, _ = self._divisors()
         if before != 1:
-            for flat in full.flats:
+            for flat in full.by_dtype:
                 flat.div_(before)
         if self._plan.ranks.gather.size == 1:
             # With one slice the full gradient is the shard: its memory goes with it.
@@ -284,7 +285,7 @@ class Gradients:
         reduced = self._reduced
         assert reduced is not None
         if self._kept is not None:
-            for flat, earlier in zip(reduced.flats, self._kept.flats, strict=True):
+            for flat, earlier in zip(reduced.by_dtype, self._kept.by_dtype, strict=True):
                 flat.add_(earlier)
             self._kept = None
         replicas = self._plan.ranks.replicas
@@ -343,7 +344,10 @@ class Gradients:
         resting = reduced
         if self._rest_sizes != self._slice_sizes:
             resting = FlatBuffer(self._rest_sizes, plan.device)
-        for to, flat in zip(resting.flats, reduced.flats, strict=True):
+        both = (resting, reduced)
+        # By one kernel, over what lies between slices too, which nobody reads.
+        pairs = [each.by_dtype if self._rests_alike else each.flats for each in both]
+        for to, flat in zip(*pairs, strict=True):
             self._average(to, flat, after)
         return self._evict(resting) if self._moves else resting
 
@@ -352,8 +356,7 @@ class Gradients:
         sizes = [(flat.numel(), flat.dtype) for flat in onboard.flats]
         host = FlatBuffer(sizes, self._plan.resting_device, pin=self._plan.pin)
         with self._to_host.behind_compute():
-            for to, flat in zip(host.flats, onboard.flats, strict=True):
-                to.copy_(flat, non_blocking=True)
+            host.memory.copy_(onboard.memory, non_blocking=True)
         self._leaving.append(onboard)
         if any(param.grad is not None or _has_hooks(param) for param in self._shards.sharded):
             self.synchronize()  # the host adds to them, or looks at them, at once

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from device.machine import Machine
 from device.world import on_device, rank_of_job
 from fullshard import torch as ours
+from fullshard.core.strategy import Sharding
 from fullshard.torch.comm import ranks
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -89,8 +90,8 @@ def run(wanted, rank=0, answer=lambda: False):
     with rank_of_job(rank, size, answer) as machine:
         names = ("replicate", "shard")[-len(wanted.shape) :]
         mesh = init_device_mesh("cuda", wanted.shape, mesh_dim_names=names)
-        for name in names:
-            ranks._communicators_of(mesh.get_group(name))  # meshes cannot be made of fake tensors
+        # Neither meshes nor groups can be made of fake tensors.
+        ranks.ranks_of(mesh, Sharding(True, True, replicated=mesh.ndim == 2))
         with on_device(machine):
             wanted.body(Job(machine, mesh, wanted.steps))
     assert isinstance(machine, Machine)
@@ -222,6 +223,13 @@ def _(job):
 def _(job):
     model = shard(gpt(), job.mesh)
     ours.set_prefetch(model, 3, 3)
+    job.train(model)
+
+
+@program("one communicator")
+def _(job):
+    model = shard(gpt(), job.mesh)
+    model.set_separate_reduce_scatter_group(False)
     job.train(model)
 
 

@@ -19,6 +19,7 @@ ANSWERS = ("at once", "seed 1", "seed 2")
 # Enough for every day: each part of the engine is in one of them.
 SAMPLE = (
     *("full over 3", "bf16 hybrid", "offload", "offload bf16", "blocks of 2", "gathers in int8"),
+    "one communicator",
     *("reduces in int8", "SHARD_GRAD_OP", "NO_SHARD offloaded", "offload optimizer"),
     *("accumulation without reduces", "reduces left under way", "hybrid accumulation"),
     *("optimizer in backward", "clipping at the first door", "forwards and backwards crossed"),
@@ -41,7 +42,7 @@ def answers(kind):
 def report(name, wanted, rank, kind):
     begin = time.process_time()
     result = {"program": name, "rank": rank, "answers": kind, "failure": None}
-    nothing = {"findings": [], "unexpected": [], "collectives": [], "questions": 0}
+    nothing = {"findings": [], "unexpected": [], "collectives": [], "urgent": [], "questions": 0}
     try:
         machine = run(wanted, rank, answers(kind))
     except Exception:
@@ -51,6 +52,7 @@ def report(name, wanted, rank, kind):
         "syncs": dict(machine.syncs),
         "unexpected": unexpected(machine, wanted),
         "collectives": in_order(machine.collectives),
+        "urgent": by_priority(machine),
         "questions": machine.questions,
         "launches": len(machine.launches),
         "seconds": round(time.process_time() - begin, 2),
@@ -61,6 +63,12 @@ def in_order(collectives):
     """Collectives with their groups numbered as they come: names differ between ranks."""
     numbers = {}
     return [(numbers.setdefault(group, len(numbers)), *rest) for group, *rest in collectives]
+
+
+def by_priority(machine):
+    """What ran on streams of high priority, and what on others (True, False)."""
+    kinds = {(machine.high_priority[group], kind) for group, kind, _ in machine.collectives}
+    return sorted([list(each) for each in kinds])
 
 
 def unexpected(machine, wanted):

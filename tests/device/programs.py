@@ -471,6 +471,34 @@ def _(job):
     job.train(model, loss=lambda model: model(torch.zeros(2, 3, device="cuda")).sum())
 
 
+class Stack(nn.Module):
+    """Layers that run in the order of ``order``, or not at all."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.blocks = nn.ModuleList(layers)
+        self.order = range(len(layers))
+
+    def forward(self, x):
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+@program("blocks dropped and in changing order", steps=6)
+def _(job):
+    with torch.device("cuda"):
+        model = Stack([nn.Linear(8, 8) for _ in range(5)])
+    shard(model, job.mesh)
+    orders = [(0, 1, 2, 3, 4), (0, 2, 3), (0, 1, 2, 3, 4), (4, 1, 0, 3), (3, 4), (0, 1, 2, 4)]
+
+    def each_step(number):
+        model.order = orders[number]
+        model(torch.zeros(2, 8, device="cuda")).sum().backward()
+
+    job.train(model, each_step=each_step)
+
+
 @program("state dicts between steps", syncs=("agreement.py:differing_texts",))
 def _(job):
     model = shard(gpt(), job.mesh)

@@ -13,13 +13,20 @@ from device.mutants import EQUIVALENT, MUTANTS, applied
 from device.programs import CONTROLS, PROGRAMS, run
 
 # Some programs also as another rank, and with other answers to the host's questions.
-OTHERWISE = ("full", "hybrid", "blocks of 2", "several forwards", "offload")
+OTHERWISE = (
+    "full",
+    "hybrid",
+    "blocks dropped and in changing order",
+    "blocks of 2",
+    "several forwards",
+    "offload",
+)
 ANSWERS = ("at once", "seed 1", "seed 2")
 
 # Enough for every day: each part of the engine is in one of them.
 SAMPLE = (
     *("full over 3", "bf16 hybrid", "offload", "offload bf16", "blocks of 2", "gathers in int8"),
-    "one communicator",
+    *("one communicator", "blocks dropped and in changing order"),
     *("reduces in int8", "SHARD_GRAD_OP", "NO_SHARD offloaded", "offload optimizer"),
     *("accumulation without reduces", "reduces left under way", "hybrid accumulation"),
     *("optimizer in backward", "clipping at the first door", "forwards and backwards crossed"),
@@ -85,14 +92,19 @@ def requests(programs, otherwise):
 
 
 def judge(mutant):
-    """Return the findings of its first program that has any; without the fault none has."""
+    """Return the findings of its first program that has any; without the fault none has.
+
+    An exception is none: it tells that the fault does not fit the engine any more.
+    """
+    verdict = {"found": [], "broken": None}
     for name in mutant.programs:
         with applied(mutant):
             result = report(name, PROGRAMS[name], 0, "never")
-        found = result["failure"] or result["findings"] or result["unexpected"]
-        if found:
-            return found[:1] if isinstance(found, list) else found.splitlines()[-1:]
-    return []
+        found = result["findings"] or result["unexpected"]
+        if result["failure"] or found:
+            broken = result["failure"] and result["failure"].splitlines()[-1]
+            return {"found": found[:1], "broken": broken}
+    return verdict
 
 
 def main(kind):
@@ -107,7 +119,7 @@ def main(kind):
         every = [(name, mutant, False) for name, mutant in MUTANTS.items()]
         every += [(name, mutant, True) for name, (mutant, _) in EQUIVALENT.items()]
         for name, mutant, equivalent in every[:: FEW if kind == "sample" else 1]:
-            verdict = {"mutant": name, "equivalent": equivalent, "found": judge(mutant)}
+            verdict = {"mutant": name, "equivalent": equivalent} | judge(mutant)
             print(json.dumps(verdict), flush=True)
     if kind in ("cost", "sample"):
         for line in cost.lines(cost.CASES if kind == "cost" else cost.FEW_CASES):

@@ -153,10 +153,13 @@ class ProcessGroupComm:
     def duplicate(self) -> "ProcessGroupComm":
         """Return a communicator over a new process group of the same ranks, made by them alone.
 
-        Return itself in a version of torch that cannot make one: gathers and reduces then share a
-        communicator, which is correct, as all ranks issue them in one order, but overlaps less.
+        It has the group's options, and on NCCL streams of high priority: what it is made for is
+        waited for, and needs few of the device's processors, which kernels already there leave
+        late. Return itself in a version of torch that cannot make one: gathers and reduces then
+        share a communicator, which is correct, as all ranks issue them in one order, but overlaps
+        less.
         """
-        group = sibling_group(self.group, self.members, "duplicate")
+        group = sibling_group(self.group, self.members, "duplicate", high_priority=True)
         return self if group is None else ProcessGroupComm(group, self._family)
 
     def on_host(self) -> "ProcessGroupComm":

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
-from fullshard.torch.comm.protocol import Together, Work
+from fullshard.torch.comm.protocol import Comm, Together, Work
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import Extension
 from fullshard.torch.unit.guards.optimizer_steps import await_before_steps
@@ -55,7 +55,7 @@ class FullParameters:
         self._shards = shards
         self._plan = plan
         self._ranks = plan.ranks
-        self._comm = plan.ranks.gather_of_steps
+        self.gather_by(plan.ranks.gather_of_steps)
         self._watch = watch
         self._copies = plan.offload.to_host and plan.device.type != "cpu"
         self._fetch = CopyStream(plan.device, "to the device")
@@ -149,6 +149,10 @@ class FullParameters:
         if sharded.requires_grad:
             self._watch.watch(index, full)
         return full
+
+    def gather_by(self, comm: Comm) -> None:
+        """Gather by ``comm`` from now on."""
+        self._comm = comm
 
     def rename(self, name: str) -> None:
         """Take the name of the unit."""

@@ -4,7 +4,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from fullshard.jax.analysis.hlo import communication_of, memory_of
 from fullshard.jax.compute.context import MODES
@@ -22,7 +22,7 @@ class Candidate(Protocol):
     rivals: dict[str, Any]
 
     @property
-    def mesh(self) -> Mesh | AbstractMesh:
+    def mesh(self) -> Mesh:
         """The mesh that the step runs on."""
 
     @property

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text, in_columns
@@ -120,18 +120,11 @@ class TrainStep:
         """The share of the parameters' bytes that the shard axis cuts."""
         return coverage(self.placements)
 
-    @property
-    def function(self) -> Callable[[TrainState, Any], tuple[TrainState, Any, Any]]:
-        """The step as a pure function of a state at rest and a batch, to be traced."""
-        return self._program
-
-    def variant(
-        self, mesh: Mesh | AbstractMesh | None = None, **options: Unpack[StepOptions]
-    ) -> "TrainStep":
+    def variant(self, mesh: Mesh | None = None, **options: Unpack[StepOptions]) -> "TrainStep":
         """A step of the same model, optimizer and loss on another mesh, or with other options.
 
         ``wrt`` and ``key`` stay as they are. Nothing is shared with this step but what `init` takes
-        values from; for analyses an `AbstractMesh` does.
+        values from.
 
         Raises:
             ConfigurationError: as `make_train_step`, and if one of those two is given.
@@ -143,8 +136,7 @@ class TrainStep:
         if "rule" in options:
             given["at_most_unsharded"] = None
         given.update(options)
-        mesh = self.layout.mesh if mesh is None else mesh
-        layout = read_mesh(mesh, given.get("shard_axis"), given.get("batch_axes"))
+        layout = read_mesh(mesh or self.mesh, given.get("shard_axis"), given.get("batch_axes"))
         return TrainStep(layout, self._model, read_options(given, layout), self._functions)
 
     def init(self) -> TrainState:
@@ -258,8 +250,7 @@ class TrainStep:
         for note in self.notes[len(before) :]:
             whole = "from beginning to end" in note or "left to XLA" in note
             _log.log(logging.WARNING if whole else logging.INFO, "%s", note)
-        platforms = None if isinstance(self.layout.mesh, Mesh) else ("cpu",)  # without devices
-        return traced.lower(lowering_platforms=platforms)
+        return traced.lower()
 
     def _decide(self, batch: Any) -> None:
         """Take the program that needs least, once, if that is asked for."""

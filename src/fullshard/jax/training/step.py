@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text, in_columns
+from fullshard.jax.arrays.leaves import as_key
 from fullshard.jax.arrays.mesh import Layout, read_mesh
-from fullshard.jax.arrays.placing import is_key
 from fullshard.jax.arrays.rule import Placement, coverage, place, refuse_low_coverage
 from fullshard.jax.model.reading import Model, read_model
 from fullshard.jax.training.batches import check_batch, dtype_on_device, on_device
@@ -290,10 +290,7 @@ class TrainStep:
             if spec.kind in ("parameters", "other") and spec.path != KEY:
                 # A copy: the state's own memory is used again by the next step.
                 array = jnp.array(self.gather_array(state, spec.key))
-                resting = state.other.get(spec.path, array)
-                if is_key(resting):
-                    array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(resting))
-                whole[spec.path] = array
+                whole[spec.path] = as_key(array, state.other.get(spec.path))
         return self._model.rebuild(whole)
 
     def describe(self) -> str:

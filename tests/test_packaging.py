@@ -23,8 +23,8 @@ SOURCES = {
     "jax": ("jax",),
     "train": ("train/*.py", "doctor/output.py"),
 }
-# Needed by what is imported: jax.export writes with flatbuffers, checkpoints with xxhash.
-INDIRECT = {"jax": {"flatbuffers", "xxhash"}, "torch": {"xxhash"}}
+# Needed by what is imported: checkpoints check sums with xxhash.
+INDIRECT = {"jax": {"xxhash"}, "torch": {"xxhash"}}
 
 
 def third_party(pattern):

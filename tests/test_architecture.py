@@ -85,6 +85,7 @@ SHARED_IN_TRAIN = ("config", "data", "metrics", "survival", "run_checkpoints", "
 # __init__ shows what its rooms have and may import all of them; none may import it.
 ROOMS: dict[str, Mapping[str, Set[str]]] = {
     "torch": {
+        "private_names": frozenset(),
         **floors(*_TORCH),
         "inspection": frozenset(_TORCH) - {"sharding"},
         "measuring": frozenset(_TORCH),

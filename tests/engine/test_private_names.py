@@ -12,13 +12,21 @@ import torch
 from fullshard.core.errors import FullshardError, TorchVersionError
 from fullshard.doctor.machine import checks
 from fullshard.torch import private_names
-from fullshard.torch.private_names import CHECKED, DROP_IN, ENGINE, OPTIONAL, is_there, require
+from fullshard.torch.private_names import (
+    CHECKED,
+    DROP_IN,
+    ENGINE,
+    OPTIONAL,
+    PROVE,
+    is_there,
+    require,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "fullshard"
 # Where tensors, modules and groups of torch are touched: names of their members count, too.
 TOUCHING = ("torch", "drop_in", "testing.py", "wrap.py")
-LISTED = {path.replace(":", ".") for path in (*ENGINE, *DROP_IN, *OPTIONAL)}
+LISTED = {path.replace(":", ".") for path in (*ENGINE, *DROP_IN, *PROVE, *OPTIONAL)}
 MEMBERS = {path.rpartition(".")[2] for path in LISTED}
 # Private names of Python's own, and of things that torch knows nothing of.
 PYTHONS = {"_exit", "_fields", "_getframe"}
@@ -166,7 +174,7 @@ def test_the_list_holds_nothing_that_the_source_does_not_use():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, where it imports itself
 def test_this_torch_has_what_it_must():
-    require([*ENGINE, *DROP_IN])
+    require([*ENGINE, *DROP_IN, *PROVE])
     version = torch.__version__.partition("+")[0]
     missing = [
         name for name, found_in in OPTIONAL.items() if version in found_in and not is_there(name)

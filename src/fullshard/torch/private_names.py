@@ -16,7 +16,7 @@ import torch
 
 from fullshard.core.errors import TorchVersionError
 
-__all__ = ["CHECKED", "DROP_IN", "ENGINE", "OPTIONAL", "is_there", "require"]
+__all__ = ["CHECKED", "DROP_IN", "ENGINE", "OPTIONAL", "PROVE", "is_there", "require"]
 
 CHECKED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
 """The versions of torch with which the tests were run, oldest first: see ``docs/versions.md``."""
@@ -109,6 +109,8 @@ DROP_IN: Names = dict.fromkeys(
     ),
     CHECKED,
 )
+
+PROVE: Names = {"torch.testing._internal.distributed.fake_pg:FakeStore": CHECKED}
 
 OPTIONAL: Names = {
     # A list of types that take the fast way: without it ours take the slow one.

@@ -10,6 +10,8 @@ lists what to know first. Every further public name of `fullshard.torch.fsdp1`,
 import importlib
 from typing import Any
 
+# First of all: it refuses a torch that lacks what the others take from it.
+import fullshard.torch.private_names  # noqa: F401
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.torch import inspection
 from fullshard.torch.checkpoint import load_checkpoint, save_checkpoint
@@ -29,7 +31,11 @@ from fullshard.torch.sharding.options import (
     MixedPrecision,
     MixedPrecisionPolicy,
 )
-from fullshard.torch.sharding.shard import keep_for_double_backward, set_prefetch
+from fullshard.torch.sharding.shard import (
+    keep_for_double_backward,
+    set_prefetch,
+    set_separate_reduce_scatter_group,
+)
 from fullshard.torch.sharding.summon import summon_full_params
 from fullshard.torch.state.weights_file import load_full_weights, save_full_weights
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -55,6 +61,7 @@ __all__ = [
     "save_checkpoint",
     "save_full_weights",
     "set_prefetch",
+    "set_separate_reduce_scatter_group",
     "stop_together",
     "summon_full_params",
     "tracing",

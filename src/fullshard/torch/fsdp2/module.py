@@ -23,6 +23,7 @@ from fullshard.torch.sharding.shard import (
     refuse_copy,
     refuse_pickle,
     require_gradient_sync,
+    set_separate_reduce_scatter_group,
     take_over_below,
 )
 from fullshard.torch.state.forms import AS_DTENSORS, ask_before_loading, collecting, hand_out
@@ -200,7 +201,7 @@ class FSDPModule:
         not taken from ``comm.allocate``: full parameters have a storage of their own, always.
         """
         unit = _managed(self).unit
-        group = _group(unit.ranks.gather)
+        group = _group(unit.ranks.gather_of_steps)
         unit.custom_gather = lambda full, shard: comm(
             output_tensor=full, input_tensor=shard, group=group, async_op=True
         )
@@ -232,17 +233,21 @@ class FSDPModule:
         now = tracker.prefetch
         tracker.set_prefetch(Prefetch(now.forward, now.backward, max_input_buffers))
 
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Choose between two communicators, for gathers and for reduces, and one for both.
+
+        Two unless it is set. See `fullshard.torch.set_separate_reduce_scatter_group`.
+        """
+        set_separate_reduce_scatter_group(_module(self), enable, recurse=recurse)
+
     # ---- accepted without effect ----------------------------------------------------------------
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """No effect: unused parameters always take part with zeros, so no rank waits in vain."""
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """No effect: reduces have a communicator of their own wherever one can be made."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """No effect: gradients are always summed, and divided separately."""

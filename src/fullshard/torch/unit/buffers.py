@@ -14,6 +14,7 @@ import ctypes
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -101,6 +102,17 @@ def _ask_for_huge_pages(address: int, size: int) -> None:
         _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(whole), _MADV_HUGEPAGE)
 
 
+@lru_cache(maxsize=1024)
+def _composition(
+    sizes: tuple[Size, ...],
+) -> tuple[int, torch.dtype, list[int]]:
+    """A buffer's bytes, the dtype of its memory, and how many elements of that each part takes."""
+    taken = [aligned_bytes(numel * dtype.itemsize) for numel, dtype in sizes]
+    dtypes = {dtype for _, dtype in sizes}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    return sum(taken), dtype, [each // dtype.itemsize for each in taken]
+
+
 class FlatBuffer:
     """Several flat tensors in one storage.
 
@@ -115,20 +127,17 @@ class FlatBuffer:
         *,
         pin: bool = False,
     ):
-        sizes = list(sizes)
-        taken = _taken_bytes(sizes)
-        self.bytes = sum(taken)
-        dtypes = {dtype for _, dtype in sizes}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        sizes = tuple(sizes)
+        self.bytes, dtype, taken = _composition(sizes)
         numel = self.bytes // dtype.itemsize
-        with MemorySource.taking(device, anew=True):
+        with MemorySource.taking(device, anew=True) if MemorySource.is_set else nullcontext():
             self._memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self._storage = self._memory.untyped_storage()
         self._advise()
         if len(sizes) == 1:
             self.flats = [self._memory[: sizes[0][0]]]
             return
-        places = self._memory.split_with_sizes([each // dtype.itemsize for each in taken])
+        places = self._memory.split_with_sizes(taken)
         self.flats = [
             place.view(dtype)[:numel] for place, (numel, dtype) in zip(places, sizes, strict=True)
         ]
@@ -189,23 +198,14 @@ class FlatBuffer:
             flat.copy_(value)
 
 
-def _taken_bytes(sizes: Iterable[Size]) -> list[int]:
-    return [aligned_bytes(numel * dtype.itemsize) for numel, dtype in sizes]
-
-
 def lie_alike(sizes: Sequence[Size], others: Sequence[Size]) -> bool:
     """True if elements of buffers of these sizes lie at the same places, of one dtype in each.
 
     So what is done to all of them can be done to `FlatBuffer.by_dtype`.
     """
-    dtypes = [{dtype for _, dtype in each} for each in (sizes, others)]
-    if any(len(each) != 1 for each in dtypes):
+    if any(len({dtype for _, dtype in each}) != 1 for each in (sizes, others)):
         return False
-    first, second = (
-        [taken // dtype.itemsize for taken in _taken_bytes(each)]
-        for each, (dtype,) in zip((sizes, others), dtypes, strict=True)
-    )
-    return first == second
+    return _composition(tuple(sizes))[2] == _composition(tuple(others))[2]
 
 
 class Division:

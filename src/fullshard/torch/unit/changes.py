@@ -23,6 +23,7 @@ __all__ = [
     "LOW_PRECISION",
     "check_initialised",
     "follow_requires_grad",
+    "gather_apart",
     "give_up",
     "rest_in_float32",
     "rest_on",
@@ -30,6 +31,13 @@ __all__ = [
 ]
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def gather_apart(unit: Unit, apart: bool) -> None:
+    """Gather by a communicator apart from that of reduces, or by the same one."""
+    unit.ranks = replace(unit.ranks, one_communicator=not apart)
+    unit.plan = replace(unit.plan, ranks=unit.ranks)
+    unit.full.gather_by(unit.ranks.gather_of_steps)
 
 
 def follow_requires_grad(unit: Unit) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
-from fullshard.torch.comm.protocol import Together, Work
+from fullshard.torch.comm.protocol import Comm, Together, Work
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import Extension
 from fullshard.torch.unit.guards.freed import Freed
@@ -54,9 +54,10 @@ class FullParameters:
     def __init__(self, name: str, shards: Shards, plan: Plan, watch: GradientWatch):
         self.rename(name)
         self._shards = shards
+        self.at_rest = shards.buffer.memory  # all of it: its version counts what is written there
         self._plan = plan
         self._ranks = plan.ranks
-        self._comm = plan.ranks.gather_of_steps
+        self.gather_by(plan.ranks.gather_of_steps)
         self._watch = watch
         self._copies = plan.offload.to_host and plan.device.type != "cpu"
         self._fetch = CopyStream(plan.device, "to the device")
@@ -153,6 +154,10 @@ class FullParameters:
             self._watch.watch(index, full)
         return full
 
+    def gather_by(self, comm: Comm) -> None:
+        """Gather by ``comm`` from now on."""
+        self._comm = comm
+
     def rename(self, name: str) -> None:
         """Take the name of the unit."""
         self._name = name
@@ -178,7 +183,7 @@ class FullParameters:
         """Start to gather, as ``custom`` does it if it is given (collective)."""
         self._buffer.allocate()
         self._freed.unmark()
-        self._version = self.shards_version
+        self._version = self.at_rest._version
         if self.part is not None:
             block = self._ranks.block
             assert block is not None
@@ -233,8 +238,8 @@ class FullParameters:
     def _refreshed_working(self) -> list[Tensor]:
         """The shard on the device in the dtype of computation, as of the optimizer's last step."""
         assert self.working is not None
-        if self.working_version != self.shards_version:
-            self.working_version = self.shards_version
+        if self.working_version != self.at_rest._version:
+            self.working_version = self.at_rest._version
             for to, shard in zip(self.working.flats, self._shards.flats, strict=True):
                 to.copy_(shard.to(self._plan.device, non_blocking=True))
         return self.working.flats
@@ -246,8 +251,7 @@ class FullParameters:
             if self._copies:
                 self._fetch.join()
             if self._arrival is not None and self.part is None:
-                with torch.no_grad():
-                    self._unpacking.copy()
+                self._unpacking.copy()
                 self._arrival.release()
             self._gathering = self.part = None
             if self._extensions:
@@ -274,14 +278,9 @@ class FullParameters:
         return total + (self.part.bytes if self.part is not None else 0)
 
     @property
-    def shards_version(self) -> int:
-        """Grows when the shards are written to."""
-        return self._shards.buffer.version
-
-    @property
     def outdated(self) -> bool:
         """True if the shards have been changed since they were gathered."""
-        return not self.resident and self._version != self.shards_version
+        return not self.resident and self._version != self.at_rest._version
 
     # ---- drop -----------------------------------------------------------------------------------
 

@@ -124,5 +124,8 @@ def main(kind):
     if kind in ("cost", "sample"):
         for line in cost.lines(cost.CASES if kind == "cost" else cost.FEW_CASES):
             print(json.dumps(line), flush=True)
+    if kind in ("orders", "sample"):
+        for line in cost.orders(*([("two models in turn",)] if kind == "sample" else [])):
+            print(json.dumps(line), flush=True)
     if kind == "table":
         print(cost.table(list(cost.lines(cost.CASES))))

@@ -42,7 +42,7 @@ def ask(kind):
 
 @pytest.fixture(scope="module")
 def answers():
-    everything = ("programs", "mutants", "cost")
+    everything = ("programs", "mutants", "cost", "orders")
     return [each for kind in everything for each in ask(kind)] if FULL else ask("sample")
 
 
@@ -125,3 +125,10 @@ def test_a_modelled_step_costs_no_more_than_before_and_than_fsdp2s(answers):
             assert launches - bare["compute_launches"] <= LAUNCHES[reduces]
             assert mine["compute_bytes"] - bare["compute_bytes"] <= COMPUTE_BYTES[reduces]
             assert mine["collectives"] <= COLLECTIVES
+
+
+def test_two_models_in_turn_cost_no_more_than_fsdp2s(answers):
+    """Each is replayed, though no step repeats the one before."""
+    costs = [each for each in answers if each.get("order") == "two models in turn"]
+    step_ms = {each["engine"]: each["step_ms"] for each in costs}
+    assert step_ms["fullshard"] <= step_ms["FSDP2"]

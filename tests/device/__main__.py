@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m device programs`, `mutants`, `cost` or `sample`: lines of JSON, see `device.runner`.
+"""`python -m device programs`, `mutants`, `cost`, `orders`, `memory` or `sample`: lines of JSON.
 
 `table` makes the table of costs in `docs/performance.md`.
 """

@@ -152,7 +152,7 @@ CASES = [
 FEW_CASES = [case for case in CASES if case[1] == 2 and case[2] == "bf16"]
 
 
-# Four blocks in other orders than before, reduced in bf16 at 100 GB/s: what ran, the last one timed.
+# Four blocks in other orders than before, reduced in bf16 at 100 GB/s: what runs, the last timed.
 USUAL = [range(4)] * 3
 ORDERS = {
     "as before": USUAL,

@@ -8,7 +8,7 @@ import random
 import time
 import traceback
 
-from device import cost
+from device import cost, memory
 from device.mutants import EQUIVALENT, MUTANTS, applied
 from device.programs import CONTROLS, PROGRAMS, run
 
@@ -127,5 +127,8 @@ def main(kind):
     if kind in ("orders", "sample"):
         for line in cost.orders(*([("two models in turn",)] if kind == "sample" else [])):
             print(json.dumps(line), flush=True)
+    if kind in ("memory", "sample"):
+        for case in memory.CASES if kind == "memory" else memory.FEW_CASES:
+            print(json.dumps(memory.memory_of(*case)), flush=True)
     if kind == "table":
         print(cost.table(list(cost.lines(cost.CASES))))

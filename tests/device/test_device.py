@@ -42,7 +42,7 @@ def ask(kind):
 
 @pytest.fixture(scope="module")
 def answers():
-    everything = ("programs", "mutants", "cost", "orders")
+    everything = ("programs", "mutants", "cost", "orders", "memory")
     return [each for kind in everything for each in ask(kind)] if FULL else ask("sample")
 
 
@@ -132,3 +132,21 @@ def test_two_models_in_turn_cost_no_more_than_fsdp2s(answers):
     costs = [each for each in answers if each.get("order") == "two models in turn"]
     step_ms = {each["engine"]: each["step_ms"] for each in costs}
     assert step_ms["fullshard"] <= step_ms["FSDP2"]
+
+
+# Units beyond what rests, at the peak of a step, see `device.memory`. What rises needs a reason.
+ALLOCATED_UNITS = {"fp32": 4.05, "bf16": 3.7, "bf16, reduced in fp32": 5.8}
+
+
+def test_a_step_needs_no_more_memory_than_before_and_than_fsdp2s(answers):
+    """Of what is allocated FSDP2 holds less, but each of its streams reserves memory of its own."""
+    found = {
+        (each["engine"], each["dtypes"], each["reduces complete"]): each
+        for each in answers
+        if "reserved_units" in each
+    }
+    ours = {key: each for key, each in found.items() if key[0] != "FSDP2"}
+    assert len(ours) == (12 if FULL else 1)
+    for (_, dtypes, condition), mine in ours.items():
+        assert mine["reserved_units"] <= found["FSDP2", dtypes, condition]["reserved_units"]
+        assert mine["allocated_units"] <= ALLOCATED_UNITS[dtypes]

@@ -15,7 +15,7 @@ from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from device.machine import COMPUTE, HOST, Costs
+from device.machine import COMPUTE, HOST, Costs, Machine
 from device.world import on_device, rank_of_job
 from fullshard import torch as ours
 from fullshard.core.strategy import Sharding
@@ -93,7 +93,7 @@ def step_of(engine, blocks, reduces="fp32", link_gb_per_s=100.0, orders=()):
     ``orders`` names for each step the blocks that run, in their order.
     """
     costs = Costs(link_bytes_per_s=link_gb_per_s * 1e9)
-    with rank_of_job(0, RANKS, costs=costs) as machine:
+    with rank_of_job(0, RANKS, Machine(costs=costs)) as machine:
         mesh = init_device_mesh("cuda", (RANKS,), mesh_dim_names=("shard",))
         ranks.ranks_of(mesh, FULL_SHARD)
         with on_device(machine):

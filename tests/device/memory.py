@@ -13,6 +13,7 @@ from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
 
 from device.cost import FULL_SHARD, RANKS, Block, Blocks
+from device.machine import Machine
 from device.world import on_device, rank_of_job
 from fullshard import torch as ours
 from fullshard.torch.comm import ranks
@@ -38,7 +39,7 @@ def memory_of(engine, dtypes, condition):
     door, policy = ENGINES[engine]
     param_dtype, reduce_dtype = DTYPES[dtypes]
     precision = policy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    with rank_of_job(0, RANKS, lambda: at_once, completes_at_once=at_once) as machine:
+    with rank_of_job(0, RANKS, Machine(lambda: at_once, completes_at_once=at_once)) as machine:
         mesh = init_device_mesh("cuda", (RANKS,), mesh_dim_names=("shard",))
         ranks.ranks_of(mesh, FULL_SHARD)
         with on_device(machine):

@@ -42,7 +42,7 @@ def ask(kind):
 
 @pytest.fixture(scope="module")
 def answers():
-    everything = ("programs", "mutants", "cost", "orders", "memory")
+    everything = ("programs", "mutants", "cost", "orders", "memory", "schedules")
     return [each for kind in everything for each in ask(kind)] if FULL else ask("sample")
 
 
@@ -101,6 +101,22 @@ def test_every_fault_is_found(answers):
     assert missed == []
     alarms = {each["mutant"]: each["found"] for each in verdicts if each["equivalent"]}
     assert not any(alarms.values()), alarms
+
+
+def test_every_interleaving_reads_the_same(answers):
+    """Carried out one by one, without the clocks by which races are found otherwise."""
+    carried_out = [each for each in answers if "schedules" in each]
+    right = [each for each in carried_out if each["mutant"] is None]
+    assert sum(each["seeds"] for each in right) >= (100_000 if FULL else 240)
+    for each in right:
+        assert (each["conflicts"], each["wrong"], each["questions"]) == (0, 0, 0), each
+    small = next(each for each in right if each["schedules"] == "three units")
+    assert small["interleavings"] > 1e9  # all of them one class, as no two tasks conflict
+    faults = [each for each in carried_out if each["mutant"] is not None]
+    assert faults
+    for each in faults:
+        assert each["conflicts"], each
+        assert each["wrong"], each
 
 
 # Of the model of a step, see `device.cost`: launches, bytes and collectives beyond the plain model

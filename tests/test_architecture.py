@@ -63,8 +63,13 @@ LAYERS = {
         {"core", "host_memory", "launchers", "distributed", "local_ranks", "torch"},
         {"torch", "rich"},
     ),
+    "prove": Layer(
+        {"core", "wrap", "torch", "local_ranks", "distributed", "train"},
+        {"torch", "rich", "jinja2"},
+    ),
     "cli": Layer(
-        {"core", "plan", "checkpoint", "ckpt", "train", "run", "doctor"}, without_frameworks=True
+        {"core", "plan", "checkpoint", "ckpt", "train", "run", "doctor", "prove"},
+        without_frameworks=True,
     ),
     "__main__": Layer({"cli"}, without_frameworks=True),
     "__init__": Layer(without_frameworks=True),
@@ -85,6 +90,7 @@ SHARED_IN_TRAIN = ("config", "data", "metrics", "survival", "run_checkpoints", "
 # __init__ shows what its rooms have and may import all of them; none may import it.
 ROOMS: dict[str, Mapping[str, Set[str]]] = {
     "torch": {
+        "private_names": frozenset(),
         **floors(*_TORCH),
         "inspection": frozenset(_TORCH) - {"sharding"},
         "measuring": frozenset(_TORCH),

@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "  plan    tell whether a run fits, how fast it will be and what to choose; needs no GPU\n"
         "  calibrate  measure this machine for plan, in about a minute\n"
         "  ckpt    list, verify, seal, compare, rewrite, export and import checkpoints\n"
-        "  doctor  find problems on this machine, on links between ranks and in scripts\n\n"
+        "  doctor  find problems on this machine, on links between ranks and in scripts\n"
+        "  prove   try losses, memory and order of the engine here, beside PyTorch's\n\n"
         "'fullshard COMMAND --help' explains a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -144,6 +145,12 @@ def _doctor(argv: Sequence[str]) -> int:
     return doctor(argv)
 
 
+def _prove(argv: Sequence[str]) -> int:
+    with _needing("torch,train,prove"):
+        from fullshard.prove import main as prove  # noqa: PLC0415
+    return prove(argv)
+
+
 def _ckpt(argv: Sequence[str]) -> int:
     with _needing("checkpoint"):
         from fullshard.ckpt import main as ckpt  # noqa: PLC0415
@@ -173,5 +180,6 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": _plan,
     "calibrate": _calibrate,
     "doctor": _doctor,
+    "prove": _prove,
     "ckpt": _ckpt,
 }

@@ -518,6 +518,39 @@ def _(job):
     job.train(model, before_step=lambda _: model.state_dict())
 
 
+def _at_rest_elsewhere(job, model, move):
+    """Between steps shards go to the host and back, and the device's memory is free meanwhile."""
+    params = list(model.parameters())
+
+    def leave_and_return(_):
+        for device in ("cpu", "cuda"):
+            move(torch.device(device))
+            assert {param.local.device.type for param in params} == {device}
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+
+    job.train(model, before_step=leave_and_return)
+
+
+_TO_HOST = ("a blocking copy_ in shards.py:_shard_one", "a blocking _to_copy in changes.py")
+
+
+@program("moved by handles", syncs=_TO_HOST)
+def _(job):
+    model = wrapped(gpt(), job.mesh)
+
+    def move(device):
+        for handle in model._all_handles:
+            handle.flat_param_to(device, non_blocking=True)
+
+    _at_rest_elsewhere(job, model, move)
+
+
+@program("moved by to", syncs=_TO_HOST)
+def _(job):
+    model = shard(gpt(), job.mesh)
+    _at_rest_elsewhere(job, model, model.to)
+
+
 @program("full parameters between steps")
 def _(job):
     model = wrapped(gpt("cpu"), job.mesh, device_id=0)

@@ -121,7 +121,7 @@ def test_every_interleaving_reads_the_same(answers):
 
 # Of the model of a step, see `device.cost`: launches, bytes and collectives beyond the plain model
 # for two blocks. Less is better; what rises needs a reason.
-LAUNCHES = {"bf16": 32, "fp32": 30}
+LAUNCHES = {"bf16": 18, "fp32": 16}
 COMPUTE_BYTES = {"bf16": 2.57e9, "fp32": 3.55e9}
 COLLECTIVES = 5  # FSDP2: 6
 

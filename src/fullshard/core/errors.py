@@ -7,6 +7,7 @@
     ├── UnshardedOperationError (RuntimeError)  an operation that needs the full parameter
     ├── CommunicationError (RuntimeError)    other ranks died, hang, or do something else
     ├── CheckpointError (RuntimeError)       a checkpoint is damaged, incomplete or not there
+    ├── TorchVersionError (ImportError)      this torch lacks something that the engine needs
     └── NotSupportedError (NotImplementedError)   a gap, named
 
 Each is also the built-in class that a reader would have caught, so ``except ValueError`` works.
@@ -18,6 +19,7 @@ __all__ = [
     "ConfigurationError",
     "FullshardError",
     "NotSupportedError",
+    "TorchVersionError",
     "UnshardedOperationError",
     "UsageError",
 ]
@@ -68,6 +70,10 @@ class CheckpointError(FullshardError, RuntimeError):
         self.file = file
         self.tensor = tensor
         self.byte_range = byte_range
+
+
+class TorchVersionError(FullshardError, ImportError):
+    """This version of torch lacks names that the engine needs; nothing was imported."""
 
 
 class NotSupportedError(FullshardError, NotImplementedError):

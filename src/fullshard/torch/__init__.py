@@ -10,6 +10,8 @@ lists what to know first. Every further public name of `fullshard.torch.fsdp1`,
 import importlib
 from typing import Any
 
+# First of all: it refuses a torch that lacks what the others take from it.
+import fullshard.torch.private_names  # noqa: F401
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.torch import inspection
 from fullshard.torch.checkpoint import load_checkpoint, save_checkpoint

@@ -9,7 +9,7 @@ from fullshard.doctor.machine.snapshot import Machine
 
 __all__ = ["MACHINE_CHECKS", "check_machine", "files_needed"]
 
-OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
+OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 14)
 SHARED_BYTES_PER_RANK = 256 * 2**20
 LITTLE_DISK_BYTES = 5 * 2**30
 LITTLE_LOCKED_BYTES = 2**30

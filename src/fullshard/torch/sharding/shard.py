@@ -142,7 +142,18 @@ def shard_modules(
     watch_autograd()
     for module in modules:
         module.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+        _mark_managed(module)
     return ManagedUnit(modules, params, plan, Tracker.adopt)
+
+
+def _mark_managed(module: nn.Module) -> None:
+    """Leave FSDP's mark on every module inside.
+
+    transformers asks for it: ranks that generate then go on until the last of them has finished,
+    and layers that are dropped at random run nevertheless. torch.compile asks for both.
+    """
+    for each in module.modules():
+        each.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
 def _after_loading(module: nn.Module, _incompatible: object) -> None:

@@ -6,15 +6,16 @@ Every step brings new values into the same storage, see [Note: Storage identity]
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fullshard.core.errors import NotSupportedError
+from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.comm.protocol import Comm, Together, Work
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import Extension
+from fullshard.torch.unit.guards.optimizer_steps import await_before_steps
 from fullshard.torch.unit.packing import Unpacking
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Place, Shards
@@ -52,6 +53,7 @@ class FullParameters:
     def __init__(self, name: str, shards: Shards, plan: Plan, watch: GradientWatch):
         self.rename(name)
         self._shards = shards
+        self.at_rest = shards.buffer.memory  # all of it: its version counts what is written there
         self._plan = plan
         self._ranks = plan.ranks
         self.gather_by(plan.ranks.gather_of_steps)
@@ -63,6 +65,8 @@ class FullParameters:
         converted = bool(self._extensions) or any(s.full_dtype != s.dtype for s in segments)
         self._as_they_rest = not (converted or plan.offload.to_host)
         self.resident = self._ranks.gather.size == 1 and self._as_they_rest
+        away = bool(shards.params) and shards.device != plan.resting_device
+        self.out_of_reach = shards.device if away else None
         self._gathering: Work | None = None
         self._version = -1  # of the shards, when they were gathered
         self.part: FlatBuffer | None = None  # kept from forward to backward, of several slices
@@ -72,6 +76,8 @@ class FullParameters:
         self.params: list[nn.Parameter] = []
         if shards.device.type != "meta":
             self._make_buffer()
+        if not self.resident:
+            await_before_steps(plan.ranks.gather, self)
 
     # ---- building -------------------------------------------------------------------------------
 
@@ -156,10 +162,22 @@ class FullParameters:
 
     # ---- gather ---------------------------------------------------------------------------------
 
+    def refuse_out_of_reach(self, device: torch.device) -> NoReturn:
+        """Raise `UsageError`: shards are on ``device``, from where a gather does not take them."""
+        if device.type == "meta":
+            raise UsageError(
+                f"unit {self._name!r} is on the meta device still: give its module real memory and "
+                "values first (to_empty and an initialisation, or load_state_dict(assign=True))"
+            )
+        raise UsageError(
+            f"unit {self._name!r} was moved to {device}: move it back to "
+            f"{self._plan.resting_device} before it is used"
+        )
+
     def gather(self, custom: CustomGather | None) -> None:
         """Start to gather, as ``custom`` does it if it is given (collective)."""
         self._buffer.allocate()
-        self._version = self.shards_version
+        self._version = self.at_rest._version
         if self.part is not None:
             block = self._ranks.block
             assert block is not None
@@ -214,8 +232,8 @@ class FullParameters:
     def _refreshed_working(self) -> list[Tensor]:
         """The shard on the device in the dtype of computation, as of the optimizer's last step."""
         assert self.working is not None
-        if self.working_version != self.shards_version:
-            self.working_version = self.shards_version
+        if self.working_version != self.at_rest._version:
+            self.working_version = self.at_rest._version
             for to, shard in zip(self.working.flats, self._shards.flats, strict=True):
                 to.copy_(shard.to(self._plan.device, non_blocking=True))
         return self.working.flats
@@ -227,8 +245,7 @@ class FullParameters:
             if self._copies:
                 self._fetch.join()
             if self._arrival is not None and self.part is None:
-                with torch.no_grad():
-                    self._unpacking.copy()
+                self._unpacking.copy()
                 self._arrival.release()
             self._gathering = self.part = None
             if self._extensions:
@@ -255,14 +272,9 @@ class FullParameters:
         return total + (self.part.bytes if self.part is not None else 0)
 
     @property
-    def shards_version(self) -> int:
-        """Grows when the shards are written to."""
-        return self._shards.buffer.version
-
-    @property
     def outdated(self) -> bool:
         """True if the shards have been changed since they were gathered."""
-        return not self.resident and self._version != self.shards_version
+        return not self.resident and self._version != self.at_rest._version
 
     # ---- drop -----------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Done, Work
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.buffers import Division, FlatBuffer, dtype_of
+from fullshard.torch.unit.buffers import Division, FlatBuffer, dtype_of, lie_alike
 from fullshard.torch.unit.packing import Deliveries, pieces_of, travelling_pieces
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
@@ -61,18 +61,21 @@ class Gradients:
         self._full_sizes = [(s.full_numel, d) for s, d in zip(segments, travel, strict=True)]
         self._slice_sizes = [(s.slice_numel, d) for s, d in zip(segments, travel, strict=True)]
         self._rest_sizes = [(s.slice_numel, d) for s, d in zip(segments, rest, strict=True)]
+        self._rests_alike = lie_alike(self._slice_sizes, self._rest_sizes)
         self._pieces = shards.pieces()
         self._contributions = plan.ranks.size
         self._low_range = any(segment.grad_dtype == "float16" for segment in segments)
         self._moves = plan.resting_device != plan.device
         self._full: FlatBuffer | None = None
         self._views: dict[int, list[Tensor]] = {}  # of each parameter, one or `pieces_of`
+        # What gradients are seen as to fit in one view; () for those that are taken apart.
+        self._seen_as: dict[int, tuple[int, ...]] = {}
         self._padding: list[Tensor] = []  # what lies between the views, and behind them
         self._holey: list[Tensor] = []  # small and packed, with padding here and there
         self._delivered: set[int] = set()  # parameters that the buffer holds, or soon will
         self._deliveries = Deliveries(self._full_sizes, plan.device)
-        self._trained = [i for i, place in enumerate(shards.places) if place.grad_number >= 0]
-        self._absent: set[int] | None = None  # in no reduce since `settle` was called
+        self.trained = [i for i, place in enumerate(shards.places) if place.grad_number >= 0]
+        self.absent: set[int] | None = None  # in no reduce since `settle` was called
         self._zeroed: list[int] = []  # of those, the ones whose ``.grad`` was None until then
         self._reduced: FlatBuffer | None = None
         self._work: Work | None = None
@@ -114,11 +117,13 @@ class Gradients:
         for index, place in enumerate(self._shards.places):
             if place.grad_number >= 0:
                 flat = self._full.flats[place.grad_number]
-                self._views[index] = (
-                    travelling_pieces(flat, place.segment, place.slot)
-                    if place.segment.travels_apart
-                    else [flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)]
-                )
+                if not place.segment.travels_apart:
+                    whole = flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)
+                    self._views[index] = [whole]
+                    continue
+                views = self._views[index] = travelling_pieces(flat, place.segment, place.slot)
+                in_one = len(views) == 1 and not place.slot.spec.cut_dim
+                self._seen_as[index] = views[0].shape if in_one else ()
         self._padding, self._holey = [], []
         for segment, flat in zip(self._shards.trainable, self._full.flats, strict=True):
             if segment.travels_apart:
@@ -140,23 +145,25 @@ class Gradients:
                 "gradient; only dense gradients can be reduced (use sparse=False in embeddings)"
             )
         into = self._views[index]
-        parts = [grad]
-        if self._shards.places[index].segment.travels_apart:
-            parts = self._parts(index, grad, into)
+        seen_as = self._seen_as.get(index)
+        if seen_as is None:
+            parts = [grad]
+        elif seen_as:
+            parts = [grad.reshape(seen_as)]
+        else:
+            place = self._shards.places[index]
+            parts = pieces_of(grad, place.slot, place.segment.shards)
         if index in self._delivered:
             self._deliveries.flush()
             for view, part in zip(into, parts, strict=True):
                 view.add_(part)
             return
-        self._deliveries.put(into, parts)
+        if self._deliveries.wait:
+            self._deliveries.put(into, parts)
+        else:
+            for view, part in zip(into, parts, strict=True):
+                view.copy_(part)
         self._delivered.add(index)
-
-    def _parts(self, index: int, grad: Tensor, into: list[Tensor]) -> list[Tensor]:
-        """Take a gradient apart as what travels: into all ranks' rows at once, as a rule."""
-        place = self._shards.places[index]
-        if len(into) == 1 and not place.slot.spec.cut_dim:
-            return [grad.reshape(into[0].shape)]
-        return pieces_of(grad, place.slot, place.segment.shards)
 
     def drop(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
@@ -168,33 +175,16 @@ class Gradients:
         if self._full is not None:
             self._full.release()
 
-    @property
-    def trainable(self) -> int:
-        """How many parameters get gradients."""
-        return len(self._trained)
-
-    @property
-    def unsettled(self) -> bool:
-        """True if gradients were reduced since `settle`, and all are delivered."""
-        return self._absent is not None and self._work is None
-
-    @property
-    def absent_places(self) -> list[int]:
-        """The parameters that did not come, by their place among the trainable ones."""
-        if not self._absent:
-            return []
-        return [place for place, index in enumerate(self._trained) if index in self._absent]
-
     def settle(self, used: list[float] | None) -> None:
         """Take away zeros of parameters that no rank has used (None: keep all).
 
         ``used`` has a number for each trainable parameter, 0 where nobody has.
         """
         if used is not None:
-            unused = {index for index, each in zip(self._trained, used, strict=True) if not each}
+            unused = {index for index, each in zip(self.trained, used, strict=True) if not each}
             for index in unused.intersection(self._zeroed):
                 self._shards.sharded[index].grad = None
-        self._absent = None
+        self.absent = None
         self._zeroed.clear()
 
     def _zero_what_did_not_come(self) -> None:
@@ -235,14 +225,15 @@ class Gradients:
         """Start to sum full gradients over the slices; what did not come is zero (collective)."""
         full = self._full
         assert full is not None
-        self._deliveries.flush()
+        if self._deliveries.wait:
+            self._deliveries.flush()
         self._zero_what_did_not_come()
         absent = self._views.keys() - self._delivered
-        self._absent = absent if self._absent is None else self._absent & absent
+        self.absent = absent if self.absent is None else self.absent & absent
         self._delivered.clear()
         before, _ = self._divisors()
         if before != 1:
-            for flat in full.flats:
+            for flat in full.by_dtype:
                 flat.div_(before)
         if self._plan.ranks.gather.size == 1:
             # With one slice the full gradient is the shard: its memory goes with it.
@@ -282,7 +273,7 @@ class Gradients:
         reduced = self._reduced
         assert reduced is not None
         if self._kept is not None:
-            for flat, earlier in zip(reduced.flats, self._kept.flats, strict=True):
+            for flat, earlier in zip(reduced.by_dtype, self._kept.by_dtype, strict=True):
                 flat.add_(earlier)
             self._kept = None
         replicas = self._plan.ranks.replicas
@@ -317,7 +308,7 @@ class Gradients:
             for index, local in zip(indices, flat.split_with_sizes(numels), strict=True):
                 if index >= 0:
                     param = self._shards.sharded[index]
-                    if self._absent and index in self._absent and param.grad is None:
+                    if self.absent and index in self.absent and param.grad is None:
                         self._zeroed.append(index)
                     _accumulate(param, local)
         for tell in self.settings.on_delivered:
@@ -341,8 +332,14 @@ class Gradients:
         resting = reduced
         if self._rest_sizes != self._slice_sizes:
             resting = FlatBuffer(self._rest_sizes, plan.device)
-        for to, flat in zip(resting.flats, reduced.flats, strict=True):
-            self._average(to, flat, after)
+            both = (resting, reduced)
+            pairs = [each.by_dtype if self._rests_alike else each.flats for each in both]
+            for to, flat in zip(*pairs, strict=True):
+                self._average(to, flat, after)
+        elif after != 1:
+            # By one kernel, over what lies between slices too, which nobody reads.
+            for flat in reduced.by_dtype:
+                flat.div_(after)
         return self._evict(resting) if self._moves else resting
 
     def _evict(self, onboard: FlatBuffer) -> FlatBuffer:
@@ -350,8 +347,7 @@ class Gradients:
         sizes = [(flat.numel(), flat.dtype) for flat in onboard.flats]
         host = FlatBuffer(sizes, self._plan.resting_device, pin=self._plan.pin)
         with self._to_host.behind_compute():
-            for to, flat in zip(host.flats, onboard.flats, strict=True):
-                to.copy_(flat, non_blocking=True)
+            host.memory.copy_(onboard.memory, non_blocking=True)
         self._leaving.append(onboard)
         if any(param.grad is not None or _has_hooks(param) for param in self._shards.sharded):
             self.synchronize()  # the host adds to them, or looks at them, at once

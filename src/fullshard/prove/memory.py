@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes that a rank holds at rest and at the peaks of a step, beside FSDP2, by torch's own record.
+
+A fake process group stands for the other ranks: its collectives exchange nothing. Every byte that
+the CPU allocator gave or took back is counted, as the profiler recorded it.
+"""
+
+import gc
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.autograd.profiler import record_function
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fullshard.core.presets import Transformer
+from fullshard.prove.claims import Claim, Section
+from fullshard.prove.processes import ask_python
+from fullshard.torch import fully_shard, set_prefetch
+from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.train.torch.models import Block, Rotary
+
+__all__ = ["Held", "Scene", "count_all", "memory_claims", "prove_memory"]
+
+_FORWARD, _BACKWARD, _OVER = "the step's forward", "the step's backward", "the step is over"
+_WARM_UP_STEPS = 2
+_MORE = 1.01  # parameters are padded to equal slices, FSDP2's too
+
+_HOW = (
+    "One rank of {scene.ranks}; the others are a fake process group. {scene.blocks} blocks of "
+    "width {scene.width}, each a unit of {unit_mb:.1f} MB, one token, AdamW in float32, one unit "
+    "prefetched in both engines. At rest: parameters, gradients and optimizer state. Transient: "
+    "the peak of forward or backward beyond that, in units. fullshard is measured twice: with "
+    "collectives that are complete at once, and with ones that complete only when waited for. "
+    "What FSDP2 holds does not depend on that."
+)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The model whose memory is counted, and the number of ranks that share it."""
+
+    ranks: int
+    blocks: int
+    width: int
+
+    @property
+    def shape(self) -> Transformer:
+        """The shape of the model's blocks."""
+        return Transformer(self.blocks, self.width, 8, 8, 4 * self.width, 256, context=16)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank: ``unit_bytes`` are those of a unit's full parameters."""
+
+    rest_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    unit_bytes: int
+
+
+class _Paced:
+    """A communicator all of whose works are complete when issued, or only when waited for."""
+
+    def __init__(self, comm: Any, at_once: bool):
+        self._comm, self._at_once = comm, at_once
+        self.rank, self.size = comm.rank, comm.size
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._comm, name)
+        if name in ("duplicate", "block"):
+            return lambda *args: _Paced(call(*args), self._at_once)
+        if name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
+            return lambda *args, **kwargs: _PacedWork(call(*args, **kwargs), self._at_once)
+        return call
+
+
+class _PacedWork:
+    """A fake collective's work, which would call itself incomplete for ever."""
+
+    def __init__(self, work: Any, at_once: bool):
+        self._work, self._complete = work, at_once
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._complete = True
+
+    def is_completed(self) -> bool:
+        return self._complete
+
+
+class _Blocks(nn.Module):
+    """The blocks of a GPT, without embedding and head."""
+
+    def __init__(self, shape: Transformer):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.rotary = Rotary(shape.head_width, shape.context, shape.rope_theta)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.rotary)
+        return x
+
+
+def _fsdp2(model: _Blocks) -> nn.Module:
+    blocks: list[Any] = list(model.blocks)
+    for block in blocks:
+        torch_fsdp.fully_shard(block)
+    torch_fsdp.fully_shard(model)
+    for earlier, later in pairwise(blocks):
+        earlier.set_modules_to_forward_prefetch([later])
+        later.set_modules_to_backward_prefetch([earlier])
+    return model
+
+
+def _ours(at_once: bool) -> Callable[[_Blocks], nn.Module]:
+    def shard(model: _Blocks) -> nn.Module:
+        world = dist.group.WORLD
+        assert world is not None
+        mesh: Any = _Paced(ProcessGroupComm(world), at_once)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        set_prefetch(model, forward=1, backward=1)
+        return model
+
+    return shard
+
+
+_ENGINES: dict[str, Callable[[_Blocks], nn.Module]] = {
+    "FSDP2": _fsdp2,
+    "fully_shard": _ours(at_once=True),
+    "fully_shard, collectives late": _ours(at_once=False),
+}
+
+
+def prove_memory(scene: Scene, timeout_s: float) -> Section:
+    """Count all engines' bytes in a process of their own; ``timeout_s`` bounds it, in seconds.
+
+    Raises:
+        FullshardError: that process failed, or took longer.
+    """
+    # The profiler writes to stderr, which is kept here for a failure.
+    program = f"from fullshard.prove.memory import *; print(count_all({scene!r}))"
+    held = {
+        name: Held(**each)
+        for name, each in json.loads(ask_python(["-c", program], timeout_s)).items()
+    }
+    unit_mb = held["FSDP2"].unit_bytes / 1e6
+    how = _HOW.format(scene=scene, unit_mb=unit_mb)
+    data = {name: asdict(each) for name, each in held.items()}
+    return Section(f"Memory of one of {scene.ranks} ranks", how, tuple(memory_claims(held)), data)
+
+
+def memory_claims(held: Mapping[str, Held]) -> Iterator[Claim]:
+    """Judge bytes by the name of the engine; the first is PyTorch's, and the others are ours."""
+    (peer, theirs), *ours = held.items()
+    for name, mine in ours:
+        yield Claim.that(
+            f"{name}: at rest no more than {peer}",
+            mine.rest_bytes <= theirs.rest_bytes * _MORE,
+            f"{mine.rest_bytes / 1e6:.2f} MB",
+            f"{theirs.rest_bytes / 1e6:.2f} MB, and 1%",
+        )
+        for what in ("forward", "backward"):
+            mine_units, their_units = (
+                getattr(each, f"{what}_bytes") / each.unit_bytes for each in (mine, theirs)
+            )
+            yield Claim.that(
+                f"{name}: transient in {what} no more than {peer}",
+                mine_units <= their_units,
+                f"{mine_units:.2f} units",
+                f"{their_units:.2f} units",
+            )
+
+
+def count_all(scene: Scene) -> str:
+    """Count every engine's bytes in this process, which has no group; return them as JSON."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=scene.ranks)
+    try:
+        return json.dumps({name: asdict(_count(each, scene)) for name, each in _ENGINES.items()})
+    finally:
+        dist.destroy_process_group()
+
+
+def _count(shard: Callable[[_Blocks], nn.Module], scene: Scene) -> Held:
+    gc.collect()
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        unit_bytes = _steps(shard, scene)
+    peaks: dict[str, int] = {}
+    live, phase = 0, ""
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda each: each.start_ns()):
+        if event.name() == _OVER:
+            transient = (peaks[_FORWARD] - live, peaks[_BACKWARD] - live)
+            return Held(live, *transient, unit_bytes)
+        if event.name() in (_FORWARD, _BACKWARD):
+            phase = event.name()
+        elif event.name() == "[memory]":
+            live += event.nbytes()
+        peaks[phase] = max(peaks.get(phase, 0), live)
+    raise RuntimeError("the profiler has no record of the step's end")
+
+
+def _steps(shard: Callable[[_Blocks], nn.Module], scene: Scene) -> int:
+    """Take some steps, and one between marks that ends with its backward; return a unit's bytes."""
+    plain = _Blocks(scene.shape)
+    unit_bytes = sum(p.numel() * p.element_size() for p in plain.blocks[0].parameters())
+    model = shard(plain)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    inputs = torch.ones(1, 1, scene.width)
+    for _ in range(_WARM_UP_STEPS):
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gc.collect()  # what reference cycles keep alive is nobody's to hold
+    _mark(_FORWARD)
+    loss = model(inputs).sum()
+    _mark(_BACKWARD)
+    loss.backward()
+    del loss
+    _mark(_OVER)
+    return unit_bytes
+
+
+def _mark(name: str) -> None:
+    with record_function(name):
+        pass

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The private names of torch that fullshard uses, each with the versions in which it was found.
+
+torch promises nothing about names that begin with an underscore. Here they all are: a version of
+torch that lacks one is refused when fullshard is imported, and not by an `AttributeError` in the
+middle of a training run. ``tests/engine/test_private_names.py`` finds those that the source uses.
+
+A path is ``module:attribute.attribute``; what a class only annotates, and its instances have,
+counts as there.
+"""
+
+import pkgutil
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from fullshard.core.errors import TorchVersionError
+
+__all__ = ["CHECKED", "DROP_IN", "ENGINE", "OPTIONAL", "PROVE", "is_there", "require"]
+
+CHECKED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
+"""The versions of torch with which the tests were run, oldest first: see ``docs/versions.md``."""
+
+Names = Mapping[str, tuple[str, ...]]
+
+ENGINE: Names = dict.fromkeys(
+    (
+        # Autograd: which backward this is, and which nodes it will run.
+        "torch:_C._current_graph_task_id",
+        "torch:_C._will_engine_execute_node",
+        "torch:_C._autograd._get_sequence_nr",
+        "torch:_C._autograd._profiler_enabled",
+        "torch.autograd:Variable._execution_engine",
+        "torch.autograd.graph:Node._sequence_nr",
+        # Tensors: versions, views, hooks, classes of our own.
+        "torch:_C._increment_version",
+        "torch:_C._disabled_torch_function_impl",
+        "torch:_C.DisableTorchFunctionSubclass",
+        "torch:_C._SetExcludeDispatchKeyGuard",
+        "torch:_C.DispatchKey.ADInplaceOrView",
+        "torch:_C._functorch.peek_interpreter_stack",
+        "torch:_C._VariableFunctions",
+        "torch:_C.TensorBase",
+        "torch:Tensor._backward_hooks",
+        "torch:Tensor._base",
+        "torch:Tensor._is_view",
+        "torch:Tensor._make_wrapper_subclass",
+        "torch:Tensor._version",
+        "torch:UntypedStorage._cdata",
+        "torch._subclasses.fake_tensor:DataDependentOutputException",
+        "torch._subclasses.fake_tensor:FakeTensor",
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        # Operations: lists in one launch, and what a dispatch hands over.
+        "torch:_amp_foreach_non_finite_check_and_unscale_",
+        "torch:_foreach_copy_",
+        "torch:_foreach_norm",
+        "torch:_foreach_zero_",
+        "torch:ops.aten._amp_foreach_non_finite_check_and_unscale_",
+        "torch:ops.aten._reshape_alias",
+        "torch:ops.aten._to_copy",
+        "torch:ops.aten._unsafe_view",
+        "torch:ops.aten.add.Tensor._overloadname",
+        "torch:ops.aten.add.Tensor._overloadpacket",
+        "torch:ops.aten.add.Tensor._schema",
+        "torch._ops:OpOverload",
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "torch.utils._pytree:tree_flatten",
+        "torch.utils._pytree:tree_leaves",
+        "torch.utils._pytree:tree_map_only",
+        "torch.utils._pytree:tree_unflatten",
+        "torch.utils:_foreach_utils",
+        # Modules and optimizers.
+        "torch.nn:Module._apply",
+        "torch.nn:Module._buffers",
+        "torch.nn:Module._call_impl",
+        "torch.nn:Module._forward_hooks",
+        "torch.nn:Module._modules",
+        "torch.nn:Module._parameters",
+        "torch.nn.modules.batchnorm:_BatchNorm",
+        "torch.optim:SGD._init_group",
+        "torch.optim:Optimizer._optimizer_step_post_hooks",
+        "torch.amp:GradScaler._unscale_grads_",
+        # Groups, meshes and DTensors.
+        "torch._C._distributed_c10d:AllgatherOptions",
+        "torch._C._distributed_c10d:ReduceScatterOptions",
+        "torch.distributed:ProcessGroup._device_types",
+        "torch.distributed:ProcessGroup._get_backend",
+        "torch.distributed.distributed_c10d:_get_default_store",
+        "torch.distributed.distributed_c10d:_world",
+        "torch.distributed._composable.contract:REGISTRY_KEY",
+        "torch.distributed._composable.contract:RegistryItem",
+        "torch.distributed._shard.sharded_tensor.api:ShardedTensor",
+        "torch.distributed.device_mesh:DeviceMesh._flatten",
+        "torch.distributed.tensor._dtensor_spec:DTensorSpec",
+        "torch.distributed.tensor._dtensor_spec:TensorMeta",
+        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
+        "torch.distributed.tensor.placement_types:_StridedShard",
+    ),
+    CHECKED,
+)
+
+DROP_IN: Names = dict.fromkeys(
+    (
+        "torch.distributed.fsdp:_fully_shard",
+        "torch.distributed._composable.fsdp:fully_shard",
+        "torch.distributed.algorithms._checkpoint:checkpoint_wrapper",
+        "torch.distributed.algorithms:_optimizer_overlap",
+        "torch.distributed.fsdp.wrap:_Policy",
+    ),
+    CHECKED,
+)
+
+PROVE: Names = {"torch.testing._internal.distributed.fake_pg:FakeStore": CHECKED}
+
+OPTIONAL: Names = {
+    # A list of types that take the fast way: without it ours take the slow one.
+    "torch.optim.optimizer:_foreach_supported_types": CHECKED,
+    "torch.utils._foreach_utils:_foreach_supported_types": CHECKED,
+    # Set on first use, by one who asks for it.
+    "torch:Tensor._post_accumulate_grad_hooks": CHECKED,
+    "torch.distributed:ProcessGroupGloo._Options._timeout": CHECKED,
+    # Without these a state dict under tensor parallelism is refused by name.
+    "torch.distributed.device_mesh:DeviceMesh._concatenate": CHECKED,
+    "torch.distributed.device_mesh:DeviceMesh._get_root_mesh": CHECKED,
+    # On instances alone, where no check can see them: two marks that we set and torch reads, and
+    # the ranks of an earlier generation of sharded tensors.
+    "torch.nn:Parameter._is_param": (),
+    "torch.nn:Parameter._fsdp_flattened": (),
+    "torch.distributed._shard.sharded_tensor.api:ShardedTensor._process_group": (),
+}
+
+
+def is_there(path: str) -> bool:
+    """Return whether this torch has the name; imports its module."""
+    module, _, attributes = path.partition(":")
+    *owners, name = attributes.split(".")
+    try:
+        owner = pkgutil.resolve_name(f"{module}:{'.'.join(owners)}")
+        if hasattr(owner, name) or name in getattr(owner, "__annotations__", {}):
+            return True
+        pkgutil.resolve_name(f"{module}.{name}")  # a module that nobody has imported so far
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def require(names: Iterable[str]) -> None:
+    """Refuse this torch unless it has all of ``names``.
+
+    Raises:
+        TorchVersionError: it lacks some; the message names them and the versions that have them.
+    """
+    missing = [path.replace(":", ".") for path in names if not is_there(path)]
+    if missing:
+        first, last = CHECKED[0], CHECKED[-1]
+        raise TorchVersionError(
+            f"fullshard needs {', '.join(missing)}, which torch {torch.__version__} has not. It "
+            f"was tested with torch {', '.join(CHECKED)}: pip install 'torch>={first},<={last}', "
+            "or install a newer fullshard"
+        )
+
+
+require(ENGINE)

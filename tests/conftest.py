@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from support import xla
 from support.layouts import choose_defaults
 from support.world import World
 
-# Read when JAX first looks for devices: eight of them are simulated on the CPU. The programs are
-# small, so most of their time is LLVM's, which this level cuts short.
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
-)
+# Read when JAX first looks for devices: eight of them are simulated on the CPU.
+os.environ.setdefault("XLA_FLAGS", xla.flags(8))
 
 choose_defaults()
 

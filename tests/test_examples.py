@@ -101,17 +101,20 @@ def test_article_features_survives_the_loss_of_a_rank(tmp_path):
     assert saved["progress"] == {"step": 20, "epoch": 0, "samples": 320}
 
 
-def run_alone(name, *arguments):
-    """What an example prints in a process of its own, with eight simulated devices for JAX."""
-    script = [sys.executable, EXAMPLES / name, *arguments]
-    result = subprocess.run(script, capture_output=True, text=True, timeout=PROCESS_S)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.fixture
+def run_here(monkeypatch):
+    """Runs an example on this process's eight simulated devices; what it prints."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+
+    def run(name, *arguments):
+        return run_script(EXAMPLES / name, arguments)
+
+    return run
 
 
-def test_jax_fsdp(tmp_path):
+def test_jax_fsdp(run_here, tmp_path):
     path = tmp_path / "weights.safetensors"
-    printed = run_alone("jax_fsdp.py", "--steps=10", f"--save={path}")
+    printed = run_here("jax_fsdp.py", "--steps=10", f"--save={path}")
     assert "data=1 x fsdp=8 x tensor=1" in printed
     losses = losses_in(printed)
     assert losses[-1] < 0.7 * losses[0]
@@ -124,8 +127,8 @@ def test_jax_fsdp(tmp_path):
         assert saved.get_slice("blocks.3.up.kernel").get_shape() == [64, 256]
 
 
-def test_jax_hybrid():
-    printed = run_alone("jax_hybrid.py", "--steps=4")
+def test_jax_hybrid(run_here):
+    printed = run_here("jax_hybrid.py", "--steps=4")
     losses = losses_in(printed)
     assert len(losses) == 3
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)

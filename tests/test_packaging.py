@@ -24,8 +24,8 @@ SOURCES = {
     "train": ("train/*.py", "doctor/output.py"),
     "prove": ("prove/page.py", "prove/command.py"),
 }
-# Needed by what is imported: jax.export writes with flatbuffers, checkpoints with xxhash.
-INDIRECT = {"jax": {"flatbuffers", "xxhash"}, "torch": {"xxhash"}}
+# Needed by what is imported: checkpoints check sums with xxhash.
+INDIRECT = {"jax": {"xxhash"}, "torch": {"xxhash"}}
 
 
 def third_party(pattern):

@@ -101,7 +101,7 @@ def test_what_was_kept_for_a_backward_is_freed_if_a_forward_comes():
         scheduler.on(event)
     again = [*chain(2)[:6], *chain(2)]
     ops = [short(scheduler.on(event)) for event in again]
-    assert ops[4:8] == ["", "", "F2", "G1 g1"]
+    assert ops[4:8] == ["", "", "F2 G1", "g1 G2"]
 
 
 def test_shrunk_units_keep_a_part_from_forward_to_backward():
@@ -171,10 +171,66 @@ def test_another_order_falls_back_and_is_recorded_anew():
     swapped += [Event(F_END, 0), Event(B_BEGIN, 0)]
     swapped += [*(Event(m, u) for u in (3, 1, 2) for m in (B_BEGIN, B_END)), END]
     fallen = [short(scheduler.on(event)) for event in swapped]
-    assert fallen[:6] == ["G1", "G2 g2", "F2", "g1", "F1", "G3 g3"]  # unit 1 was gathered ahead
+    # 3 used to follow 2, so 1, which had been gathered ahead, makes room for it.
+    assert fallen[:7] == ["G1", "G2 g2 g1 F1 G3", "F2", "G1 g1", "F1", "g3", ""]
     assert scheduler.idle
     again = [short(scheduler.on(event)) for event in swapped]
     assert again == [short(ops) for ops in compile_step(swapped, POLICIES, Prefetch(1, 1))]
+
+
+def run(scheduler, *units):
+    """The ops of a step in which these units run, one after the other."""
+    forward = [Event(m, u) for u in units for m in (F_BEGIN, F_END)]
+    backward = [Event(m, u) for u in reversed(units) for m in (B_BEGIN, B_END)]
+    events = [Event(F_BEGIN, 0), *forward, Event(F_END, 0), Event(B_BEGIN, 0), *backward, END]
+    return [short(scheduler.on(event)) for event in events]
+
+
+def of_units(count, **policy):
+    return {n: UnitPolicy(**policy) for n in range(1, count + 1)} | {0: POLICIES[0]}
+
+
+def test_what_used_to_follow_is_gathered_ahead_when_layers_are_dropped():
+    scheduler = Scheduler(of_units(5), Prefetch(1, 1))
+    for _ in range(2):
+        run(scheduler, 1, 2, 3, 4, 5)
+    # 2 was gathered ahead in vain and makes room; 5 turns around, as it used to.
+    dropped = run(scheduler, 1, 3, 4, 5)
+    assert dropped[:5] == ["G1", "g1 G2", "F1", "G3 g3 g2 F2 G4", "F3"]
+    assert dropped[5:10] == ["g4 G5", "F4", "g5", "", ""]
+    backward = ["", "G4", "F5 R5", "g4 G3", "F4 R4 r5", "g3 G1", "F3 R3 r4", "g1", "F1 R1 r3", "r1"]
+    assert dropped[10:] == backward
+    back = run(scheduler, 1, 2, 3, 4, 5)
+    assert back[1:6] == ["g1 G3", "F1", "G2 g2", "F2", "g3 G4"]
+    # What was gathered for the end of forward in vain is gone as soon as backward begins.
+    last_dropped = run(scheduler, 1, 2, 3, 4)
+    assert last_dropped[7:11] == ["g4 G5", "F4", "", "g5 F5 G4"]
+
+
+def test_without_a_majority_nothing_is_foreseen():
+    scheduler = Scheduler(of_units(4), Prefetch(1, 1))
+    for order in ((1, 2, 3, 4), (3, 1, 4, 2), (4, 3, 2, 1)):
+        run(scheduler, *order)
+    # 4 is what the step before began with: it stays until its turn, as nobody needs its place.
+    assert run(scheduler, 2, 1, 3, 4)[:8] == [
+        "G4",
+        "G2 g2",
+        "F2",
+        "G1 g1",
+        "F1",
+        "G3 g3",
+        "F3",
+        "g4",
+    ]
+
+
+def test_two_models_in_turn_are_each_foreseen():
+    scheduler = Scheduler(of_units(6), Prefetch(1, 1))
+    for _ in range(2):
+        run(scheduler, 1, 2, 3)
+        run(scheduler, 4, 5, 6)
+    first = run(scheduler, 1, 2, 3)
+    assert first[:7] == ["G4", "G1 g1 g4 F4 G2", "F1", "g2 G3", "F2", "g3", ""]
 
 
 def test_what_was_gathered_ahead_in_vain_is_freed_at_the_end():
@@ -221,6 +277,11 @@ def steps(draw):
         )
         for unit in range(count)
     }
+    return tree(draw, draw(st.permutations(range(count)))), policies
+
+
+def tree(draw, order):
+    """The events of a step in which ``order`` runs, some units within others."""
     forward, backward = [], []
 
     def visit(units):
@@ -236,8 +297,8 @@ def steps(draw):
         backward.insert(0, Event(B_BEGIN, unit))
         visit(rest[cut:])
 
-    visit(draw(st.permutations(range(count))))
-    return [*forward, *backward, END], policies
+    visit(order)
+    return [*forward, *backward, END]
 
 
 prefetches = st.builds(
@@ -277,16 +338,16 @@ def check_ops(events, ops_by_event, policies, prefetch):
                 reducing.append(unit)
             else:
                 reducing.remove(unit)
+            kept = {u for u, policy in policies.items() if not policy.reshard_after_forward}
+            others = (gathering | full) - kept - turning - set(open_units)
+            extra = [policies[u].full_bytes for u in others]
+            if sum(extra) - max(extra, default=0) >= prefetch.least_bytes:
+                assert len(extra) <= max(prefetch.forward, prefetch.backward)
         in_flight = sum(policies[unit].full_bytes for unit in reducing[1:])
         if in_flight >= prefetch.least_bytes:
             assert len(reducing) <= prefetch.reduces_in_flight
         if begins and policies[event.unit].gathered:
             assert event.unit in full, "a unit in use must be full"
-        kept = {u for u, policy in policies.items() if not policy.reshard_after_forward}
-        others = (gathering | full) - kept - turning - set(open_units)
-        extra = [policies[u].full_bytes for u in others]
-        if sum(extra) - max(extra, default=0) >= prefetch.least_bytes:
-            assert len(extra) <= max(prefetch.forward, prefetch.backward)
     assert sorted(gathers) == sorted(frees), "every gather has one free"
     assert not gathering
     assert not full
@@ -310,6 +371,31 @@ def test_laws_hold_on_demand_in_replay_and_after_a_cut(step, prefetch, data):
     cut = [*events[: data.draw(st.integers(1, len(events) - 1))], END]
     check_ops(cut, [scheduler.on(event) for event in cut], policies, prefetch)
     assert scheduler.idle
+
+
+@st.composite
+def changing(draw):
+    """Steps over the same units, each of some of them, nested and in an order of its own."""
+    first, policies = draw(steps())
+    units = sorted(policies)
+    several = [first]
+    for _ in range(draw(st.integers(1, 5))):
+        chosen = draw(st.permutations(units))[: draw(st.integers(1, len(units)))]
+        several.append(
+            draw(st.sampled_from(several)) if draw(st.booleans()) else tree(draw, chosen)
+        )
+    return several, policies
+
+
+@given(changing(), prefetches)
+def test_laws_hold_in_whatever_order_units_run(changing, prefetch):
+    """No step gathers more ahead than it may, none ends with what it cannot free."""
+    several, policies = changing
+    scheduler, other = Scheduler(policies, prefetch), Scheduler(policies, prefetch)
+    for events in several:
+        ops = [scheduler.on(event) for event in events]
+        check_ops(events, ops, policies, prefetch)
+        assert ops == [other.on(event) for event in events], "ranks differ"
 
 
 def most_held(events, policies, prefetch):
@@ -336,7 +422,7 @@ def test_keeping_units_for_their_backward_raises_no_peak(step, prefetch):
     events, policies = step
     kept = most_held(events, policies, prefetch)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule, "_turns", lambda events, position: False)
+        patch.setattr(schedule, "turns", lambda events, position: False)
         freed = most_held(events, policies, prefetch)
     assert kept[0] <= freed[0]
     assert kept[1] <= freed[1]

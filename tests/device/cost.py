@@ -18,9 +18,11 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from device.machine import COMPUTE, HOST, Costs
 from device.world import on_device, rank_of_job
 from fullshard import torch as ours
+from fullshard.core.strategy import Sharding
 from fullshard.torch.comm import ranks
 
 RANKS = 8
+FULL_SHARD = Sharding(sharded=True, reshard_after_forward=True, replicated=False)
 TOKENS = 2048
 KINDS = ("all_gather", "reduce_scatter")
 REDUCES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -81,7 +83,7 @@ def step_of(engine, blocks, reduces="fp32", link_gb_per_s=100.0):
     costs = Costs(link_bytes_per_s=link_gb_per_s * 1e9)
     with rank_of_job(0, RANKS, costs=costs) as machine:
         mesh = init_device_mesh("cuda", (RANKS,), mesh_dim_names=("shard",))
-        ranks._communicators_of(mesh.get_group("shard"))
+        ranks.ranks_of(mesh, FULL_SHARD)
         with on_device(machine):
             model = _model(engine, blocks, reduces, mesh)
             for _ in range(3):

@@ -84,6 +84,7 @@ class Machine:
         self.findings = {}  # by text, for their order
         self.syncs = Counter()
         self.collectives = []
+        self.high_priority = {}  # by the name of the group
         self.launches = []
         self._wire_free = 0.0
         self.questions = 0

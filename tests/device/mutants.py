@@ -5,18 +5,16 @@
 can be observed; the reason is their value's.
 """
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from fullshard.core.schedule import OpKind
-from fullshard.torch.comm import compressed, process_group
+from fullshard.torch.comm import process_group
 from fullshard.torch.comm.protocol import Done, Together
-from fullshard.torch.step import executor
-from fullshard.torch.unit import full_parameters, gradients, streams, unit
+from fullshard.torch.unit import gradients, streams
 from fullshard.torch.unit.buffers import FlatBuffer
 from fullshard.torch.unit.full_parameters import FullParameters
 from fullshard.torch.unit.gradients import Gradients
@@ -119,20 +117,19 @@ def _only(direction, stand_in, name):
 # ---- waits --------------------------------------------------------------------------------------
 
 
-def _wait_without(what):
-    """FullParameters.wait without the work's wait, or without the join."""
+def _wait_without_work(self):
+    if self._gathering is not None:
+        self._gathering = _Unawaited(self._gathering)
+    _wait(self)
 
-    def wait(self):
-        if self._gathering is not None:
-            if what != "work":
-                self._gathering.wait()
-            if self._copies and what != "join":
-                self._fetch.join()
-            self._gathering = self.part = None
-            if self._extensions:
-                self._receive()
 
-    return wait
+def _unpack_first(self):
+    if self._gathering is not None and self._arrival is not None and self.part is None:
+        self._unpacking.copy()
+    _wait(self)
+
+
+_wait = FullParameters.wait
 
 
 def _reduce_freeing_at_once(self):
@@ -221,12 +218,20 @@ _converted = FullParameters._converted
 
 
 def _blocking_fetch(self, shards):
-    pairs = []
-    for number, (full, shard) in enumerate(zip(self._buffer.flats, shards, strict=True)):
-        if shard.device != full.device:
-            shard = self._own_slices[number].copy_(shard.to(full.device))
-        pairs.append((full, shard))
-    return pairs
+    def to(tensor, *args, non_blocking=False, **kwargs):
+        return _to(tensor, *args, **kwargs)
+
+    with mock.patch.object(Tensor, "to", to):
+        return _converted(self, shards)
+
+
+_to = Tensor.to
+
+
+def _gather_leaving_holes(self, custom):
+    packed, self._packed = self._packed, []
+    _gather(self, custom)
+    self._packed = packed
 
 
 def _shrink_without_wait(self):
@@ -255,22 +260,13 @@ def _gather_without_allocating(self, custom):
 _gather = FullParameters.gather
 
 
-def _gather_and_free_part(self, custom):
-    _gather(self, custom)
-    self.part = None
+def _let_part_go(self):
+    if self.part is not None:
+        self.part = FlatBuffer([], self._plan.device)
 
 
-def _unit_without(kind):
-    return _except(unit.Unit, "do", lambda self, op: op is kind)
-
-
-def _await_gather_late(self):
-    """Uses first, waits after."""
-    return None
-
-
-def _pending_without_works(self, witness, what, works, finish=None):
-    _pending_init(self, witness, what, (), finish)
+def _pending_without_works(self, witness, what, works, finish=None, device=None):
+    _pending_init(self, witness, what, (), finish, device)
 
 
 _pending_init = process_group._Pending.__init__
@@ -285,20 +281,6 @@ def _together_without_waiting(self, works, finish=None, *in_flight):
 
 
 _together_init = Together.__init__
-
-
-def _pending_finishing_first(self):
-    if self._finish is not None:
-        finish, self._finish = self._finish, None
-        finish()
-    if self._works:
-        self._witness.waits(self._what, self._works)
-
-
-def _await_reduce_at_issue(self):
-    _reduce(self)
-    if self._work is not None and hasattr(self._work, "_works"):
-        self._full.release()
 
 
 def _item_in_reduce(self):
@@ -316,7 +298,6 @@ _OFFLOAD = ("offload", "offload replicas")
 _HYBRID = ("hybrid", "bf16 hybrid", "hybrid accumulation")
 _BACKWARDS = ("an exception in backward", "an exception in a hybrid backward")
 _behind = "behind_compute"
-_ = Tensor, nullcontext, OpKind, executor, compressed, full_parameters
 
 MUTANTS = {
     # the copies' streams
@@ -349,20 +330,31 @@ MUTANTS = {
         (_only("to the device", nothing, "synchronize"),), ("evaluation offloaded",)
     ),
     # gathers
-    "gathers are not waited for": Mutant(((FullParameters, "wait", _wait_without("work")),), _FULL),
-    "unwaited gathers in bf16": Mutant(
-        ((FullParameters, "wait", _wait_without("work")),), ("bf16",)
-    ),
+    "gathers are not waited for": Mutant(((FullParameters, "wait", _wait_without_work),), _FULL),
+    "unwaited gathers in bf16": Mutant(((FullParameters, "wait", _wait_without_work),), ("bf16",)),
     "unwaited gathers of offloaded shards": Mutant(
-        ((FullParameters, "wait", _wait_without("work")),), _OFFLOAD
+        ((FullParameters, "wait", _wait_without_work),), _OFFLOAD
     ),
     "no wait at the schedule's await": Mutant(((FullParameters, "wait", nothing),), _FULL),
     "shards cross on the compute stream": Mutant(
         ((FullParameters, "_converted", _converted_on_compute),), _OFFLOAD
     ),
     "fetches block the host": Mutant(((FullParameters, "_converted", _blocking_fetch),), _OFFLOAD),
+    "packed parameters are unpacked before they are there": Mutant(
+        ((FullParameters, "wait", _unpack_first),), _FULL
+    ),
+    "what arrives packed is freed when its gather is issued": Mutant(
+        (_after(FullParameters, "gather", lambda self: self._arrival.release()),), _FULL
+    ),
+    "what lies between packed parameters is not filled": Mutant(
+        ((FullParameters, "gather", _gather_leaving_holes),), ("blocks of 2",)
+    ),
     "gathers get no memory": Mutant(
         ((FullParameters, "gather", _gather_without_allocating),), _FULL
+    ),
+    "a gather from the block passes for one from all": Mutant(
+        (_after(FullParameters, "gather", lambda self: setattr(self, "part", None)),),
+        ("blocks of 2",),
     ),
     "gathers hold up the host": Mutant(((FullParameters, "gather", _synchronizing_gather),), _FULL),
     "full parameters are freed when gathered": Mutant(
@@ -394,11 +386,16 @@ MUTANTS = {
         (_before(Gradients, "fill", lambda self: setattr(self, "_work", None)),),
         ("reduces left under way", "accumulation of shards"),
     ),
+    # What travels packed is zeroed where it has holes, and so always written: by element there are
+    # none.
     "gradients that wait for others are forgotten": Mutant(
-        ((Deliveries, "flush", nothing),), _FULL
+        ((Deliveries, "flush", nothing),), ("FULL_SHARD",)
     ),
     "padding is not zeroed": Mutant(
         ((Gradients, "_zero_what_did_not_come", nothing),), ("odd parameters", "full over 3")
+    ),
+    "what lies between packed gradients is not zeroed": Mutant(
+        (_after(Gradients, "fill", lambda self: self._holey.clear()),), ("odd parameters",)
     ),
     "the host looks at every reduce": Mutant(((Gradients, "reduce", _item_in_reduce),), _FULL),
     # evictions
@@ -424,10 +421,7 @@ EQUIVALENT = {
         "the schedule awaits every gather before it shrinks the unit",
     ),
     "a block's part is dropped when its gather is issued": (
-        Mutant(
-            (_after(FullParameters, "gather", lambda self: setattr(self, "part", None)),),
-            ("blocks of 2",),
-        ),
+        Mutant((_after(FullParameters, "gather", _let_part_go),), ("blocks of 2",)),
         "the works of torch.distributed keep their tensors until they are waited for",
     ),
     "messages of a compressed reduce are not kept": (

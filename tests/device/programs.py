@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from device.machine import Machine
 from device.world import on_device, rank_of_job
 from fullshard import torch as ours
+from fullshard.core.strategy import Sharding
 from fullshard.torch.comm import ranks
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -89,8 +90,8 @@ def run(wanted, rank=0, answer=lambda: False):
     with rank_of_job(rank, size, answer) as machine:
         names = ("replicate", "shard")[-len(wanted.shape) :]
         mesh = init_device_mesh("cuda", wanted.shape, mesh_dim_names=names)
-        for name in names:
-            ranks._communicators_of(mesh.get_group(name))  # meshes cannot be made of fake tensors
+        # Neither meshes nor groups can be made of fake tensors.
+        ranks.ranks_of(mesh, Sharding(True, True, replicated=mesh.ndim == 2))
         with on_device(machine):
             wanted.body(Job(machine, mesh, wanted.steps))
     assert isinstance(machine, Machine)
@@ -222,6 +223,13 @@ def _(job):
 def _(job):
     model = shard(gpt(), job.mesh)
     ours.set_prefetch(model, 3, 3)
+    job.train(model)
+
+
+@program("one communicator")
+def _(job):
+    model = shard(gpt(), job.mesh)
+    model.set_separate_reduce_scatter_group(False)
     job.train(model)
 
 
@@ -463,10 +471,71 @@ def _(job):
     job.train(model, loss=lambda model: model(torch.zeros(2, 3, device="cuda")).sum())
 
 
+class Stack(nn.Module):
+    """Layers that run in the order of ``order``, or not at all."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.blocks = nn.ModuleList(layers)
+        self.order = range(len(layers))
+
+    def forward(self, x):
+        for number in self.order:
+            x = self.blocks[number](x)
+        return x
+
+
+@program("blocks dropped and in changing order", steps=6)
+def _(job):
+    with torch.device("cuda"):
+        model = Stack([nn.Linear(8, 8) for _ in range(5)])
+    shard(model, job.mesh)
+    orders = [(0, 1, 2, 3, 4), (0, 2, 3), (0, 1, 2, 3, 4), (4, 1, 0, 3), (3, 4), (0, 1, 2, 4)]
+
+    def each_step(number):
+        model.order = orders[number]
+        model(torch.zeros(2, 8, device="cuda")).sum().backward()
+
+    job.train(model, each_step=each_step)
+
+
 @program("state dicts between steps", syncs=("agreement.py:differing_texts",))
 def _(job):
     model = shard(gpt(), job.mesh)
     job.train(model, before_step=lambda _: model.state_dict())
+
+
+def _at_rest_elsewhere(job, model, move):
+    """Between steps shards go to the host and back, and the device's memory is free meanwhile."""
+    params = list(model.parameters())
+
+    def leave_and_return(_):
+        for device in ("cpu", "cuda"):
+            move(torch.device(device))
+            assert {param.local.device.type for param in params} == {device}
+        assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+
+    job.train(model, before_step=leave_and_return)
+
+
+_TO_HOST = ("a blocking copy_ in shards.py:_shard_one", "a blocking _to_copy in changes.py")
+
+
+@program("moved by handles", syncs=_TO_HOST)
+def _(job):
+    model = wrapped(gpt(), job.mesh)
+
+    def move(device):
+        for handle in model._all_handles:
+            handle.flat_param_to(device, non_blocking=True)
+
+    _at_rest_elsewhere(job, model, move)
+
+
+@program("moved by to", syncs=_TO_HOST)
+def _(job):
+    model = shard(gpt(), job.mesh)
+    _at_rest_elsewhere(job, model, model.to)
 
 
 @program("full parameters between steps")

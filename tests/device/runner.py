@@ -13,12 +13,20 @@ from device.mutants import EQUIVALENT, MUTANTS, applied
 from device.programs import CONTROLS, PROGRAMS, run
 
 # Some programs also as another rank, and with other answers to the host's questions.
-OTHERWISE = ("full", "hybrid", "blocks of 2", "several forwards", "offload")
+OTHERWISE = (
+    "full",
+    "hybrid",
+    "blocks dropped and in changing order",
+    "blocks of 2",
+    "several forwards",
+    "offload",
+)
 ANSWERS = ("at once", "seed 1", "seed 2")
 
 # Enough for every day: each part of the engine is in one of them.
 SAMPLE = (
     *("full over 3", "bf16 hybrid", "offload", "offload bf16", "blocks of 2", "gathers in int8"),
+    *("one communicator", "blocks dropped and in changing order"),
     *("reduces in int8", "SHARD_GRAD_OP", "NO_SHARD offloaded", "offload optimizer"),
     *("accumulation without reduces", "reduces left under way", "hybrid accumulation"),
     *("optimizer in backward", "clipping at the first door", "forwards and backwards crossed"),
@@ -41,7 +49,7 @@ def answers(kind):
 def report(name, wanted, rank, kind):
     begin = time.process_time()
     result = {"program": name, "rank": rank, "answers": kind, "failure": None}
-    nothing = {"findings": [], "unexpected": [], "collectives": [], "questions": 0}
+    nothing = {"findings": [], "unexpected": [], "collectives": [], "urgent": [], "questions": 0}
     try:
         machine = run(wanted, rank, answers(kind))
     except Exception:
@@ -51,6 +59,7 @@ def report(name, wanted, rank, kind):
         "syncs": dict(machine.syncs),
         "unexpected": unexpected(machine, wanted),
         "collectives": in_order(machine.collectives),
+        "urgent": by_priority(machine),
         "questions": machine.questions,
         "launches": len(machine.launches),
         "seconds": round(time.process_time() - begin, 2),
@@ -61,6 +70,12 @@ def in_order(collectives):
     """Collectives with their groups numbered as they come: names differ between ranks."""
     numbers = {}
     return [(numbers.setdefault(group, len(numbers)), *rest) for group, *rest in collectives]
+
+
+def by_priority(machine):
+    """What ran on streams of high priority, and what on others (True, False)."""
+    kinds = {(machine.high_priority[group], kind) for group, kind, _ in machine.collectives}
+    return sorted([list(each) for each in kinds])
 
 
 def unexpected(machine, wanted):
@@ -77,14 +92,19 @@ def requests(programs, otherwise):
 
 
 def judge(mutant):
-    """Return the findings of its first program that has any; without the fault none has."""
+    """Return the findings of its first program that has any; without the fault none has.
+
+    An exception is none: it tells that the fault does not fit the engine any more.
+    """
+    verdict = {"found": [], "broken": None}
     for name in mutant.programs:
         with applied(mutant):
             result = report(name, PROGRAMS[name], 0, "never")
-        found = result["failure"] or result["findings"] or result["unexpected"]
-        if found:
-            return found[:1] if isinstance(found, list) else found.splitlines()[-1:]
-    return []
+        found = result["findings"] or result["unexpected"]
+        if result["failure"] or found:
+            broken = result["failure"] and result["failure"].splitlines()[-1]
+            return {"found": found[:1], "broken": broken}
+    return verdict
 
 
 def main(kind):
@@ -99,7 +119,7 @@ def main(kind):
         every = [(name, mutant, False) for name, mutant in MUTANTS.items()]
         every += [(name, mutant, True) for name, (mutant, _) in EQUIVALENT.items()]
         for name, mutant, equivalent in every[:: FEW if kind == "sample" else 1]:
-            verdict = {"mutant": name, "equivalent": equivalent, "found": judge(mutant)}
+            verdict = {"mutant": name, "equivalent": equivalent} | judge(mutant)
             print(json.dumps(verdict), flush=True)
     if kind in ("cost", "sample"):
         for line in cost.lines(cost.CASES if kind == "cost" else cost.FEW_CASES):

@@ -2,10 +2,12 @@
 """One rank of a job on simulated devices: everything of torch that stands for a machine."""
 
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -61,10 +63,36 @@ def rank_of_job(rank, size, answer=lambda: False, costs=None):
         # A fake tensor cannot become of another class.
         same = mock.patch.object(FakeTensor, "as_subclass", lambda self, kind: self, create=True)
         stack.enter_context(same)
+        stack.enter_context(_groups_with_options(machine))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         stack.callback(dist.destroy_process_group)
         machine.memories = memories
         yield machine
+
+
+def _options():
+    return SimpleNamespace(_timeout=dist.default_pg_timeout, is_high_priority_stream=False)
+
+
+@contextmanager
+def _groups_with_options(machine):
+    """Groups of the fake backend keep what they are made with, as NCCL's do."""
+    made = {}
+
+    def create(common, options):
+        options = options or _options()
+        backend = FakeProcessGroup._create_internal(common.group_rank, common.group_size)
+        made[id(backend)] = backend, options
+        machine.high_priority[common.group_id] = options.is_high_priority_stream
+        return backend
+
+    plugin = dist.Backend._BackendPlugin(create, extended_api=True)
+    options = property(lambda backend: made[id(backend)][1])
+    with (
+        mock.patch.dict(dist.Backend._plugins, FAKE=plugin),
+        mock.patch.object(FakeProcessGroup, "options", options),
+    ):
+        yield
 
 
 def _with_values(function):

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from fullshard.torch.unit.buffers import Division, FlatBuffer
+from fullshard.torch.unit.buffers import Division, FlatBuffer, lie_alike
 
 CPU = torch.device("cpu")
 
@@ -60,3 +60,20 @@ def test_a_cast_and_a_division_in_one_pass_equal_two(travels, rests, divisor):
     assert torch.equal(*found)
     assert torch.equal(found[0], flat.to(to.dtype).div(divisor))
     assert not found[0].isnan().any()
+
+
+def test_what_lies_alike_is_one_tensor_for_both():
+    small, odd = [(32, torch.float32), (16, torch.float32)], [(33, torch.float32)]
+    low = [(numel, torch.bfloat16) for numel, _ in small]
+    assert lie_alike(small, small)
+    assert lie_alike(small, low)
+    assert not lie_alike([(8, torch.float32)] * 2, [(8, torch.bfloat16)] * 2)  # 32 and 16 bytes
+    assert not lie_alike(small, odd)
+    assert not lie_alike([*small, (1, torch.int8)], [*small, (1, torch.int8)])
+    assert not lie_alike([], [])
+    for sizes in (small, low):
+        (whole,) = FlatBuffer(sizes, torch.device("cpu")).by_dtype
+        assert (whole.numel(), whole.dtype) == (48, sizes[0][1])
+    mixed = FlatBuffer([*small, (1, torch.int8)], torch.device("cpu"))
+    assert mixed.by_dtype is mixed.flats
+    assert FlatBuffer([], torch.device("cpu")).by_dtype == []

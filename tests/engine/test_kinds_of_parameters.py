@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from support.models import GPT, Block, loss_of, make_batches, seeded
 from torch import nn
 
+from fullshard.core.errors import NotSupportedError
 from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffloadPolicy,
@@ -242,7 +243,7 @@ class Halved(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         assert func is torch.ops.aten.detach.default, func
-        return Halved(args[0].inner)
+        return type(args[0])(args[0].inner)
 
     def fsdp_pre_all_gather(self, mesh):
         return (self.inner.half(),), "a note"
@@ -300,3 +301,42 @@ def test_classes_that_decide_what_travels_need_all_ranks():
             fully_shard(seeded(WithHalved), mesh=comm, reshard_after_forward=2)
 
     LocalWorld(4).run(body)
+
+
+class Doubled(Halved):
+    """Sends every element twice."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, shape, stride):
+        return Doubled(inner["inner"])
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.inner.repeat(2),), "a note"
+
+
+def test_classes_that_decide_what_travels_send_an_element_for_each():
+    def body(comm):
+        layer = nn.Linear(7, 5)
+        layer.weight = nn.Parameter(Doubled(torch.ones(5, 7)))
+        fully_shard(layer, mesh=comm)
+        with pytest.raises(NotSupportedError, match=r"'weight': .* one for each is supported"):
+            layer(torch.ones(2, 7))
+
+    LocalWorld(2).run(body)
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside, self.outside = nn.Sequential(WithHalved()), nn.Identity()
+        self.outside.shared = self.inside[0]
+
+
+def test_a_shared_module_cannot_give_such_parameters_up():
+    def body(comm):
+        model = Around()
+        fully_shard(model.inside, mesh=comm)
+        with pytest.raises(NotSupportedError, match=r"weight' is shared by several units"):
+            fully_shard(model, mesh=comm)
+
+    LocalWorld(2).run(body)

@@ -290,7 +290,7 @@ def with_methods(comm, model):
     function(comm, model)
     model.set_reduce_scatter_max_input_buffers(3)
     model.set_reduce_scatter_unused_params(True)
-    model.set_separate_reduce_scatter_group()
+    model.set_separate_reduce_scatter_group(False)
     model.set_force_sum_reduction_for_comms(True)
     model.set_allocate_memory_from_process_group_for_comm(True)
     for block in model.blocks:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Works of process groups that have been waited for hold nothing any more."""
+"""Process groups: works that hold nothing any more, and the options of derived groups."""
 
 import weakref
+from datetime import timedelta
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 
 from fullshard.torch.comm.process_group import _Pending, forget_destroyed
+from fullshard.torch.comm.sibling_groups import options_like, sibling_group
 
 CPU = torch.device("cpu")
 
@@ -71,3 +73,64 @@ def test_communicators_of_destroyed_groups_are_forgotten():
     known = weakref.WeakKeyDictionary({gone: "its communicator", other: "a thread's"})
     forget_destroyed(known)
     assert list(known.values()) == ["a thread's"]
+
+
+class NcclOptions:
+    """Stands for those of NCCL, which a build of torch without it does not have."""
+
+    def __init__(self):
+        self.is_high_priority_stream = False
+        self.config = SimpleNamespace(min_ctas=4)
+        self.split_from = object()
+
+
+class Uncopyable:
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot pickle this")
+
+
+class Group:
+    """A group with a backend for each device: Gloo for the host, NCCL, wrapped, for others."""
+
+    group_name = "a group"
+
+    def __init__(self, **options_by_device):
+        self._options = options_by_device
+        self._device_types = [torch.device(name) for name in options_by_device]
+
+    def _get_backend(self, device):
+        name = "gloo" if device.type == "cpu" else "nccl"
+        backend = SimpleNamespace(name=lambda: name, options=self._options[device.type])
+        return backend if name == "gloo" else SimpleNamespace(name=lambda: name, wrapped_pg=backend)
+
+
+def test_derived_groups_get_a_copy_of_their_parents_options():
+    options = NcclOptions()
+    group = Group(cpu=dist.ProcessGroupGloo._Options(), cuda=options)
+    plain, urgent = options_like(group), options_like(group, high_priority=True)
+    assert (plain.is_high_priority_stream, urgent.is_high_priority_stream) == (False, True)
+    assert [each.config.min_ctas for each in (plain, urgent)] == [4, 4]
+    assert plain.config is not options.config
+    assert plain.split_from is None
+    assert options.split_from is not None
+    assert not options.is_high_priority_stream
+
+
+def test_options_that_nobody_takes_or_can_copy_are_left_out():
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=9))
+    assert options_like(Group(cpu=gloo.options)) is None
+    assert options_like(Group(cuda=Uncopyable())) is None
+    assert options_like(Group(cuda=None)) is None
+
+
+def test_only_duplicates_ask_for_high_priority(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: asked.append(given))
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    group = Group(cpu=dist.ProcessGroupGloo._Options(), cuda=NcclOptions())
+    sibling_group(group, [0, 1], "duplicate", high_priority=True)
+    sibling_group(group, [0, 1], "block")
+    sibling_group(group, [0, 1], "host", "gloo")
+    passed = [each["pg_options"] for each in asked]
+    assert [each and each.is_high_priority_stream for each in passed] == [True, False, None]
+    assert passed[0] is not passed[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from support import jax_process
+from support import jax_process, xla
 
 from fullshard.jax import create_mesh
 
@@ -17,11 +17,10 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def start(devices, **environ):
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     return subprocess.Popen(
         [sys.executable, "-m", "support.jax_process"],
         cwd=TESTS,
-        env={**os.environ, "XLA_FLAGS": flags, **environ},
+        env={**os.environ, "XLA_FLAGS": xla.flags(devices), **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import xla
 
 from fullshard.checkpoint import Files, open_checkpoint, steps_in
 from fullshard.core.errors import ConfigurationError
@@ -327,7 +328,7 @@ def test_processes_of_a_host_share_its_accelerators(environ, devices):
 def test_two_processes_train_the_digits_together(tmp_path, unused_port):
     settings = ["--model=mnist", "--engine=jax", "train.steps=2", "log.name=both", "log.every=1"]
     settings += ["data.validation_samples=17", "train.batch=16"]
-    environ = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiles sooner
+    environ = {**os.environ, "XLA_FLAGS": xla.flags(1)}
     environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(unused_port), "WORLD_SIZE": "2"}
     environ |= {"LOCAL_WORLD_SIZE": "2"}
     ranks = [

@@ -707,3 +707,20 @@ def test_point_20_what_one_rank_used_has_a_gradient_on_all():
             model.zero_grad()
 
     LocalWorld(2).run(body)
+
+
+def test_a_gather_under_way_is_awaited_before_an_optimizer_writes():
+    """The world reports inputs that change while they are in flight."""
+
+    def body(comm):
+        model = shard(seeded(net), comm, "function")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(X).sum().backward()
+        handle = model[0].unshard(async_op=True)
+        optimizer.step()
+        handle.wait()
+        before = model[0].weight.detach().clone()
+        model(X)
+        return (model[0].weight.full_tensor() - before).abs().max()
+
+    assert all(LocalWorld(2).run(body))

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/refused.md: every entry is held by a test, and no test of the list has gone."""
 
+import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -32,15 +34,28 @@ HELD_BY = {
     "norms, sums, extremes": "test_norms_and_sums_of_different_parameters_are_not_mixed",
     "`optimizer.state_dict()`": "test_states_of_optimizers_go_by_name_behind_the_function",
     "loading a whole optimizer": "test_states_of_optimizers_go_by_name_behind_the_function",
-    "tensor classes with": "test_point_19_two_inner_tensors_are_refused_by_name",
+    "tensor classes with `": "test_point_19_two_inner_tensors_are_refused_by_name",
+    "tensor classes whose": "test_classes_that_decide_what_travels_send_an_element_for_each",
+    "parameters with `fsdp_pre_all_gather`": "test_classes_that_decide_what_travels_need_all_ranks",
+    "the same in a unit": "test_what_decides_itself_what_is_gathered_is_not_compressed",
+    "a module shared": "test_a_shared_module_cannot_give_such_parameters_up",
     "collectives in a forked": "test_a_forked_child_that_would_communicate_is_told",
     "files of weights": "test_a_file_that_cannot_be_is_refused_before_anything_changes",
     "saving over": "test_only_regular_files_are_replaced",
     "optimizers that need whole": "test_optimizers_that_need_whole_tensors_are_refused_by_name",
+    "torchao's optimizers": "test_what_compiled_steps_cannot_do_is_refused",
     "`Shard(d)`": "test_what_is_no_placement_is_refused",
     "sparse gradients": "test_sparse_gradients_are_refused_by_name",
     "`overlap_optimizer`": "test_optimizers_that_cannot_go_unit_by_unit_are_refused",
+    "`dp_mesh_dims` without": "test_a_mesh_without_a_dim_to_shard_over",
+    "communication hooks": "test_communication_hooks_do_not_go_with_hybrid_sharding",
+    "`.half()`": "test_modules_that_hold_it_convert_or_refuse",
+    "moving shards": "test_shards_that_are_away_are_not_gathered",
+    "`use_memory_pool`": "test_what_registering_refuses",
+    "recording a step": "test_what_cannot_be_recorded_is_told",
     "parameters that are DTensors": "test_what_needs_the_whole_is_refused",
+    "state dicts of a parameter": "test_ranks_that_are_no_dim_of_the_tensor_axis_mesh",
+    "checkpoints of values": "test_values_that_checkpoints_cannot_hold",
     "a `ShardedTensor`": "test_sharded_tensors_cut_otherwise_are_refused",
     "`FlatParameter`": "test_point_19_nothing_is_a_flat_parameter",
 }
@@ -54,3 +69,59 @@ def test_every_entry_is_held_by_a_test():
         (beginning,) = [each for each in HELD_BY if row.startswith(each)]
         assert f"def {HELD_BY[beginning]}(" in tests, row
     assert len(rows) == len(HELD_BY)
+
+
+# Where the engine raises NotSupportedError, and the entry that says so; one for each place.
+RAISED_FOR = {
+    "checkpoint/tensors.py:held_here": ["checkpoints of values", "checkpoints of values"],
+    "checkpoint/tensors.py:_box_of": ["checkpoints of values"],
+    "fsdp1/flat_params.py:FlatParameter.__new__": ["`FlatParameter`"],
+    "fsdp1/flat_params.py:_CastableParameter.data": ["`FlatParameter`"],
+    "fsdp1/flat_params.py:_RestingParameter._local_shard": ["`FlatParameter`"],
+    "fsdp1/wrapper.py:FullyShardedDataParallel.register_comm_hook": ["communication hooks"],
+    "fsdp2/fully_shard.py:_chosen_dims": ["`dp_mesh_dims` without"],
+    "fsdp2/fully_shard.py:_cut_along.cut": ["`Shard(d)`", "`Shard(d)`"],
+    "measuring/record.py:record_step": ["recording a step"],
+    "optim/checks.py:look_at": ["optimizers that need whole"],
+    "optim/checks.py:_check_low_bit": ["torchao's optimizers", "torchao's optimizers"],
+    "optim/overlap_optimizer.py:overlap_optimizer": ["`overlap_optimizer`", "`overlap_optimizer`"],
+    "sharding/find.py:_successor_of": ["a module shared"],
+    "sharding/memory_pool.py:use_memory_pool": ["`use_memory_pool`"],
+    "sharding/memory_pool.py:_register": ["`use_memory_pool`"],
+    "sharding/memory_pool.py:_registering_backend": ["`use_memory_pool`"],
+    "sharding/refused_modules.py:_check_embedding": ["`nn.Embedding(max_norm"],
+    "sharding/shard.py:_check_compressible": ["the same in a unit"],
+    "state/dtensors.py:without_sharded_tensor": ["a `ShardedTensor`"],
+    "step/refusals.py:check_backward": ["`create_graph=True`"],
+    "tensor/parameter.py:ShardedParameter.data": ["`.half()`"],
+    "tensor/placements.py:_joined": ["state dicts of a parameter"],
+    "tensor/tensor_parallel.py:tensor_parallel_of": ["parameters that are DTensors"],
+    "unit/changes.py:rest_on": ["moving shards"],
+    "unit/extensions.py:_inner_name": ["tensor classes with `"],
+    "unit/extensions.py:Extension.send": ["tensor classes whose"],
+    "unit/full_parameters.py:FullParameters._find_extensions": [
+        "parameters with `fsdp_pre_all_gather`"
+    ],
+    "unit/gradients.py:Gradients.deliver": ["sparse gradients"],
+    "unit/guards/lent.py:refuse_transforms": ["`torch.func.grad`"],
+}
+
+
+def raising_places(path, node, names=()):
+    """``file:function`` of every ``NotSupportedError(...)`` in ``node``."""
+    for child in ast.iter_child_nodes(node):
+        inner = names
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            inner = (*names, child.name)
+        elif isinstance(child, ast.Call) and getattr(child.func, "id", "") == "NotSupportedError":
+            yield f"{path}:{'.'.join(names)}"
+        yield from raising_places(path, child, inner)
+
+
+def test_every_gap_that_the_engine_names_has_an_entry():
+    engine, places = ROOT / "src/fullshard/torch", Counter()
+    for path in engine.rglob("*.py"):
+        name = path.relative_to(engine).as_posix()
+        places.update(raising_places(name, ast.parse(path.read_text())))
+    assert places == {place: len(entries) for place, entries in RAISED_FOR.items()}
+    assert {entry for entries in RAISED_FOR.values() for entry in entries} <= HELD_BY.keys()

@@ -10,7 +10,8 @@ During the first step nobody knows what comes next, so units are gathered when t
 (backward is foreseen as forward in reverse). The events of that step are recorded and compiled into
 one list of ops for every event, with prefetches in it. The next steps replay that list: one
 comparison for each event. An event that is not the recorded one ends the replay; the rest of that
-step is decided on demand, recorded anew, and compiled again.
+step is decided on demand, recorded anew, and compiled again. On demand, what used to follow is
+gathered ahead ([Note: Followers] in `core/record.py`), and freed again when it is in the way.
 
 [Note: The turnaround]
 A unit whose backward follows its forward is not freed in between: it would be gathered again at
@@ -19,32 +20,17 @@ so that the peak stays what it was while its forward ran. Without prefetches in 
 freed, as somebody prefers memory to time. Only a record tells what comes next.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum
 from typing import NamedTuple
 
 from fullshard.core.errors import UsageError
+from fullshard.core.record import Event, Followers, Moment, first_of_backward, turns, upcoming
 from fullshard.core.strategy import Prefetch
 
 __all__ = ["Event", "Moment", "Op", "OpKind", "Scheduler", "UnitPolicy", "compile_step"]
-
-
-class Moment(Enum):
-    """An event of a unit in a step."""
-
-    FORWARD_BEGIN = auto()
-    FORWARD_END = auto()
-    BACKWARD_BEGIN = auto()
-    BACKWARD_END = auto()  # the backwards of all its calls are over, gradients are complete
-    STEP_END = auto()  # end of backward, or of a forward without one
-
-
-class Event(NamedTuple):
-    """``moment`` of unit number ``unit`` (of no unit at STEP_END: -1)."""
-
-    moment: Moment
-    unit: int = -1
 
 
 class OpKind(Enum):
@@ -120,10 +106,13 @@ class _State:
         twin.in_backward = self.in_backward
         return twin
 
-    def decide(self, event: Event, upcoming: Iterable[int], turns: bool = False) -> list[Op]:
-        """The ops that follow ``event`` when the units in ``upcoming`` are used next, in order.
+    def decide(
+        self, event: Event, coming: Iterable[int], turns: bool = False, *, sure: bool = True
+    ) -> list[Op]:
+        """The ops that follow ``event`` when the units in ``coming`` are used next, in order.
 
-        ``turns`` says that the unit's backward follows. See [Note: The turnaround].
+        ``turns`` says that the unit's backward follows. See [Note: The turnaround]. Unless it is
+        ``sure``, something else may follow.
         """
         moment, unit = event
         if moment is Moment.STEP_END:
@@ -134,7 +123,7 @@ class _State:
             self.in_backward = self.in_backward or moment is Moment.BACKWARD_BEGIN
             needed = moment is Moment.FORWARD_BEGIN or policy.unshard_in_backward
             need = self._need(unit) if needed else ()
-            return [*self._end_turn(unit), *need, *self._gather_ahead(unit, upcoming)]
+            return [*self._end_turn(unit), *need, *self._gather_ahead(unit, coming, sure)]
         self.open[unit] = max(0, self.open.get(unit, 0) - 1)
         if moment is Moment.FORWARD_END:
             # Recomputation runs forward inside backward: what it needs, backward needs next.
@@ -173,23 +162,55 @@ class _State:
             self.shrunk.discard(unit)
             yield Op(OpKind.GATHER, unit)
 
-    def _gather_ahead(self, unit: int, upcoming: Iterable[int]) -> Iterator[Op]:
-        depth = self.prefetch.backward if self.in_backward else self.prefetch.forward
-        least_bytes = self.prefetch.least_bytes
+    def _gather_ahead(self, unit: int, coming: Iterable[int], sure: bool) -> Iterator[Op]:
         policy = self.policies[unit]
         chosen = policy.prefetch_backward if self.in_backward else policy.prefetch_forward
         if chosen is not None:
-            upcoming, depth, least_bytes = chosen, len(chosen), 0
-        seen, ahead_bytes = {unit}, 0
-        for following in upcoming if depth or least_bytes else ():
-            if following in seen or not self._gathers(following):
-                continue
+            for following in dict.fromkeys(chosen):
+                if following != unit and self._gathers(following) and following not in self.full:
+                    yield from self._gather(following)
+            return
+        rest = iter(coming)
+        wanted: list[int] = []
+        while self._has_room_beside(wanted):  # what there is no room for stays in the rest
+            each = next(rest, None)
+            if each is None:
+                break
+            if each not in (unit, *wanted) and self._gathers(each):
+                wanted.append(each)
+        if not sure and not self.gathering <= {unit, *wanted}:
+            wanted = yield from self._give_up(self.gathering.difference(wanted), wanted, set(rest))
+        for following in wanted:
             if following not in self.full:
                 yield from self._gather(following)
-            seen.add(following)
-            ahead_bytes += self.policies[following].full_bytes
-            if len(seen) > depth and ahead_bytes >= least_bytes:
-                return
+
+    def _has_room_beside(self, ahead: Sequence[int]) -> bool:
+        """True if one more unit may be gathered ahead of use beside those."""
+        depth = self.prefetch.backward if self.in_backward else self.prefetch.forward
+        held_bytes = sum(self.policies[each].full_bytes for each in ahead)
+        return len(ahead) < depth or held_bytes < self.prefetch.least_bytes
+
+    def _give_up(
+        self, held: AbstractSet[int], wanted: list[int], later: AbstractSet[int]
+    ) -> Generator[Op, None, list[int]]:
+        """Free what was gathered ahead in vain if it is in the way; return what there is room for.
+
+        ``held`` was gathered ahead and is not ``wanted`` next; what is used ``later`` stays. In
+        forward the rest stays too while nobody needs its place: blocks may be in another order.
+        """
+        ahead = [*sorted(held & later), *(each for each in wanted if each in self.gathering)]
+        fitting = []
+        for each in wanted:
+            if each not in self.gathering and self._has_room_beside(ahead):
+                ahead.append(each)
+                fitting.append(each)
+        strays, more = sorted(held - later), bool(fitting)
+        if self.in_backward or (more and not self._has_room_beside([*ahead, *strays][:-1])):
+            for stray in strays:
+                self.gathering.discard(stray)
+                yield Op(OpKind.AWAIT_GATHER, stray)
+                yield Op(OpKind.FREE, stray)
+        return fitting
 
     def _gathers(self, unit: int) -> bool:
         policy = self.policies.get(unit)
@@ -252,44 +273,6 @@ class _State:
         return ops
 
 
-_BACKWARD = (Moment.BACKWARD_BEGIN, Moment.BACKWARD_END)
-
-
-def _upcoming(events: Sequence[Event], position: int, turn: int) -> Iterator[int]:
-    """The units whose use begins after ``events[position]``, up to the end of the same phase.
-
-    ``turn`` is the position of the first event of backward.
-    """
-    for place in range(position + 1, turn if position < turn else len(events)):
-        moment, unit = events[place]
-        if moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_BEGIN):
-            yield unit
-
-
-def _turns(events: Sequence[Event], position: int) -> bool:
-    """True if the unit whose forward ends at ``position`` is the next one that backward needs."""
-    moment, unit = events[position]
-    if moment is not Moment.FORWARD_END:
-        return False
-    around, in_backward = set(), False
-    for place in range(position + 1, len(events)):
-        moment, other = events[place]
-        if moment is Moment.FORWARD_END:
-            around.add(other)
-        elif other == unit:
-            # Its backward, or in one its recomputation.
-            return moment is Moment.BACKWARD_BEGIN or in_backward
-        elif moment is not Moment.BACKWARD_BEGIN or other not in around:
-            return False
-        in_backward = in_backward or moment is Moment.BACKWARD_BEGIN
-    return False
-
-
-def _turn(events: Sequence[Event]) -> int:
-    backward = (place for place, event in enumerate(events) if event.moment in _BACKWARD)
-    return next(backward, len(events))
-
-
 @dataclass(frozen=True)
 class _Compiled:
     events: tuple[Event, ...]
@@ -300,12 +283,12 @@ class _Compiled:
 def _compile(
     events: Sequence[Event], policies: Mapping[int, UnitPolicy], prefetch: Prefetch
 ) -> _Compiled:
-    state, turn = _State(policies, prefetch), _turn(events)
+    state, turn = _State(policies, prefetch), first_of_backward(events)
     ops, before = [], []
     for position, event in enumerate(events):
         before.append(state.copy())
-        upcoming = _upcoming(events, position, turn)
-        ops.append(tuple(state.decide(event, upcoming, _turns(events, position))))
+        coming = upcoming(events, position, turn)
+        ops.append(tuple(state.decide(event, coming, turns(events, position))))
     return _Compiled(tuple(events), tuple(ops), tuple(before))
 
 
@@ -316,9 +299,9 @@ def compile_step(
 
     ``policies`` holds one entry for each unit number in ``events``.
     """
-    state, turn = _State(policies, prefetch), _turn(events)
+    state, turn = _State(policies, prefetch), first_of_backward(events)
     return tuple(
-        tuple(state.decide(event, _upcoming(events, position, turn), _turns(events, position)))
+        tuple(state.decide(event, upcoming(events, position, turn), turns(events, position)))
         for position, event in enumerate(events)
     )
 
@@ -330,6 +313,8 @@ class Scheduler:
         self._policies = dict(policies)
         self._prefetch = prefetch
         self._compiled: _Compiled | None = None
+        self._replays = 0
+        self._followers = Followers()
         self._cursor = 0
         self._restart()
 
@@ -356,13 +341,17 @@ class Scheduler:
         if compiled is not None and self._state is None:
             cursor = self._cursor
             if cursor < len(compiled.events) and compiled.events[cursor] == event:
-                self._cursor = 0 if event.moment is Moment.STEP_END else cursor + 1
+                self._cursor = cursor + 1
+                if event.moment is Moment.STEP_END:
+                    self._cursor = 0
+                    self._replays += 1
                 return compiled.ops[cursor]
             self._leave_the_record(compiled)
         return self._decide_on_demand(event)
 
     def _leave_the_record(self, compiled: _Compiled) -> None:
         cursor = self._cursor
+        self._followers.learn(compiled.events, self._replays)
         self._state = compiled.before[cursor].copy()
         self._events = list(compiled.events[:cursor])
         for event in self._events:
@@ -385,9 +374,16 @@ class Scheduler:
             raise UsageError(f"unit {event.unit} is not known to this schedule")
         self._events.append(event)
         self._foresee(event)
-        backward = event.moment is Moment.BACKWARD_BEGIN
-        ops = self._state.decide(event, reversed(self._to_come_back) if backward else ())
+        coming: Iterable[int] = ()
+        if self._in_backward:
+            coming = reversed(self._to_come_back)
+        elif event.moment is Moment.FORWARD_BEGIN:
+            coming = self._followers.after(event.unit)
+        turns = event.moment is Moment.FORWARD_END and self._followers.turns(event.unit)
+        ops = self._state.decide(event, coming, turns, sure=False)
         if event.moment is Moment.STEP_END:
             self._compiled = _compile(self._events, self._policies, self._prefetch)
+            self._followers.learn(self._events)
+            self._replays = 0
             self._restart()
         return ops

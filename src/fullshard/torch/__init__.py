@@ -31,7 +31,11 @@ from fullshard.torch.sharding.options import (
     MixedPrecision,
     MixedPrecisionPolicy,
 )
-from fullshard.torch.sharding.shard import keep_for_double_backward, set_prefetch
+from fullshard.torch.sharding.shard import (
+    keep_for_double_backward,
+    set_prefetch,
+    set_separate_reduce_scatter_group,
+)
 from fullshard.torch.sharding.summon import summon_full_params
 from fullshard.torch.state.weights_file import load_full_weights, save_full_weights
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -57,6 +61,7 @@ __all__ = [
     "save_checkpoint",
     "save_full_weights",
     "set_prefetch",
+    "set_separate_reduce_scatter_group",
     "stop_together",
     "summon_full_params",
     "tracing",

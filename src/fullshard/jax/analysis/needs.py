@@ -13,7 +13,6 @@ import jax
 from jax.sharding import Mesh
 
 from fullshard.core.text import in_columns
-from fullshard.jax.analysis.elsewhere import abstract_mesh, compile_elsewhere, written_program
 from fullshard.jax.analysis.hlo import Communication, communication_of, memory_of
 from fullshard.jax.arrays.mesh import create_mesh
 from fullshard.jax.arrays.rule import Rule
@@ -39,9 +38,7 @@ class Needs:
 
     ``state_bytes`` is what rests between steps: parameters, optimizer state and the rest;
     ``temporary_bytes`` what a step takes beside it, gradients among it; ``peak_bytes`` both, the
-    batch, and results that have no place in the state given. ``estimate`` tells that the program
-    was compiled for CPUs though other devices were meant: their compilers lay out temporary memory
-    in other ways.
+    batch, and results that have no place in the state given.
     """
 
     name: str
@@ -50,7 +47,6 @@ class Needs:
     temporary_bytes: int
     peak_bytes: int
     communication: Communication
-    estimate: bool = False
 
     @property
     def sent_bytes(self) -> int:
@@ -80,9 +76,8 @@ class NeedsTable:
         head = ("bytes per device", "devices", "state", "temporary", "peak", "sent in a step")
         rows: list[tuple[object, ...]] = [head]
         for row in self.rows:
-            name = f"{row.name} (estimate)" if row.estimate else row.name
             found = (row.state_bytes, row.temporary_bytes, row.peak_bytes, row.sent_bytes)
-            rows.append((name, row.devices, *found))
+            rows.append((row.name, row.devices, *found))
         return in_columns(rows, right=(1, 2, 3, 4, 5))
 
 
@@ -92,31 +87,17 @@ def communication(step: TrainStep, batch: Any) -> Communication:
     Nothing is allocated. Loops count as often as they run.
     """
     text = step.compiled(batch).as_text() or ""
-    return communication_of(text, step.mesh.size, written_program(step, batch))
+    return communication_of(text, step.mesh.size, _written_program(step, batch))
 
 
-def memory_analysis(step: TrainStep, batch: Any, devices: int | None = None) -> NeedsTable:
+def memory_analysis(step: TrainStep, batch: Any) -> NeedsTable:
     """``step`` beside the same step with every array on every device: "sharded", "unsharded".
 
-    Exact for the devices of the step's mesh. With ``devices``, for a mesh whose shard axis has as
-    many more or fewer of them: exact for CPUs, else marked as an estimate. That is compiled in
-    another process, with as many simulated devices. ``batch`` (arrays or shapes) is the global one;
-    it must divide by the devices.
-
-    Raises:
-        ConfigurationError: if ``devices`` or the batch do not divide, or that process fails.
+    Exact for the devices of the step's mesh. ``batch`` (arrays or shapes) is the global one.
     """
-    estimate = False
-    sharded = step
-    if devices is not None and devices != step.mesh.size:
-        estimate = step.mesh.devices.flat[0].platform != "cpu"
-        sharded = step.variant(abstract_mesh(step.layout, devices))
-    whole = sharded.variant(rule=WHOLE, mode="jit", at_most_unsharded=1.0)
+    whole = step.variant(rule=WHOLE, mode="jit", at_most_unsharded=1.0)
     return NeedsTable(
-        (
-            _needs("sharded", sharded, batch, estimate),
-            _needs("unsharded", whole, batch, estimate),
-        )
+        (_needs("sharded", step, batch), _needs("unsharded", whole, batch)),
     )
 
 
@@ -157,22 +138,28 @@ def compare(step: TrainStep, batch: Any, meshes: Mapping[str, Mesh] | None = Non
     return NeedsTable(tuple(_needs(name, each, batch) for name, each in steps.items()))
 
 
-def _needs(name: str, step: TrainStep, batch: Any, estimate: bool = False) -> Needs:
-    if isinstance(step.layout.mesh, Mesh):
-        memory = memory_of(step.compiled(batch))
-        traffic = communication(step, batch)
-    else:
-        memory, traffic = compile_elsewhere(step, batch)
+def _needs(name: str, step: TrainStep, batch: Any) -> Needs:
+    memory = memory_of(step.compiled(batch))
     state = sum(map(_device_bytes, jax.tree.leaves(step.abstract_state())))
     return Needs(
         name,
-        step.layout.mesh.size,
+        step.mesh.size,
         state,
         memory["temporary"],
         memory["peak"],
-        traffic,
-        estimate,
+        communication(step, batch),
     )
+
+
+def _written_program(step: TrainStep, batch: Any) -> str:
+    """The step's program before compilation, where that may tell other dtypes than after it."""
+    precision = step.options.precision
+    dtypes = {
+        of(each.spec.dtype)
+        for each in step.placements
+        for of in (precision.full_dtype, precision.grad_dtype)
+    }
+    return "" if dtypes <= {"float32", "float64"} else step.lowered(batch).as_text()
 
 
 def _device_bytes(leaf: Any) -> int:

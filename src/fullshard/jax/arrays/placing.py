@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -13,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 from fullshard.core.text import bytes_text, in_columns
+from fullshard.jax.arrays.leaves import is_key, path_name
 from fullshard.jax.arrays.mesh import Layout, read_mesh
 from fullshard.jax.arrays.rule import Axis, Rule, place, refuse_low_coverage
 
@@ -22,8 +22,6 @@ __all__ = [
     "describe",
     "gather",
     "global_batch",
-    "is_key",
-    "path_name",
     "replicate",
     "shard",
     "shardings",
@@ -145,23 +143,6 @@ def annotation(leaf: Any) -> tuple[Axis, ...]:
         return tuple(names) if names else ()
     names = getattr(leaf, "names", None)
     return tuple(names) if isinstance(names, tuple) and hasattr(leaf, "value") else ()
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """A tree's path as one name, its parts joined by dots; what a box holds is called like it."""
-    return ".".join(_part(each) for each in path if getattr(each, "name", None) != "value")
-
-
-def is_key(x: Any) -> bool:
-    """Whether ``x`` is an array of typed random keys."""
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-def _part(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
 
 
 def _is_array(x: Any) -> bool:

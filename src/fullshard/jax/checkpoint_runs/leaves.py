@@ -8,37 +8,17 @@ from typing import Any
 import jax
 
 from fullshard.core.boxes import Box, intersection
+from fullshard.jax.arrays.leaves import key_data, key_text
 
 __all__ = [
-    "DTYPES",
     "Leaf",
     "Names",
     "StoredAs",
     "box_of",
     "clipped",
-    "is_key",
-    "key_text",
     "leaves_of",
     "turned_box",
 ]
-
-DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-}
 
 
 @dataclass(frozen=True)
@@ -75,12 +55,7 @@ class Leaf:
     @property
     def data(self) -> Any:
         """The array; of random keys their data."""
-        if not is_key(self.value):
-            return self.value
-        if isinstance(self.value, jax.ShapeDtypeStruct):
-            data = jax.eval_shape(jax.random.key_data, self.value)
-            return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=self.value.sharding)
-        return jax.random.key_data(self.value)
+        return key_data(self.value)
 
     def axes(self, ndim: int) -> tuple[int, ...]:
         """Its axes in the order in which they are stored."""
@@ -95,20 +70,6 @@ def leaves_of(state: Any, names: Names | None) -> list[Leaf]:
         stored = (names or {}).get(name) or StoredAs(f"state/{name}")
         found.append(Leaf(name, value, stored))
     return found
-
-
-def key_text(key: Any) -> str:
-    """One step of a path, as text."""
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
-def is_key(value: Any) -> bool:
-    """True for random keys."""
-    dtype = getattr(value, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:

@@ -17,13 +17,12 @@ from fullshard.checkpoint.ranks import agree
 from fullshard.checkpoint.run_folder import load_newest, run_folder
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError, FullshardError
+from fullshard.jax.arrays.leaves import STORED_DTYPES, as_key, is_key
 from fullshard.jax.checkpoint_runs.leaves import (
-    DTYPES,
     Leaf,
     Names,
     box_of,
     clipped,
-    is_key,
     leaves_of,
     turned_box,
 )
@@ -32,7 +31,7 @@ from fullshard.jax.checkpoint_runs.saving import settle
 
 __all__ = ["Loaded", "load_checkpoint"]
 
-_NUMPY = {told: name for name, told in DTYPES.items()}
+_NUMPY = {told: name for name, told in STORED_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -202,10 +201,7 @@ def _like(leaf: Leaf, made: Any) -> Any:
     """``made`` as the kind of value that the leaf is."""
     value = leaf.value
     if is_key(value):
-        kinds: list[Any] = []
-        # Of a shape alone nobody tells the kind of key, of a traced one they do.
-        jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), value)
-        return jax.random.wrap_key_data(made, impl=kinds[0])
+        return as_key(made, value)
     if isinstance(made, jax.Array):
         return made
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct):

@@ -19,8 +19,8 @@ from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.checkpoint.streaming import Blocks
 from fullshard.core.boxes import Box
 from fullshard.core.errors import FullshardError, NotSupportedError
+from fullshard.jax.arrays.leaves import STORED_DTYPES
 from fullshard.jax.checkpoint_runs.leaves import (
-    DTYPES,
     Leaf,
     Names,
     box_of,
@@ -145,7 +145,7 @@ def _pieces(leaf: Leaf) -> list[Piece]:
                 continue  # padding alone
             boxes = () if box is None else (turned_box(box, axes),)
             source = _ShardSource(data, box, axes, dtype)
-            pieces.append(Piece(name, shape, DTYPES[dtype], boxes, source))
+            pieces.append(Piece(name, shape, STORED_DTYPES[dtype], boxes, source))
             if box is None:
                 break  # an array without elements, once
     return pieces

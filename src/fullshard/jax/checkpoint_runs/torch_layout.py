@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from fullshard.jax.checkpoint_runs.leaves import StoredAs, key_text
+from fullshard.jax.arrays.leaves import key_text
+from fullshard.jax.checkpoint_runs.leaves import StoredAs
 
 __all__ = ["torch_layout"]
 

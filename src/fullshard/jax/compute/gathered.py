@@ -28,7 +28,7 @@ from fullshard.jax.compute.jaxprs import call
 from fullshard.jax.compute.jaxprs import part as part_of
 from fullshard.jax.compute.per_example import Dim, Mixed, example_dims
 
-__all__ = ["gathered"]
+__all__ = ["gathered", "padded"]
 
 
 _ALONE_BYTES = 1 << 19
@@ -168,7 +168,7 @@ def _carry_out(
     shapes = [x.shape for x in operands]
     cut = [_dim_of(layout, each) for each in axes]
     operands = [
-        x if dim is None else _padded(x, dim, layout.shards)
+        x if dim is None else padded(x, dim, layout.shards)
         for x, dim in zip(operands, cut, strict=True)
     ]
 
@@ -230,7 +230,7 @@ def _packed_gather(layout: Layout, pieces: tuple[Any, ...], reduce: Any) -> Call
     def backward(slices: Any, gradients: Sequence[Array]) -> tuple[Array, ...]:
         rows, shapes = [], []
         for gradient, (_, dim) in zip(gradients, pieces, strict=True):
-            x = _padded(gradient, dim, count)
+            x = padded(gradient, dim, count)
             x = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
             x = jnp.moveaxis(x, dim, 0)
             shapes.append(x.shape[1:])
@@ -246,7 +246,8 @@ def _packed_gather(layout: Layout, pieces: tuple[Any, ...], reduce: Any) -> Call
     return gather
 
 
-def _padded(x: Array, dim: int, count: int) -> Array:
+def padded(x: Array, dim: int, count: int) -> Array:
+    """``x`` with zeros at the end of ``dim``, so that ``count`` divides it."""
     missing = -x.shape[dim] % count
     if not missing:
         return x

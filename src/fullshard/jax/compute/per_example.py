@@ -263,6 +263,7 @@ def _scan(eqn: Any, other: Any, dims: list[Dim], parts: int) -> list[Dim]:
 
 
 _REDUCTIONS = "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum"
+_WINDOWS = "reduce_window reduce_window_max reduce_window_sum"
 _RULES: dict[str, Callable[..., list[Dim]]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
@@ -271,11 +272,7 @@ _RULES: dict[str, Callable[..., list[Dim]]] = {
     "concatenate": _along("dimension"),
     "split": _along("axis"),
     "sort": _along("dimension"),
-    "cumsum": _along("axis"),
-    "cumprod": _along("axis"),
-    "cummax": _along("axis"),
-    "cummin": _along("axis"),
-    "cumlogsumexp": _along("axis"),
+    **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _along("axis")),
     "slice": _slice,
     "pad": _pad,
     "dynamic_slice": _dynamic_slice,
@@ -283,20 +280,8 @@ _RULES: dict[str, Callable[..., list[Dim]]] = {
     "conv_general_dilated": _convolution,
     "gather": _take,
     "scan": _scan,
-    **dict.fromkeys(
-        [
-            "reduce_sum",
-            "reduce_max",
-            "reduce_min",
-            "reduce_prod",
-            "reduce_and",
-            "reduce_or",
-            "argmax",
-            "argmin",
-        ],
-        _reduce,
-    ),
-    **dict.fromkeys(["reduce_window", "reduce_window_max", "reduce_window_sum"], _window),
+    **dict.fromkeys(_REDUCTIONS.split(), _reduce),
+    **dict.fromkeys(_WINDOWS.split(), _window),
 }
 
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from fullshard.core.errors import ConfigurationError
 from fullshard.jax.arrays.mesh import Layout
 from fullshard.jax.compute.context import Program, current
+from fullshard.jax.compute.gathered import padded
 
 __all__ = ["cross_entropy", "embed"]
 
@@ -139,7 +140,7 @@ class _Embed:
             rows = jnp.where(mine[..., None], table[places], 0)
             return lax.psum_scatter(rows, layout.shard, tiled=True)
 
-        table = _padded(operands[0], 0, layout.shards)
+        table = padded(operands[0], 0, layout.shards)
         examples = PartitionSpec(layout.examples)
         mapped = jax.shard_map(
             local,
@@ -172,7 +173,7 @@ class _CrossEntropy:
             out_specs=examples,
             check_vma=False,
         )
-        return [mapped(hidden, _padded(head, dim, layout.shards), targets)]
+        return [mapped(hidden, padded(head, dim, layout.shards), targets)]
 
 
 def _losses(layout: Layout, classes: int, classes_first: bool) -> Any:
@@ -228,8 +229,3 @@ def _places(tokens: Array, count: int, layout: Layout) -> tuple[Array, Array]:
     places = tokens - lax.axis_index(layout.shard) * count
     mine = (places >= 0) & (places < count)
     return jnp.where(mine, places, 0), mine
-
-
-def _padded(x: Array, dim: int, count: int) -> Array:
-    missing = -x.shape[dim] % count
-    return jnp.pad(x, [(0, missing if at == dim else 0) for at in range(x.ndim)]) if missing else x

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.jax.arrays.placing import is_key
+from fullshard.jax.arrays.leaves import as_key, key_data
 from fullshard.jax.training.step import TrainState, TrainStep
 
 __all__ = ["restore_state", "save_state"]
@@ -39,7 +39,7 @@ def save_state(path: str | Path, step: TrainStep, state: TrainState) -> None:
         raise ConfigurationError(f"{target} exists: a checkpoint is a new folder")
     layout = {"format": _FORMAT, "arrays": _table(step)}
     arrays = {
-        spec.key: _plain(leaf)
+        spec.key: key_data(leaf)
         for spec, leaf in zip(step.specs, jax.tree.leaves(state), strict=True)
         if leaf.size
     }
@@ -66,7 +66,7 @@ def restore_state(path: str | Path, step: TrainStep) -> TrainState:
     source = Path(path).absolute()
     abstract = step.abstract_state()
     leaves = dict(zip((spec.key for spec in step.specs), jax.tree.leaves(abstract), strict=True))
-    wanted = {key: _plain(leaf) for key, leaf in leaves.items() if leaf.size}
+    wanted = {key: key_data(leaf) for key, leaf in leaves.items() if leaf.size}
     arguments = {
         key: ocp.ArrayRestoreArgs(
             sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False
@@ -80,7 +80,7 @@ def restore_state(path: str | Path, step: TrainStep) -> TrainState:
             args=ocp.args.Composite(state=ocp.args.PyTreeRestore(wanted, restore_args=arguments)),
         ).state
     restored = [
-        _as_before(found[key], leaf)
+        as_key(found[key], leaf)
         if key in found
         else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
         for key, leaf in leaves.items()
@@ -95,25 +95,6 @@ def _checkpointer() -> Any:
 def _table(step: TrainStep) -> dict[str, dict[str, Any]]:
     """Shape and dtype of each array, by key."""
     return {each.key: {"shape": list(each.shape), "dtype": each.dtype} for each in step.specs}
-
-
-def _plain(array: Any) -> Any:
-    """The array; of random keys their data."""
-    if not is_key(array):
-        return array
-    if isinstance(array, jax.ShapeDtypeStruct):
-        data = jax.eval_shape(jax.random.key_data, array)
-        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=array.sharding)
-    return jax.random.key_data(array)
-
-
-def _as_before(array: Any, typed: Any) -> Any:
-    if not is_key(typed):
-        return array
-    kinds: list[Any] = []
-    # Of a shape alone nobody tells the kind of key, of a traced one they do.
-    jax.eval_shape(lambda key: kinds.append(jax.random.key_impl(key)), typed)
-    return jax.random.wrap_key_data(array, impl=kinds[0])
 
 
 def _layout(checkpointer: Any, source: Path) -> dict[str, dict[str, Any]]:

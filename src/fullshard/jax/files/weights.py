@@ -21,6 +21,7 @@ from fullshard.core.safetensors_format import (
     header_of,
     places_in,
 )
+from fullshard.jax.arrays.leaves import STORED_DTYPES
 from fullshard.jax.files.torch_names import TorchName
 from fullshard.jax.training.step import TrainState, TrainStep
 
@@ -28,25 +29,7 @@ __all__ = ["load_weights", "save_weights"]
 
 _KINDS = ("parameters", "other")
 
-# The format's names of dtypes, by those of NumPy (and of ml_dtypes, which JAX brings).
-_FORMAT_NAMES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-}
-_NUMPY_NAMES = {told: name for name, told in _FORMAT_NAMES.items()}
+_NUMPY_NAMES = {told: name for name, told in STORED_DTYPES.items()}
 
 Names = Mapping[str, TorchName]
 
@@ -144,7 +127,7 @@ def _stored(step: TrainStep, names: Names | None) -> dict[str, _Stored]:
     for spec in step.specs:
         if spec.kind not in _KINDS:
             continue
-        if spec.dtype not in _FORMAT_NAMES:
+        if spec.dtype not in STORED_DTYPES:
             raise ConfigurationError(f"{spec.path!r} is {spec.dtype}, which the format cannot hold")
         axes = tuple(range(len(spec.shape)))
         if names is None:
@@ -156,7 +139,7 @@ def _stored(step: TrainStep, names: Names | None) -> dict[str, _Stored]:
         called = [(name, each.axes) for each in given for name in (each.name, *each.tied)]
         for number, (name, turned) in enumerate(called):
             shape = tuple(spec.shape[axis] for axis in turned)
-            entry = Entry(_FORMAT_NAMES[spec.dtype], shape)
+            entry = Entry(STORED_DTYPES[spec.dtype], shape)
             stored[name] = _Stored(spec.key, entry, turned, tied=number > 0)
     return stored
 

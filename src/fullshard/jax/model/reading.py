@@ -17,7 +17,8 @@ from flax import nnx
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
-from fullshard.jax.arrays.placing import annotation, is_key, path_name
+from fullshard.jax.arrays.leaves import is_key, path_name
+from fullshard.jax.arrays.placing import annotation
 from fullshard.jax.arrays.rule import Axis
 
 __all__ = ["Model", "read_model"]

@@ -1,50 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of the program that needs least, by what was compiled."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
-
-from jax.sharding import AbstractMesh, Mesh
+from collections.abc import Mapping
+from typing import Any
 
 from fullshard.jax.analysis.hlo import communication_of, memory_of
 from fullshard.jax.compute.context import MODES
 
-__all__ = ["Candidate", "best", "candidates", "choose"]
+__all__ = ["best", "candidates", "choose"]
 
 _NEAR = 1.02
 _WAYS = ("whole", "cut", "chunks")
 
 
-class Candidate(Protocol):
-    """A step that can be compiled in other modes: `fullshard.jax.training.step.TrainStep`."""
-
-    options: Any
-    rivals: dict[str, Any]
-
-    @property
-    def mesh(self) -> Mesh | AbstractMesh:
-        """The mesh that the step runs on."""
-
-    @property
-    def has_vocabulary(self) -> bool:
-        """True if the traced loss computes over a vocabulary."""
-
-    @property
-    def variant(self) -> Callable[..., Any]:
-        """Makes the same step with other options."""
-
-    def lowered(self, batch: Any) -> Any:
-        """The step's program, traced for batches like this one."""
-
-    def compiled(self, batch: Any) -> Any:
-        """The step's program, compiled for batches like this one."""
-
-
-_Step = TypeVar("_Step", bound=Candidate)
-
-
-def candidates(step: _Step, batch: Any) -> dict[str, _Step]:
-    """The step in every mode, and with every way to compute over a vocabulary if it has one.
+def candidates(step: Any, batch: Any) -> dict[str, Any]:
+    """A `TrainStep` in every mode, and with every way to compute over a vocabulary if it has one.
 
     One in mode "auto" keeps them until it has chosen, so that none is compiled twice.
     """
@@ -66,7 +36,7 @@ def candidates(step: _Step, batch: Any) -> dict[str, _Step]:
     return found
 
 
-def choose(step: _Step, batch: Any) -> _Step:
+def choose(step: Any, batch: Any) -> Any:
     """The candidate that needs least for batches like this one; all are compiled."""
     found = candidates(step, batch)
     needs = {}

@@ -13,8 +13,9 @@ from jax import lax
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
+from fullshard.jax.arrays.leaves import as_key, is_key, key_data, path_name
 from fullshard.jax.arrays.mesh import Layout
-from fullshard.jax.arrays.placing import is_key, path_name, to_host
+from fullshard.jax.arrays.placing import to_host
 from fullshard.jax.arrays.rule import Placement, Rule, place
 from fullshard.jax.model.reading import Model
 
@@ -126,9 +127,7 @@ class StateArrays:
     def gather_array(self, state: TrainState, key: str) -> np.ndarray[Any, Any]:
         """One array whole, in its true shape, on the host; with several processes a collective."""
         number = self._number(key)
-        array = jax.tree.leaves(state)[number]
-        if is_key(array):
-            return to_host(jax.random.key_data(array))
+        array = key_data(jax.tree.leaves(state)[number])
         return to_host(array)[_inside(self._specs[number].shape)]
 
     def load_arrays(
@@ -159,11 +158,9 @@ class StateArrays:
         found = {}
         for name, value in values.items():
             placement = self.params.get(name)
-            if is_key(value):
-                data = _put(to_host(jax.random.key_data(value)), self.layout.sharding())
-                found[name] = jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-            elif placement is None:
-                found[name] = _put(to_host(value), self.layout.sharding())
+            if placement is None:
+                data = _put(to_host(key_data(value)), self.layout.sharding())
+                found[name] = as_key(data, value)
             else:
                 sharding = self.layout.sharding(*placement.axes)
                 found[name] = _put(_padded(to_host(value), placement), sharding)
@@ -176,8 +173,7 @@ class StateArrays:
                 f"{spec.key} has shape {spec.shape}, what came for it has {given.shape}"
             )
         if is_key(array):
-            data = _put(given.astype(np.uint32), self.layout.sharding())
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
+            return as_key(_put(given.astype(np.uint32), self.layout.sharding()), array)
         given = given.astype(array.dtype)
         return _put(given if placement is None else _padded(given, placement), array.sharding)
 
@@ -190,8 +186,7 @@ class StateArrays:
                 "parameters", name, spec.shape, spec.dtype, spec.trainable, spec.aliases
             ), placement
         if is_key(leaf):
-            data = jax.eval_shape(jax.random.key_data, leaf)
-            return StateSpec(part, name, tuple(data.shape), "uint32"), None
+            return StateSpec(part, name, tuple(key_data(leaf).shape), "uint32"), None
         dtype = np.dtype(leaf.dtype).name
         if part != "optimizer":
             return StateSpec(part, name or part, tuple(leaf.shape), dtype), None

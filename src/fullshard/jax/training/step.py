@@ -8,12 +8,12 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text, in_columns
+from fullshard.jax.arrays.leaves import as_key
 from fullshard.jax.arrays.mesh import Layout, read_mesh
-from fullshard.jax.arrays.placing import is_key
 from fullshard.jax.arrays.rule import Placement, coverage, place, refuse_low_coverage
 from fullshard.jax.model.reading import Model, read_model
 from fullshard.jax.training.batches import check_batch, dtype_on_device, on_device
@@ -120,18 +120,11 @@ class TrainStep:
         """The share of the parameters' bytes that the shard axis cuts."""
         return coverage(self.placements)
 
-    @property
-    def function(self) -> Callable[[TrainState, Any], tuple[TrainState, Any, Any]]:
-        """The step as a pure function of a state at rest and a batch, to be traced."""
-        return self._program
-
-    def variant(
-        self, mesh: Mesh | AbstractMesh | None = None, **options: Unpack[StepOptions]
-    ) -> "TrainStep":
+    def variant(self, mesh: Mesh | None = None, **options: Unpack[StepOptions]) -> "TrainStep":
         """A step of the same model, optimizer and loss on another mesh, or with other options.
 
         ``wrt`` and ``key`` stay as they are. Nothing is shared with this step but what `init` takes
-        values from; for analyses an `AbstractMesh` does.
+        values from.
 
         Raises:
             ConfigurationError: as `make_train_step`, and if one of those two is given.
@@ -143,8 +136,7 @@ class TrainStep:
         if "rule" in options:
             given["at_most_unsharded"] = None
         given.update(options)
-        mesh = self.layout.mesh if mesh is None else mesh
-        layout = read_mesh(mesh, given.get("shard_axis"), given.get("batch_axes"))
+        layout = read_mesh(mesh or self.mesh, given.get("shard_axis"), given.get("batch_axes"))
         return TrainStep(layout, self._model, read_options(given, layout), self._functions)
 
     def init(self) -> TrainState:
@@ -258,8 +250,7 @@ class TrainStep:
         for note in self.notes[len(before) :]:
             whole = "from beginning to end" in note or "left to XLA" in note
             _log.log(logging.WARNING if whole else logging.INFO, "%s", note)
-        platforms = None if isinstance(self.layout.mesh, Mesh) else ("cpu",)  # without devices
-        return traced.lower(lowering_platforms=platforms)
+        return traced.lower()
 
     def _decide(self, batch: Any) -> None:
         """Take the program that needs least, once, if that is asked for."""
@@ -299,10 +290,7 @@ class TrainStep:
             if spec.kind in ("parameters", "other") and spec.path != KEY:
                 # A copy: the state's own memory is used again by the next step.
                 array = jnp.array(self.gather_array(state, spec.key))
-                resting = state.other.get(spec.path, array)
-                if is_key(resting):
-                    array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(resting))
-                whole[spec.path] = array
+                whole[spec.path] = as_key(array, state.other.get(spec.path))
         return self._model.rebuild(whole)
 
     def describe(self) -> str:

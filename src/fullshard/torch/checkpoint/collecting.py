@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.torch.checkpoint.tensors import Held, held_here
+from fullshard.torch.checkpoint.tensors import Held, KnownBoxes, held_here
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.sites import clean_name
 
@@ -73,6 +73,7 @@ def collect(
     names: dict[int, str] = {}
     kept: dict[int, str] = {}
     extras: dict[str, Any] = {}
+    boxes: KnownBoxes = {}
     for key, model in models.items():
         parts[key] = "trainable weights" if trainable_only else "weights"
         for name, value in entries_of_model(model).items():
@@ -87,12 +88,12 @@ def collect(
             if first != full:
                 collected.aliases[full] = first
             else:
-                collected.held[full] = held_here(full, value)
+                collected.held[full] = held_here(full, value, boxes)
         names.update(names_of_parameters(key, model))
     described = {}
     for key, optimizer in optimizers.items():
         parts[key] = "optimizer"
-        described[key] = _collect_optimizer(key, optimizer, names, collected)
+        described[key] = _collect_optimizer(key, optimizer, names, collected, boxes)
     collected.state = {"parts": parts, "optimizers": described, "values": extras}
     return collected
 
@@ -123,7 +124,11 @@ def names_of_parameters(key: str, model: nn.Module) -> dict[int, str]:
 
 
 def _collect_optimizer(
-    key: str, optimizer: Optimizer, names: Mapping[int, str], collected: Collected
+    key: str,
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    collected: Collected,
+    boxes: KnownBoxes,
 ) -> dict[str, Any]:
     """Tensors go into ``collected``, the rest is returned."""
     groups, values = [], {}
@@ -135,7 +140,7 @@ def _collect_optimizer(
             for kind, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     full = f"{key}/{kind}/{name}"
-                    collected.held[full] = held_here(full, value)
+                    collected.held[full] = held_here(full, value, boxes)
                 else:
                     others[kind] = value
             if others:

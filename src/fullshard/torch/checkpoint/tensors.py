@@ -6,6 +6,7 @@ This is all that checkpoints know about how parameters are sharded.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from fullshard.torch.state.weights_file import DTYPE_NAMES
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["Held", "TensorSource", "held_here", "piece_of"]
+__all__ = ["Held", "KnownBoxes", "TensorSource", "held_here", "piece_of"]
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -65,11 +66,16 @@ class Held:
         self.note_change()
 
 
-def held_here(name: str, value: Tensor) -> Held:
+KnownBoxes = dict[tuple[Any, ...], tuple[Box, ...]]
+"""This rank's boxes by shape, mesh and placements: most tensors have those of another one."""
+
+
+def held_here(name: str, value: Tensor, known: KnownBoxes | None = None) -> Held:
     """Find this rank's part of ``value``.
 
     Raises `ConfigurationError` for tensors without values and `NotSupportedError` for kinds that
-    have no boxes; ``name`` is for the message.
+    have no boxes; ``name`` is for the message. ``known`` is looked at first, and added to, while
+    meshes stay what they are.
     """
     if value.is_meta:
         raise ConfigurationError(
@@ -81,8 +87,12 @@ def held_here(name: str, value: Tensor) -> Held:
         return _of_sharded(name, value)
     if isinstance(value, DTensor):
         local = value.to_local()
-        boxes = _box_of(name, tuple(value.shape), value.device_mesh, tuple(value.placements))
-        return Held(tuple(value.shape), boxes if local.numel() else (), local)
+        shape, mesh, placements = tuple(value.shape), value.device_mesh, tuple(value.placements)
+        known = {} if known is None else known
+        key = (shape, id(mesh), placements)
+        if key not in known:
+            known[key] = _box_of(name, shape, mesh, placements)
+        return Held(shape, known[key] if local.numel() else (), local)
     if value.layout is not torch.strided:
         raise NotSupportedError(f"{name!r} is sparse ({value.layout}); store a dense tensor")
     shape = tuple(value.shape)

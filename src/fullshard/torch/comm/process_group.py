@@ -87,14 +87,15 @@ class _Route(NamedTuple):
     together: bool  # several tensors go by one call
 
 
-# torch 2.13 renamed the tensor collectives and warns of the old names; 2.11 knows only those.
-_all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# Several tensors of one dtype in one call, as NCCL makes it.
-_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single_coalesced")
-_GATHER = "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced"
-_REDUCE = "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced"
-_TOGETHER = ("nccl", "fake")  # the backends that have them
+# torch 2.13 renamed the methods of process groups that take one tensor of all ranks, and those that
+# take several of one dtype, as NCCL makes them, in one call. What torch.distributed wraps around
+# the first costs the host as much as they do.
+_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
+_GATHER = "all_gather_single" if _RENAMED else "_allgather_base"
+_REDUCE = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
+_GATHERS = "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced"
+_REDUCES = "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced"
+_SEVERAL_IN_ONE = ("nccl", "fake")  # the backends that have these
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -146,16 +147,19 @@ class ProcessGroupComm:
                 carrier = "cpu"
             sender = self._backend(torch.device(carrier)) if carrier else backend
             on_gloo = sender == dist.Backend.GLOO
-            route = self._routes[device] = _Route(carrier, on_gloo, sender in _TOGETHER)
+            route = self._routes[device] = _Route(carrier, on_gloo, sender in _SEVERAL_IN_ONE)
         return route
 
     def duplicate(self) -> "ProcessGroupComm":
         """Return a communicator over a new process group of the same ranks, made by them alone.
 
-        Return itself in a version of torch that cannot make one: gathers and reduces then share a
-        communicator, which is correct, as all ranks issue them in one order, but overlaps less.
+        It has the group's options, and on NCCL streams of high priority: what it is made for is
+        waited for, and needs few of the device's processors, which kernels already there leave
+        late. Return itself in a version of torch that cannot make one: gathers and reduces then
+        share a communicator, which is correct, as all ranks issue them in one order, but overlaps
+        less.
         """
-        group = sibling_group(self.group, self.members, "duplicate")
+        group = sibling_group(self.group, self.members, "duplicate", high_priority=True)
         return self if group is None else ProcessGroupComm(group, self._family)
 
     def on_host(self) -> "ProcessGroupComm":
@@ -219,14 +223,10 @@ class ProcessGroupComm:
         on_gloo = route.on_gloo
 
         def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
-            if route.together and len(tensors) > 2:
-                return self._together(_GATHER, tensors, AllgatherOptions())
             if on_gloo:
                 return self._all_gather_by_exchange(what, tensors[::2], tensors[1::2])
-            return [
-                _all_gather_tensor(full, shard, group=self.group, async_op=True)
-                for full, shard in zip(tensors[::2], tensors[1::2], strict=True)
-            ]
+            several = _GATHERS if route.together else None
+            return self._by_pairs(_GATHER, several, tensors, AllgatherOptions())
 
         return self._start(what, list(chain.from_iterable(pairs)), start)
 
@@ -237,26 +237,31 @@ class ProcessGroupComm:
             return self._reduce_scatter_by_exchange(label or "reduce_scatter", pairs)
 
         def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
-            if route.together and len(tensors) > 2:
-                return self._together(_REDUCE, tensors, ReduceScatterOptions())  # a sum
-            return [
-                _reduce_scatter_tensor(shard, full, group=self.group, async_op=True)
-                for shard, full in zip(tensors[::2], tensors[1::2], strict=True)
-            ]
+            several = _REDUCES if route.together else None
+            return self._by_pairs(_REDUCE, several, tensors, ReduceScatterOptions())  # a sum
 
         return self._start(label or "reduce_scatter", list(chain.from_iterable(pairs)), start)
 
-    def _together(
-        self, name: str, tensors: Sequence[Tensor], options: AllgatherOptions | ReduceScatterOptions
+    def _by_pairs(
+        self,
+        single: str,
+        several: str | None,
+        tensors: Sequence[Tensor],
+        options: AllgatherOptions | ReduceScatterOptions,
     ) -> list[dist.Work]:
-        """Send several tensors by one call for each dtype: NCCL takes no others together."""
+        """Send an output and an input a call; by ``several`` all of a dtype in one."""
         options.asyncOp = True
+        # NCCL knows no complex numbers; a sum of them is one of their parts.
+        tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+        if several is None or len(tensors) == 2:
+            call = getattr(self.group, single)
+            return [call(*pair, options) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
         by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for output, held in zip(tensors[::2], tensors[1::2], strict=True):
             outputs, inputs = by_dtype.setdefault(output.dtype, ([], []))
             outputs.append(output)
             inputs.append(held)
-        call = getattr(self.group, name)
+        call = getattr(self.group, several)
         return [call(outputs, inputs, options) for outputs, inputs in by_dtype.values()]
 
     # [Note: Direct exchange]

@@ -31,8 +31,9 @@ hold equal slices), a 2-D mesh the same with its axes in the order (replicate, s
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Communicators are made once for each group: every further one costs connections and memory.
-_communicators: "weakref.WeakKeyDictionary[Any, tuple[Comm, Comm, DeviceMesh | None]]"
+_communicators: "weakref.WeakKeyDictionary[Any, tuple[Comm, DeviceMesh | None]]"
 _communicators = weakref.WeakKeyDictionary()
+_duplicates: "weakref.WeakKeyDictionary[Comm, Comm]" = weakref.WeakKeyDictionary()
 _blocks: "weakref.WeakKeyDictionary[Comm, dict[int, Comm]]" = weakref.WeakKeyDictionary()
 _host_meshes: "weakref.WeakKeyDictionary[Any, dict[int, DeviceMesh]]" = weakref.WeakKeyDictionary()
 
@@ -41,11 +42,12 @@ _host_meshes: "weakref.WeakKeyDictionary[Any, dict[int, DeviceMesh]]" = weakref.
 class Ranks:
     """The ranks that hold the slices of a unit, and those that hold the same slice.
 
-    ``gather`` and ``reduce`` are communicators over the same ranks, so that gathers and reduces
-    need not queue behind each other. ``replicas`` joins the ranks with equal slices. ``block``, if
-    there is one, joins ranks of ``gather`` that together keep the whole unit between forward and
-    backward. ``compressing``, if there is one, gathers in steps; all other gathers are exact, by
-    ``gather``.
+    ``gather`` is the communicator over the group that was named, for everything outside of steps,
+    and what ``reduce`` sends through. ``apart``, if there is one, joins the same ranks: it gathers
+    in steps, so that gathers and reduces need not queue behind each other. ``replicas`` joins the
+    ranks with equal slices. ``block``, if there is one, joins ranks of ``gather`` that together
+    keep the whole unit between forward and backward. With ``one_communicator`` gathers of steps go
+    through ``gather``, too. Only gathers of steps are compressed, all others are exact.
     Gradients are averaged over slices and replicas.
     """
 
@@ -54,13 +56,15 @@ class Ranks:
     replicas: Comm
     device_mesh: Any = None
     block: Comm | None = None
-    compressing: Comm | None = None
+    apart: Comm | None = None
+    one_communicator: bool = False
     compression: CommunicationCompression | None = None
 
     @property
     def gather_of_steps(self) -> Comm:
         """The communicator that gathers full parameters for forward and backward."""
-        return self.compressing or self.gather
+        comm = self.gather if self.one_communicator or self.apart is None else self.apart
+        return comm if self.compression is None else CompressedComm(comm, self.compression)
 
     @property
     def size(self) -> int:
@@ -104,18 +108,21 @@ def ranks_of(where: Where, sharding: Sharding) -> Ranks:
             f"(within, across), other strategies one group; got {where!r} with {sharding}"
         )
     if not hybrid:
-        gather, reduce, mesh = _communicators_of(where)
+        comm, mesh = _communicator_of(where)
         if sharding.sharded:
-            return Ranks(gather, reduce, SoloComm(), mesh)
-        return Ranks(SoloComm(), SoloComm(), reduce, mesh)
+            return Ranks(comm, comm, SoloComm(), mesh, apart=_duplicate_of(comm))
+        return Ranks(SoloComm(), SoloComm(), comm, mesh)
     if isinstance(where, DeviceMesh):
-        gather, reduce, _ = _communicators_of(where.get_group(1))
-        replicas, _, _ = _communicators_of(where.get_group(0))
-        return Ranks(gather, reduce, replicas, where)
-    assert isinstance(where, tuple)
-    gather, reduce, mesh = _communicators_of(where[0])
-    replicas, _, _ = _communicators_of(where[1])
-    return Ranks(gather, reduce, replicas, mesh)
+        within: _OneGroup = where.get_group(1)
+        across: _OneGroup = where.get_group(0)
+    else:
+        assert isinstance(where, tuple)
+        within, across = where
+    comm, mesh = _communicator_of(within)
+    apart = _duplicate_of(comm)
+    replicas, _ = _communicator_of(across)
+    mesh = where if isinstance(where, DeviceMesh) else mesh
+    return Ranks(comm, comm, replicas, mesh, apart=apart)
 
 
 def _first_dim(mesh: DeviceMesh) -> Where:
@@ -174,7 +181,7 @@ def in_blocks(ranks: Ranks, size: int) -> Ranks:
 
     Raises `ConfigurationError` if ``size`` does not divide the number of slices.
     """
-    gather = ranks.gather
+    gather = ranks.apart or ranks.gather
     if size < 1 or gather.size % size:
         raise ConfigurationError(
             f"reshard_after_forward={size} must divide the {gather.size} ranks that share slices"
@@ -214,7 +221,11 @@ def compute_device(
     return resting
 
 
-def _communicators_of(where: Any) -> tuple[Comm, Comm, DeviceMesh | None]:
+def _communicator_of(where: Any) -> tuple[Comm, DeviceMesh | None]:
+    """Return the communicator over the group that ``where`` names, and its mesh.
+
+    Collective over those ranks the first time. Raises `ConfigurationError` if it names none.
+    """
     if not isinstance(where, (dist.ProcessGroup, DeviceMesh, type(None))):
         if not isinstance(where, Comm):
             raise ConfigurationError(
@@ -227,15 +238,23 @@ def _communicators_of(where: Any) -> tuple[Comm, Comm, DeviceMesh | None]:
     if key not in _communicators:
         forget_destroyed(_communicators)
         forget_destroyed(_host_meshes)
-        gather, mesh = key, where
+        comm, mesh = key, where
         if isinstance(key, dist.ProcessGroup):
-            gather = checked_in_debug_mode(hierarchical_between_hosts(ProcessGroupComm(key)))
+            comm = checked_in_debug_mode(hierarchical_between_hosts(ProcessGroupComm(key)))
             if not isinstance(mesh, DeviceMesh):
                 mesh = DeviceMesh.from_group(key, compute_device(where, torch.device("cpu")).type)
-        reduce = gather.duplicate() if gather.size > 1 else gather
-        _communicators[key] = (gather, reduce, mesh if isinstance(mesh, DeviceMesh) else None)
-    gather, reduce, mesh = _communicators[key]
-    return gather, reduce, where if isinstance(where, DeviceMesh) else mesh
+        _communicators[key] = (comm, mesh if isinstance(mesh, DeviceMesh) else None)
+    comm, mesh = _communicators[key]
+    return comm, where if isinstance(where, DeviceMesh) else mesh
+
+
+def _duplicate_of(comm: Comm) -> Comm | None:
+    """Return a communicator for gathers of steps beside ``comm``. Collective the first time."""
+    if comm.size == 1:
+        return None
+    if comm not in _duplicates:
+        _duplicates[comm] = comm.duplicate()
+    return _duplicates[comm]
 
 
 def _group_of(where: Any) -> dist.ProcessGroup | None:
@@ -287,6 +306,5 @@ def compressed(ranks: Ranks, compression: CommunicationCompression | None) -> Ra
     return replace(
         ranks,
         compression=compression,
-        compressing=CompressedComm(ranks.gather, compression),
         reduce=CompressedComm(ranks.reduce, compression),
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Further process groups, which some ranks of a group make without the others."""
 
+import copy
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["sibling_group", "timeout_s_of"]
+__all__ = ["options_like", "sibling_group", "timeout_s_of"]
 
 _naming = threading.Lock()
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
@@ -28,11 +29,16 @@ _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDict
 
 
 def sibling_group(
-    parent: dist.ProcessGroup, ranks: Sequence[int], kind: str, backend: str | None = None
+    parent: dist.ProcessGroup,
+    ranks: Sequence[int],
+    kind: str,
+    backend: str | None = None,
+    high_priority: bool = False,
 ) -> dist.ProcessGroup | None:
-    """Make a process group over ``ranks`` (global) of ``parent``, with its backends and timeout.
+    """Make a process group over ``ranks`` (global) of ``parent``: its backends, options, timeout.
 
-    ``backend`` names another one than the parent's.
+    ``backend`` names another one than the parent's, which gets no options. With ``high_priority``
+    NCCL runs the group's collectives on streams of high priority, whatever the parent does.
     Collective over ``parent``; ranks may ask for different disjoint groups, of different ``kind``.
     Returns None if this version of torch does not accept a name for a group.
     """
@@ -53,10 +59,35 @@ def sibling_group(
             list(ranks),
             timeout=timedelta(seconds=timeout_s_of(parent)),
             backend=backend or dist.get_backend_config(parent),
+            pg_options=None if backend else options_like(parent, high_priority=high_priority),
             use_local_synchronization=True,
             **order,
         )
     return group
+
+
+def options_like(parent: dist.ProcessGroup, *, high_priority: bool = False) -> Any:
+    """Return a copy of the options of ``parent``'s backend, for another group; None if it has none.
+
+    Of a group with several backends those of the accelerator's: `new_group` takes only one, and
+    Gloo's are never passed on. With ``high_priority`` the copy asks for streams of high priority.
+    """
+    for device in sorted(parent._device_types, key=lambda device: device.type == "cpu"):
+        backend = parent._get_backend(device)
+        # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
+        options = getattr(getattr(backend, "wrapped_pg", backend), "options", None)
+        if options is None or backend.name() == dist.Backend.GLOO:
+            continue
+        try:
+            options = copy.deepcopy(options)  # torch writes the group's name and ranks into it
+        except TypeError:  # of a backend whose options nobody can copy
+            continue
+        if getattr(options, "split_from", None) is not None:
+            options.split_from = None  # the new group is not split off what its parent was
+        if high_priority and hasattr(options, "is_high_priority_stream"):
+            options.is_high_priority_stream = True
+        return options
+    return None
 
 
 def timeout_s_of(group: dist.ProcessGroup) -> float:

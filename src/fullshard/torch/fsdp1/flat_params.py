@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand-ins for FSDP1's flat parameters, which some training libraries look for.
+"""Stand-ins for FSDP1's flat parameters and their handles, which some training libraries reach for.
 
 Lightning Fabric knows them by a mark, without which it refuses an optimizer (`mark_flattened`).
 Hugging Face Accelerate, with mixed precision, goes through the wrappers and casts the flat
 parameter of each to float32 if it is of lower precision, so that optimizers work on float32. So a
 wrapper says that it has one as long as it rests in lower precision, and then it can be cast, by
-that very assignment of ``.data``.
+that very assignment of ``.data``. verl and those who followed it take a model off the device
+between training and generation, handle by handle: a handle moves what its unit keeps.
 """
 
 from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import NotSupportedError
 from fullshard.torch.optim.original_params import switch_optimizers
-from fullshard.torch.step.managed import managed_unit_of
+from fullshard.torch.step.managed import managed_unit_of, managed_units
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.changes import LOW_PRECISION, rest_in_float32
+from fullshard.torch.unit.changes import LOW_PRECISION, rest_in_float32, rest_on
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["CastableFlatParameter", "FlatParameter", "mark_flattened"]
+__all__ = ["FlatHandles", "FlatParameter", "mark_flattened"]
 
 
 class FlatParameter:
@@ -45,7 +45,7 @@ def mark_flattened(params: Iterable[Tensor]) -> None:
         param._fsdp_flattened = True  # type: ignore[attr-defined]
 
 
-class _FlatParameter:
+class _CastableParameter:
     """The trained parameters of one unit that rest in lower precision than float32."""
 
     requires_grad = True
@@ -71,20 +71,90 @@ class _FlatParameter:
         switch_optimizers(rest_in_float32(self._unit))
 
 
-class CastableFlatParameter(nn.Module):
-    """The part of FSDP1's wrapper that lets libraries cast what it keeps to float32."""
+class _RestingParameter:
+    """The memory of all that this rank keeps of one unit, in the place of a flat parameter."""
+
+    def __init__(self, unit: Unit):
+        self._unit = unit
+
+    @property
+    def data(self) -> Tensor:
+        """The memory, 1-D: of the parameters' dtype, or bytes if they are of several."""
+        return self._unit.shards.buffer.memory
+
+    @property
+    def _local_shard(self) -> Tensor:
+        return self.data
+
+    @_local_shard.setter
+    def _local_shard(self, value: Tensor) -> None:
+        if value.data_ptr() != self.data.data_ptr():
+            raise NotSupportedError(
+                "what stands for a flat parameter cannot be given other memory; write to the "
+                "parameters that model.parameters() gives, or move them by handle.flat_param_to"
+            )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"fullshard has no flat parameters; what stands for one has .data, and no {name}. Use "
+            "the parameters that model.parameters() gives"
+        )
+
+
+class _Handle:
+    """FSDP1's handle of one unit's flat parameter, as far as libraries use it."""
+
+    def __init__(self, unit: Unit):
+        self._unit = unit
+
+    @property
+    def _offload_params(self) -> bool:
+        return self._unit.plan.offload.params
+
+    @property
+    def flat_param(self) -> _RestingParameter:
+        """The memory of what this rank keeps."""
+        return _RestingParameter(self._unit)
+
+    def flat_param_to(self, device: Any, non_blocking: bool = False) -> None:
+        """Move what this rank keeps; see `rest_on`. Waits for the copy, ``non_blocking`` or not."""
+        rest_on(self._unit, torch.device(device))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            "fullshard has no handles; what stands for one has flat_param, flat_param_to and "
+            f"_offload_params, and no {name}. Start the script with PyTorch's FSDP if it needs that"
+        )
+
+
+class FlatHandles(nn.Module):
+    """The part of FSDP1's wrapper that lets libraries cast and move what it keeps.
+
+    ``torch.distributed.fsdp._runtime_utils._lazy_init`` has nothing to do for a wrapper, since
+    ``_is_root`` is known from the start.
+    """
+
+    @property
+    def _is_root(self) -> bool:
+        managed = managed_unit_of(self)
+        return managed is None or managed.tracker is None or managed.number == 0
+
+    @property
+    def _all_handles(self) -> list[_Handle]:
+        return [_Handle(each.unit) for each in managed_units(self) if each.unit.params]
+
+    @property
+    def _handle(self) -> _Handle | None:
+        managed = managed_unit_of(self)
+        return _Handle(managed.unit) if managed is not None and managed.unit.params else None
 
     @property
     def _has_params(self) -> bool:
         return self._flat_param is not None
 
     @property
-    def _flat_param(self) -> _FlatParameter | None:
+    def _flat_param(self) -> _CastableParameter | None:
         managed = managed_unit_of(self)
         params = managed.unit.sharded if managed is not None else []
         low = [each for each in params if each.requires_grad and each.dtype in LOW_PRECISION]
-        return _FlatParameter(managed.unit, low) if managed is not None and low else None
-
-    @property
-    def _handle(self) -> SimpleNamespace:
-        return SimpleNamespace()  # is told the new dtype, which the unit knows
+        return _CastableParameter(managed.unit, low) if managed is not None and low else None

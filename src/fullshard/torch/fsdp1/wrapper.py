@@ -15,7 +15,7 @@ from fullshard.core.layout import Align
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.torch.comm.compressed import CommunicationCompression
 from fullshard.torch.comm.ranks import Where
-from fullshard.torch.fsdp1.flat_params import CastableFlatParameter, mark_flattened
+from fullshard.torch.fsdp1.flat_params import FlatHandles, mark_flattened
 from fullshard.torch.fsdp1.optim_state_dicts import OptimizerStateDicts
 from fullshard.torch.fsdp1.state_dicts import wrappers_in
 from fullshard.torch.fsdp1.units import (
@@ -65,9 +65,7 @@ class _OptionClasses:
     MixedPrecision = MixedPrecision
 
 
-class FullyShardedDataParallel(
-    OptimizerStateDicts, CastableFlatParameter, _OptionClasses, nn.Module
-):
+class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses, nn.Module):
     """Wraps a module whose parameters are sharded as one unit; FSDP1's signature.
 
     With an ``auto_wrap_policy`` the submodules that it picks are wrapped too, each a unit of its
@@ -277,9 +275,7 @@ class FullyShardedDataParallel(
 
     def check_is_root(self) -> bool:
         """Return True unless a wrapper around this one is known to run it. Changes nothing."""
-        managed = managed_unit_of(self)
-        assert managed is not None
-        return managed.tracker is None or managed.number == 0
+        return self._is_root
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce gradients by ``hook``, once, for all units below.

@@ -17,17 +17,20 @@ from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.schedule import OpKind
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm.process_group import group_of
+from fullshard.torch.fsdp2.state import ModuleState
 from fullshard.torch.sharding.initialisation import filled_with_nan
 from fullshard.torch.sharding.shard import (
     refuse_copy,
     refuse_pickle,
     require_gradient_sync,
+    set_separate_reduce_scatter_group,
     take_over_below,
 )
 from fullshard.torch.state.forms import AS_DTENSORS, ask_before_loading, collecting, hand_out
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.tracker import ensure_tracker, tracker_of
-from fullshard.torch.unit.changes import take_over
+from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.unit.changes import rest_on, take_over
 from fullshard.torch.unit.sites import clean_name
 
 __all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
@@ -198,7 +201,7 @@ class FSDPModule:
         not taken from ``comm.allocate``: full parameters have a storage of their own, always.
         """
         unit = _managed(self).unit
-        group = _group(unit.ranks.gather)
+        group = _group(unit.ranks.gather_of_steps)
         unit.custom_gather = lambda full, shard: comm(
             output_tensor=full, input_tensor=shard, group=group, async_op=True
         )
@@ -230,17 +233,21 @@ class FSDPModule:
         now = tracker.prefetch
         tracker.set_prefetch(Prefetch(now.forward, now.backward, max_input_buffers))
 
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Choose between two communicators, for gathers and for reduces, and one for both.
+
+        Two unless it is set. See `fullshard.torch.set_separate_reduce_scatter_group`.
+        """
+        set_separate_reduce_scatter_group(_module(self), enable, recurse=recurse)
+
     # ---- accepted without effect ----------------------------------------------------------------
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """No effect: unused parameters always take part with zeros, so no rank waits in vain."""
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """No effect: reduces have a communicator of their own wherever one can be made."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """No effect: gradients are always summed, and divided separately."""
@@ -250,6 +257,11 @@ class FSDPModule:
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """No effect: parameters' storages are not in symmetric memory."""
+
+    # ---- what libraries reach for ---------------------------------------------------------------
+
+    def _get_fsdp_state(self) -> ModuleState:
+        return ModuleState(_managed(self))
 
     # ---- recovery, and what torch's own methods must do -----------------------------------------
 
@@ -275,6 +287,7 @@ class FSDPModule:
         # to() and its kin, and to_empty(), which gives units on the meta device their memory
         module = _module(self)
         on_meta = any(m.unit.shards.device.type == "meta" for m in managed_units(module))
+        fn = self._having_moved(fn)
         try:
             with filled_with_nan() if on_meta else nullcontext():
                 applied = super()._apply(fn, recurse)  # type: ignore[misc]
@@ -284,6 +297,18 @@ class FSDPModule:
                 managed.unit.show_sharded()  # all of it as it was
             raise
         return applied
+
+    def _having_moved(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Move shards where ``fn`` would, if it only moves; return what is left to do."""
+        moved = False
+        for managed in managed_units(_module(self)):
+            unit = managed.unit
+            if unit.sharded and not unit.on_meta:
+                probe = torch.empty(0, dtype=unit.sharded[0].dtype, device=unit.shards.device)
+                there, home = fn(probe), unit.plan.resting_device
+                if there.dtype == probe.dtype and there.device.type in (home.type, "cpu"):
+                    moved |= rest_on(unit, there.device)
+        return (lambda t: t if isinstance(t, ShardedParameter) else fn(t)) if moved else fn
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refuse: buffers, communicators and hooks are one rank's share of something common."""

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -96,6 +97,7 @@ def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
             "Adam, AdamW, Adagrad, RMSprop, ...), or leave these parameters out of sharding"
         )
     if sharded is not None:
+        _check_low_bit(optimizer, sharded)
         translate(optimizer)
         shard_state(optimizer)
         MergedStep.of(optimizer)
@@ -103,6 +105,26 @@ def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
     setattr(optimizer, _EMPTY, [each for each in held if each.span.numel == 0])
     setattr(optimizer, _CHECKED, seen)
     _count(optimizer)
+
+
+def _check_low_bit(optimizer: Optimizer, sharded: ShardedParameter) -> None:
+    """Refuse what torchao's optimizers with low-bit state cannot do."""
+    kind = type(optimizer)
+    if not any(cls.__module__.startswith("torchao.optim") for cls in kind.__mro__):
+        return
+    if not isinstance(sharded, DTensor):
+        raise NotSupportedError(
+            f"{kind.__name__} keeps its state in blocks of rows, but {sharded.ownership.name!r} is "
+            "sharded by element: use fully_shard, or an elementwise optimizer"
+        )
+    # Importing torch._dynamo takes seconds, and torchao has done so.
+    stance = getattr(torch._dynamo.eval_frame, "_stance", None)
+    compiles = stance is not None and stance.stance != "force_eager"
+    if compiles and not torch._dynamo.config.disable:
+        raise NotSupportedError(
+            f"{kind.__name__} compiles its step, and torch.compile cannot trace sharded parameters "
+            'outside forward: step within torch.compiler.set_stance("force_eager")'
+        )
 
 
 def _count(optimizer: Optimizer) -> None:

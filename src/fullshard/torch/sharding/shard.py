@@ -24,7 +24,7 @@ from fullshard.torch.sharding.same_values import values_are_checked, verify_valu
 from fullshard.torch.step.autograd_calls import watch_autograd
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.tracker import Tracker, ensure_tracker
-from fullshard.torch.unit.changes import give_up, take_over
+from fullshard.torch.unit.changes import gather_apart, give_up, take_over
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites, device_of
 from fullshard.torch.unit.unit import Unit
@@ -37,6 +37,7 @@ __all__ = [
     "refuse_pickle",
     "require_gradient_sync",
     "set_prefetch",
+    "set_separate_reduce_scatter_group",
     "shard_modules",
     "shardable_parameters",
     "take_over_below",
@@ -141,7 +142,18 @@ def shard_modules(
     watch_autograd()
     for module in modules:
         module.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
+        _mark_managed(module)
     return ManagedUnit(modules, params, plan, Tracker.adopt)
+
+
+def _mark_managed(module: nn.Module) -> None:
+    """Leave FSDP's mark on every module inside.
+
+    transformers asks for it: ranks that generate then go on until the last of them has finished,
+    and layers that are dropped at random run nevertheless. torch.compile asks for both.
+    """
+    for each in module.modules():
+        each.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
 def _after_loading(module: nn.Module, _incompatible: object) -> None:
@@ -206,3 +218,21 @@ def set_prefetch(
         raise UsageError("prefetch can only be changed between steps, not in the middle of one")
     reduces = tracker.prefetch.reduces_in_flight
     tracker.set_prefetch(Prefetch(forward, backward, reduces, least_bytes))
+
+
+def set_separate_reduce_scatter_group(
+    module: nn.Module, enable: bool = True, *, recurse: bool = True
+) -> None:
+    """Choose whether gathers and reduces have a communicator each (as made) or share one.
+
+    For the units of ``module`` (``recurse``: and below), between steps; all ranks must choose the
+    same. With two, a gather need not queue behind a reduce, and on NCCL gathers have a stream of
+    high priority. A communicator of NCCL takes memory of the device, at its first use or, if
+    ``init_process_group`` was given a ``device_id``, when it is made: choose one before the first
+    step where that memory is missed. Raises `UsageError` in the middle of a step.
+    """
+    chosen = list(managed_units(module, recurse=recurse))
+    if any(managed.tracker is not None and not managed.tracker.idle for managed in chosen):
+        raise UsageError("communicators can only be chosen between steps, not in the middle of one")
+    for managed in chosen:
+        gather_apart(managed.unit, enable)

@@ -64,6 +64,8 @@ _REGISTRIES = set(nn.Module().__dict__)  # of parameters, modules, hooks
 
 def tensors_with_gradients(structure: Any) -> list[Tensor]:
     """The tensors in ``structure`` that require gradients."""
+    if isinstance(structure, Tensor):  # as most outputs are
+        return [structure] if structure.requires_grad else []
     return list(tensors_in(structure, _requires_grad))
 
 

@@ -60,11 +60,9 @@ def _settle(units: list[Unit]) -> None:
     for comm in comms:
         comm.all_reduce([joined], "max", label="what the backward used").wait()
     most, least = int(joined[0]), -int(joined[1])
-    start = 2
-    for unit, count in zip(units, counts, strict=True):
-        used = joined[start : start + count]
-        unit.gradients.settle(None if bool(used.all()) else used.tolist())
-        start += count
+    used = None if bool(joined[2:].all()) else torch.split(joined[2:], counts)
+    for number, unit in enumerate(units):
+        unit.gradients.settle(None if used is None else used[number].tolist())
     if most != least:
         raise UsageError(
             f"since the backward before this one, optimizers of sharded parameters have made "

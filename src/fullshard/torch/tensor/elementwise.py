@@ -139,6 +139,8 @@ def _local(func: OpOverload, owner: Ownership, arg: Any) -> Any:
     if arg.dim() == 0:
         return arg.full_tensor() if isinstance(arg, DTensor) else arg
     if arg.shape == owner.shape:
+        if isinstance(arg, DTensor) and type(arg._local_tensor) is not Tensor:
+            need_whole(func, owner)  # nobody knows if such elements can be flattened
         return owner.cut(arg)
     raise UnshardedOperationError(
         f"{func}: an operand of shape {tuple(arg.shape)} does not fit {owner}; it must be a "

@@ -12,15 +12,19 @@ to it.
 
 import ctypes
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from fullshard.core.layout import aligned_bytes
 
-__all__ = ["Division", "FlatBuffer", "MemorySource", "dtype_name", "dtype_of"]
+__all__ = ["Division", "FlatBuffer", "MemorySource", "Size", "dtype_name", "dtype_of", "lie_alike"]
+
+Size = tuple[int, torch.dtype]
+"""The number of elements of a tensor in a `FlatBuffer`, and their dtype."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -98,6 +102,17 @@ def _ask_for_huge_pages(address: int, size: int) -> None:
         _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(whole), _MADV_HUGEPAGE)
 
 
+@lru_cache(maxsize=1024)
+def _composition(
+    sizes: tuple[Size, ...],
+) -> tuple[int, torch.dtype, list[int]]:
+    """A buffer's bytes, the dtype of its memory, and how many elements of that each part takes."""
+    taken = [aligned_bytes(numel * dtype.itemsize) for numel, dtype in sizes]
+    dtypes = {dtype for _, dtype in sizes}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+    return sum(taken), dtype, [each // dtype.itemsize for each in taken]
+
+
 class FlatBuffer:
     """Several flat tensors in one storage.
 
@@ -107,28 +122,36 @@ class FlatBuffer:
 
     def __init__(
         self,
-        sizes: Iterable[tuple[int, torch.dtype]],
+        sizes: Iterable[Size],
         device: torch.device,
         *,
         pin: bool = False,
     ):
-        sizes = list(sizes)
-        taken = [aligned_bytes(numel * dtype.itemsize) for numel, dtype in sizes]
-        self.bytes = sum(taken)
-        dtypes = {dtype for _, dtype in sizes}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        sizes = tuple(sizes)
+        self.bytes, dtype, taken = _composition(sizes)
         numel = self.bytes // dtype.itemsize
-        with MemorySource.taking(device, anew=True):
+        with MemorySource.taking(device, anew=True) if MemorySource.is_set else nullcontext():
             self._memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self._storage = self._memory.untyped_storage()
         self._advise()
         if len(sizes) == 1:
             self.flats = [self._memory[: sizes[0][0]]]
             return
-        places = self._memory.split_with_sizes([each // dtype.itemsize for each in taken])
+        places = self._memory.split_with_sizes(taken)
         self.flats = [
             place.view(dtype)[:numel] for place, (numel, dtype) in zip(places, sizes, strict=True)
         ]
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it as a new 1-D view: of the tensors' dtype, or bytes if they have several."""
+        return self._memory.detach()
+
+    @property
+    def by_dtype(self) -> list[torch.Tensor]:
+        """All of it as one tensor if there is one dtype, with what lies between; else ``flats``."""
+        one = bool(self.flats) and self._memory.dtype == self.flats[0].dtype
+        return [self._memory] if one else self.flats
 
     @property
     def version(self) -> int:
@@ -173,6 +196,16 @@ class FlatBuffer:
         self.allocate()
         for flat, value in zip(self.flats, kept, strict=True):
             flat.copy_(value)
+
+
+def lie_alike(sizes: Sequence[Size], others: Sequence[Size]) -> bool:
+    """True if elements of buffers of these sizes lie at the same places, of one dtype in each.
+
+    So what is done to all of them can be done to `FlatBuffer.by_dtype`.
+    """
+    if any(len({dtype for _, dtype in each}) != 1 for each in (sizes, others)):
+        return False
+    return _composition(tuple(sizes))[2] == _composition(tuple(others))[2]
 
 
 class Division:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.core.errors import UsageError
+from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.core.layout import lay_out_segments
 from fullshard.core.spec import ParamSpec
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -23,12 +23,21 @@ __all__ = [
     "LOW_PRECISION",
     "check_initialised",
     "follow_requires_grad",
+    "gather_apart",
     "give_up",
     "rest_in_float32",
+    "rest_on",
     "take_over",
 ]
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def gather_apart(unit: Unit, apart: bool) -> None:
+    """Gather by a communicator apart from that of reduces, or by the same one."""
+    unit.ranks = replace(unit.ranks, one_communicator=not apart)
+    unit.plan = replace(unit.plan, ranks=unit.ranks)
+    unit.full.gather_by(unit.ranks.gather_of_steps)
 
 
 def follow_requires_grad(unit: Unit) -> bool:
@@ -106,6 +115,41 @@ def rest_in_float32(unit: Unit) -> list[Successor]:
 def _raised(spec: ParamSpec) -> ParamSpec:
     low = spec.trainable and dtype_of(spec.dtype) in LOW_PRECISION
     return replace(spec, dtype=dtype_name(torch.float32)) if low else spec
+
+
+def rest_on(unit: Unit, device: torch.device) -> bool:
+    """Keep shards and their gradients on ``device`` from now on; False if they are there already.
+
+    That is the host or where they belong. Memory where they were is released, parameters stay the
+    same objects. A unit whose shards are away cannot be gathered. Between steps. Raises
+    `NotSupportedError` for other devices, `UsageError` on the meta device and while full gradients
+    wait for their reduce.
+    """
+    home = unit.plan.resting_device
+    if device.type == home.type:
+        device = home
+    if device == unit.shards.device:
+        return False
+    if device != home and device.type != "cpu":
+        raise NotSupportedError(
+            f"unit {unit.name!r} rests on {home}, and can be moved to the CPU and back, not to "
+            f"{device}; choose the device when the model is sharded"
+        )
+    waiting = unit.gradients.kept or unit.gradients.reducing
+    if unit.on_meta or waiting or unit.state in (UnitState.GRADS, UnitState.FULL_WITH_GRADS):
+        raise UsageError(
+            f"unit {unit.name!r} cannot be moved to {device} now: it is on the meta device, or "
+            "holds gradients that are not reduced yet. Move it between steps"
+        )
+    values = {each.spec.name: p for each, p in zip(unit.params, unit.sharded, strict=True)}
+    if unit.is_full and not unit.resident:
+        unit.free()
+    plan = replace(unit.plan, values=lambda each: values[each.spec.name])
+    unit.rest_in(Shards(unit.params, unit.layout, plan, device, values))
+    for grad in (param.grad for param in unit.sharded):
+        if isinstance(grad, ShardedParameter):
+            grad.local = grad.local.to(device)
+    return True
 
 
 def _lay_out_anew(

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fullshard.core.errors import NotSupportedError
-from fullshard.torch.comm.protocol import Together, Work
+from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.torch.comm.protocol import Comm, Together, Work
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import Extension
+from fullshard.torch.unit.guards.optimizer_steps import await_before_steps
 from fullshard.torch.unit.packing import Unpacking
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Place, Shards
@@ -54,7 +55,7 @@ class FullParameters:
         self._shards = shards
         self._plan = plan
         self._ranks = plan.ranks
-        self._comm = plan.ranks.gather_of_steps
+        self.gather_by(plan.ranks.gather_of_steps)
         self._watch = watch
         self._copies = plan.offload.to_host and plan.device.type != "cpu"
         self._fetch = CopyStream(plan.device, "to the device")
@@ -63,6 +64,8 @@ class FullParameters:
         converted = bool(self._extensions) or any(s.full_dtype != s.dtype for s in segments)
         self._as_they_rest = not (converted or plan.offload.to_host)
         self.resident = self._ranks.gather.size == 1 and self._as_they_rest
+        away = bool(shards.params) and shards.device != plan.resting_device
+        self._out_of_reach = shards.device if away else None
         self._gathering: Work | None = None
         self._version = -1  # of the shards, when they were gathered
         self.part: FlatBuffer | None = None  # kept from forward to backward, of several slices
@@ -72,6 +75,8 @@ class FullParameters:
         self.params: list[nn.Parameter] = []
         if shards.device.type != "meta":
             self._make_buffer()
+        if not self.resident:
+            await_before_steps(plan.ranks.gather, self)
 
     # ---- building -------------------------------------------------------------------------------
 
@@ -145,12 +150,30 @@ class FullParameters:
             self._watch.watch(index, full)
         return full
 
+    def gather_by(self, comm: Comm) -> None:
+        """Gather by ``comm`` from now on."""
+        self._comm = comm
+
     def rename(self, name: str) -> None:
         """Take the name of the unit."""
         self._name = name
         self._label = f"gather of unit {name!r}"
 
     # ---- gather ---------------------------------------------------------------------------------
+
+    def check_within_reach(self) -> None:
+        """Raise `UsageError` if shards are not where a gather takes them from."""
+        if self._out_of_reach is None:
+            return
+        if self._out_of_reach.type == "meta":
+            raise UsageError(
+                f"unit {self._name!r} is on the meta device still: give its module real memory and "
+                "values first (to_empty and an initialisation, or load_state_dict(assign=True))"
+            )
+        raise UsageError(
+            f"unit {self._name!r} was moved to {self._out_of_reach}: move it back to "
+            f"{self._plan.resting_device} before it is used"
+        )
 
     def gather(self, custom: CustomGather | None) -> None:
         """Start to gather, as ``custom`` does it if it is given (collective)."""
@@ -223,8 +246,7 @@ class FullParameters:
             if self._copies:
                 self._fetch.join()
             if self._arrival is not None and self.part is None:
-                with torch.no_grad():
-                    self._unpacking.copy()
+                self._unpacking.copy()
                 self._arrival.release()
             self._gathering = self.part = None
             if self._extensions:

@@ -22,7 +22,7 @@ from torch import Tensor
 from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Done, Work
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.buffers import Division, FlatBuffer, dtype_of
+from fullshard.torch.unit.buffers import Division, FlatBuffer, dtype_of, lie_alike
 from fullshard.torch.unit.packing import Deliveries, pieces_of, travelling_pieces
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
@@ -61,12 +61,15 @@ class Gradients:
         self._full_sizes = [(s.full_numel, d) for s, d in zip(segments, travel, strict=True)]
         self._slice_sizes = [(s.slice_numel, d) for s, d in zip(segments, travel, strict=True)]
         self._rest_sizes = [(s.slice_numel, d) for s, d in zip(segments, rest, strict=True)]
+        self._rests_alike = lie_alike(self._slice_sizes, self._rest_sizes)
         self._pieces = shards.pieces()
         self._contributions = plan.ranks.size
         self._low_range = any(segment.grad_dtype == "float16" for segment in segments)
         self._moves = plan.resting_device != plan.device
         self._full: FlatBuffer | None = None
         self._views: dict[int, list[Tensor]] = {}  # of each parameter, one or `pieces_of`
+        # What gradients are seen as to fit in one view; () for those that are taken apart.
+        self._seen_as: dict[int, tuple[int, ...]] = {}
         self._padding: list[Tensor] = []  # what lies between the views, and behind them
         self._holey: list[Tensor] = []  # small and packed, with padding here and there
         self._delivered: set[int] = set()  # parameters that the buffer holds, or soon will
@@ -114,11 +117,13 @@ class Gradients:
         for index, place in enumerate(self._shards.places):
             if place.grad_number >= 0:
                 flat = self._full.flats[place.grad_number]
-                self._views[index] = (
-                    travelling_pieces(flat, place.segment, place.slot)
-                    if place.segment.travels_apart
-                    else [flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)]
-                )
+                if not place.segment.travels_apart:
+                    whole = flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)
+                    self._views[index] = [whole]
+                    continue
+                views = self._views[index] = travelling_pieces(flat, place.segment, place.slot)
+                in_one = len(views) == 1 and not place.slot.spec.cut_dim
+                self._seen_as[index] = views[0].shape if in_one else ()
         self._padding, self._holey = [], []
         for segment, flat in zip(self._shards.trainable, self._full.flats, strict=True):
             if segment.travels_apart:
@@ -140,9 +145,14 @@ class Gradients:
                 "gradient; only dense gradients can be reduced (use sparse=False in embeddings)"
             )
         into = self._views[index]
-        parts = [grad]
-        if self._shards.places[index].segment.travels_apart:
-            parts = self._parts(index, grad, into)
+        seen_as = self._seen_as.get(index)
+        if seen_as is None:
+            parts = [grad]
+        elif seen_as:
+            parts = [grad.reshape(seen_as)]
+        else:
+            place = self._shards.places[index]
+            parts = pieces_of(grad, place.slot, place.segment.shards)
         if index in self._delivered:
             self._deliveries.flush()
             for view, part in zip(into, parts, strict=True):
@@ -150,13 +160,6 @@ class Gradients:
             return
         self._deliveries.put(into, parts)
         self._delivered.add(index)
-
-    def _parts(self, index: int, grad: Tensor, into: list[Tensor]) -> list[Tensor]:
-        """Take a gradient apart as what travels: into all ranks' rows at once, as a rule."""
-        place = self._shards.places[index]
-        if len(into) == 1 and not place.slot.spec.cut_dim:
-            return [grad.reshape(into[0].shape)]
-        return pieces_of(grad, place.slot, place.segment.shards)
 
     def drop(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
@@ -242,7 +245,7 @@ class Gradients:
         self._delivered.clear()
         before, _ = self._divisors()
         if before != 1:
-            for flat in full.flats:
+            for flat in full.by_dtype:
                 flat.div_(before)
         if self._plan.ranks.gather.size == 1:
             # With one slice the full gradient is the shard: its memory goes with it.
@@ -282,7 +285,7 @@ class Gradients:
         reduced = self._reduced
         assert reduced is not None
         if self._kept is not None:
-            for flat, earlier in zip(reduced.flats, self._kept.flats, strict=True):
+            for flat, earlier in zip(reduced.by_dtype, self._kept.by_dtype, strict=True):
                 flat.add_(earlier)
             self._kept = None
         replicas = self._plan.ranks.replicas
@@ -341,7 +344,10 @@ class Gradients:
         resting = reduced
         if self._rest_sizes != self._slice_sizes:
             resting = FlatBuffer(self._rest_sizes, plan.device)
-        for to, flat in zip(resting.flats, reduced.flats, strict=True):
+        both = (resting, reduced)
+        # By one kernel, over what lies between slices too, which nobody reads.
+        pairs = [each.by_dtype if self._rests_alike else each.flats for each in both]
+        for to, flat in zip(*pairs, strict=True):
             self._average(to, flat, after)
         return self._evict(resting) if self._moves else resting
 
@@ -350,8 +356,7 @@ class Gradients:
         sizes = [(flat.numel(), flat.dtype) for flat in onboard.flats]
         host = FlatBuffer(sizes, self._plan.resting_device, pin=self._plan.pin)
         with self._to_host.behind_compute():
-            for to, flat in zip(host.flats, onboard.flats, strict=True):
-                to.copy_(flat, non_blocking=True)
+            host.memory.copy_(onboard.memory, non_blocking=True)
         self._leaving.append(onboard)
         if any(param.grad is not None or _has_hooks(param) for param in self._shards.sharded):
             self.synchronize()  # the host adds to them, or looks at them, at once

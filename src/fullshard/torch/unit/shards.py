@@ -106,7 +106,7 @@ class Shards:
         value = values(each)
         if not (value.device.type == "meta" and self.device.type != "meta"):
             local.copy_(span_of(value, ownership))
-        if known is not None and (known.device, known.dtype) == (local.device, local.dtype):
+        if known is not None and (known.is_meta, known.dtype) == (local.is_meta, local.dtype):
             known.local, known.ownership = local, replace(ownership, name=known.ownership.name)
             return known
         param = ShardedParameter.parameter(local, ownership, requires_grad=spec.trainable)

@@ -267,11 +267,7 @@ class Unit:
 
     def gather(self) -> None:
         """Start to gather the full parameters, anew if they are stale (collective)."""
-        if not self.full.params and self.params:
-            raise UsageError(
-                f"unit {self.name!r} is on the meta device still: give its module real memory and "
-                "values first (to_empty and an initialisation, or load_state_dict(assign=True))"
-            )
+        self.full.check_within_reach()
         if self.stale:
             self.free()
         self._move("gather")

@@ -49,24 +49,22 @@ class Writes:
         self._sums: list[Tensor] | None = None
         self._watched = False
 
-    @torch.no_grad()
     def forward_begins(self) -> None:
         """Remember the versions, and in the first forward the values."""
         self._versions = [param._version for param in self._params]
         if not self._watched and self._params and not isinstance(self._params[0], FakeTensor):
-            self._sums = [checksum(param) for param in self._params]
+            self._sums = self._checksums()
 
-    @torch.no_grad()
     def forward_ends(self, names: Sequence[str]) -> None:
         """Raise `UsageError` with the ``names`` of parameters that forward has written to."""
         written: set[str] = set()
-        for number, param in enumerate(self._params):
-            if param._version != self._versions[number]:
-                written.add(names[number])
+        versions = [param._version for param in self._params]
+        if versions != self._versions:
+            pairs = zip(names, versions, self._versions, strict=True)
+            written.update(name for name, now, before in pairs if now != before)
         if self._sums is not None:
             before, self._sums = self._sums, None
-            after = [checksum(param) for param in self._params]
-            differ = (torch.stack(before) != torch.stack(after)).tolist()
+            differ = (torch.stack(before) != torch.stack(self._checksums())).tolist()
             written.update(name for name, each in zip(names, differ, strict=True) if each)
             self._watched = not written
         if written:
@@ -76,3 +74,7 @@ class Writes:
                 "model.parameters() under torch.no_grad() (elementwise, as clamp_), or within "
                 "summon_full_params; keep what is no parameter (codebooks, averages) as a buffer"
             )
+
+    def _checksums(self) -> list[Tensor]:
+        with torch.no_grad():
+            return [checksum(param) for param in self._params]

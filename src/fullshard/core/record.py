@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The events of a step: what one that was recorded tells about itself, and several about the next.
+
+[Note: Followers]
+Layers that are dropped at random, blocks in another order, two models in turn: no step repeats the
+one before, and a record of a whole step is soon left. What is left then is what used to come after
+each unit. A unit's follower is the one that came next in more than half of its last eight
+forwards; without such a majority nothing is foreseen, since a unit gathered in vain costs the wire
+as much as one that is needed. Ranks that see the same events foresee the same.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+__all__ = ["Event", "Followers", "Moment", "first_of_backward", "turns", "upcoming"]
+
+
+class Moment(Enum):
+    """An event of a unit in a step."""
+
+    FORWARD_BEGIN = auto()
+    FORWARD_END = auto()
+    BACKWARD_BEGIN = auto()
+    BACKWARD_END = auto()  # the backwards of all its calls are over, gradients are complete
+    STEP_END = auto()  # end of backward, or of a forward without one
+
+
+class Event(NamedTuple):
+    """``moment`` of unit number ``unit`` (of no unit at STEP_END: -1)."""
+
+    moment: Moment
+    unit: int = -1
+
+
+_BACKWARD = (Moment.BACKWARD_BEGIN, Moment.BACKWARD_END)
+
+
+def first_of_backward(events: Sequence[Event]) -> int:
+    """Return the position of the first event of backward, or the number of events."""
+    backward = (place for place, event in enumerate(events) if event.moment in _BACKWARD)
+    return next(backward, len(events))
+
+
+def upcoming(events: Sequence[Event], position: int, turn: int) -> Iterator[int]:
+    """Yield the units whose use begins after ``events[position]``, up to the end of its phase.
+
+    ``turn`` is the position of the first event of backward.
+    """
+    for place in range(position + 1, turn if position < turn else len(events)):
+        moment, unit = events[place]
+        if moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_BEGIN):
+            yield unit
+
+
+def turns(events: Sequence[Event], position: int) -> bool:
+    """True if the unit whose forward ends at ``position`` is the next one that backward needs."""
+    moment, unit = events[position]
+    if moment is not Moment.FORWARD_END:
+        return False
+    around, in_backward = set(), False
+    for place in range(position + 1, len(events)):
+        moment, other = events[place]
+        if moment is Moment.FORWARD_END:
+            around.add(other)
+        elif other == unit:
+            # Its backward, or in one its recomputation.
+            return moment is Moment.BACKWARD_BEGIN or in_backward
+        elif moment is not Moment.BACKWARD_BEGIN or other not in around:
+            return False
+        in_backward = in_backward or moment is Moment.BACKWARD_BEGIN
+    return False
+
+
+_REMEMBERED = 8
+_NONE = -1
+
+
+class Followers:
+    """Foresees what comes after a unit's forward from earlier steps. See [Note: Followers]."""
+
+    def __init__(self) -> None:
+        self._after: dict[int, deque[int]] = {}
+        self._turned: dict[int, deque[bool]] = {}
+
+    def learn(self, events: Sequence[Event], times: int = 1) -> None:
+        """Remember a step that has run ``times`` times in a row."""
+        turn = first_of_backward(events)
+        begun = [unit for moment, unit in events[:turn] if moment is Moment.FORWARD_BEGIN]
+        ended = [
+            (event.unit, turns(events, place))
+            for place, event in enumerate(events[:turn])
+            if event.moment is Moment.FORWARD_END
+        ]
+        for _ in range(min(times, _REMEMBERED)):
+            for unit, following in zip(begun, [*begun[1:], _NONE], strict=True):
+                self._after.setdefault(unit, deque(maxlen=_REMEMBERED)).append(following)
+            for unit, turned in ended:
+                self._turned.setdefault(unit, deque(maxlen=_REMEMBERED)).append(turned)
+
+    def after(self, unit: int) -> Iterator[int]:
+        """Yield the units that are likely to run forward after ``unit``, in order, each once."""
+        seen = {unit}
+        while True:
+            following, times = Counter(self._after.get(unit, (_NONE,))).most_common(1)[0]
+            if following in seen or following == _NONE or 2 * times <= len(self._after[unit]):
+                return
+            yield following
+            seen.add(following)
+            unit = following
+
+    def turns(self, unit: int) -> bool:
+        """True if the unit's backward is likely to follow its forward."""
+        turned = self._turned.get(unit, ())
+        return 2 * sum(turned) > len(turned)

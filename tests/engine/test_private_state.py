@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Private state of PyTorch's engines that training libraries reach for: what is served, and how."""
+
+import copy
+
+import pytest
+import torch
+from support.models import GPT, Block, loss_of, make_batches, seeded
+from torch import nn
+from torch.distributed.fsdp._runtime_utils import _lazy_init
+
+from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.testing import LocalWorld
+from fullshard.torch import FullyShardedDataParallel, MixedPrecision, fully_shard
+from fullshard.torch.step.managed import managed_units
+from fullshard.wrap import ModuleWrapPolicy
+
+
+def wrapped(comm, **options):
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(seeded(GPT), comm, auto_wrap_policy=policy, **options)
+
+
+def functional(comm):
+    model = seeded(GPT)
+    for block in model.blocks:
+        fully_shard(block, mesh=comm)
+    return fully_shard(model, mesh=comm)
+
+
+def move_by_handles(model, device):
+    """As reinforcement learning does it between training and generation."""
+    with torch.no_grad():
+        _lazy_init(model, model)
+        assert model._is_root
+        for handle in model._all_handles:
+            assert not handle._offload_params
+            flat = handle.flat_param
+            assert flat.data.data_ptr() == flat._local_shard.data_ptr() != 0
+            assert flat.data.size() == flat._local_shard.size()
+            assert flat.data is not flat._local_shard
+            handle.flat_param_to(device, non_blocking=True)
+            flat._local_shard = flat.data
+
+
+def train(model, comm, between=lambda: None):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    part = slice(comm.rank, comm.rank + 1)
+    for inputs, targets in make_batches("gpt", 3, comm.size):
+        loss = loss_of(model(inputs[part]), targets[part])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        between()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_wrapped_model_is_moved_by_handles():
+    def body(comm):
+        model = wrapped(comm)
+        kept = list(model.parameters())
+        losses = train(model, comm, lambda: move_by_handles(model, torch.device("cpu")))
+        assert all(a is b for a, b in zip(model.parameters(), kept, strict=True))
+        inner = model.module.blocks[0]
+        assert not inner._is_root
+        # All memory of a unit is a handle's: that of the root's below, and of its own.
+        mine = {h.flat_param.data.data_ptr() for h in model._all_handles}
+        assert mine == {u.unit.shards.buffer.memory.data_ptr() for u in managed_units(model)}
+        assert inner._handle.flat_param.data.data_ptr() in mine
+        return losses, train(wrapped(comm), comm)
+
+    for moved, stayed in LocalWorld(2).run(body):
+        assert moved == stayed
+
+
+@pytest.mark.parametrize("precision", [None, MixedPrecision(torch.bfloat16)])
+def test_the_memory_of_a_handle_is_that_of_the_parameters(precision):
+    def body(comm):
+        model = FullyShardedDataParallel(nn.Linear(8, 8), comm, mixed_precision=precision)
+        model._handle.flat_param.data.fill_(3.0)
+        assert all(bool((p.local == 3).all()) for p in model.parameters())
+        out = model(torch.ones(1, 8))
+        assert out.tolist() == [[27.0] * 8]
+
+    LocalWorld(2).run(body)
+
+
+def test_shards_that_are_away_are_not_gathered():
+    """The meta device stands for one that the CPU is away from."""
+
+    def body(comm):
+        model = functional(comm)
+        for managed in managed_units(model):
+            managed.unit.full._out_of_reach = torch.device("cuda:0")
+        with pytest.raises(UsageError, match=r"moved to cuda:0: move it back to cpu"):
+            model(torch.zeros(1, 8, dtype=torch.long))
+        with pytest.raises(NotSupportedError, match="rests on cpu"):
+            wrapped(comm)._handle.flat_param_to("cuda")
+
+    LocalWorld(2).run(body)
+
+
+def test_gradients_that_wait_are_not_left_behind():
+    def body(comm):
+        model = FullyShardedDataParallel(nn.Linear(8, 8), comm)
+        with model.no_sync():
+            model(torch.ones(1, 8)).sum().backward()
+        unit = next(managed_units(model)).unit
+        unit.shards.device = torch.device("cuda", 0)  # as if it were to come from there
+        with pytest.raises(UsageError, match="not reduced yet"):
+            model._handle.flat_param_to("cpu")
+
+    LocalWorld(2).run(body)
+
+
+def test_what_is_not_there_says_what_is():
+    def body(comm):
+        handle = wrapped(comm)._handle
+        with pytest.raises(AttributeError, match=r"has \.data, and no _params"):
+            _ = handle.flat_param._params
+        with pytest.raises(AttributeError, match=r"has flat_param, .* and no unshard"):
+            handle.unshard()
+        with pytest.raises(NotSupportedError, match="other memory"):
+            handle.flat_param._local_shard = torch.ones(3)
+        state = functional(comm)._get_fsdp_state()
+        with pytest.raises(AttributeError, match=r"no _fsdp_param_group: .*unshard"):
+            _ = state._fsdp_param_group
+        assert getattr(state, "_fsdp_param_groups", None) is None
+        assert FullyShardedDataParallel(nn.Identity(), comm)._handle is None
+
+    LocalWorld(1).run(body)
+
+
+def test_the_state_of_a_module_knows_the_root():
+    def body(comm):
+        model = functional(comm)
+        block = model.blocks[0]
+        assert model._get_fsdp_state()._is_root is None
+        model._get_fsdp_state()._lazy_init()
+        model(torch.zeros(1, 8, dtype=torch.long))
+        assert model._get_fsdp_state()._is_root is True
+        assert block._get_fsdp_state()._is_root is False
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("door", [wrapped, functional])
+def test_modules_are_marked_as_managed(door):
+    """So transformers lets all ranks generate until the last is done, and drops no layer alone."""
+
+    def body(comm):
+        model = door(comm)
+        assert all(module._is_fsdp_managed_module for module in model.modules())
+        assert not hasattr(copy.copy(GPT()), "_is_fsdp_managed_module")
+
+    LocalWorld(1).run(body)

@@ -107,11 +107,11 @@ def test_working_shard_of_an_offloaded_optimizer():
         for _ in range(3):
             step(wrapped, optimizer)
             seen.append(
-                (unit.full.working.bytes, unit.full.working_version == unit.full.shards_version)
+                (unit.full.working.bytes, unit.full.working_version == unit.full.at_rest._version)
             )
             with torch.no_grad():
                 wrapped(torch.ones(2, WIDTH))
-            seen.append(unit.full.working_version == unit.full.shards_version)
+            seen.append(unit.full.working_version == unit.full.at_rest._version)
         return seen, unit.layout.shard_bytes
 
     for seen, shard_bytes in LocalWorld(2).run(body):

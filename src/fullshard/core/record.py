@@ -12,6 +12,7 @@ as much as one that is needed. Ranks that see the same events foresee the same.
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
+from itertools import pairwise
 from typing import NamedTuple
 
 __all__ = ["Event", "Followers", "Moment", "first_of_backward", "turns", "upcoming"]
@@ -94,7 +95,7 @@ class Followers:
             if event.moment is Moment.FORWARD_END
         ]
         for _ in range(min(times, _REMEMBERED)):
-            for unit, following in zip(begun, [*begun[1:], _NONE], strict=True):
+            for unit, following in pairwise([*begun, _NONE]):
                 self._after.setdefault(unit, deque(maxlen=_REMEMBERED)).append(following)
             for unit, turned in ended:
                 self._turned.setdefault(unit, deque(maxlen=_REMEMBERED)).append(turned)

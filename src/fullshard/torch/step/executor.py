@@ -128,6 +128,8 @@ class Executor:
             if owner is None or (put_off and kind in _ENDS_OF_REDUCES):
                 continue
             unit = owner.unit
+            if kind is OpKind.AWAIT_REDUCE and unit not in self._reducing:
+                continue
             profiled = profiler_runs() and kind in _NAMED
             if profiled:
                 self._marks.begin(kind.value, unit)
@@ -151,7 +153,7 @@ class Executor:
         # A reduce that has completed gives its memory back now, not when the schedule asks for it.
         still = []
         for unit in self._reducing:
-            if not unit.has_reduced:
+            if not unit.gradients.completed:
                 still.append(unit)
             elif unit.do(OpKind.AWAIT_REDUCE):
                 self._let_go_before(unit)

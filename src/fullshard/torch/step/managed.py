@@ -116,7 +116,9 @@ class ManagedUnit:
         self._handled_outside = 0
         # Attributes in which a module's first forward has left tensors, as auxiliary losses are.
         self._features: dict[int, list[AttributePlace]] = {}  # by the module's id
-        self._swapped: list[Swaps] = []  # in the arguments of forwards that run, innermost last
+        self._swapped: list[
+            Swaps | None
+        ] = []  # in the arguments of forwards that run, innermost last
         for module in modules:
             module.__dict__[_ATTRIBUTE] = self
             # What they do is not for graphs: a compiled module's forward is one without them.
@@ -135,21 +137,31 @@ class ManagedUnit:
         if self._modules_run == 0:
             self.call = tracker.forward_begins(self)
         changed = given = (args, kwargs)
-        swaps = Swaps()
-        self._swapped.append(swaps)
+        self._swapped.append(None)
         convert = self._input_conversion
         if convert is not None:
-            changed = _swap(swaps, changed, convert)
+            changed = self._swap(changed, convert)
         if torch.is_grad_enabled():
             self.call = self.call or tracker.new_call(self)
             inputs = tensors_with_gradients(changed)
             if inputs:
                 if any(WATCHED in tensor.__dict__ for tensor in inputs):
-                    changed = _swap(swaps, changed, _own_views())
+                    changed = self._swap(changed, _own_views())
                     inputs = tensors_with_gradients(changed)
                 self.call.watch_inputs(inputs)
         self._modules_run += 1
         return None if changed is given else changed
+
+    def _swap(self, given: tuple[Any, Any], change: Callable[[Tensor], Tensor]) -> Any:
+        """``given`` (args, kwargs) with tensors replaced until the forward ends; or itself."""
+        args, kwargs = given
+        swaps = self._swapped[-1] = self._swapped[-1] or Swaps()
+        new_args = swaps.swap(args, change)
+        # The dict of keyword arguments is the call's own.
+        new_kwargs = {key: swaps.swap(value, change) for key, value in kwargs.items()}
+        if new_args is args and all(new_kwargs[key] is kwargs[key] for key in kwargs):
+            return given
+        return new_args, new_kwargs
 
     @property
     def _input_conversion(self) -> Callable[[Tensor], Tensor] | None:
@@ -170,7 +182,9 @@ class ManagedUnit:
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         failure = sys.exception()
         if self._swapped and not self._inside_itself:
-            self._swapped.pop().undo()
+            swaps = self._swapped.pop()
+            if swaps is not None:
+                swaps.undo()
         if isinstance(failure, CommunicationError) and id(failure) != self._handled_outside:
             # Nothing can be sent any more: the next forward forgets this step.
             self.unit.show_sharded()
@@ -250,17 +264,6 @@ class ManagedUnit:
         self.call = None
         self.unit.drop_gradients()
         self.unit.hide_full()
-
-
-def _swap(swaps: Swaps, given: tuple[Any, Any], change: Callable[[Tensor], Tensor]) -> Any:
-    """``given`` (args, kwargs) with tensors replaced; itself if none was."""
-    args, kwargs = given
-    new_args = swaps.swap(args, change)
-    # The dict of keyword arguments is the call's own.
-    new_kwargs = {key: swaps.swap(value, change) for key, value in kwargs.items()}
-    if new_args is args and all(new_kwargs[key] is kwargs[key] for key in kwargs):
-        return given
-    return new_args, new_kwargs
 
 
 def _own_views() -> Callable[[Tensor], Tensor]:

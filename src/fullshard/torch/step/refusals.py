@@ -43,7 +43,7 @@ def check_backward(managed: ManagedUnit, call: Call, *, failed: bool) -> None:
             "that had delivered their gradients then would deliver them twice. Call zero_grad() "
             "and run forward again"
         )
-    if call.version != unit.full.shards_version:
+    if call.version != unit.full.at_rest._version:
         raise UsageError(
             f"the parameters of unit {unit.name!r} have been changed between its forward and this "
             "backward, as by an optimizer's step: gradients would be neither those of the old nor "

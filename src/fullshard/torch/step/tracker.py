@@ -128,8 +128,7 @@ class Tracker:
         unit, step = managed.unit, managed.step
         step.running += 1
         self.executor.do(Moment.FORWARD_BEGIN, managed)
-        unit.use()
-        unit.forward_begins()
+        unit.begin_forward()
         # Reentrant checkpointing runs a unit with gradients for the first time in backward.
         step.counts = torch.is_grad_enabled() and not (self._in_backward and step.phase.due)
         if step.counts:
@@ -146,7 +145,7 @@ class Tracker:
         outer = [other for other in self._running if other is not managed]
         made_in = self._recomputed or self._forwards
         call = Call(managed, outer[-1].call if outer else None, (made_in, self._events))
-        call.version = managed.unit.full.shards_version
+        call.version = managed.unit.full.at_rest._version
         return call
 
     def _begin_at_the_top(self) -> None:
@@ -197,11 +196,9 @@ class Tracker:
         if self._marks.open:
             self._marks.end("forward", managed.unit)
         if not step.running:
-            managed.unit.forward_ends()
+            managed.unit.end_forward(show_sharded=not step.phase.open)
         if not unseen:
             self.executor.do(Moment.FORWARD_END, managed)
-        if not step.running and not step.phase.open:
-            managed.unit.show_sharded()
         if self.executor.evaluating:
             if not self._running:
                 self.executor.finish_step()
@@ -342,8 +339,7 @@ class Tracker:
         step = managed.step
         if step.phase.due and not unused:
             self._pass_over(after=step.first_begin)
-        step.end_backward()
-        if not step.calls(self._reached):  # else units around it wait for an earlier call
+        if step.end_backward(self._reached):  # else units around it wait for an earlier call
             self._due.pop(managed, None)
         self._active.pop(managed, None)
         step.held_back = managed.unit.trainable and not managed.requires_gradient_sync

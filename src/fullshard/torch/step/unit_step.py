@@ -135,14 +135,18 @@ class UnitStep:
         self.move("begin backward")
         self.begun = True
 
-    def end_backward(self) -> None:
-        """End the backward, and that of the calls it has reached."""
+    def end_backward(self, forwards: Set[int]) -> bool:
+        """End the backward, and that of the calls it has reached.
+
+        True if none is awaited of a call made in one of these ``forwards`` of the root.
+        """
         for call in self.calls():
             if call.begun:
                 call.end()
                 self.forget_call(call)
         self.move("end backward")
         self.arrivals.end_backward()
+        return not self.calls(forwards)
 
     def add_call(self, call: Call) -> None:
         """Await the backward of ``call``."""

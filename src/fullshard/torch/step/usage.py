@@ -33,7 +33,7 @@ def settle_usage(units: Sequence[ManagedUnit]) -> None:
     by_ranks: dict[tuple[int, ...], list[Unit]] = {}
     for managed in units:
         unit = managed.unit
-        if unit.gradients.unsettled:
+        if unit.gradients.absent is not None:
             comms = (unit.ranks.gather, unit.ranks.replicas)
             several = tuple(id(comm) for comm in comms if comm.size > 1)
             by_ranks.setdefault(several, []).append(unit)
@@ -48,12 +48,13 @@ def _settle(units: list[Unit]) -> None:
         for unit in units:
             unit.gradients.settle(None)
         return
-    counts = [unit.gradients.trainable for unit in units]
+    counts = [len(unit.gradients.trained) for unit in units]
     joined = torch.ones(sum(counts) + 2)
     start = 2
     for unit, count in zip(units, counts, strict=True):
-        for place in unit.gradients.absent_places:
-            joined[start + place] = 0
+        for place, index in enumerate(unit.gradients.trained):
+            if index in (unit.gradients.absent or ()):
+                joined[start + place] = 0
         start += count
     steps = max(take_steps(comm) for comm in {unit.ranks.gather for unit in units})
     joined[0], joined[1] = steps, -steps

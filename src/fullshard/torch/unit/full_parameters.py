@@ -53,6 +53,7 @@ class FullParameters:
     def __init__(self, name: str, shards: Shards, plan: Plan, watch: GradientWatch):
         self.rename(name)
         self._shards = shards
+        self.at_rest = shards.buffer.memory  # all of it: its version counts what is written there
         self._plan = plan
         self._ranks = plan.ranks
         self.gather_by(plan.ranks.gather_of_steps)
@@ -178,7 +179,7 @@ class FullParameters:
     def gather(self, custom: CustomGather | None) -> None:
         """Start to gather, as ``custom`` does it if it is given (collective)."""
         self._buffer.allocate()
-        self._version = self.shards_version
+        self._version = self.at_rest._version
         if self.part is not None:
             block = self._ranks.block
             assert block is not None
@@ -233,8 +234,8 @@ class FullParameters:
     def _refreshed_working(self) -> list[Tensor]:
         """The shard on the device in the dtype of computation, as of the optimizer's last step."""
         assert self.working is not None
-        if self.working_version != self.shards_version:
-            self.working_version = self.shards_version
+        if self.working_version != self.at_rest._version:
+            self.working_version = self.at_rest._version
             for to, shard in zip(self.working.flats, self._shards.flats, strict=True):
                 to.copy_(shard.to(self._plan.device, non_blocking=True))
         return self.working.flats
@@ -273,14 +274,9 @@ class FullParameters:
         return total + (self.part.bytes if self.part is not None else 0)
 
     @property
-    def shards_version(self) -> int:
-        """Grows when the shards are written to."""
-        return self._shards.buffer.version
-
-    @property
     def outdated(self) -> bool:
         """True if the shards have been changed since they were gathered."""
-        return not self.resident and self._version != self.shards_version
+        return not self.resident and self._version != self.at_rest._version
 
     # ---- drop -----------------------------------------------------------------------------------
 

@@ -74,8 +74,8 @@ class Gradients:
         self._holey: list[Tensor] = []  # small and packed, with padding here and there
         self._delivered: set[int] = set()  # parameters that the buffer holds, or soon will
         self._deliveries = Deliveries(self._full_sizes, plan.device)
-        self._trained = [i for i, place in enumerate(shards.places) if place.grad_number >= 0]
-        self._absent: set[int] | None = None  # in no reduce since `settle` was called
+        self.trained = [i for i, place in enumerate(shards.places) if place.grad_number >= 0]
+        self.absent: set[int] | None = None  # in no reduce since `settle` was called
         self._zeroed: list[int] = []  # of those, the ones whose ``.grad`` was None until then
         self._reduced: FlatBuffer | None = None
         self._work: Work | None = None
@@ -158,7 +158,11 @@ class Gradients:
             for view, part in zip(into, parts, strict=True):
                 view.add_(part)
             return
-        self._deliveries.put(into, parts)
+        if self._deliveries.wait:
+            self._deliveries.put(into, parts)
+        else:
+            for view, part in zip(into, parts, strict=True):
+                view.copy_(part)
         self._delivered.add(index)
 
     def drop(self) -> None:
@@ -171,33 +175,16 @@ class Gradients:
         if self._full is not None:
             self._full.release()
 
-    @property
-    def trainable(self) -> int:
-        """How many parameters get gradients."""
-        return len(self._trained)
-
-    @property
-    def unsettled(self) -> bool:
-        """True if gradients were reduced since `settle`, and all are delivered."""
-        return self._absent is not None and self._work is None
-
-    @property
-    def absent_places(self) -> list[int]:
-        """The parameters that did not come, by their place among the trainable ones."""
-        if not self._absent:
-            return []
-        return [place for place, index in enumerate(self._trained) if index in self._absent]
-
     def settle(self, used: list[float] | None) -> None:
         """Take away zeros of parameters that no rank has used (None: keep all).
 
         ``used`` has a number for each trainable parameter, 0 where nobody has.
         """
         if used is not None:
-            unused = {index for index, each in zip(self._trained, used, strict=True) if not each}
+            unused = {index for index, each in zip(self.trained, used, strict=True) if not each}
             for index in unused.intersection(self._zeroed):
                 self._shards.sharded[index].grad = None
-        self._absent = None
+        self.absent = None
         self._zeroed.clear()
 
     def _zero_what_did_not_come(self) -> None:
@@ -238,10 +225,11 @@ class Gradients:
         """Start to sum full gradients over the slices; what did not come is zero (collective)."""
         full = self._full
         assert full is not None
-        self._deliveries.flush()
+        if self._deliveries.wait:
+            self._deliveries.flush()
         self._zero_what_did_not_come()
         absent = self._views.keys() - self._delivered
-        self._absent = absent if self._absent is None else self._absent & absent
+        self.absent = absent if self.absent is None else self.absent & absent
         self._delivered.clear()
         before, _ = self._divisors()
         if before != 1:
@@ -320,7 +308,7 @@ class Gradients:
             for index, local in zip(indices, flat.split_with_sizes(numels), strict=True):
                 if index >= 0:
                     param = self._shards.sharded[index]
-                    if self._absent and index in self._absent and param.grad is None:
+                    if self.absent and index in self.absent and param.grad is None:
                         self._zeroed.append(index)
                     _accumulate(param, local)
         for tell in self.settings.on_delivered:

@@ -78,14 +78,13 @@ class Deliveries:
     """
 
     def __init__(self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device):
-        self._most_bytes = 0
-        if device.type != "cpu":
-            self._most_bytes = sum(numel * dtype.itemsize for numel, dtype in sizes) // 8
+        self._most_bytes = sum(numel * dtype.itemsize for numel, dtype in sizes) // 8
+        self.wait = device.type != "cpu" and self._most_bytes > 0  # some, else none ever
         self.clear()
 
     def put(self, views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Copy ``parts``, which nobody else may change, to ``views``: now, or at the next flush."""
-        if not self._most_bytes:
+        if not self.wait:
             for view, part in zip(views, parts, strict=True):
                 view.copy_(part)
             return

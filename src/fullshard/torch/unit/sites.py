@@ -95,25 +95,22 @@ class Holders:
     """The lists and dicts of users that show what modules show of a unit's parameters."""
 
     def __init__(self) -> None:
-        self._held: list[tuple[Holder, str]] = []  # and the parameter's name in the unit
-
-    def __bool__(self) -> bool:
-        return bool(self._held)
+        self.held: list[tuple[Holder, str]] = []  # and the parameter's name in the unit
 
     def follow(self, holder: Holder, name: str, value: Tensor) -> None:
         """Let a place show ``value`` now, and from now on what modules show of ``name``."""
         container, key = holder
         container[key] = value
-        known = ((id(each), other) for (each, other), _ in self._held)
+        known = ((id(each), other) for (each, other), _ in self.held)
         if (id(container), key) not in known:
-            self._held.append((holder, name))
+            self.held.append((holder, name))
 
     def show(self, values: Mapping[str, tuple[Tensor, ...]]) -> None:
         """Show new values by name: the first, where one of the others is shown.
 
         What users have put in its place, and names that another unit has now, are left alone.
         """
-        for (container, key), name in self._held:
+        for (container, key), name in self.held:
             value, *ours = values.get(name, (None,))
             with suppress(LookupError):  # users may change their lists
                 if any(container[key] is each for each in ours):

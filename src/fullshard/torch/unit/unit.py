@@ -100,6 +100,8 @@ class Unit:
     def rest_in(self, shards: Shards) -> None:
         """Rest in ``shards``; make what they are gathered into, and what gradients need."""
         self.shards = shards
+        # Until modules have been given memory for all of the unit's parameters.
+        self.on_meta = shards.device.type == "meta"
         self.layout = shards.layout
         self.trainable = any(shards.seen_trainable)  # there is something to reduce
         self.params, self.sharded = shards.params, shards.sharded
@@ -128,11 +130,6 @@ class Unit:
         """Let the modules use the full parameters; whoever needs them now has gathered them."""
         self._show(self.full.params)
 
-    @property
-    def on_meta(self) -> bool:
-        """True until modules have been given memory for all of the unit's parameters."""
-        return self.shards.device.type == "meta"
-
     def show_sharded(self) -> None:
         """Let the modules show the sharded parameters."""
         self._show(self.sharded)
@@ -143,7 +140,7 @@ class Unit:
         for parameters, key, index in self._sites:
             if full and parameters.get(key) is full[index]:
                 parameters[key] = self.sharded[index]
-        if self._holders:
+        if self._holders.held:
             self._show_in_holders(self.sharded)
 
     def follow(self, holder: Holder, index: int) -> None:
@@ -156,7 +153,7 @@ class Unit:
         self._holders.show({each.spec.name: (value, *ours) for each, value, *ours in named})
 
     def _show(self, values: Sequence[Tensor]) -> None:
-        if self._holders:
+        if self._holders.held:
             self._show_in_holders(values)
         if self._lent:
             for parameters, key, index in self._sites:
@@ -248,15 +245,24 @@ class Unit:
         _ACTIONS[kind](self)
         return True
 
-    def forward_begins(self) -> None:
-        """Watch for writes to the full parameters. See [Note: Writes in forward]."""
-        if self._writes is not None:
-            self._writes.forward_begins()
+    def begin_forward(self) -> None:
+        """Show the full parameters, and watch for writes to them. See [Note: Writes in forward]."""
+        self.use()
+        writes = self._writes
+        if writes is not None:
+            writes.versions = [param._version for param in self.full.params]
+            if writes.is_first:
+                writes.take_values()
 
-    def forward_ends(self) -> None:
+    def end_forward(self, *, show_sharded: bool) -> None:
         """Raise `UsageError` if forward has written to the full parameters."""
-        if self._writes is not None and not self._lent:
-            self._writes.forward_ends([param.ownership.name for param in self.sharded])
+        writes = self._writes
+        if writes is not None and not self._lent:
+            versions = [param._version for param in self.full.params]
+            if writes.is_first or versions != writes.versions:
+                writes.check(versions, [param.ownership.name for param in self.sharded])
+        if show_sharded:
+            self._show(self.sharded)
 
     def use(self) -> None:
         """Show the full parameters, gathered now if somebody has resharded them meanwhile."""
@@ -318,11 +324,6 @@ class Unit:
         False if no reduce was in flight.
         """
         return self.gradients.await_all()
-
-    @property
-    def has_reduced(self) -> bool:
-        """True if no reduce is in flight that `await_reduce` would have to wait for."""
-        return self.gradients.completed
 
     def let_go(self) -> None:
         """Give back the device's copies of gradients that are on their way to the host."""

@@ -45,28 +45,27 @@ class Writes:
 
     def __init__(self, params: Sequence[Tensor]):
         self._params = params
-        self._versions = [param._version for param in params]
+        self.versions = [param._version for param in params]  # as forward began
+        self.is_first = True  # no forward has ended whose values were looked at
         self._sums: list[Tensor] | None = None
-        self._watched = False
 
-    def forward_begins(self) -> None:
-        """Remember the versions, and in the first forward the values."""
-        self._versions = [param._version for param in self._params]
-        if not self._watched and self._params and not isinstance(self._params[0], FakeTensor):
+    def take_values(self) -> None:
+        """Remember the values as forward begins."""
+        if self._params and not isinstance(self._params[0], FakeTensor):
             self._sums = self._checksums()
 
-    def forward_ends(self, names: Sequence[str]) -> None:
-        """Raise `UsageError` with the ``names`` of parameters that forward has written to."""
-        written: set[str] = set()
-        versions = [param._version for param in self._params]
-        if versions != self._versions:
-            pairs = zip(names, versions, self._versions, strict=True)
-            written.update(name for name, now, before in pairs if now != before)
+    def check(self, versions: Sequence[int], names: Sequence[str]) -> None:
+        """Raise `UsageError` with the ``names`` of parameters that forward has written to.
+
+        ``versions`` are those at its end.
+        """
+        pairs = zip(names, versions, self.versions, strict=True)
+        written = {name for name, now, before in pairs if now != before}
         if self._sums is not None:
             before, self._sums = self._sums, None
             differ = (torch.stack(before) != torch.stack(self._checksums())).tolist()
             written.update(name for name, each in zip(names, differ, strict=True) if each)
-            self._watched = not written
+            self.is_first = bool(written)
         if written:
             raise UsageError(
                 f"forward has written to {', '.join(map(repr, sorted(written)))}; full parameters "

@@ -11,7 +11,7 @@ from support.workers import copies_in_forward
 
 from fullshard.core.layout import ALIGN_NUMEL, lay_out
 from fullshard.core.spec import ParamSpec
-from fullshard.testing import LocalWorld
+from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import resting_bytes, tracing
 from fullshard.torch.step.managed import managed_unit_of
 
@@ -134,15 +134,15 @@ def test_a_deleted_model_gives_everything_back():
 def test_a_gather_writes_where_the_parameters_are(monkeypatch):
     """Zero copy: the collective's output is the storage of the parameters that the modules use."""
     gathered_into = []
+    original = LocalComm.all_gather
+
+    def all_gather(comm, pairs, label=""):
+        gathered_into.extend(full.untyped_storage().data_ptr() for full, _ in pairs)
+        return original(comm, pairs, label)
+
+    monkeypatch.setattr(LocalComm, "all_gather", all_gather)
 
     def body(comm):
-        original = comm.all_gather
-
-        def all_gather(pairs, label=""):
-            gathered_into.extend(full.untyped_storage().data_ptr() for full, _ in pairs)
-            return original(pairs)
-
-        comm.all_gather = all_gather
         model = shard_stack(comm, align="element")
         used = []
         for block in model.blocks:

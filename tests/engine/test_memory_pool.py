@@ -158,7 +158,7 @@ def test_registering(entered, fake_world, monkeypatch):
 
 def test_what_registering_refuses(entered, fake_world, monkeypatch):
     units = units_of(sharded())
-    with pytest.raises(NotSupportedError, match="process group with the backend 'fake'"):
+    with pytest.raises(NotSupportedError, match=r"process group with the backend '[^']*fake"):
         memory_pool._register(units, CPU)
     with pytest.raises(NotSupportedError, match="one rank alone"):
         memory_pool._register(units_of(sharded(SoloComm())), CPU)

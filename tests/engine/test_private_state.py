@@ -93,7 +93,7 @@ def test_shards_that_are_away_are_not_gathered():
     def body(comm):
         model = functional(comm)
         for managed in managed_units(model):
-            managed.unit.full._out_of_reach = torch.device("cuda:0")
+            managed.unit.full.out_of_reach = torch.device("cuda:0")
         with pytest.raises(UsageError, match=r"moved to cuda:0: move it back to cpu"):
             model(torch.zeros(1, 8, dtype=torch.long))
         with pytest.raises(NotSupportedError, match="rests on cpu"):

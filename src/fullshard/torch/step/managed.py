@@ -197,7 +197,10 @@ class ManagedUnit:
             dtype = dtype_of(wanted)
             output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
         if self.call is not None:
-            outputs, hidden = outputs_with_gradients(output)
+            if isinstance(output, Tensor):  # as most are
+                outputs, hidden = ([output] if output.requires_grad else []), False
+            else:
+                outputs, hidden = outputs_with_gradients(output)
             self._unseen = self.unit.trainable and hidden
             if outputs:
                 self.call.watch_outputs(outputs)

@@ -232,7 +232,10 @@ class Tracker:
 
     def backward_begins(self, managed: ManagedUnit, call: Call) -> None:
         """A gradient has reached a unit's output: gather it again."""
-        check_backward(managed, call, failed=self._in_backward and self._ending() is None)
+        failed = self._in_backward and self._ending() is None
+        changed = call.version != managed.unit.full.at_rest._version
+        if failed or changed or torch.is_grad_enabled():
+            check_backward(managed, call, failed=failed)
         if not self._in_backward:
             self._enter_backward()
         self._reached.add(call.made_in)

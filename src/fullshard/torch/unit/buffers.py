@@ -117,7 +117,8 @@ class FlatBuffer:
     """Several flat tensors in one storage.
 
     ``flats`` are 1-D views of the given (numel, dtype), in their order; each begins on 32 bytes.
-    Content is undefined at first. ``pin`` asks for page-locked memory.
+    ``by_dtype`` is all of it as one tensor, with what lies between, if all have one dtype, else
+    ``flats``. Content is undefined at first. ``pin`` asks for page-locked memory.
     """
 
     def __init__(
@@ -134,24 +135,21 @@ class FlatBuffer:
             self._memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self._storage = self._memory.untyped_storage()
         self._advise()
+        self.by_dtype = [self._memory] if sizes else []
         if len(sizes) == 1:
             self.flats = [self._memory[: sizes[0][0]]]
             return
         places = self._memory.split_with_sizes(taken)
         self.flats = [
-            place.view(dtype)[:numel] for place, (numel, dtype) in zip(places, sizes, strict=True)
+            place.view(each)[:numel] for place, (numel, each) in zip(places, sizes, strict=True)
         ]
+        if any(each != dtype for _, each in sizes):
+            self.by_dtype = self.flats
 
     @property
     def memory(self) -> torch.Tensor:
         """All of it as a new 1-D view: of the tensors' dtype, or bytes if they have several."""
         return self._memory.detach()
-
-    @property
-    def by_dtype(self) -> list[torch.Tensor]:
-        """All of it as one tensor if there is one dtype, with what lies between; else ``flats``."""
-        one = bool(self.flats) and self._memory.dtype == self.flats[0].dtype
-        return [self._memory] if one else self.flats
 
     @property
     def version(self) -> int:

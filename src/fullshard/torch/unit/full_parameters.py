@@ -6,7 +6,7 @@ Every step brings new values into the same storage, see [Note: Storage identity]
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ class FullParameters:
         self._as_they_rest = not (converted or plan.offload.to_host)
         self.resident = self._ranks.gather.size == 1 and self._as_they_rest
         away = bool(shards.params) and shards.device != plan.resting_device
-        self._out_of_reach = shards.device if away else None
+        self.out_of_reach = shards.device if away else None
         self._gathering: Work | None = None
         self._version = -1  # of the shards, when they were gathered
         self.part: FlatBuffer | None = None  # kept from forward to backward, of several slices
@@ -162,17 +162,15 @@ class FullParameters:
 
     # ---- gather ---------------------------------------------------------------------------------
 
-    def check_within_reach(self) -> None:
-        """Raise `UsageError` if shards are not where a gather takes them from."""
-        if self._out_of_reach is None:
-            return
-        if self._out_of_reach.type == "meta":
+    def refuse_out_of_reach(self, device: torch.device) -> NoReturn:
+        """Raise `UsageError`: shards are on ``device``, from where a gather does not take them."""
+        if device.type == "meta":
             raise UsageError(
                 f"unit {self._name!r} is on the meta device still: give its module real memory and "
                 "values first (to_empty and an initialisation, or load_state_dict(assign=True))"
             )
         raise UsageError(
-            f"unit {self._name!r} was moved to {self._out_of_reach}: move it back to "
+            f"unit {self._name!r} was moved to {device}: move it back to "
             f"{self._plan.resting_device} before it is used"
         )
 

@@ -332,11 +332,14 @@ class Gradients:
         resting = reduced
         if self._rest_sizes != self._slice_sizes:
             resting = FlatBuffer(self._rest_sizes, plan.device)
-        both = (resting, reduced)
-        # By one kernel, over what lies between slices too, which nobody reads.
-        pairs = [each.by_dtype if self._rests_alike else each.flats for each in both]
-        for to, flat in zip(*pairs, strict=True):
-            self._average(to, flat, after)
+            both = (resting, reduced)
+            pairs = [each.by_dtype if self._rests_alike else each.flats for each in both]
+            for to, flat in zip(*pairs, strict=True):
+                self._average(to, flat, after)
+        elif after != 1:
+            # By one kernel, over what lies between slices too, which nobody reads.
+            for flat in reduced.by_dtype:
+                flat.div_(after)
         return self._evict(resting) if self._moves else resting
 
     def _evict(self, onboard: FlatBuffer) -> FlatBuffer:

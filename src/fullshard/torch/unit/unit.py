@@ -273,7 +273,8 @@ class Unit:
 
     def gather(self) -> None:
         """Start to gather the full parameters, anew if they are stale (collective)."""
-        self.full.check_within_reach()
+        if self.full.out_of_reach is not None:
+            self.full.refuse_out_of_reach(self.full.out_of_reach)
         if self.stale:
             self.free()
         self._move("gather")

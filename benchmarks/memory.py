@@ -31,46 +31,14 @@ from report import write_report
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.autograd.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_step import BLOCK
 
+from fullshard.prove.memory import BACKWARD, FORWARD, OVER, Paced, held_bytes
 from fullshard.torch.comm.process_group import ProcessGroupComm
 
 WARM_UP_STEPS = 2
-FORWARD, BACKWARD, OVER = "the step's forward", "the step's backward", "the step is over"
 WHOLE = "a further step and its optimizer's"
-
-
-class Paced:
-    """A communicator all of whose works are complete when issued, or only when waited for.
-
-    Fake ones call themselves incomplete for ever.
-    """
-
-    def __init__(self, comm, at_once):
-        self._comm, self._at_once = comm, at_once
-        self.rank, self.size = comm.rank, comm.size
-
-    def __getattr__(self, name):
-        call = getattr(self._comm, name)
-        if name in ("duplicate", "block"):
-            return lambda *args: Paced(call(*args), self._at_once)
-        if name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
-            return lambda *args, **kwargs: PacedWork(call(*args, **kwargs), self._at_once)
-        return call
-
-
-class PacedWork:
-    def __init__(self, work, at_once):
-        self._work, self._complete = work, at_once
-
-    def wait(self):
-        self._work.wait()
-        self._complete = True
-
-    def is_completed(self):
-        return self._complete
 
 
 def paced_fullshard(at_once):
@@ -123,25 +91,7 @@ def run(shard, options, mark):
 
 def on_cpu(shard, options):
     """Bytes held at rest, and at the peaks of forward and backward, by the profiler's record."""
-
-    def mark(name):
-        with record_function(name):
-            pass
-
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
-        run(shard, options, mark)
-    events = sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    live, phase, peaks = 0, "", {}
-    for event in events:
-        if event.name() in (FORWARD, BACKWARD, OVER):
-            if event.name() == OVER:
-                return {"rest": live, "forward": peaks[FORWARD], "backward": peaks[BACKWARD]}
-            phase = event.name()
-        elif event.name() == "[memory]":
-            live += event.nbytes()
-        peaks[phase] = max(peaks.get(phase, 0), live)
-    raise RuntimeError("the profiler has no record of the step's end")
+    return held_bytes(lambda mark: run(shard, options, mark))
 
 
 def on_gpu(shard, options):

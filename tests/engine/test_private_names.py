@@ -2,6 +2,7 @@
 """Private names of torch: every one that the source uses is in the list, and the list is true."""
 
 import ast
+import importlib
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -192,6 +193,15 @@ def test_a_name_that_is_gone_is_refused_with_the_way_out():
     assert f"pip install 'torch>={CHECKED[0]},<={CHECKED[-1]}'" in message
     assert isinstance(raised.value, ImportError)
     assert isinstance(raised.value, FullshardError)
+
+
+def test_the_engine_is_not_imported_where_one_is_gone(monkeypatch):
+    monkeypatch.delattr(torch._C, "_will_engine_execute_node")
+    with pytest.raises(TorchVersionError, match=r"needs torch._C._will_engine_execute_node, which"):
+        importlib.reload(private_names)
+    # Whichever part of the engine is asked for, its face comes first, and in it this check.
+    face = (SOURCE / "torch/__init__.py").read_text("utf-8")
+    assert "from fullshard" not in face[: face.index("import fullshard.torch.private_names")]
 
 
 def test_versions_are_the_same_everywhere():

@@ -26,9 +26,20 @@ from fullshard.torch import fully_shard, set_prefetch
 from fullshard.torch.comm.process_group import ProcessGroupComm
 from fullshard.train.torch.models import Block, Rotary
 
-__all__ = ["Held", "Scene", "count_all", "memory_claims", "prove_memory"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "OVER",
+    "Held",
+    "Paced",
+    "Scene",
+    "count_all",
+    "held_bytes",
+    "memory_claims",
+    "prove_memory",
+]
 
-_FORWARD, _BACKWARD, _OVER = "the step's forward", "the step's backward", "the step is over"
+FORWARD, BACKWARD, OVER = "the step's forward", "the step's backward", "the step is over"
 _WARM_UP_STEPS = 2
 _MORE = 1.01  # parameters are padded to equal slices, FSDP2's too
 
@@ -66,7 +77,7 @@ class Held:
     unit_bytes: int
 
 
-class _Paced:
+class Paced:
     """A communicator all of whose works are complete when issued, or only when waited for."""
 
     def __init__(self, comm: Any, at_once: bool):
@@ -76,7 +87,7 @@ class _Paced:
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._comm, name)
         if name in ("duplicate", "block"):
-            return lambda *args: _Paced(call(*args), self._at_once)
+            return lambda *args: Paced(call(*args), self._at_once)
         if name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
             return lambda *args, **kwargs: _PacedWork(call(*args, **kwargs), self._at_once)
         return call
@@ -125,7 +136,7 @@ def _ours(at_once: bool) -> Callable[[_Blocks], nn.Module]:
     def shard(model: _Blocks) -> nn.Module:
         world = dist.group.WORLD
         assert world is not None
-        mesh: Any = _Paced(ProcessGroupComm(world), at_once)
+        mesh: Any = Paced(ProcessGroupComm(world), at_once)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
@@ -194,16 +205,34 @@ def count_all(scene: Scene) -> str:
 
 def _count(shard: Callable[[_Blocks], nn.Module], scene: Scene) -> Held:
     gc.collect()
+    plain = _Blocks(scene.shape)
+    unit_bytes = sum(p.numel() * p.element_size() for p in plain.blocks[0].parameters())
+    del plain
+    held = held_bytes(lambda mark: _steps(shard, scene, mark))
+    rest = held["rest"]
+    return Held(rest, held["forward"] - rest, held["backward"] - rest, unit_bytes)
+
+
+def held_bytes(run: Callable[[Callable[[str], None]], None]) -> dict[str, int]:
+    """Return the bytes that the CPU allocator has given out while ``run`` runs, from its begin on.
+
+    ``run(mark)`` marks `FORWARD` and `BACKWARD` where they begin, and `OVER`: ``forward`` and
+    ``backward`` are the peaks until the next mark, ``rest`` is what is held at the last one.
+    """
+
+    def mark(name: str) -> None:
+        with record_function(name):
+            pass
+
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
-        unit_bytes = _steps(shard, scene)
+        run(mark)
     peaks: dict[str, int] = {}
     live, phase = 0, ""
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda each: each.start_ns()):
-        if event.name() == _OVER:
-            transient = (peaks[_FORWARD] - live, peaks[_BACKWARD] - live)
-            return Held(live, *transient, unit_bytes)
-        if event.name() in (_FORWARD, _BACKWARD):
+        if event.name() == OVER:
+            return {"rest": live, "forward": peaks[FORWARD], "backward": peaks[BACKWARD]}
+        if event.name() in (FORWARD, BACKWARD):
             phase = event.name()
         elif event.name() == "[memory]":
             live += event.nbytes()
@@ -211,11 +240,11 @@ def _count(shard: Callable[[_Blocks], nn.Module], scene: Scene) -> Held:
     raise RuntimeError("the profiler has no record of the step's end")
 
 
-def _steps(shard: Callable[[_Blocks], nn.Module], scene: Scene) -> int:
-    """Take some steps, and one between marks that ends with its backward; return a unit's bytes."""
-    plain = _Blocks(scene.shape)
-    unit_bytes = sum(p.numel() * p.element_size() for p in plain.blocks[0].parameters())
-    model = shard(plain)
+def _steps(
+    shard: Callable[[_Blocks], nn.Module], scene: Scene, mark: Callable[[str], None]
+) -> None:
+    """Take some steps, and one between marks that ends with its backward."""
+    model = shard(_Blocks(scene.shape))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     inputs = torch.ones(1, 1, scene.width)
     for _ in range(_WARM_UP_STEPS):
@@ -223,15 +252,9 @@ def _steps(shard: Callable[[_Blocks], nn.Module], scene: Scene) -> int:
         optimizer.step()
         optimizer.zero_grad()
     gc.collect()  # what reference cycles keep alive is nobody's to hold
-    _mark(_FORWARD)
+    mark(FORWARD)
     loss = model(inputs).sum()
-    _mark(_BACKWARD)
+    mark(BACKWARD)
     loss.backward()
     del loss
-    _mark(_OVER)
-    return unit_bytes
-
-
-def _mark(name: str) -> None:
-    with record_function(name):
-        pass
+    mark(OVER)

@@ -82,7 +82,7 @@ def simulation_claims(lines: Sequence[Mapping[str, Any]]) -> Iterator[Claim]:
         "all",
     )
     same = [each for each in lines if "mutant" in each and each["equivalent"]]
-    alarms = [each["mutant"] for each in same if each["found"]]
+    alarms = [each["mutant"] for each in same if each["found"] or each.get("broken")]
     yield Claim.that(
         "changes that are no faults raise no alarm",
         not alarms,

@@ -123,8 +123,9 @@ OPTIONAL: Names = {
     # Without these a state dict under tensor parallelism is refused by name.
     "torch.distributed.device_mesh:DeviceMesh._concatenate": CHECKED,
     "torch.distributed.device_mesh:DeviceMesh._get_root_mesh": CHECKED,
-    # Looked at for optimizers that compile their steps, which have imported it.
-    "torch:_dynamo": CHECKED,
+    # Whether torchao compiles its steps is asked where it has imported torch._dynamo.
+    "torch._dynamo:config.disable": CHECKED,
+    "torch._dynamo:eval_frame": CHECKED,
     "torch._dynamo.eval_frame:_stance": CHECKED,
     # On instances alone, where no check can see them: two marks that we set and torch reads, and
     # the ranks of an earlier generation of sharded tensors.

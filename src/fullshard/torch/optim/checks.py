@@ -117,8 +117,10 @@ def _check_low_bit(optimizer: Optimizer, sharded: ShardedParameter) -> None:
             f"{kind.__name__} keeps its state in blocks of rows, but {sharded.ownership.name!r} is "
             "sharded by element: use fully_shard, or an elementwise optimizer"
         )
-    dynamo: Any = torch._dynamo  # importing it takes seconds, and torchao has done so
-    if dynamo.eval_frame._stance.stance != "force_eager" and not dynamo.config.disable:
+    # Importing torch._dynamo takes seconds, and torchao has done so.
+    stance = getattr(torch._dynamo.eval_frame, "_stance", None)
+    compiles = stance is not None and stance.stance != "force_eager"
+    if compiles and not torch._dynamo.config.disable:
         raise NotSupportedError(
             f"{kind.__name__} compiles its step, and torch.compile cannot trace sharded parameters "
             'outside forward: step within torch.compiler.set_stance("force_eager")'

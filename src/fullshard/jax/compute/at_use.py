@@ -27,7 +27,7 @@ from fullshard.jax.compute.pieces import Weight, array_of, axes_after, before_sc
 from fullshard.jax.compute.policies import OF_ROLLED, keep_computed
 from fullshard.jax.compute.rolled import Roll, roll_up
 
-__all__ = ["run"]
+__all__ = ["gather", "run"]
 
 
 _CALLS = ("jit", "pjit", "closed_call")
@@ -50,7 +50,7 @@ class _Level:
             return x.array
         if id(x) not in self.whole:
             # The weight stays alive with the entry, so that no other gets its identity.
-            self.whole[id(x)] = _gather(self.program, x), x
+            self.whole[id(x)] = gather(self.program, x.array, x.axes), x
         return self.whole[id(x)][0]
 
     def hold(self, x: Any, why: str) -> Any:
@@ -206,21 +206,21 @@ def _bind(each: Any, operands: Sequence[Any]) -> list[Any]:
     return call(alone, *given)
 
 
-def _gather(program: Program, weight: Weight) -> Any:
-    """The whole array on every device of the shard axis; its gradient rests as it does."""
+def gather(program: Program, array: Any, axes: Sequence[Any]) -> Any:
+    """The whole array on every device of the shard axis; its gradient is cut along ``axes``."""
     layout = program.layout
-    kept = layout.sharding(*(_without(layout.shard, axis) for axis in weight.axes))
-    rest = layout.sharding(*weight.axes)
+    kept = layout.sharding(*(_without(layout.shard, axis) for axis in axes))
+    rest = layout.sharding(*axes)
 
     @jax.custom_vjp
-    def gather(x: Any) -> Any:
+    def whole(x: Any) -> Any:
         return lax.with_sharding_constraint(x, kept)
 
     def backward(_: None, gradient: Any) -> tuple[Any]:
         return (lax.with_sharding_constraint(gradient, rest),)
 
-    gather.defvjp(lambda x: (lax.with_sharding_constraint(x, kept), None), backward)
-    return gather(weight.array)
+    whole.defvjp(lambda x: (lax.with_sharding_constraint(x, kept), None), backward)
+    return whole(array)
 
 
 def _without(shard: str, axis: Any) -> Any:

@@ -350,7 +350,7 @@ def test_state_dicts_by_type():
 
 
 def test_a_full_state_dict_on_one_rank_is_told_by_name():
-    """It is collective: a rank that goes on meanwhile meets it in another collective."""
+    """It is collective: a rank that goes on meanwhile waits for it in another collective."""
 
     def body(comm):
         model = wrap(comm)
@@ -361,7 +361,7 @@ def test_a_full_state_dict_on_one_rank_is_told_by_name():
             step(model)
 
     with pytest.raises(LocalWorldError) as told:
-        LocalWorld(2).run(body)
+        LocalWorld(2, timeout_s=4.0).run(body)
     assert "what is in state_dict()" in str(told.value)
     assert "gather of unit" in str(told.value)
 

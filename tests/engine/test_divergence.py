@@ -88,7 +88,6 @@ def test_debug_mode_finds_another_order_before_anything_is_sent(endings):
         assert after_s < workers.TIMEOUT_S
         assert "all_gather (gather of unit 'blocks.2') of " in text
         assert "torch.float32 on ranks 0, 1; " in text
-        # It gathered 2 before it was needed, and 3 ahead, as the others did: then it needs 1.
         assert "all_gather (gather of unit 'blocks.1') of " in text
         assert "on rank 2. Make all ranks" in text
 

@@ -75,10 +75,9 @@ def test_hybrid_sharding_sums_slices_over_the_replicas():
 def test_a_smaller_group_gathers_in_backward_from_what_its_ranks_kept():
     def body(comm):
         model = shard_stack(comm, reshard_after_forward=2)
-        ranks = unit_of(model).ranks
-        from_all, from_block = (
-            count_sent(each, "all_gather") for each in (ranks.apart, ranks.block)
-        )
+        block = unit_of(model).ranks.block
+        apart = unit_of(model).ranks.apart
+        from_all, from_block = count_sent(apart, "all_gather"), count_sent(block, "all_gather")
         from_all.clear()
         trace = traced(model)
         layout = unit_of(model).layout
@@ -154,7 +153,7 @@ def test_parameters_kept_after_backward_are_not_gathered_for_the_next_micro_batc
         model.set_reshard_after_forward(False)
         model.set_reshard_after_backward(False)
         step(model)
-        gathered = count_sent(unit_of(model).ranks.gather_of_steps, "all_gather")
+        gathered = count_sent(unit_of(model).ranks.apart, "all_gather")
         step(model)
         micro_batch = len(gathered)
         torch.optim.SGD(model.parameters(), lr=0.1).step()

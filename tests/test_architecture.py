@@ -14,7 +14,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -196,9 +196,21 @@ class Source:
         return f"{self.path}:{line} {what}"
 
 
+@cache
+def read_source(file: Path) -> Source:
+    return Source(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))
+
+
 def read_sources(*folders: str) -> list[Source]:
-    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
-    return [Source(file.relative_to(ROOT).as_posix(), file.read_text("utf-8")) for file in files]
+    return [
+        read_source(file) for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sources_are_parsed_once() -> Iterator[None]:
+    yield
+    read_source.cache_clear()
 
 
 def imported(node: ast.AST) -> list[str]:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m device programs`, `mutants`, `cost` or `sample`: lines of JSON, see `device.runner`.
+"""`python -m device KIND`: lines of JSON, see `device.runner`.
 
+KIND is one of programs, mutants, cost, orders, memory, schedules (with ``--seeds N``) and sample;
 `table` makes the table of costs in `docs/performance.md`.
 """
 
-import sys
+import argparse
 
 from device import guard
 
@@ -13,4 +14,8 @@ guard.load()
 from device.runner import main  # noqa: E402 - torch is imported after the guard
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(prog="python -m device", description=__doc__)
+    parser.add_argument("kind")
+    parser.add_argument("--seeds", type=int, default=100_000, help="schedules to carry out")
+    given = parser.parse_args()
+    main(given.kind, seeds=given.seeds)

@@ -73,11 +73,39 @@ class Memory:
     written: list[tuple[int, int]] = field(default_factory=list)
 
 
+class Held:
+    """Bytes of the device that are allocated, by the stream whose memory they are."""
+
+    def __init__(self):
+        self.bytes = Counter()
+        self.watch()
+
+    def watch(self):
+        """Look for peaks from now on."""
+        self.peak_bytes = self.total_bytes
+        self.peaks = Counter(self.bytes)
+
+    @property
+    def total_bytes(self):
+        return sum(self.bytes.values())
+
+    @property
+    def reserved_bytes(self):
+        """What the allocator must have reserved: no stream is given what another one has freed."""
+        return sum(self.peaks.values())
+
+    def change(self, home, size):
+        self.bytes[home] += size
+        self.peaks[home] = max(self.peaks[home], self.bytes[home])
+        self.peak_bytes = max(self.peak_bytes, self.total_bytes)
+
+
 class Machine:
     """One rank's device and host. ``findings`` are what it did wrong, ``syncs`` host waits."""
 
-    def __init__(self, answer=lambda: False, costs=None):
+    def __init__(self, answer=lambda: False, costs=None, *, completes_at_once=False):
         self.answer = answer
+        self.completes_at_once = completes_at_once
         self.costs = costs or Costs()
         self.clocks = {HOST: {HOST: 0}, COMPUTE: {COMPUTE: 0}}
         self.current = COMPUTE
@@ -90,6 +118,7 @@ class Machine:
         self.questions = 0
         self.running = False
         self._freed = []
+        self.held = Held()
 
     # ---- order ----------------------------------------------------------------------------------
 
@@ -155,6 +184,7 @@ class Machine:
     def allocate(self, size, home, label, *, pinned=False):
         if home != HOST:
             self._check_reuse(size, home, label)
+            self.held.change(home, size)
         memory = Memory(size, home, label, pinned)
         if home != HOST:
             # Another stream must come after those who had it before, as the home stream does.
@@ -166,6 +196,8 @@ class Machine:
         memory.gone = True
         if memory.home != HOST and memory.size:
             self._freed.append(memory)
+            if not memory.known:
+                self.held.change(memory.home, -memory.size)
 
     def _check_reuse(self, size, home, label):
         clock = dict(self.clock(home))

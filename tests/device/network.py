@@ -71,7 +71,9 @@ class Network:
 class Work(dist.Work):
     def __init__(self, machine, position, kept):
         super().__init__()
-        self._machine, self._position, self._kept = machine, position, kept
+        self._machine, self._position = machine, position
+        # Whoever looks after works lets go of the tensors of those that are done.
+        self._kept = None if machine.completes_at_once else kept
 
     def wait(self, timeout=None):
         self._machine.put_behind(self._machine.current, self._position)

@@ -84,10 +84,10 @@ class Job:
         return loss_of(model(x), x)
 
 
-def run(wanted, rank=0, answer=lambda: False):
+def run(wanted, rank=0, machine=None):
     """Run one program as ``rank``; returns the machine."""
     size = torch.Size(wanted.shape).numel()
-    with rank_of_job(rank, size, answer) as machine:
+    with rank_of_job(rank, size, machine) as machine:
         names = ("replicate", "shard")[-len(wanted.shape) :]
         mesh = init_device_mesh("cuda", wanted.shape, mesh_dim_names=names)
         # Neither meshes nor groups can be made of fake tensors.
@@ -483,6 +483,19 @@ class Stack(nn.Module):
         for number in self.order:
             x = self.blocks[number](x)
         return x
+
+
+@program("three units", steps=1)
+def _(job):
+    with torch.device("cuda"):
+        model = Stack([nn.Linear(8, 8, bias=False) for _ in range(3)])
+    shard(model, job.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def each_step(number):
+        model(torch.zeros(2, 8, device="cuda")).sum().backward()
+
+    job.train(model, optimizer, each_step=each_step)
 
 
 @program("blocks dropped and in changing order", steps=6)

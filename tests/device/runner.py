@@ -7,8 +7,11 @@ import json
 import random
 import time
 import traceback
+from contextlib import nullcontext
 
-from device import cost
+from device import cost, memory
+from device.interleavings import Recorder, Trace
+from device.machine import Machine
 from device.mutants import EQUIVALENT, MUTANTS, applied
 from device.programs import CONTROLS, PROGRAMS, run
 
@@ -51,7 +54,7 @@ def report(name, wanted, rank, kind):
     result = {"program": name, "rank": rank, "answers": kind, "failure": None}
     nothing = {"findings": [], "unexpected": [], "collectives": [], "urgent": [], "questions": 0}
     try:
-        machine = run(wanted, rank, answers(kind))
+        machine = run(wanted, rank, Machine(answers(kind)))
     except Exception:
         return result | nothing | {"failure": traceback.format_exc(limit=-6)}
     return result | {
@@ -107,7 +110,53 @@ def judge(mutant):
     return verdict
 
 
-def main(kind):
+# Faults that carrying out schedules must find by itself.
+RACES = (
+    "gathers are not waited for",
+    "reduces are not waited for",
+    "full gradients are freed when the reduce is issued",
+    "evictions are not marked",
+    "fetches do not wait for compute",
+)
+
+
+def schedules(name, seeds, placements, mutant=None):
+    """Carry out so many interleavings of a program's tasks, over so many places of its memory."""
+    recorder = Recorder()
+    with applied(MUTANTS[mutant]) if mutant else nullcontext():
+        run(PROGRAMS[name], 0, recorder)
+    conflicts, wrong, begin = 0, 0, time.process_time()
+    for placement in range(placements):
+        trace = Trace(recorder, placement)
+        conflicts += len(trace.conflicts())
+        mine = range(placement, seeds, placements)
+        wrong += sum(trace.wrong_reads(seed) is not None for seed in mine)
+    interleavings, cuts = trace.count(most=100_000)
+    return {
+        "schedules": name,
+        "mutant": mutant,
+        "seeds": seeds,
+        "tasks": len(trace.tasks),
+        "timelines": len(trace.queues),
+        "conflicts": conflicts,
+        "wrong": wrong,
+        "questions": recorder.questions,
+        "interleavings": interleavings and float(interleavings),
+        "cuts": cuts,
+        "seconds": round(time.process_time() - begin, 2),
+    }
+
+
+def all_schedules(seeds):
+    """Share out ``seeds`` among the programs; a few for each race."""
+    share = -(-seeds // len(PROGRAMS))
+    for name in PROGRAMS:
+        yield schedules(name, share, 10)
+    for mutant in RACES:
+        yield schedules(MUTANTS[mutant].programs[0], 100, 10, mutant)
+
+
+def main(kind, *, seeds=100_000):
     if kind in ("programs", "sample"):
         known = PROGRAMS | CONTROLS
         wanted = requests(known, OTHERWISE)
@@ -124,5 +173,16 @@ def main(kind):
     if kind in ("cost", "sample"):
         for line in cost.lines(cost.CASES if kind == "cost" else cost.FEW_CASES):
             print(json.dumps(line), flush=True)
+    if kind in ("schedules", "sample"):
+        few = (("three units", 200, 4), ("offload", 40, 4), ("full", 40, 4, RACES[2]))
+        found = all_schedules(seeds) if kind == "schedules" else (schedules(*each) for each in few)
+        for line in found:
+            print(json.dumps(line), flush=True)
+    if kind in ("orders", "sample"):
+        for line in cost.orders(*([("two models in turn",)] if kind == "sample" else [])):
+            print(json.dumps(line), flush=True)
+    if kind in ("memory", "sample"):
+        for case in memory.CASES if kind == "memory" else memory.FEW_CASES:
+            print(json.dumps(memory.memory_of(*case)), flush=True)
     if kind == "table":
         print(cost.table(list(cost.lines(cost.CASES))))

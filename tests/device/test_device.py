@@ -42,7 +42,7 @@ def ask(kind):
 
 @pytest.fixture(scope="module")
 def answers():
-    everything = ("programs", "mutants", "cost")
+    everything = ("programs", "mutants", "cost", "orders", "memory", "schedules")
     return [each for kind in everything for each in ask(kind)] if FULL else ask("sample")
 
 
@@ -103,6 +103,22 @@ def test_every_fault_is_found(answers):
     assert not any(alarms.values()), alarms
 
 
+def test_every_interleaving_reads_the_same(answers):
+    """Carried out one by one, without the clocks by which races are found otherwise."""
+    carried_out = [each for each in answers if "schedules" in each]
+    right = [each for each in carried_out if each["mutant"] is None]
+    assert sum(each["seeds"] for each in right) >= (100_000 if FULL else 240)
+    for each in right:
+        assert (each["conflicts"], each["wrong"], each["questions"]) == (0, 0, 0), each
+    small = next(each for each in right if each["schedules"] == "three units")
+    assert small["interleavings"] > 1e9  # all of them one class, as no two tasks conflict
+    faults = [each for each in carried_out if each["mutant"] is not None]
+    assert faults
+    for each in faults:
+        assert each["conflicts"], each
+        assert each["wrong"], each
+
+
 # Of the model of a step, see `device.cost`: launches, bytes and collectives beyond the plain model
 # for two blocks. Less is better; what rises needs a reason.
 LAUNCHES = {"bf16": 18, "fp32": 16}
@@ -125,3 +141,28 @@ def test_a_modelled_step_costs_no_more_than_before_and_than_fsdp2s(answers):
             assert launches - bare["compute_launches"] <= LAUNCHES[reduces]
             assert mine["compute_bytes"] - bare["compute_bytes"] <= COMPUTE_BYTES[reduces]
             assert mine["collectives"] <= COLLECTIVES
+
+
+def test_two_models_in_turn_cost_no_more_than_fsdp2s(answers):
+    """Each is replayed, though no step repeats the one before."""
+    costs = [each for each in answers if each.get("order") == "two models in turn"]
+    step_ms = {each["engine"]: each["step_ms"] for each in costs}
+    assert step_ms["fullshard"] <= step_ms["FSDP2"]
+
+
+# Units beyond what rests, at the peak of a step, see `device.memory`. What rises needs a reason.
+ALLOCATED_UNITS = {"fp32": 4.05, "bf16": 3.7, "bf16, reduced in fp32": 5.8}
+
+
+def test_a_step_needs_no_more_memory_than_before_and_than_fsdp2s(answers):
+    """Of what is allocated FSDP2 holds less, but each of its streams reserves memory of its own."""
+    found = {
+        (each["engine"], each["dtypes"], each["reduces complete"]): each
+        for each in answers
+        if "reserved_units" in each
+    }
+    ours = {key: each for key, each in found.items() if key[0] != "FSDP2"}
+    assert len(ours) == (12 if FULL else 1)
+    for (_, dtypes, condition), mine in ours.items():
+        assert mine["reserved_units"] <= found["FSDP2", dtypes, condition]["reserved_units"]
+        assert mine["allocated_units"] <= ALLOCATED_UNITS[dtypes]

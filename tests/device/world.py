@@ -28,12 +28,12 @@ from fullshard.torch.unit.sites import notes_on
 
 
 @contextmanager
-def rank_of_job(rank, size, answer=lambda: False, costs=None):
+def rank_of_job(rank, size, machine=None):
     """Within, torch runs on a simulated device as one rank of ``size``; yields its `Machine`.
 
     Groups and meshes are to be made here; the program runs within `on_device`.
     """
-    machine = Machine(answer, costs)
+    machine = machine or Machine()
     memories = Memories(machine)
     resize = torch.UntypedStorage.resize_
 

@@ -72,6 +72,7 @@ ACTING = {
     "overlap_optimizer",
     "register_fsdp_forward_method",
     "set_prefetch",
+    "set_separate_reduce_scatter_group",
     "use_memory_pool",
 }
 

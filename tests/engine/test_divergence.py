@@ -101,9 +101,9 @@ def test_point_13_unequal_numbers_of_batches_name_the_ways_out(endings, rank):
 
 def test_ranks_in_different_units_do_not_take_each_others_slices(endings):
     assert re.search(
-        r"rank 1: (failed )?in gather of unit 'blocks.3'", endings["other order", 0][3]
+        r"rank 1: (failed )?in gather of unit 'blocks.1'", endings["other order", 0][3]
     )
-    assert "gather of unit 'blocks.3' failed on rank 1" in endings["other order", 1][3]
+    assert "gather of unit 'blocks.1' failed on rank 1" in endings["other order", 1][3]
 
 
 def test_debug_mode_finds_another_order_before_anything_is_sent(endings):
@@ -113,7 +113,7 @@ def test_debug_mode_finds_another_order_before_anything_is_sent(endings):
         assert after_s < workers.TIMEOUT_S
         assert "all_gather (gather of unit 'blocks.2') of " in text
         assert "torch.float32 on ranks 0, 1; " in text
-        assert "all_gather (gather of unit 'blocks.3') of " in text
+        assert "all_gather (gather of unit 'blocks.1') of " in text
         assert "on rank 2. Make all ranks" in text
 
 

@@ -76,7 +76,8 @@ def test_a_smaller_group_gathers_in_backward_from_what_its_ranks_kept():
     def body(comm):
         model = shard_stack(comm, reshard_after_forward=2)
         block = unit_of(model).ranks.block
-        from_all, from_block = count_sent(comm, "all_gather"), count_sent(block, "all_gather")
+        apart = unit_of(model).ranks.apart
+        from_all, from_block = count_sent(apart, "all_gather"), count_sent(block, "all_gather")
         from_all.clear()
         trace = traced(model)
         layout = unit_of(model).layout
@@ -152,7 +153,7 @@ def test_parameters_kept_after_backward_are_not_gathered_for_the_next_micro_batc
         model.set_reshard_after_forward(False)
         model.set_reshard_after_backward(False)
         step(model)
-        gathered = count_sent(comm, "all_gather")
+        gathered = count_sent(unit_of(model).ranks.apart, "all_gather")
         step(model)
         micro_batch = len(gathered)
         torch.optim.SGD(model.parameters(), lr=0.1).step()

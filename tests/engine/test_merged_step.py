@@ -16,6 +16,7 @@ from fullshard.core.layout import lay_out
 from fullshard.core.spec import ParamSpec
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import fully_shard
+from fullshard.torch.optim.checks import watch_optimizers
 from fullshard.torch.optim.merged_step import ELEMENTWISE, MergedStep
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -51,6 +52,7 @@ UNLIKE = {
 
 @pytest.fixture(autouse=True)
 def _optimizers_are_looked_at():
+    watch_optimizers()
     mark_replaced(nn.Parameter(torch.ones(1)), "any")
 
 
@@ -457,3 +459,25 @@ def test_a_sharded_model_trains_as_with_a_class_that_nobody_knows():
             assert all(map(torch.equal, got, expected))
 
     LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize(("width", "runs"), [(128, 1), (12, 4)])
+def test_a_unit_of_rows_is_a_run_though_small_parameters_lie_before_large_ones(width, runs):
+    """On a CPU a run ends behind a span of 36 elements, or of 3."""
+
+    def body(comm):
+        model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+        for param in model.parameters():
+            nn.init.constant_(param, 0.1)
+        model = fully_shard(model, mesh=comm, align="row")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(1, width)).sum().backward()
+        optimizer.step()
+        (plan,) = MergedStep.of(optimizer)._plans.values()
+        assert len(plan.runs) == runs
+        if runs == 1:
+            assert plan.runs[0].members == [1, 3, 0, 2]
+        assert sorted(i for run in plan.runs for i in run.members) == [0, 1, 2, 3]
+        return [param.full_tensor() for param in model.parameters()]
+
+    assert all(map(torch.equal, *LocalWorld(4).run(body)[:2]))

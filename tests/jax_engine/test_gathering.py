@@ -230,6 +230,40 @@ def test_functions_within_functions_are_seen_through():
     assert largest <= 6 * 6
 
 
+def test_stacks_that_are_changed_before_their_scan_stay_cut():
+    """As users do: transposed, masked, merged with adapters, stacked by hand, penalised, in jit."""
+    mask = np.tril(np.ones((16, 16), np.float32))
+
+    def through(stack, x):
+        body = jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None))
+        return jax.lax.scan(body, x, stack)[0]
+
+    def loss_fn(params, x):
+        w, other = params["w"], params["other"]
+        x = through(jnp.swapaxes(w, 1, 2) * 0.5, x) + through(w * mask, x)
+        x = through(w / jnp.linalg.norm(w, axis=2, keepdims=True), x)
+        x = through(other + params["a"] @ params["b"], x) + through(other[::-1], x)
+        x = through(w.reshape(3, 1, 16, 16)[:, 0], x) + through(other[jnp.array([2, 0])], x)
+        x = through(jax.jit(lambda p: jnp.stack(p))(params["list"]), x)
+        x = through(jnp.concatenate([w, other]), x)
+        return (x**2).mean() + 1e-3 * sum((w**2).sum() for w in jax.tree.leaves(params))
+
+    keys = iter(jax.random.split(jax.random.key(0), 7))
+    shapes = {"w": (3, 16, 16), "other": (3, 16, 16), "a": (3, 16, 2), "b": (3, 2, 16)}
+    params = {name: jax.random.normal(next(keys), shape) / 4 for name, shape in shapes.items()}
+    params["list"] = [jax.random.normal(next(keys), (16, 16)) / 4 for _ in range(3)]
+    batch = VECTORS["x"].repeat(3, 1)[:, :16]
+    step = make_train_step(params, optax.sgd(0.1), loss_fn, create_mesh())
+    expected, after = models.train_alone(params, optax.sgd(0.1), loss_fn, [batch])
+    losses, found, _ = models.train_sharded(step, [batch])
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, x in found.items():
+        np.testing.assert_allclose(x, after[name], atol=2e-5)
+    assert not any("gathered from" in note for note in step.notes)
+    assert step.coverage == 1.0
+    assert max(e.arrays[0][1] for e in communication(step, batch).of("all-gather")) <= 16 * 16
+
+
 class LoRAParam(nnx.Param):
     pass
 
@@ -314,9 +348,17 @@ def test_what_stays_gathered_is_said_by_array():
         return first + jax.lax.while_loop(lambda x: x < 1, step, jax.lax.stop_gradient(first))
 
     params = {"rows": jnp.ones((64, 3)), "factor": jnp.full(8, 2.0)}
+    batch = np.ones(8, np.float32)
     step = make_train_step(params, optax.sgd(0.1), loss_fn, create_mesh(fsdp=4))
-    step.lowered(np.ones(8, np.float32))
+    assert step.coverage == 1.0
+    why = r"100.0% of all bytes .*\n  rows \(64, 3\), 768 B: gathered .*: a scan takes"
+    with pytest.raises(ConfigurationError, match=why):
+        step.lowered(batch)
+    step = step.variant(at_most_unsharded=1.0)
+    step.lowered(batch)
     assert any(
         "rows, 768 B, is gathered from beginning to end: a scan takes" in n for n in step.notes
     )
     assert any(n.endswith("a while loop uses it") for n in step.notes), step.notes
+    assert step.coverage == 0.0
+    assert "800 B gathered from beginning to end" in step.describe()

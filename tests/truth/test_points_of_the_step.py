@@ -633,30 +633,51 @@ def test_point_09_losses_on_features_from_inside_a_unit_equal_one_process(door, 
     LocalWorld(2).run(body)
 
 
-def test_point_09_a_backward_into_a_unit_that_nobody_has_announced_is_named():
-    class Hiding(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+class Taken:
+    x = None
 
-        def forward(self, x, taken):
-            taken.x = self.last(self.first(x))
-            return self.last(taken.x)
 
-    class Taken:
-        x = None
+class HidingMatrices(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
 
+    def forward(self, x, taken):
+        taken.x = self.last(self.first(x))
+        return self.last(taken.x)
+
+
+class HidingScales(nn.Module):
+    """Products with bare parameters: kernels that read where no memory is."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.ones(3)), nn.LayerNorm(3)
+
+    def forward(self, x, taken):
+        taken.x = self.norm(x * self.scale) * self.scale
+        return taken.x * self.scale
+
+
+@pytest.mark.parametrize("kind", [HidingMatrices, HidingScales])
+@pytest.mark.parametrize("door", DOORS)
+def test_point_09_a_backward_into_a_unit_that_nobody_has_announced_is_named(kind, door):
     def body(comm):
-        model, taken = (
-            fully_shard(seeded(Hiding).double(), mesh=comm, reshard_after_forward=True),
-            Taken(),
-        )
+        model, taken = seeded(kind).double(), Taken()
+        if door == "wrapper":
+            model = shard(nn.Sequential(model), comm, door, [kind]).module[0]
+        else:
+            fully_shard(model, mesh=comm, reshard_after_forward=True)
         model(X, taken)
         with pytest.raises(UsageError, match="from inside the unit"):
             taken.x.square().sum().backward()
-        model(X, taken).sum().backward()
-        plain = seeded(Hiding).double()
-        plain(X, taken).sum().backward()
+        with torch.no_grad():
+            model(X, taken)
+        for _ in range(2):  # on demand, then by the record
+            model.zero_grad()
+            model(X, taken).square().sum().backward()
+        plain = seeded(kind).double()
+        plain(X, taken).square().sum().backward()
         assert_grads(model, plain)
 
     LocalWorld(2).run(body)

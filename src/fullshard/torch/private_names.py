@@ -34,6 +34,7 @@ ENGINE: Names = dict.fromkeys(
         "torch.autograd.graph:Node._sequence_nr",
         # Tensors: versions, views, hooks, classes of our own.
         "torch:_C._increment_version",
+        "torch:_C._autograd._unsafe_set_version_counter",
         "torch:_C._disabled_torch_function_impl",
         "torch:_C.DisableTorchFunctionSubclass",
         "torch:_C._SetExcludeDispatchKeyGuard",

@@ -18,8 +18,9 @@ What a user has said goes first: patterns of a `Rule`, and axis names that a var
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from jax.sharding import PartitionSpec
 
@@ -253,28 +254,46 @@ def _used(axes: Iterable[Axis]) -> set[str]:
     return {part for axis in axes for part in _parts(axis)}
 
 
-def coverage(placements: Iterable[Placement]) -> float:
-    """The share of all bytes that the shard axis cuts, from 0 to 1; 1 if there are none."""
+def coverage(placements: Iterable[Placement], held: Collection[str] = ()) -> float:
+    """The share of all bytes that the shard axis cuts, from 0 to 1; 1 if there are none.
+
+    Arrays whose names are in ``held`` do not count: they are whole while a step runs.
+    """
     total = sharded = 0
     for each in placements:
         total += each.spec.bytes
-        sharded += each.spec.bytes if each.sharded else 0
+        sharded += each.spec.bytes if each.sharded and each.name not in held else 0
     return sharded / total if total else 1.0
 
 
-def refuse_low_coverage(placements: Sequence[Placement], at_most_unsharded: float) -> None:
-    """Raise `ConfigurationError` if more than that share of the bytes is not sharded."""
-    missing = 1 - coverage(placements)
+def refuse_low_coverage(
+    placements: Sequence[Placement],
+    at_most_unsharded: float,
+    held: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raise `ConfigurationError` if more than that share of the bytes is not sharded.
+
+    ``held`` are arrays that are whole from the beginning of a step to its end, with the reason.
+    """
+    missing = 1 - coverage(placements, held)
     if missing <= at_most_unsharded:
         return
-    kept = [each for each in placements if not each.sharded]
+    kept = [each for each in placements if not each.sharded or each.name in held]
     kept.sort(key=lambda each: -each.spec.numel)
     lines = [
-        f"  {each.name} {each.spec.shape}, {bytes_text(each.rest_bytes)}: {each.reason}"
+        f"  {each.name} {each.spec.shape}, {bytes_text(each.spec.bytes)}: "
+        f"{each.reason or 'gathered from beginning to end: ' + held[each.name]}"
         for each in kept[:5]
     ]
     raise ConfigurationError(
         f"{missing:.1%} of all bytes would be on every device, more than "
-        f"{at_most_unsharded:.0%}; the largest:\n" + "\n".join(lines) + "\n"
-        "make_train_step pads and shards any shape; or allow it with at_most_unsharded=1.0"
+        f"{at_most_unsharded:.0%}; the largest:\n"
+        + "\n".join(lines)
+        + "\n"
+        + (
+            "cut another dimension by Rule(dims={pattern: dimension})"
+            if held
+            else "make_train_step pads and shards any shape"
+        )
+        + "; or allow it with at_most_unsharded=1.0"
     )

@@ -19,22 +19,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fullshard.core.text import bytes_text
+from fullshard.core.spec import ParamSpec
+from fullshard.jax.arrays.rule import place
 from fullshard.jax.compute.context import Program
 from fullshard.jax.compute.jaxprs import call, is_literal, part
+from fullshard.jax.compute.pieces import Weight, array_of, axes_after, before_scans
 from fullshard.jax.compute.policies import OF_ROLLED, keep_computed
 from fullshard.jax.compute.rolled import Roll, roll_up
 
-__all__ = ["Weight", "run"]
+__all__ = ["gather", "run"]
 
 
-@dataclass(eq=False)
-class Weight:
-    """A weight at rest, in its true shape, and what cuts each of its dimensions."""
-
-    array: Any
-    axes: tuple[Any, ...]
-    name: str
+_CALLS = ("jit", "pjit", "closed_call")
 
 
 @dataclass
@@ -54,16 +50,18 @@ class _Level:
             return x.array
         if id(x) not in self.whole:
             # The weight stays alive with the entry, so that no other gets its identity.
-            self.whole[id(x)] = _gather(self.program, x), x
+            self.whole[id(x)] = gather(self.program, x.array, x.axes), x
         return self.whole[id(x)][0]
 
     def hold(self, x: Any, why: str) -> Any:
         """Gather a weight for longer than its use, and say so."""
         if isinstance(x, Weight) and self.program.mode == "weights":
-            self.program.note(
-                f"{x.name}, {bytes_text(x.array.nbytes)}, is gathered from beginning to end: {why}"
-            )
+            self.program.hold(x.name, x.array.nbytes, why)
         return self.gather(x)
+
+    def constrained(self, array: Any, axes: Any) -> Any:
+        """An array, cut along these axes."""
+        return lax.with_sharding_constraint(array, self.program.layout.sharding(*axes))
 
     def inside(self, keeping: bool = False, in_scan: bool = False) -> "_Level":
         """The level of a jaxpr that an operation of this one holds."""
@@ -78,7 +76,10 @@ def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], program: Program
     return _evaluate(jaxpr, [*consts, *args], level)
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], level: _Level) -> list[Any]:
+def _evaluate(
+    jaxpr: Any, args: Sequence[Any], level: _Level, *, as_they_rest: bool = False
+) -> list[Any]:
+    """The results of ``jaxpr``; weights among them are gathered, or given ``as_they_rest``."""
     values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
     def read(atom: Any) -> Any:
@@ -88,7 +89,17 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], level: _Level) -> list[Any]:
     if level.rolling:
         weights = {atom: x.name for atom, x in values.items() if isinstance(x, Weight)}
         eqns = roll_up(eqns, jaxpr.outvars, level.program, weights)
-    for each in eqns if level.keeping else _parts(eqns, jaxpr.outvars):
+    given = {atom for atom, x in values.items() if isinstance(x, Weight)}
+
+    def entered(eqn: Any) -> bool:
+        return _entered(eqn) or _is_the_model(eqn, given, level.program)
+
+    early: set[int] = set()
+    if given and level.program.mode == "weights":
+        needed = jaxpr.outvars if as_they_rest else ()
+        early = before_scans(jaxpr, eqns, entered, given, needed)
+    apart = lambda eqn: entered(eqn) or id(eqn) in early  # noqa: E731
+    for each in eqns if level.keeping else _parts(eqns, jaxpr.outvars, apart):
         operands = [read(atom) for atom in each.invars]
         results = None
         if isinstance(each, Roll):
@@ -97,8 +108,7 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], level: _Level) -> list[Any]:
             if isinstance(each, _Run):
                 results = _kept(each, operands, level)
             else:
-                rule = _RULES.get(each.primitive.name)
-                results = rule(each, operands, level) if rule else None
+                results = _of_weights(each, operands, level, id(each) in early)
         if results is None and getattr(each, "primitive", None) is not None:
             loop = each.primitive.name == "while"
             gather = partial(level.hold, why="a while loop uses it") if loop else level.gather
@@ -106,7 +116,8 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], level: _Level) -> list[Any]:
         if results is None:
             results = _bind(each, [level.gather(x) for x in operands])
         values.update(zip(each.outvars, results, strict=True))
-    return [level.gather(read(atom)) for atom in jaxpr.outvars]
+    found = map(read, jaxpr.outvars)
+    return list(found if as_they_rest else map(level.gather, found))
 
 
 @dataclass
@@ -121,12 +132,12 @@ class _Run:
         return part(self.eqns, self.invars, self.outvars)
 
 
-def _parts(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
-    """The operations: those that may be entered, and runs of all others."""
+def _parts(eqns: Sequence[Any], outvars: Sequence[Any], apart: Callable[[Any], bool]) -> list[Any]:
+    """The operations: those that stand ``apart``, and runs of all others."""
     parts: list[Any] = []
     run: list[Any] = []
     for eqn in eqns:
-        if _entered(eqn):
+        if apart(eqn):
             parts += [run, eqn] if run else [eqn]
             run = []
         else:
@@ -151,17 +162,24 @@ def _entered(eqn: Any) -> bool:
     """Whether it holds a scan or a checkpoint, whose own decisions stand."""
     if isinstance(eqn, Roll) or eqn.primitive.name in ("scan", "remat2", "remat", "checkpoint"):
         return True
-    inner = (
-        eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit", "closed_call") else None
-    )
+    inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
     return any(map(_entered, getattr(getattr(inner, "jaxpr", inner), "eqns", ())))
+
+
+def _is_the_model(eqn: Any, weights: set[Any], program: Program) -> bool:
+    """Whether a call takes most of the weights, as ``jax.jit`` around a loss does."""
+    if eqn.primitive.name not in _CALLS or len(weights) == 1:
+        return False
+    if eqn.params.get("name") in program.sites:
+        return False
+    return 2 * len(weights.intersection(x for x in eqn.invars if not is_literal(x))) > len(weights)
 
 
 def _kept(run: _Run, operands: list[Any], level: _Level) -> list[Any]:
     """A run under the policy of [Note: What backward keeps]."""
     function = _entering(run.jaxpr(), operands, level.inside(keeping=True))
     function = jax.checkpoint(function, policy=keep_computed, prevent_cse=not level.in_scan)
-    return function(*map(_array, operands))
+    return function(*map(array_of, operands))
 
 
 def _entering(jaxpr: Any, operands: Sequence[Any], level: _Level) -> Callable[..., list[Any]]:
@@ -188,21 +206,21 @@ def _bind(each: Any, operands: Sequence[Any]) -> list[Any]:
     return call(alone, *given)
 
 
-def _gather(program: Program, weight: Weight) -> Any:
-    """The whole array on every device of the shard axis; its gradient rests as it does."""
+def gather(program: Program, array: Any, axes: Sequence[Any]) -> Any:
+    """The whole array on every device of the shard axis; its gradient is cut along ``axes``."""
     layout = program.layout
-    kept = layout.sharding(*(_without(layout.shard, axis) for axis in weight.axes))
-    rest = layout.sharding(*weight.axes)
+    kept = layout.sharding(*(_without(layout.shard, axis) for axis in axes))
+    rest = layout.sharding(*axes)
 
     @jax.custom_vjp
-    def gather(x: Any) -> Any:
+    def whole(x: Any) -> Any:
         return lax.with_sharding_constraint(x, kept)
 
     def backward(_: None, gradient: Any) -> tuple[Any]:
         return (lax.with_sharding_constraint(gradient, rest),)
 
-    gather.defvjp(lambda x: (lax.with_sharding_constraint(x, kept), None), backward)
-    return gather(weight.array)
+    whole.defvjp(lambda x: (lax.with_sharding_constraint(x, kept), None), backward)
+    return whole(array)
 
 
 def _without(shard: str, axis: Any) -> Any:
@@ -211,40 +229,36 @@ def _without(shard: str, axis: Any) -> Any:
     return None if axis == shard else axis
 
 
-def _elementwise(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
-    weight = operands[0]
+def _of_weights(eqn: Any, operands: list[Any], level: _Level, early: bool) -> list[Any] | None:
+    """The results of an operation that takes weights; None if it wants them whole."""
+    rule = _RULES.get(eqn.primitive.name)
+    if rule:
+        return rule(eqn, operands, level)
+    axes = axes_after(eqn, operands)
+    if axes is not None:
+        (array,) = _bind_pieces(eqn, operands)
+        names = dict.fromkeys(x.name for x in operands if isinstance(x, Weight))
+        return [Weight(array, axes, ", ".join(names))]
+    if early and len(eqn.outvars) == 1:
+        return [_laid_out(eqn, operands, level)]
+    return None
+
+
+def _laid_out(eqn: Any, operands: list[Any], level: _Level) -> Any:
+    """What is made of weights for a scan, cut by the rule for weights of its shape."""
+    names = ", ".join(dict.fromkeys(x.name for x in operands if isinstance(x, Weight)))
     (array,) = _bind_pieces(eqn, operands)
-    return [Weight(array, weight.axes, weight.name)]
+    layout = level.program.layout
+    spec = ParamSpec(names, tuple(array.shape), array.dtype.name)
+    (found,) = place([spec], layout, pad=False)
+    if not found.sharded:
+        why = f"{eqn.primitive.name} makes {spec.shape} of it for a scan"
+        level.hold(Weight(array, found.axes, names), why)
+    return Weight(level.constrained(array, found.axes), found.axes, names)
 
 
 def _bind_pieces(eqn: Any, operands: list[Any]) -> list[Any]:
-    return _bind(eqn, list(map(_array, operands)))
-
-
-def _array(x: Any) -> Any:
-    return x.array if isinstance(x, Weight) else x
-
-
-def _slice(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
-    """A layer taken out of a stack by hand."""
-    weight = operands[0]
-    if not isinstance(weight, Weight) or any(isinstance(x, Weight) for x in operands[1:]):
-        return None
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    touched = [a != b for a, b in zip(before, after, strict=True)]
-    if any(axis is not None and cut for axis, cut in zip(weight.axes, touched, strict=True)):
-        return None
-    (array,) = _bind_pieces(eqn, operands)
-    return [Weight(array, weight.axes, weight.name)]
-
-
-def _squeeze(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
-    weight, gone = operands[0], eqn.params["dimensions"]
-    if any(weight.axes[dim] is not None for dim in gone):
-        return None
-    (array,) = _bind_pieces(eqn, operands)
-    axes = tuple(a for dim, a in enumerate(weight.axes) if dim not in gone)
-    return [Weight(array, axes, weight.name)]
+    return _bind(eqn, list(map(array_of, operands)))
 
 
 def _roll(roll: Roll, operands: list[Any], level: _Level) -> list[Any]:
@@ -265,7 +279,7 @@ def _roll(roll: Roll, operands: list[Any], level: _Level) -> list[Any]:
 
     if not own:
         step = jax.checkpoint(step, policy=policy, prevent_cse=False)
-    carried, ys = lax.scan(step, carry, list(map(_array, stacks)), length=roll.count)
+    carried, ys = lax.scan(step, carry, list(map(array_of, stacks)), length=roll.count)
     found = [y[turn] for y, row in zip(ys, roll.collected, strict=True) for turn in range(len(row))]
     return [*carried, *found]
 
@@ -300,7 +314,7 @@ def _scan(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
     carried, ys = lax.scan(
         step,
         carry,
-        list(map(_array, xs)),
+        list(map(array_of, xs)),
         length=given["length"],
         reverse=given["reverse"],
         unroll=given["unroll"],
@@ -313,18 +327,20 @@ def _checkpoint(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
     function = jax.checkpoint(
         function, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"]
     )
-    return function(*map(_array, operands))
+    return function(*map(array_of, operands))
 
 
 def _call(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
-    arrays = list(map(_array, operands))
+    arrays = list(map(array_of, operands))
     site = level.program.site(eqn.params.get("name", ""), arrays)
     if site is not None:
         axes = [x.axes if isinstance(x, Weight) else None for x in operands]
         return site.carry_out(arrays, axes, level.program)
     inner = eqn.params["jaxpr"]
     consts = getattr(inner, "consts", ())
-    return _evaluate(getattr(inner, "jaxpr", inner), [*consts, *operands], level.inside())
+    return _evaluate(
+        getattr(inner, "jaxpr", inner), [*consts, *operands], level.inside(), as_they_rest=True
+    )
 
 
 def _branch(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
@@ -339,7 +355,7 @@ def _branch(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
         lambda *arrays, f=function, c=held: f(*c, *arrays)
         for function, held in zip(inside, consts, strict=True)
     ]
-    arrays = [_array(x) for x in operands[1:]]
+    arrays = [array_of(x) for x in operands[1:]]
     return lax.switch(operands[0], branches, *arrays)
 
 
@@ -358,19 +374,11 @@ def _layer_of(x: Any) -> Weight | None:
 
 
 _RULES: dict[str, Callable[[Any, list[Any], _Level], list[Any] | None]] = {
-    "convert_element_type": _elementwise,
-    "copy": _elementwise,
-    "stop_gradient": _elementwise,
-    "slice": _slice,
-    "dynamic_slice": _slice,
-    "squeeze": _squeeze,
     "scan": _scan,
     "remat2": _checkpoint,
     "remat": _checkpoint,
     "checkpoint": _checkpoint,
-    "jit": _call,
-    "pjit": _call,
-    "closed_call": _call,
+    **dict.fromkeys(_CALLS, _call),
     "cond": _branch,
     "shard_map": _as_they_rest,
 }

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fullshard.core.strategy import AS_IT_RESTS, Precision
+from fullshard.core.text import bytes_text
 from fullshard.jax.arrays.mesh import Layout
 
 __all__ = ["MODES", "Program", "Site", "current", "tracing"]
@@ -38,7 +39,7 @@ class Program:
 
     ``rows`` is how many examples the loss function sees at once, ``vocabulary`` how embeddings and
     losses over many classes are computed. ``sites`` are marked calls by name, ``notes`` what there
-    is to say about the result.
+    is to say about the result, ``held`` why a weight is whole from beginning to end, by its name.
     """
 
     layout: Layout
@@ -50,6 +51,7 @@ class Program:
     precision: Precision = AS_IT_RESTS
     sites: dict[str, tuple[Site, tuple[Any, ...]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    held: dict[str, str] = field(default_factory=dict)
     rolls: int = 0
     has_vocabulary: bool = False
 
@@ -57,6 +59,12 @@ class Program:
         """Say something once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def hold(self, name: str, size_bytes: int, why: str) -> None:
+        """Say that a weight is gathered for longer than its use."""
+        self.held.update(dict.fromkeys(name.split(", "), why))  # it may be made of several
+        text = bytes_text(size_bytes)
+        self.note(f"{name}, {text}, is gathered from beginning to end: {why}")
 
     def mark(
         self, name: str, site: Site, plain: Callable[..., Sequence[Any]], *operands: Any

@@ -18,7 +18,7 @@ import numpy as np
 
 from fullshard.jax.compute.jaxprs import is_literal
 
-__all__ = ["Mixed", "example_dims"]
+__all__ = ["ELEMENTWISE", "REDUCTIONS", "Mixed", "example_dims"]
 
 
 class Mixed(Exception):
@@ -34,7 +34,9 @@ imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne n
 optimization_barrier or pow real reduce_precision rem round rsqrt select_n sign sin sinh sqrt square
 stop_gradient sub tan tanh xor
 """
-_ELEMENTWISE = frozenset(_NAMES.split())
+ELEMENTWISE = frozenset(_NAMES.split())
+_REDUCTIONS = "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum"
+REDUCTIONS = tuple(_REDUCTIONS.split())
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
 _CALLS |= {"custom_jvp_call"}
 _SHAPES = """
@@ -87,7 +89,7 @@ def _through(eqn: Any, other: Any, dims: list[Dim], parts: int) -> list[Dim]:
             raise Mixed(f"{name} has another {key} with fewer examples")
     if all(dim is None for dim in dims):
         return [_fresh(eqn, each, parts) for each in zip(eqn.outvars, other.outvars, strict=True)]
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return [_common(eqn, dims)] * len(eqn.outvars)
     rule = _RULES.get(name)
     if rule is None:
@@ -262,7 +264,6 @@ def _scan(eqn: Any, other: Any, dims: list[Dim], parts: int) -> list[Dim]:
     return [*found[:carries], *(None if dim is None else dim + 1 for dim in found[carries:])]
 
 
-_REDUCTIONS = "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum"
 _WINDOWS = "reduce_window reduce_window_max reduce_window_sum"
 _RULES: dict[str, Callable[..., list[Dim]]] = {
     "broadcast_in_dim": _broadcast,
@@ -280,7 +281,7 @@ _RULES: dict[str, Callable[..., list[Dim]]] = {
     "conv_general_dilated": _convolution,
     "gather": _take,
     "scan": _scan,
-    **dict.fromkeys(_REDUCTIONS.split(), _reduce),
+    **dict.fromkeys(REDUCTIONS, _reduce),
     **dict.fromkeys(_WINDOWS.split(), _window),
 }
 

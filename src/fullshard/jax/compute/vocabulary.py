@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.jax.arrays.mesh import Layout
+from fullshard.jax.compute.at_use import gather
 from fullshard.jax.compute.context import Program, current
 from fullshard.jax.compute.gathered import padded
 
@@ -99,8 +100,9 @@ def _plain(hidden: Array, head: Array, targets: Array, classes_first: bool) -> A
 def _chunked(hidden: Array, head: Array, targets: Array, classes_first: bool) -> Array:
     """Position by position, so that logits of all of them are never there at once."""
     positions = targets.shape[1]
-    # Computed with before the scan, so that a head at rest is gathered once and not for each chunk.
-    head = head * jnp.ones((), head.dtype)
+    program = current()
+    if program is not None and program.mode == "weights":
+        (head,) = program.mark("head", _Once(), lambda x: [x], head)
     count = max(n for n in range(1, _CHUNKS + 1) if positions % n == 0)
 
     def chunks(x: Array) -> Array:
@@ -150,6 +152,18 @@ class _Embed:
             check_vma=False,
         )
         return [mapped(table, operands[1])]
+
+
+@dataclass(frozen=True)
+class _Once:
+    """A weight that is gathered before a scan, once for all of its turns."""
+
+    def carry_out(
+        self, operands: Sequence[Any], axes: Sequence[Any], program: Program
+    ) -> list[Any]:
+        (array,), (cut,) = operands, axes
+        whole = array if cut is None else gather(program, array, cut)
+        return [whole * jnp.ones((), whole.dtype)]  # what is computed stays for backward
 
 
 @dataclass(frozen=True)

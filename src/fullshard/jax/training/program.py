@@ -19,8 +19,9 @@ from jax import lax
 from fullshard.core.errors import ConfigurationError
 from fullshard.jax.arrays.mesh import Layout
 from fullshard.jax.arrays.rule import Placement
-from fullshard.jax.compute.at_use import Weight, run
+from fullshard.jax.compute.at_use import run
 from fullshard.jax.compute.context import Program, tracing
+from fullshard.jax.compute.pieces import Weight
 from fullshard.jax.model.reading import Model
 from fullshard.jax.training.options import Options
 from fullshard.jax.training.state import StateArrays, TrainState, by_path
@@ -38,6 +39,7 @@ class Findings:
     """What was learned while a loss function was traced."""
 
     notes: list[str] = field(default_factory=list)
+    held: dict[str, str] = field(default_factory=dict)
     has_vocabulary: bool = False
 
 
@@ -149,6 +151,7 @@ class StepProgram:
         )
         findings = self.findings
         findings.notes[:] = dict.fromkeys((*findings.notes, *program.notes))
+        findings.held.update(program.held)
         findings.has_vocabulary |= program.has_vocabulary
         if options.key is not None:
             after = {**after, KEY: other[KEY]}

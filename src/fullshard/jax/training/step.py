@@ -117,8 +117,11 @@ class TrainStep:
 
     @property
     def coverage(self) -> float:
-        """The share of the parameters' bytes that the shard axis cuts."""
-        return coverage(self.placements)
+        """The share of the parameters' bytes that the shard axis cuts.
+
+        Once the loss was traced, without arrays that are gathered from beginning to end.
+        """
+        return coverage(self.placements, self._findings.held)
 
     def variant(self, mesh: Mesh | None = None, **options: Unpack[StepOptions]) -> "TrainStep":
         """A step of the same model, optimizer and loss on another mesh, or with other options.
@@ -244,6 +247,9 @@ class TrainStep:
         before = list(self.notes)
         try:
             traced = self._jitted().trace(self.abstract_state(), abstract)
+            refuse_low_coverage(
+                self.placements, self.options.at_most_unsharded, self._findings.held
+            )
         except Exception:
             self.notes[:] = before
             raise
@@ -301,10 +307,12 @@ class TrainStep:
             how = f"{rest}P({', '.join(map(repr, each.axes))}) {each.reason}".rstrip()
             rows.append((each.name, str(each.spec.shape), how, each.rest_bytes))
         together = bytes_text(sum(each.rest_bytes for each in self.placements))
+        held = sum(x.spec.bytes for x in self.placements if x.name in self._findings.held)
+        whole = f", {bytes_text(held)} gathered from beginning to end" if held else ""
         return "\n".join(
             (
                 in_columns(rows, right=(3,)),
-                f"together {together} per device; {self.coverage:.1%} of all bytes sharded",
+                f"together {together} per device; {self.coverage:.1%} of all bytes sharded{whole}",
                 *self.notes,
             )
         )

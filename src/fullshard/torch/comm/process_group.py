@@ -142,7 +142,8 @@ class ProcessGroupComm:
         if route is None:
             backend, carrier = self._backend(device), None
             if backend is None:
-                carrier = "cuda" if device.type == "cpu" else "cpu"
+                others = (each.type for each in self.group._device_types if each.type != "cpu")
+                carrier = next(others, "cuda") if device.type == "cpu" else "cpu"
             elif backend == dist.Backend.GLOO and device.type != "cpu":
                 carrier = "cpu"
             sender = self._backend(torch.device(carrier)) if carrier else backend

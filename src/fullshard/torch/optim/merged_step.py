@@ -13,9 +13,10 @@ is moved so that it lies in runs, too. Numbers beside the state (``step``) must 
 the step changes those of the first parameter, and the others are given a copy. What does not fit (a
 plain parameter, a gradient of another kind) stays as it is.
 
-A run ends where padding lies, or would lie: behind a span that is no multiple of 32 elements. So
-every element keeps its place in vectorised loops: see [Note: Thirty-two elements] in
-`fullshard.core.layout`.
+A unit's spans need not come one after the other in the optimizer: small parameters are packed, and
+lie before large ones. So runs are looked for in the order of memory. On a CPU a run ends where
+padding lies, or would lie: behind a span that is no multiple of 32 elements. So every element keeps
+its place in vectorised loops: see [Note: Thirty-two elements] in `fullshard.core.layout`.
 """
 
 import weakref
@@ -187,7 +188,8 @@ class _Run:
             return False
         if not span.numel() or not self.held:
             return True
-        whole = self.numel % ALIGN_NUMEL == 0  # rows of any number may touch
+        # Rows of any number may touch. Devices treat all elements alike, wherever they are.
+        whole = self.numel % ALIGN_NUMEL == 0 or span.device.type != "cpu"
         return whole and self._ends == [_where(span), _where(grad)]
 
     def add(self, place: int, span: Tensor, grad: Tensor) -> None:
@@ -282,20 +284,19 @@ class _Plan:
             for k in columns
         }
         run: _Run | None = None
-        for i, kind in enumerate(kinds):
-            if kind is None:
-                self._rows.append(i)
-                run = None
-                continue
+        for i in sorted(fitting, key=lambda i: _where(params[i].local)):
             span, grad = params[i].local, grads[i].local
-            kind = (*kind, *(values[k][i] for k in columns))
+            kind = (*(kinds[i] or ()), *(values[k][i] for k in columns))
             if run is not None and run.takes(kind, span, grad):
                 run.members.append(i)
             else:
                 run = _Run(i, kind)
                 self.runs.append(run)
-                self._rows.append(run)
             run.add(i, span, grad)
+        self.runs.sort(key=attrgetter("first"))
+        places = {run.first: run for run in self.runs}
+        by_themselves = (i for i, kind in enumerate(kinds) if kind is None)
+        self._rows = [places.get(i, i) for i in sorted([*places, *by_themselves])]
 
     def _take_numbers(self, items: Sequence[Tensor]) -> list[Tensor]:
         for run in self.runs:

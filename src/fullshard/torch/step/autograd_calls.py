@@ -14,6 +14,7 @@ import torch
 
 from fullshard.core.errors import UsageError
 from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.unit.guards.freed import FREED_VERSION
 
 __all__ = ["watch_autograd"]
 
@@ -58,7 +59,11 @@ def _name_what_was_freed(error: RuntimeError) -> None:
         ) from error
 
 
-_FREED = (("setStorage", "storage of size 0"), ("data is not allocated yet",))
+_FREED = (
+    ("modified by an inplace operation", f"at version {FREED_VERSION};"),
+    ("setStorage", "storage of size 0"),
+    ("data is not allocated yet",),
+)
 
 
 def _refuse_sharded(inputs: Any) -> None:

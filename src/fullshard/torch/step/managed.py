@@ -167,7 +167,8 @@ class ManagedUnit:
     def _input_conversion(self) -> Callable[[Tensor], Tensor] | None:
         """The conversion of inputs: a cast, and for the root a copy to the device; or None."""
         precision, is_root = self.unit.plan.precision, self.number == 0
-        device = self.unit.device if is_root and self.unit.device.type == "cuda" else None
+        on_host = self.unit.device.type in ("cpu", "meta")
+        device = self.unit.device if is_root and not on_host else None
         casts = precision.cast_inputs or (is_root and precision.cast_root_inputs)
         dtype = dtype_of(precision.compute) if casts and precision.compute else None
         if device is None and dtype is None:

@@ -15,6 +15,7 @@ from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.comm.protocol import Comm, Together, Work
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import Extension
+from fullshard.torch.unit.guards.freed import Freed
 from fullshard.torch.unit.guards.optimizer_steps import await_before_steps
 from fullshard.torch.unit.packing import Unpacking
 from fullshard.torch.unit.plan import Plan
@@ -110,6 +111,8 @@ class FullParameters:
             for index, place in enumerate(shards.places)
         ]
         # Views are made once: they stay valid while the memory comes and goes.
+        # Extensions make others of them.
+        self._freed = Freed([] if self._extensions else self.params)
         rank = self._ranks.gather.rank
         self._own_slices = [
             flat[rank * segment.slice_numel : (rank + 1) * segment.slice_numel]
@@ -177,6 +180,7 @@ class FullParameters:
     def gather(self, custom: CustomGather | None) -> None:
         """Start to gather, as ``custom`` does it if it is given (collective)."""
         self._buffer.allocate()
+        self._freed.unmark()
         self._version = self.at_rest._version
         if self.part is not None:
             block = self._ranks.block
@@ -288,6 +292,7 @@ class FullParameters:
         for part, full in zip(self.part.flats, flats, strict=True):
             part.copy_(full[block.rank * part.numel() : (block.rank + 1) * part.numel()])
         self._buffer.release()
+        self._freed.mark()
 
     def drop(self) -> bool:
         """Drop everything; False if there was no more than the part that `shrink` had left."""
@@ -296,6 +301,7 @@ class FullParameters:
             self.part = None
             return False
         self._buffer.release()
+        self._freed.mark()
         for extension in self._extensions.values():
             extension.release()
         return True

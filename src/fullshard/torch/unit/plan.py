@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fullshard.core.errors import NotSupportedError
 from fullshard.core.layout import Align
 from fullshard.core.strategy import Offload, Precision
 from fullshard.torch.comm.ranks import Ranks
 from fullshard.torch.unit.extensions import plain_data
 from fullshard.torch.unit.sites import ParamSites
+from fullshard.torch.unit.streams import has_streams
 
 __all__ = ["Plan", "Values", "own_value"]
 
@@ -40,6 +42,14 @@ class Plan:
     values: Values = own_value
     align: Align = "element"
 
+    def __post_init__(self) -> None:
+        elsewhere = self.offload.to_host and self.device.type not in ("cpu", "meta")
+        if elsewhere and not has_streams(self.device):
+            raise NotSupportedError(
+                f"CPU offload needs streams for its copies, and torch.{self.device.type} has none; "
+                "leave offload out, or use a device with streams (CUDA, XPU, ...)"
+            )
+
     @property
     def resting_device(self) -> torch.device:
         """The device of shards, their gradients and the optimizer's state between steps."""
@@ -48,4 +58,4 @@ class Plan:
     @property
     def pin(self) -> bool:
         """True if host memory that a device copies from or to shall be page-locked."""
-        return self.offload.to_host and self.offload.pin and self.device.type == "cuda"
+        return self.offload.to_host and self.offload.pin and has_streams(self.device)

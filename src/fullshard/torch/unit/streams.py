@@ -1,33 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Order and time on a device: CUDA streams and events, or nothing and the host's clock on a CPU.
+"""Order and time on a device: its streams and events, or nothing and the host's clock on a CPU.
 
 A collective issued with ``async_op=True`` runs on the communicator's stream behind what the current
 stream has been given so far, and ``wait()`` puts the current stream behind the collective. Buffers
 are allocated and released on the compute stream. So nothing outlives its owner, and no buffer needs
 ``record_stream``. The engine's own streams are for copies between host and device.
+
+[Note: Other accelerators]
+The streams are those of the module that torch has for the kind of device (``torch.cuda``,
+``torch.xpu``, ``torch.npu`` of its plugin, ...), which have the same names everywhere. A device
+whose module has none (``torch.mps``) runs everything but offload: a copy that leaves it would have
+nobody to say when it has arrived.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-__all__ = ["CopyStream", "DeviceClock"]
+__all__ = ["CopyStream", "DeviceClock", "has_streams"]
 
 
 Direction = Literal["to the device", "to the host"]
 
 # One stream for each way: a device has one copy engine for it, and what the allocator caches for a
 # stream no other stream gets.
-_streams: dict[tuple[torch.device, Direction], torch.cuda.Stream] = {}
+_streams: dict[tuple[torch.device, Direction], Any] = {}
 
 
-def _stream_for(device: torch.device, direction: Direction) -> torch.cuda.Stream:
+def has_streams(device: torch.device) -> bool:
+    """True if copies can run beside computation on ``device``. See [Note: Other accelerators]."""
+    if device.type in ("cpu", "meta"):
+        return False
+    module = torch.get_device_module(device)
+    return all(hasattr(module, name) for name in ("Stream", "stream", "current_stream"))
+
+
+def _stream_for(device: torch.device, direction: Direction) -> Any:
     key = device, direction
     if key not in _streams:
-        _streams[key] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        _streams[key] = torch.get_device_module(device).Stream(device)
     return _streams[key]
 
 
@@ -36,18 +50,19 @@ class CopyStream:
 
     def __init__(self, device: torch.device, direction: Direction):
         self._device = device
+        self._module = torch.get_device_module(device) if has_streams(device) else None
         self._direction = direction
-        self._last: torch.cuda.Event | None = None
+        self._last: Any = None
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
         """Issue copies within; they start when the compute stream gets here, and run beside it."""
-        if self._device.type != "cuda":
+        if self._module is None:
             yield
             return
         stream = _stream_for(self._device, self._direction)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(stream):
             try:
                 yield
             finally:
@@ -56,7 +71,8 @@ class CopyStream:
     def join(self) -> None:
         """Put the compute stream behind what was issued last."""
         if self._last is not None:
-            self._last.wait(torch.cuda.current_stream(self._device))
+            assert self._module is not None
+            self._last.wait(self._module.current_stream(self._device))
 
     def synchronize(self) -> None:
         """Hold up the host until all that was issued is done."""

@@ -2,20 +2,20 @@
 """The events of a step: what one that was recorded tells about itself, and several about the next.
 
 [Note: Followers]
-Layers that are dropped at random, blocks in another order, two models in turn: no step repeats the
-one before, and a record of a whole step is soon left. What is left then is what used to come after
+Layers that are dropped at random, blocks in another order: no step repeats the one before, and a
+record of a whole step is soon left. What is left then is what used to come after
 each unit. A unit's follower is the one that came next in more than half of its last eight
 forwards; without such a majority nothing is foreseen, since a unit gathered in vain costs the wire
 as much as one that is needed. Ranks that see the same events foresee the same.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from enum import Enum, auto
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
-__all__ = ["Event", "Followers", "Moment", "first_of_backward", "turns", "upcoming"]
+__all__ = ["Event", "Followers", "Habits", "Moment", "first_of_backward", "turns", "upcoming"]
 
 
 class Moment(Enum):
@@ -75,43 +75,55 @@ def turns(events: Sequence[Event], position: int) -> bool:
 
 
 _REMEMBERED = 8
-_NONE = -1
+
+
+class Habits:
+    """What came after each thing the last eight times."""
+
+    def __init__(self) -> None:
+        self._after: dict[Hashable, deque[Any]] = {}
+
+    def note(self, thing: Hashable, following: Any, times: int = 1) -> None:
+        """Remember that ``following`` came after ``thing``, so many times in a row."""
+        after = self._after.setdefault(thing, deque(maxlen=_REMEMBERED))
+        after.extend([following] * min(times, _REMEMBERED))
+
+    def usual(self, thing: Hashable) -> Any:
+        """Return what came after ``thing`` in more than half of these times, or None."""
+        after = self._after.get(thing)
+        if not after:
+            return None
+        following, times = Counter(after).most_common(1)[0]
+        return following if 2 * times > len(after) else None
 
 
 class Followers:
     """Foresees what comes after a unit's forward from earlier steps. See [Note: Followers]."""
 
     def __init__(self) -> None:
-        self._after: dict[int, deque[int]] = {}
-        self._turned: dict[int, deque[bool]] = {}
+        self._next = Habits()
+        self._turned = Habits()
 
     def learn(self, events: Sequence[Event], times: int = 1) -> None:
         """Remember a step that has run ``times`` times in a row."""
+        if not times:
+            return
         turn = first_of_backward(events)
         begun = [unit for moment, unit in events[:turn] if moment is Moment.FORWARD_BEGIN]
-        ended = [
-            (event.unit, turns(events, place))
-            for place, event in enumerate(events[:turn])
-            if event.moment is Moment.FORWARD_END
-        ]
-        for _ in range(min(times, _REMEMBERED)):
-            for unit, following in pairwise([*begun, _NONE]):
-                self._after.setdefault(unit, deque(maxlen=_REMEMBERED)).append(following)
-            for unit, turned in ended:
-                self._turned.setdefault(unit, deque(maxlen=_REMEMBERED)).append(turned)
+        for unit, following in zip_longest(begun, begun[1:]):
+            self._next.note(unit, following, times)
+        for place, event in enumerate(events[:turn]):
+            if event.moment is Moment.FORWARD_END:
+                self._turned.note(event.unit, turns(events, place), times)
 
     def after(self, unit: int) -> Iterator[int]:
         """Yield the units that are likely to run forward after ``unit``, in order, each once."""
         seen = {unit}
-        while True:
-            following, times = Counter(self._after.get(unit, (_NONE,))).most_common(1)[0]
-            if following in seen or following == _NONE or 2 * times <= len(self._after[unit]):
-                return
+        while (following := self._next.usual(unit)) is not None and following not in seen:
             yield following
             seen.add(following)
             unit = following
 
     def turns(self, unit: int) -> bool:
         """True if the unit's backward is likely to follow its forward."""
-        turned = self._turned.get(unit, ())
-        return 2 * sum(turned) > len(turned)
+        return bool(self._turned.usual(unit))

@@ -1,17 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule: which units to gather, free and reduce after each event of a step.
+"""The rules of a schedule: which ops follow an event, given what is used next.
 
-The engine tells a `Scheduler` what happens (a unit's forward begins, its backward ends, ...) and
-gets back the ops to carry out, in order. Nothing here touches a tensor: the same function drives
-the engine, the planner and the tests.
-
-[Note: Record, replay, fall back]
-During the first step nobody knows what comes next, so units are gathered when they are needed
-(backward is foreseen as forward in reverse). The events of that step are recorded and compiled into
-one list of ops for every event, with prefetches in it. The next steps replay that list: one
-comparison for each event. An event that is not the recorded one ends the replay; the rest of that
-step is decided on demand, recorded anew, and compiled again. On demand, what used to follow is
-gathered ahead ([Note: Followers] in `core/record.py`), and freed again when it is in the way.
+The engine tells a `Scheduler` what happens: a unit's forward
+begins, its backward ends, ... It gets back the ops to carry out, in order, by the rules here.
+Nothing touches a tensor: the same function drives the engine, the planner and the tests.
 
 [Note: The turnaround]
 A unit whose backward follows its forward is not freed in between: it would be gathered again at
@@ -26,11 +18,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from fullshard.core.errors import UsageError
-from fullshard.core.record import Event, Followers, Moment, first_of_backward, turns, upcoming
+from fullshard.core.schedule.record import Event, Moment, first_of_backward, turns, upcoming
 from fullshard.core.strategy import Prefetch
 
-__all__ = ["Event", "Moment", "Op", "OpKind", "Scheduler", "UnitPolicy", "compile_step"]
+__all__ = ["Op", "OpKind", "State", "UnitPolicy", "compile_step"]
 
 
 class OpKind(Enum):
@@ -79,7 +70,7 @@ class UnitPolicy:
     full_bytes: int = 0
 
 
-class _State:
+class State:
     """The state of all units in the middle of a step, and the rules that change it."""
 
     def __init__(self, policies: Mapping[int, UnitPolicy], prefetch: Prefetch):
@@ -94,8 +85,9 @@ class _State:
         self.turning: set[int] = set()  # kept for a backward that is to come next
         self.in_backward = False
 
-    def copy(self) -> "_State":
-        twin = _State(self.policies, self.prefetch)
+    def copy(self) -> "State":
+        """Return a state that changes by itself."""
+        twin = State(self.policies, self.prefetch)
         twin.gathering = set(self.gathering)
         twin.full = set(self.full)
         twin.shrunk = set(self.shrunk)
@@ -273,25 +265,6 @@ class _State:
         return ops
 
 
-@dataclass(frozen=True)
-class _Compiled:
-    events: tuple[Event, ...]
-    ops: tuple[tuple[Op, ...], ...]
-    before: tuple[_State, ...]
-
-
-def _compile(
-    events: Sequence[Event], policies: Mapping[int, UnitPolicy], prefetch: Prefetch
-) -> _Compiled:
-    state, turn = _State(policies, prefetch), first_of_backward(events)
-    ops, before = [], []
-    for position, event in enumerate(events):
-        before.append(state.copy())
-        coming = upcoming(events, position, turn)
-        ops.append(tuple(state.decide(event, coming, turns(events, position))))
-    return _Compiled(tuple(events), tuple(ops), tuple(before))
-
-
 def compile_step(
     events: Sequence[Event], policies: Mapping[int, UnitPolicy], prefetch: Prefetch
 ) -> tuple[tuple[Op, ...], ...]:
@@ -299,91 +272,8 @@ def compile_step(
 
     ``policies`` holds one entry for each unit number in ``events``.
     """
-    state, turn = _State(policies, prefetch), first_of_backward(events)
+    state, turn = State(policies, prefetch), first_of_backward(events)
     return tuple(
         tuple(state.decide(event, upcoming(events, position, turn), turns(events, position)))
         for position, event in enumerate(events)
     )
-
-
-class Scheduler:
-    """Turns events into ops as they happen. See [Note: Record, replay, fall back]."""
-
-    def __init__(self, policies: Mapping[int, UnitPolicy], prefetch: Prefetch):
-        self._policies = dict(policies)
-        self._prefetch = prefetch
-        self._compiled: _Compiled | None = None
-        self._replays = 0
-        self._followers = Followers()
-        self._cursor = 0
-        self._restart()
-
-    def _restart(self) -> None:
-        self._cursor = 0
-        self._state: _State | None = None
-        self._events: list[Event] = []
-        self._to_come_back: list[int] = []  # units whose backward is still due, in forward order
-        self._in_backward = False
-
-    @property
-    def idle(self) -> bool:
-        """True between steps."""
-        return self._cursor == 0 and not self._events
-
-    @property
-    def recorded(self) -> int:
-        """Events of this step that were decided on demand."""
-        return len(self._events)
-
-    def on(self, event: Event) -> Sequence[Op]:
-        """The ops to carry out now, in order."""
-        compiled = self._compiled
-        if compiled is not None and self._state is None:
-            cursor = self._cursor
-            if cursor < len(compiled.events) and compiled.events[cursor] == event:
-                self._cursor = cursor + 1
-                if event.moment is Moment.STEP_END:
-                    self._cursor = 0
-                    self._replays += 1
-                return compiled.ops[cursor]
-            self._leave_the_record(compiled)
-        return self._decide_on_demand(event)
-
-    def _leave_the_record(self, compiled: _Compiled) -> None:
-        cursor = self._cursor
-        self._followers.learn(compiled.events, self._replays)
-        self._state = compiled.before[cursor].copy()
-        self._events = list(compiled.events[:cursor])
-        for event in self._events:
-            self._foresee(event)
-        self._compiled = None
-
-    def _foresee(self, event: Event) -> None:
-        if event.moment is Moment.FORWARD_END and not self._in_backward:
-            self._to_come_back.append(event.unit)
-        elif event.moment is Moment.BACKWARD_BEGIN:
-            self._in_backward = True
-            if event.unit in self._to_come_back:
-                last = len(self._to_come_back) - 1 - self._to_come_back[::-1].index(event.unit)
-                del self._to_come_back[last]
-
-    def _decide_on_demand(self, event: Event) -> Sequence[Op]:
-        if self._state is None:
-            self._state = _State(self._policies, self._prefetch)
-        if event.unit not in self._policies and event.moment is not Moment.STEP_END:
-            raise UsageError(f"unit {event.unit} is not known to this schedule")
-        self._events.append(event)
-        self._foresee(event)
-        coming: Iterable[int] = ()
-        if self._in_backward:
-            coming = reversed(self._to_come_back)
-        elif event.moment is Moment.FORWARD_BEGIN:
-            coming = self._followers.after(event.unit)
-        turns = event.moment is Moment.FORWARD_END and self._followers.turns(event.unit)
-        ops = self._state.decide(event, coming, turns, sure=False)
-        if event.moment is Moment.STEP_END:
-            self._compiled = _compile(self._events, self._policies, self._prefetch)
-            self._followers.learn(self._events)
-            self._replays = 0
-            self._restart()
-        return ops

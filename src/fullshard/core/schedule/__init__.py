@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule: which units to gather, free and reduce after each event of a step.
+
+`record` holds events and what they foretell, `rules` which ops follow them, `scheduler` records
+and replays steps while they run.
+"""
+
+from fullshard.core.schedule.record import Event, Moment
+from fullshard.core.schedule.rules import Op, OpKind, UnitPolicy, compile_step
+from fullshard.core.schedule.scheduler import Scheduler
+
+__all__ = ["Event", "Moment", "Op", "OpKind", "Scheduler", "UnitPolicy", "compile_step"]

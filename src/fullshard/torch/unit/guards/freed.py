@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full parameters that were freed after forward, told apart from those that are there.
+
+[Note: Versions of what was freed]
+Autograd keeps full parameters for backward, and with each the version that it had. A backward that
+nobody has announced would read memory that is gone, and not every kernel looks whether there is
+any. So parameters that are freed while a graph may need them get another version, and their own one
+back when they are gathered: autograd, which compares versions anyway, then raises before it reads.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["FREED_VERSION", "Freed"]
+
+FREED_VERSION = 2**20
+"""The version of freed parameters; no loop writes so often to a full parameter."""
+
+
+class Freed:
+    """The marks on one unit's full parameters, ``params``."""
+
+    def __init__(self, params: Sequence[Tensor]):
+        self._params = tuple(params)
+        self._freed = (FREED_VERSION,) * len(params)
+        self._there = (0,) * len(params)
+        self._marked = False
+
+    def mark(self) -> None:
+        """Mark parameters whose memory is gone, if a graph may have them."""
+        if not self._marked and torch.is_grad_enabled():
+            torch._C._autograd._unsafe_set_version_counter(self._params, self._freed)
+            self._marked = True
+
+    def unmark(self) -> None:
+        """Take the marks away: the memory is back."""
+        if self._marked:
+            torch._C._autograd._unsafe_set_version_counter(self._params, self._there)
+            self._marked = False

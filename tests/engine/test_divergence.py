@@ -12,14 +12,39 @@ import torch
 from support import divergence_workers as workers
 from support.limits import PEERS_S, PROCESS_S
 from support.world import TIMEOUT, ranks_context
+from torch.distributed import distributed_c10d as c10d
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.testing import LocalWorld, LocalWorldError
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.checked import CheckedComm, checked_in_debug_mode
 from fullshard.torch.comm.protocol import Comm, SoloComm
+from fullshard.torch.comm.watch.store import own_store
 
 CPU = torch.device("cpu")
+
+
+class StoreWithEveryKey:
+    """As fake groups have it from torch 2.14 on; ``has_it`` as a real one answers."""
+
+    def __init__(self, has_it):
+        self.has_it = has_it
+
+    def clone(self):
+        return self
+
+    def set_timeout(self, timeout):
+        assert timeout.total_seconds() > 0
+
+    def check(self, keys):
+        return self.has_it
+
+
+def test_a_store_that_keeps_nothing_is_none(monkeypatch):
+    kept = StoreWithEveryKey(False)
+    for default, expected in ((StoreWithEveryKey(True), None), (kept, kept), (object(), None)):
+        monkeypatch.setattr(c10d, "_get_default_store", lambda default=default: default)
+        assert own_store() is expected
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,9 @@ def test_gradients_are_gone_after_zero_grad():
 def unit_bytes_from_allocator(run, sizes):
     """Peak and rest of live bytes in allocations of the given sizes, as the profiler saw them."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, acc_events=True
+    ) as profile:
         run()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())

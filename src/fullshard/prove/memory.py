@@ -225,7 +225,7 @@ def held_bytes(run: Callable[[Callable[[str], None]], None]) -> dict[str, int]:
             pass
 
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         run(mark)
     peaks: dict[str, int] = {}
     live, phase = 0, ""

@@ -10,14 +10,12 @@ import atexit
 import contextlib
 import json
 import re
-import socket
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
@@ -26,6 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 from fullshard.core.errors import CommunicationError
 from fullshard.torch.comm.watch.advice import LEFT, NOTHING_AWAITED, STORE_ENDED, way_out
 from fullshard.torch.comm.watch.forks import check_not_forked, current_pid, refuse_inherited_world
+from fullshard.torch.comm.watch.store import STORE_TIMEOUT, connect_to_server_of, own_store
 
 __all__ = ["Progress", "Standing", "Watchdog", "Witness"]
 
@@ -33,7 +32,6 @@ PERIOD_S = 1.0
 SILENT_S = 3 * PERIOD_S  # a rank that has not written for so long has died or hangs as a whole
 SETTLED_S = SILENT_S + PERIOD_S / 2  # after a failure: when those that died with it are silent
 FAREWELL_S = 1.2 * PERIOD_S  # a failed rank stays that long, as the store may end with its process
-STORE_TIMEOUT = timedelta(seconds=5)
 
 _Event = tuple[str, float]  # what, and when by this host's clock (seconds since 1970)
 
@@ -177,13 +175,9 @@ class Watchdog:
         """
         with cls._starting:
             if cls._current is None or not cls._current.is_of_present_world():
-                try:
-                    # A connection of its own: one that waits for a key serves nobody else.
-                    store: Any = c10d._get_default_store()
-                    store = store.clone()
-                except (RuntimeError, ValueError, AttributeError):
+                store = own_store()
+                if store is None:
                     return None
-                store.set_timeout(STORE_TIMEOUT)
                 cls._current = cls(store)
             return cls._current
 
@@ -193,7 +187,7 @@ class Watchdog:
         self.places: dict[str, Standing] = {}  # by family
         self.rolls: dict[str, str] = {}  # what this rank calls now, by family
         self._last_table = ""  # as the store may be gone when it is wanted
-        self._lifeline = _connect_to_server_of(store)
+        self._lifeline = connect_to_server_of(store, PERIOD_S)
         self._store_is_gone = False
         self._has_left = False
         self._witnesses: tuple[weakref.ref[Witness], ...] = ()  # replaced whole: two threads use it
@@ -321,20 +315,6 @@ class Watchdog:
 
 
 _UNKNOWN = "What the other ranks are doing is not known"
-
-
-def _connect_to_server_of(store: Any) -> socket.socket | None:
-    """A connection to the server of a TCP store; None for another store, or where it fails."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if not hasattr(store, "port"):
-        return None
-    try:
-        connection = socket.create_connection((store.host, store.port), PERIOD_S)
-    except OSError:
-        return None
-    connection.setblocking(False)
-    return connection
 
 
 def _failure_of(family: str) -> str:

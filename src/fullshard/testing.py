@@ -73,6 +73,7 @@ class LocalWorld:
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
         self._exchanges: dict[_Key, _Exchange] = {}
+        self._waiting: dict[int, tuple[object, ...]] = {}  # what each rank waits in
         self._failure: BaseException | None = None
 
     def run(self, body: Callable[["LocalComm"], T]) -> list[T]:
@@ -84,6 +85,7 @@ class LocalWorld:
         results: list[Any] = [None] * self.size
         self._failure = None
         self._exchanges.clear()
+        self._waiting.clear()
 
         def rank_main(rank: int) -> None:
             try:
@@ -128,6 +130,18 @@ class LocalWorld:
             self._changed.notify_all()
             return exchange
 
+    def _late(self, exchange: _Exchange, comm: "LocalComm") -> LocalWorldError:
+        missing = sorted(set(range(comm.size)) - exchange.inputs.keys())
+        elsewhere = "".join(
+            f"; rank {rank} waits in {self._waiting[comm.members[rank]]}"
+            for rank in missing
+            if comm.members[rank] in self._waiting
+        )
+        return LocalWorldError(
+            f"rank {comm.rank} waited {self.timeout_s} s in {exchange.signature} "
+            f"for ranks {missing}{elsewhere}"
+        )
+
     def _complete(
         self,
         exchange: _Exchange,
@@ -135,16 +149,15 @@ class LocalWorld:
         comm: "LocalComm",
     ) -> list[Tensor]:
         deadline = time.monotonic() + self.timeout_s
+        me = comm.members[comm.rank]
         with self._changed:
             while len(exchange.inputs) < comm.size:
                 if self._failure is not None:
                     raise LocalWorldError(f"rank {comm.rank} waits for a rank that has failed")
+                self._waiting[me] = exchange.signature
                 if not self._changed.wait(deadline - time.monotonic()):
-                    missing = sorted(set(range(comm.size)) - exchange.inputs.keys())
-                    raise LocalWorldError(
-                        f"rank {comm.rank} waited {self.timeout_s} s in {exchange.signature} "
-                        f"for ranks {missing}"
-                    )
+                    raise self._late(exchange, comm)
+            self._waiting.pop(me, None)
             for event in exchange.ready:
                 event.wait()
             if exchange.results is None:

@@ -9,6 +9,7 @@ collectives take the link in the order in which they are issued; the host takes 
 from dataclasses import asdict, dataclass
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed import fsdp as theirs
@@ -87,12 +88,17 @@ class Blocks(nn.Sequential):
         return x
 
 
-def step_of(engine, blocks, reduces="fp32", link_gb_per_s=100.0, orders=()):
-    """The third step of ``engine`` ("plain": one process, without shards), or the last one.
+# GB/s
+LINKS = (40.0, 100.0, 300.0)
 
-    ``orders`` names for each step the blocks that run, in their order.
+
+def steps_of(engine, blocks, reduces="fp32", links=LINKS, orders=()):
+    """`Figures` of the last step for each of ``links``: the third, or the last of ``orders``.
+
+    ``engine`` may be "plain": one process, without shards. ``orders`` names for each step the
+    blocks that run, in their order.
     """
-    costs = Costs(link_bytes_per_s=link_gb_per_s * 1e9)
+    costs = Costs(link_bytes_per_s=np.array(links) * 1e9)
     with rank_of_job(0, RANKS, Machine(costs=costs)) as machine:
         mesh = init_device_mesh("cuda", (RANKS,), mesh_dim_names=("shard",))
         ranks.ranks_of(mesh, FULL_SHARD)
@@ -112,18 +118,12 @@ def step_of(engine, blocks, reduces="fp32", link_gb_per_s=100.0, orders=()):
     kernels = [each for each in launches if each.what not in KINDS]
     compute = [each for each in kernels if each.timeline == COMPUTE]
     others = [each for each in kernels if each.timeline != COMPUTE]
-    return Figures(
-        engine,
-        blocks,
-        reduces,
-        link_gb_per_s,
-        len(compute),
-        len(others),
-        sum(each.size for each in compute),
-        sum(each.size for each in others),
-        len(collectives),
-        round((ended_s - begin_s) * 1e3, 2),
-    )
+    counts = (len(compute), len(others), *(sum(t.size for t in each) for each in (compute, others)))
+    took_ms = np.broadcast_to((ended_s - begin_s) * 1e3, len(links))
+    return [
+        Figures(engine, blocks, reduces, link, *counts, len(collectives), round(float(each_ms), 2))
+        for link, each_ms in zip(links, took_ms, strict=True)
+    ]
 
 
 def _model(engine, blocks, reduces, mesh):
@@ -139,18 +139,14 @@ def _model(engine, blocks, reduces, mesh):
     return door(model, mesh=mesh, mp_policy=precision)
 
 
-# (engine, blocks, reduces, GB/s): all, and those of every day
-LINKS = (40.0, 100.0, 300.0)
+# (engine, blocks, reduces): all, and those of every day
 CASES = [
-    (engine, blocks, reduces, link)
+    (engine, blocks, reduces)
     for blocks in (2, 4, 8, 16, 32)
     for reduces in REDUCES
-    for link in LINKS
     for engine in ("plain", *DOORS)
-    if engine != "plain" or link == LINKS[0]
 ]
 FEW_CASES = [case for case in CASES if case[1] == 2 and case[2] == "bf16"]
-
 
 # Four blocks in other orders than before, reduced in bf16 at 100 GB/s: what runs, the last timed.
 USUAL = [range(4)] * 3
@@ -168,13 +164,15 @@ def orders(names=tuple(ORDERS)):
     """A dict for each of ``names`` of `ORDERS` and engine."""
     for name in names:
         for engine in DOORS:
-            yield {"order": name, **asdict(step_of(engine, 4, "bf16", 100.0, ORDERS[name]))}
+            (step,) = steps_of(engine, 4, "bf16", (100.0,), ORDERS[name])
+            yield {"order": name, **asdict(step)}
 
 
 def lines(cases):
-    """A dict for each case."""
+    """A dict for each case and link."""
     for case in cases:
-        yield {"cost": True, **asdict(step_of(*case))}
+        for figures in steps_of(*case):
+            yield {"cost": True, **asdict(figures)}
 
 
 def table(found):

@@ -16,6 +16,9 @@ time of reuse. Any request that fits counts as reuse, as the allocator cuts larg
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import reduce
+
+from numpy import maximum
 
 HOST = "host"
 COMPUTE = "compute"
@@ -24,7 +27,10 @@ TIME = "seconds"  # within clocks: when, by the cost model
 
 @dataclass(frozen=True)
 class Costs:
-    """How fast a device is: a kernel takes what its work or its bytes take, whichever is longer."""
+    """How fast a device is: a kernel takes what its work or its bytes take, whichever is longer.
+
+    Of links there may be several, as an array: times then are arrays, too.
+    """
 
     flops_per_s: float = 550e12
     memory_bytes_per_s: float = 2.6e12
@@ -170,14 +176,14 @@ class Machine:
         self.launches.append(Launch(timeline, what, size))
         if timeline != HOST:
             clock = self.clock(timeline)
-            begin = max(clock.get(TIME, 0.0), self._wire_free)
+            begin = maximum(clock.get(TIME, 0.0), self._wire_free)
             took_s = size * (ranks - 1) / ranks / self.costs.link_bytes_per_s
             self._wire_free = clock[TIME] = begin + self.costs.kernel_s + took_s
 
     @property
     def now_s(self):
         """When all that was launched is done."""
-        return max(clock.get(TIME, 0.0) for clock in self.clocks.values())
+        return reduce(maximum, (clock.get(TIME, 0.0) for clock in self.clocks.values()))
 
     # ---- memory ---------------------------------------------------------------------------------
 
@@ -255,7 +261,9 @@ def where():
 
 def _join(clock, other):
     for timeline, tick in other.items():
-        if tick > clock.get(timeline, 0):
+        if timeline == TIME:
+            clock[TIME] = maximum(tick, clock.get(TIME, 0.0))
+        elif tick > clock.get(timeline, 0):
             clock[timeline] = tick
 
 

@@ -545,7 +545,7 @@ def _(job):
     _at_rest_elsewhere(job, model, move)
 
 
-@program("moved by to", syncs=_TO_HOST)
+@program("moved by to", syncs=(*_TO_HOST, "a blocking _to_copy in module.py:_having_moved"))
 def _(job):
     model = shard(gpt(), job.mesh)
     _at_rest_elsewhere(job, model, model.to)

@@ -21,7 +21,13 @@ from support.limits import ANSWER_S, PEERS_S
 
 CALLS_OF_PROCESSES = 40
 TIMEOUT = timedelta(seconds=PEERS_S)
-PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "fullshard.torch"]
+# The last is what the first step of any optimizer of torch's loads: half a second in each rank.
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "fullshard.torch",
+    "torch._dynamo",
+]
 
 
 class World:

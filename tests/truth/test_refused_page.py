@@ -52,6 +52,7 @@ HELD_BY = {
     "`.half()`": "test_modules_that_hold_it_convert_or_refuse",
     "moving shards": "test_shards_that_are_away_are_not_gathered",
     "`use_memory_pool`": "test_what_registering_refuses",
+    "CPU offload on a device": "test_offload_is_refused_where_a_device_has_no_streams",
     "recording a step": "test_what_cannot_be_recorded_is_told",
     "parameters that are DTensors": "test_what_needs_the_whole_is_refused",
     "state dicts of a parameter": "test_ranks_that_are_no_dim_of_the_tensor_axis_mesh",
@@ -103,6 +104,7 @@ RAISED_FOR = {
         "parameters with `fsdp_pre_all_gather`"
     ],
     "unit/gradients.py:Gradients.deliver": ["sparse gradients"],
+    "unit/plan.py:Plan.__post_init__": ["CPU offload on a device"],
     "unit/guards/lent.py:refuse_transforms": ["`torch.func.grad`"],
 }
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fullshard.torch
 import fullshard.wrap
-from fullshard.core import schedule
+from fullshard.core.schedule.rules import State
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import (
     CommunicationCompression,
@@ -392,7 +392,7 @@ def symbols(page, row, ranks, prefetch):
 @pytest.mark.parametrize(("ranks", "prefetch"), [(8, 1), (4, 2)])
 def test_formulas_are_what_the_engine_does(path, row, ranks, prefetch, sent_by_rank_0, monkeypatch):
     """But for the turnaround, which spares the last unit's second gather (docs/index.md)."""
-    monkeypatch.setattr(schedule, "_turns", lambda events, position: False)
+    monkeypatch.setattr(State, "_turns_around", lambda state, policy: False)
     page = name_of(path)
     measure = MEASURED[page][row]
     measured = LocalWorld(ranks).run(lambda comm: measure(comm, prefetch, sent_by_rank_0))[0]

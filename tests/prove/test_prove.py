@@ -112,6 +112,7 @@ LINES = [
     {"mutant": "a wait left out", "equivalent": False, "found": ["a race"]},
     {"mutant": "a wait twice", "equivalent": True, "found": []},
     {"cost": 1},
+    {"schedules": 3, "mutant": None},
 ]
 
 

@@ -73,7 +73,8 @@ def simulation_claims(lines: Sequence[Mapping[str, Any]]) -> Iterator[Claim]:
         _named(apart) or f"none of {len(compared)} programs differs",
         "one order",
     )
-    faults = [each for each in lines if "mutant" in each and not each["equivalent"]]
+    verdicts = [each for each in lines if "equivalent" in each]  # other lines name mutants, too
+    faults = [each for each in verdicts if not each["equivalent"]]
     missed = [each["mutant"] for each in faults if not each["found"]]
     yield Claim.that(
         "every deliberate fault is found",
@@ -81,7 +82,7 @@ def simulation_claims(lines: Sequence[Mapping[str, Any]]) -> Iterator[Claim]:
         f"{len(faults) - len(missed)} of {len(faults)}{_named(missed, '; missed: ')}",
         "all",
     )
-    same = [each for each in lines if "mutant" in each and each["equivalent"]]
+    same = [each for each in verdicts if each["equivalent"]]
     alarms = [each["mutant"] for each in same if each["found"] or each.get("broken")]
     yield Claim.that(
         "changes that are no faults raise no alarm",

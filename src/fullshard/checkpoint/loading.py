@@ -10,7 +10,7 @@ and reads the rest again, mostly from the page cache, verifying it once more.
 
 import math
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -268,12 +268,16 @@ class Loading:
         """Read and check every chunk that holds something wanted. Raises `CheckpointError`."""
         room = self._room_bytes
         jobs = []
+        read_bytes: Counter[int] = Counter()  # of each file
         for number, part in enumerate(self._parts):
-            size_bytes = self._size(part)
+            tensor, size_bytes = self._checkpoint.stored(part.name), self._size(part)
+            for read in reads_for(tensor, part.boxes):
+                read_bytes[read.stored.file] += chunk_bytes(tensor, read.stored, read.chunk)
             if size_bytes <= room:
                 room -= size_bytes
                 self._kept[number] = numpy.empty(size_bytes, numpy.uint8)
             jobs.append((number, part))
+        self._reader.foresee(read_bytes)
         for part in _in_threads(self._verify_part, jobs):
             if progress is not None:
                 progress(self._size(part))

@@ -4,6 +4,7 @@
 import mmap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -208,6 +209,16 @@ class ShardReader:
     def check_header(self, number: int) -> None:
         """Open file ``number``, and refuse it if it is not the one that the manifest describes."""
         self._opened(number)
+
+    def foresee(self, wanted_bytes: Mapping[int, int]) -> None:
+        """Say how many bytes of which files will be read: those of which it is most come at once.
+
+        A disk is faster in order than as threads ask, and the page cache gives memory back.
+        """
+        for number, wanted in wanted_bytes.items():
+            if 2 * wanted > self._manifest.files[number].size_bytes:
+                with suppress(CheckpointError):  # who reads from it says for which tensor
+                    self._files.foresee(self._opened(number))
 
     def read_chunk(
         self, name: str, tensor: StoredTensor, stored: StoredBox, chunk: int, into: memoryview

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fullshard.core.errors import ConfigurationError, FullshardError
+from fullshard.core.text import bytes_text
 
 __all__ = [
     "Reporter",
@@ -176,7 +177,7 @@ class Reporter:
 def bytes_table(
     title: str, rows: Sequence[tuple[str, int, int | None]], each: str = "rank"
 ) -> Table:
-    """The table that a run ends with: bytes of ``each``, and of one process without shards.
+    """The table that a run ends with: memory of ``each``, and of one process without shards.
 
     What nobody knows of the latter is None.
     """
@@ -188,5 +189,6 @@ def bytes_table(
     for name, mine, whole in rows:
         share = f"{mine / whole:.1%}" if whole else ""
         style = "bold" if name.startswith("peak") else None
-        table.add_row(name, f"{mine:,}", "" if whole is None else f"{whole:,}", share, style=style)
+        without = "" if whole is None else bytes_text(whole)
+        table.add_row(name, bytes_text(mine), without, share, style=style)
     return table

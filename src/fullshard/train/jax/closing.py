@@ -17,7 +17,7 @@ __all__ = ["bytes_of", "conclude", "write_text"]
 
 
 def conclude(run: Run, state: TrainState, reporter: Reporter) -> None:
-    """Save the weights, print the table of bytes, a sample of text, and where things are.
+    """Save the weights, print the table of memory, a sample of text, and where things are.
 
     With several processes all of them must call. The weights have the names of the torch model, so
     either engine reads the file.
@@ -28,7 +28,7 @@ def conclude(run: Run, state: TrainState, reporter: Reporter) -> None:
     with writing(folder / "model.safetensors"):
         save_weights(folder / "model.safetensors", run.step, state, run.plain.names())
     console.print()
-    title = f"Bytes for the model, {config.shard.strategy} over {run.devices}"
+    title = f"Memory for the model, {config.shard.strategy} over {run.devices}"
     console.print(bytes_table(title, bytes_of(run), "device"))
     if config.model.name == "gpt" and config.log.sample_bytes:
         say_sample(write_text(run, state, PROMPT, config.log.sample_bytes), reporter)

@@ -31,8 +31,15 @@ def conclude(run: Run, trace: Trace, reporter: Reporter) -> None:
         with writing(folder / "trace.jsonl"):
             trace.save(folder / "trace.jsonl")
     console.print()
-    title = f"Bytes for the model, {config.shard.strategy} over {run.world.size} ranks"
+    title = f"Memory for the model, {config.shard.strategy} over {run.world.size} ranks"
     console.print(bytes_table(title, _rows(held, run.unsharded)))
+    whole = run.unsharded.parameters_bytes
+    if held.transient_bytes and whole:
+        reporter.say(
+            f"What rests is cut by the number of ranks. The units that a step has whole are not: "
+            f"here they take {held.transient_bytes / whole:.0%} of the parameters' memory. The "
+            "more blocks a model has, the smaller that part; a small one gains little at its peak."
+        )
     if config.model.name == "gpt" and config.log.sample_bytes:
         say_sample(write_text(run, PROMPT, config.log.sample_bytes), reporter)
     say_files(reporter)
@@ -43,6 +50,7 @@ def _rows(rank: Bytes, unsharded: Bytes) -> list[tuple[str, int, int | None]]:
         ("parameters", rank.parameters_bytes, unsharded.parameters_bytes),
         ("gradients", rank.gradients_bytes, unsharded.gradients_bytes),
         ("optimizer state", rank.optimizer_bytes, unsharded.optimizer_bytes),
+        ("all of these, at rest", rank.at_rest_bytes, unsharded.at_rest_bytes),
         ("full units in a step, at most", rank.transient_bytes, unsharded.transient_bytes),
         ("peak, without activations", rank.total_bytes, unsharded.total_bytes),
     ]

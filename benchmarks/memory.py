@@ -34,10 +34,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_step import BLOCK
 
-from fullshard.prove.memory import BACKWARD, FORWARD, OVER, Paced, held_bytes
+from fullshard.prove.memory import BACKWARD, OVER, Paced, held_bytes, take_marked_step
 from fullshard.torch.comm.process_group import ProcessGroupComm
 
-WARM_UP_STEPS = 2
 WHOLE = "a further step and its optimizer's"
 
 
@@ -72,17 +71,7 @@ def run(shard, options, mark):
     model = shard(build(options), BLOCK)
     optimizer = adamw(model.parameters())
     inputs = torch.ones(1, 1, options.width, device=options.device)
-    for _ in range(WARM_UP_STEPS):
-        model(inputs).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    gc.collect()  # what reference cycles keep alive is nobody's to hold
-    mark(FORWARD)
-    loss = model(inputs).sum()
-    mark(BACKWARD)
-    loss.backward()
-    del loss
-    mark(OVER)
+    take_marked_step(model, optimizer, inputs, mark)
     optimizer.step()
     optimizer.zero_grad()
     model(inputs).sum().backward()

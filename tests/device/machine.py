@@ -97,7 +97,7 @@ class Held:
 
     @property
     def reserved_bytes(self):
-        """What the allocator must have reserved: no stream is given what another one has freed."""
+        """The bytes that the allocator reserves: no stream gets what another one has freed."""
         return sum(self.peaks.values())
 
     def change(self, home, size):

@@ -76,7 +76,7 @@ def in_order(collectives):
 
 
 def by_priority(machine):
-    """What ran on streams of high priority, and what on others (True, False)."""
+    """List each kind of collective with True if it ran on a stream of high priority, else False."""
     kinds = {(machine.high_priority[group], kind) for group, kind, _ in machine.collectives}
     return sorted([list(each) for each in kinds])
 

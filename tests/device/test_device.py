@@ -154,8 +154,8 @@ def test_two_models_in_turn_cost_no_more_than_fsdp2s(answers):
 ALLOCATED_UNITS = {"fp32": 4.05, "bf16": 3.7, "bf16, reduced in fp32": 5.8}
 
 
-def test_a_step_needs_no_more_memory_than_before_and_than_fsdp2s(answers):
-    """Of what is allocated FSDP2 holds less, but each of its streams reserves memory of its own."""
+def test_a_step_allocates_no_more_than_before_and_reserves_no_more_than_fsdp2(answers):
+    """FSDP2 allocates less, but each of its streams reserves memory of its own."""
     found = {
         (each["engine"], each["dtypes"], each["reduces complete"]): each
         for each in answers

@@ -37,6 +37,7 @@ __all__ = [
     "held_bytes",
     "memory_claims",
     "prove_memory",
+    "take_marked_step",
 ]
 
 FORWARD, BACKWARD, OVER = "the step's forward", "the step's backward", "the step is over"
@@ -208,7 +209,13 @@ def _count(shard: Callable[[_Blocks], nn.Module], scene: Scene) -> Held:
     plain = _Blocks(scene.shape)
     unit_bytes = sum(p.numel() * p.element_size() for p in plain.blocks[0].parameters())
     del plain
-    held = held_bytes(lambda mark: _steps(shard, scene, mark))
+
+    def run(mark: Callable[[str], None]) -> None:
+        model = shard(_Blocks(scene.shape))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        take_marked_step(model, optimizer, torch.ones(1, 1, scene.width), mark)
+
+    held = held_bytes(run)
     rest = held["rest"]
     return Held(rest, held["forward"] - rest, held["backward"] - rest, unit_bytes)
 
@@ -240,13 +247,13 @@ def held_bytes(run: Callable[[Callable[[str], None]], None]) -> dict[str, int]:
     raise RuntimeError("the profiler has no record of the step's end")
 
 
-def _steps(
-    shard: Callable[[_Blocks], nn.Module], scene: Scene, mark: Callable[[str], None]
+def take_marked_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: torch.Tensor,
+    mark: Callable[[str], None],
 ) -> None:
-    """Take some steps, and one between marks that ends with its backward."""
-    model = shard(_Blocks(scene.shape))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    inputs = torch.ones(1, 1, scene.width)
+    """Take some steps, and one between marks that ends with its backward; see `held_bytes`."""
     for _ in range(_WARM_UP_STEPS):
         model(inputs).sum().backward()
         optimizer.step()

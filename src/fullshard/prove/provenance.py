@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a proof is bound to: the commit, the source, the versions and the machine."""
+"""The origin of a proof: the commit, the source, the versions and the machine."""
 
 import hashlib
 import importlib.metadata

@@ -51,7 +51,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Run:
-    """What one engine did: a loss for each rank and step, and its weights.
+    """The results of one engine: a loss for each rank and step, and its weights.
 
     ``distance`` is that of the weights from those of the first engine's first run, relative to
     their norm; 0 means that all bits are equal.

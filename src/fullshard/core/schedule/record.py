@@ -78,7 +78,7 @@ _REMEMBERED = 8
 
 
 class Habits:
-    """What came after each thing the last eight times."""
+    """Remembers, for each thing, the eight things that came after it last."""
 
     def __init__(self) -> None:
         self._after: dict[Hashable, deque[Any]] = {}

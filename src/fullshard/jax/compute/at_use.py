@@ -98,7 +98,10 @@ def _evaluate(
     if given and level.program.mode == "weights":
         needed = jaxpr.outvars if as_they_rest else ()
         early = before_scans(jaxpr, eqns, entered, given, needed)
-    apart = lambda eqn: entered(eqn) or id(eqn) in early  # noqa: E731
+
+    def apart(eqn: Any) -> bool:
+        return entered(eqn) or id(eqn) in early
+
     for each in eqns if level.keeping else _parts(eqns, jaxpr.outvars, apart):
         operands = [read(atom) for atom in each.invars]
         results = None
@@ -245,7 +248,7 @@ def _of_weights(eqn: Any, operands: list[Any], level: _Level, early: bool) -> li
 
 
 def _laid_out(eqn: Any, operands: list[Any], level: _Level) -> Any:
-    """What is made of weights for a scan, cut by the rule for weights of its shape."""
+    """Make of weights an operand of a scan, and cut it as a weight of its shape would be cut."""
     names = ", ".join(dict.fromkeys(x.name for x in operands if isinstance(x, Weight)))
     (array,) = _bind_pieces(eqn, operands)
     layout = level.program.layout

@@ -32,7 +32,7 @@ def array_of(x: Any) -> Any:
 
 
 def axes_after(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    """What cuts the result of an operation on pieces; None if it wants a weight whole."""
+    """Return the axes that cut what an operation makes of pieces; None if it needs a weight whole."""
     name = eqn.primitive.name
     rule = _elementwise if name in ELEMENTWISE else _RULES.get(name)
     return rule(eqn, operands) if rule and len(eqn.outvars) == 1 else None
@@ -103,7 +103,7 @@ def _common(weights: Sequence[Any]) -> Axes | None:
 
 
 def _slice(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    """Of a layer taken out of a stack by hand."""
+    """Return the axes of a layer that is taken out of a stack by hand."""
     weight = operands[0]
     if not isinstance(weight, Weight) or any(isinstance(x, Weight) for x in operands[1:]):
         return None
@@ -126,7 +126,7 @@ def _transpose(eqn: Any, operands: Sequence[Any]) -> Axes | None:
 
 
 def _reshape(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    """Of a reshape that leaves the dimensions that are cut as they are."""
+    """Return the axes after a reshape that leaves the dimensions that are cut as they are."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     axes: list[Any] = [None] * len(after)
     for dim, axis in enumerate(operands[0].axes):
@@ -144,7 +144,10 @@ def _reshape(eqn: Any, operands: Sequence[Any]) -> Axes | None:
 
 
 def _broadcast(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    """Of new dimensions of one element; repeating a weight before it is sent would be a waste."""
+    """Return the axes after new dimensions of one element.
+
+    None if elements are repeated: that is better done after a weight was sent.
+    """
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if math.prod(before) != math.prod(after):
         return None
@@ -173,7 +176,10 @@ def _reverse(eqn: Any, operands: Sequence[Any]) -> Axes | None:
 
 
 def _reduce(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    """Of a sum or norm of a weight: devices exchange their results instead of the weight."""
+    """Return the axes of a weight's sum or norm.
+
+    Devices exchange their results instead of the weight.
+    """
     gone = eqn.params["axes"]
     return tuple(axis for dim, axis in enumerate(operands[0].axes) if dim not in gone)
 

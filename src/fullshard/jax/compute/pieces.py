@@ -32,7 +32,7 @@ def array_of(x: Any) -> Any:
 
 
 def axes_after(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    """Return the axes that cut what an operation makes of pieces; None if it needs a weight whole."""
+    """Return the axes that cut what an operation makes of pieces; None if it needs it whole."""
     name = eqn.primitive.name
     rule = _elementwise if name in ELEMENTWISE else _RULES.get(name)
     return rule(eqn, operands) if rule and len(eqn.outvars) == 1 else None

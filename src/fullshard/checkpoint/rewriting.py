@@ -11,7 +11,8 @@ import numpy
 from fullshard.checkpoint.commit import Staging
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.manifest import StoredTensor
-from fullshard.checkpoint.loading import Checkpoint, Progress, read_boxes
+from fullshard.checkpoint.loading import Checkpoint, Progress
+from fullshard.checkpoint.reading.chunks import read_boxes
 from fullshard.checkpoint.reshard import even_spans
 from fullshard.checkpoint.saving import About, publish, write_shard
 from fullshard.checkpoint.shards import Piece, ShardReader

@@ -4,7 +4,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from fullshard.torch.checkpoint.collecting import (
 from fullshard.torch.checkpoint.optimizers import OptimizerLoad
 from fullshard.torch.checkpoint.ranks import call_all, comms_of
 from fullshard.torch.checkpoint.saving import RANDOM, session_of
-from fullshard.torch.checkpoint.tensors import Held, held_here
+from fullshard.torch.checkpoint.tensors import Held, KnownBoxes, held_here
 from fullshard.torch.checkpoint.values import decode, random_state_of, set_random_state
 
 __all__ = ["Loaded", "load_checkpoint"]
@@ -128,7 +128,7 @@ def _load(
             _check_same(checkpoint, first)
             plan = _Plan(checkpoint, models, optimizers, strict, ranks)
             loading = stack.enter_context(Loading(checkpoint, plan.wants))
-            loading.verify()
+            loading.verify(plan.deliver)
         except FullshardError as error:
             failure = error
         agree(ranks, what, failure)
@@ -170,6 +170,7 @@ class _Plan:
         self._checkpoint = checkpoint
         self._state = decode(checkpoint.manifest.state) or {}
         self._targets: list[tuple[str, Held]] = []
+        self._boxes: KnownBoxes = {}
         self._known: list[str] = []  # all names of tensors that the models have
         self._missing: list[str] = []
         self._values: list[tuple[nn.Module, str, Any]] = []
@@ -206,7 +207,8 @@ class _Plan:
         wants = []
         for number, (name, held) in enumerate(self._targets):
             stored = self._checkpoint.stored(name)
-            wants.append(Want(name, held.boxes, held.memory(stored.dtype), number))
+            target = held.memory(stored.dtype)
+            wants.append(Want(name, held.boxes, target, number, held.fresh))
         return wants
 
     def deliver(self, part: Want, data: memoryview) -> None:
@@ -256,7 +258,7 @@ class _Plan:
             self._known.append(full)
             self._check_shape(full, stored.shape, tuple(value.shape))
             if known.setdefault(identity(value), full) == full:  # tied values: once
-                self._targets.append((full, held_here(full, value)))
+                self._targets.append((full, held_here(full, value, self._boxes)))
 
     def _plan_value(self, model: nn.Module, full: str, name: str) -> None:
         """Extra state of a module, which is no tensor."""
@@ -295,7 +297,7 @@ class _Plan:
             if stored is not None and stored.dtype == "U8" and len(stored.shape) == 1:
                 value = torch.empty(stored.shape, dtype=torch.uint8)
                 own = value if number == ranks.rank else own
-                self._targets.append((name, held_here(name, value)))
+                self._targets.append((name, replace(held_here(name, value), fresh=True)))
         return own
 
 

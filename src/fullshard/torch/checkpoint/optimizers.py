@@ -2,6 +2,7 @@
 """The state of one optimizer on its way back in: planned, filled, and attached at the end."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from fullshard.checkpoint import Checkpoint
 from fullshard.checkpoint.format.manifest import StoredTensor
 from fullshard.core.errors import CheckpointError
 from fullshard.torch.checkpoint.collecting import name_of
-from fullshard.torch.checkpoint.tensors import DTYPES, Held, held_here
+from fullshard.torch.checkpoint.tensors import DTYPES, Held, KnownBoxes, held_here
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = ["OptimizerLoad"]
@@ -40,6 +41,7 @@ class OptimizerLoad:
         self._optimizer = optimizer
         self._settings = _settings(checkpoint, key, optimizer, names, told)
         self._new: list[tuple[Tensor, dict[str, Any]]] = []
+        self._boxes: KnownBoxes = {}
         self._targets: list[tuple[str, Held]] = []
         self.unused = _stored_kinds(checkpoint, key)
         values = told["values"]
@@ -80,10 +82,12 @@ class OptimizerLoad:
         there = self._optimizer.state.get(param, {}).get(kind)
         dtype = DTYPES[stored.dtype]
         if isinstance(there, Tensor) and tuple(there.shape) == stored.shape:
-            value = there
+            value, fresh = there, False
         else:
             value = _new_value(param, kind, stored, dtype, _device_of(group, param, kind))
-        self._targets.append((full, held_here(full, value)))
+            fresh = True
+        held = held_here(full, value, self._boxes)
+        self._targets.append((full, replace(held, fresh=fresh)))
         return value
 
 

@@ -30,12 +30,14 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 class Held:
     """This rank's part of a tensor of global ``shape``.
 
-    ``local`` has the elements of ``boxes``, one box after the other in row-major order.
+    ``local`` has the elements of ``boxes``, one box after the other in row-major order. ``fresh``:
+    it was made to be loaded into, and belongs to nothing yet.
     """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     local: Tensor
+    fresh: bool = False
 
     @property
     def numel(self) -> int:

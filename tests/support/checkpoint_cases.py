@@ -54,6 +54,9 @@ class ThreadRanks:
     def broadcast(self, data):
         return self._all(data)[0]
 
+    def share(self, data):
+        return self._all(data)
+
     def _all(self, data):
         self.world["slots"][self.rank] = data
         self.world["barrier"].wait()

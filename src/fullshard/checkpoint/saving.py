@@ -205,7 +205,7 @@ def _open_staging(run: Path, ranks: Ranks, files: Files, what: str) -> Staging:
         try:
             sweep(files, run)
             Staging(files, run, made["generation"]).open()
-        except OSError as error:
+        except Exception as error:
             made["failure"] = failure_text(error)
     made = json.loads(ranks.broadcast(json.dumps(made).encode()))
     if made["failure"]:
@@ -267,7 +267,7 @@ def publish(staging: Staging, about: About, parts: Sequence[Mapping[str, Any]]) 
         data = render_manifest(manifest)
         parse_manifest(data, staging.path)  # what could not be read back is not committed
         folder = staging.commit(about.step, data)
-    except (OSError, CheckpointError) as error:
+    except Exception as error:
         return {"failure": failure_text(error), "file": str(staging.path)}
     return {"failure": None, "folder": str(folder)}
 

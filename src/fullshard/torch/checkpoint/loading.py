@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from fullshard.checkpoint import Checkpoint, Ranks, RunFolder, StepFolder
 from fullshard.checkpoint.commit import mark_verified
 from fullshard.checkpoint.loading import Loading, Want
-from fullshard.checkpoint.ranks import agree
+from fullshard.checkpoint.ranks import agree, failure_text
+from fullshard.checkpoint.rewriting import same_content
 from fullshard.checkpoint.run_folder import load_newest, run_folder
-from fullshard.core.errors import CheckpointError, FullshardError
+from fullshard.core.errors import CheckpointError
 from fullshard.torch.checkpoint.collecting import (
     Models,
     Optimizers,
@@ -118,7 +119,7 @@ def _load(
     checkpoint: Checkpoint | None = None
     try:
         checkpoint = Checkpoint(folder.path, run.files)
-    except FullshardError as error:
+    except Exception as error:
         failure = error
     agree(ranks, what, failure)
     assert checkpoint is not None
@@ -129,7 +130,7 @@ def _load(
             plan = _Plan(checkpoint, models, optimizers, strict, ranks)
             loading = stack.enter_context(Loading(checkpoint, plan.wants))
             loading.verify(plan.deliver)
-        except FullshardError as error:
+        except Exception as error:
             failure = error
         agree(ranks, what, failure)
         done: list[str] = []
@@ -137,9 +138,11 @@ def _load(
             for part, data in loading.deliver():
                 plan.deliver(part, data)
                 done.append(part.name)
-        except FullshardError as error:
+        except Exception as error:
             changed = ", ".join(sorted(set(done))) or "none"
-            failure = CheckpointError(f"{error}. Already loaded, on this rank: {changed}")
+            failure = CheckpointError(
+                f"{failure_text(error)}. Already loaded, on this rank: {changed}"
+            )
         agree(ranks, f"{what}, of which a part is loaded", failure)
     plan.attach()
     if ranks.rank == 0 and plan.is_whole:
@@ -169,6 +172,7 @@ class _Plan:
     ):
         self._checkpoint = checkpoint
         self._state = decode(checkpoint.manifest.state) or {}
+        self._extra = decode(checkpoint.manifest.extra)
         self._targets: list[tuple[str, Held]] = []
         self._boxes: KnownBoxes = {}
         self._known: list[str] = []  # all names of tensors that the models have
@@ -177,7 +181,7 @@ class _Plan:
         names: dict[int, str] = {}
         for key, model in models.items():
             names.update(names_of_parameters(key, model))
-            self._plan_model(key, model)
+            self._plan_model(key, model, strict)
         self._optimizers = [
             self._plan_optimizer(key, optimizer, names) for key, optimizer in optimizers.items()
         ]
@@ -232,7 +236,7 @@ class _Plan:
         manifest = self._checkpoint.manifest
         return Loaded(
             manifest.step,
-            decode(manifest.extra),
+            self._extra,
             self._checkpoint.folder,
             manifest.world,
             tuple(self._missing),
@@ -240,7 +244,7 @@ class _Plan:
             random_state_of(self._random) if self._random is not None else None,
         )
 
-    def _plan_model(self, key: str, model: nn.Module) -> None:
+    def _plan_model(self, key: str, model: nn.Module, strict: bool) -> None:
         manifest = self._checkpoint.manifest
         partial = self._state.get("parts", {}).get(key) == "trainable weights"
         known: dict[int, str] = {}
@@ -257,8 +261,11 @@ class _Plan:
                 continue
             self._known.append(full)
             self._check_shape(full, stored.shape, tuple(value.shape))
-            if known.setdefault(identity(value), full) == full:  # tied values: once
+            first = known.setdefault(identity(value), full)
+            if first == full:  # tied values: once
                 self._targets.append((full, held_here(full, value, self._boxes)))
+            elif strict:
+                self._check_tied(first, full)
 
     def _plan_value(self, model: nn.Module, full: str, name: str) -> None:
         """Extra state of a module, which is no tensor."""
@@ -273,6 +280,16 @@ class _Plan:
         if stored != here:
             raise CheckpointError(
                 f"{name!r} has shape {stored} in it and {here} in the model", tensor=name
+            )
+
+    def _check_tied(self, first: str, other: str) -> None:
+        manifest = self._checkpoint.manifest
+        one, two = manifest.tensor(first), manifest.tensor(other)
+        if one is not None and two is not None and one is not two and not same_content(one, two):
+            raise CheckpointError(
+                f"{first!r} and {other!r} are one tensor in the model and two in the step; load "
+                "into a model in which they are not tied, or pass strict=False to take the first",
+                tensor=other,
             )
 
     def _plan_optimizer(

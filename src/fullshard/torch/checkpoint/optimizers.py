@@ -129,6 +129,7 @@ def _settings(
     told: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Find the settings of each group. Raises `CheckpointError` if groups do not fit."""
+    _check_kind(key, optimizer, told)
     aliases = checkpoint.manifest.aliases
     mine = [
         {aliases.get(name, name) for name in (name_of(p, names, key) for p in group["params"])}
@@ -147,3 +148,20 @@ def _settings(
         {name: value for name, value in group.items() if name != "params"}
         for group in told["groups"]
     ]
+
+
+# How an optimizer works, whatever it computes: other versions of torch have others of them.
+_WAYS = {"foreach", "fused", "capturable", "differentiable", "maximize"}
+
+
+def _check_kind(key: str, optimizer: Optimizer, told: Mapping[str, Any]) -> None:
+    """Refuse the state of another kind of optimizer; Adam and AdamW have equal settings."""
+    here, there = type(optimizer).__name__, told["class"]
+    known = set().union(*told["groups"])
+    lacking = sorted(set(optimizer.defaults) - known - _WAYS)
+    if here != there and lacking:
+        raise CheckpointError(
+            f"{key!r} was saved by {there} and is {here} here, whose settings "
+            f"{', '.join(map(repr, lacking))} it does not have; load without it, or make the "
+            "optimizer that was saved"
+        )

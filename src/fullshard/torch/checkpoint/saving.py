@@ -19,7 +19,7 @@ from fullshard.checkpoint.background import save_in_background
 from fullshard.checkpoint.run_folder import run_folder
 from fullshard.checkpoint.saving import About, Plans, write_step
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks, stream
-from fullshard.core.errors import ConfigurationError, FullshardError
+from fullshard.core.errors import ConfigurationError
 from fullshard.torch.checkpoint.collecting import (
     Collected,
     Models,
@@ -144,7 +144,7 @@ def save_checkpoint(
         mine = [piece_of(name, held) for name, held in collected.held.items()]
         pinned = any(held.local.is_cuda for held in collected.held.values())
         about = _about(step, models, session.ranks.size, collected, extra)
-    except FullshardError as error:
+    except Exception as error:
         failure = error
     what = f"step {step} cannot be saved"
     mine = session.plans.mine(mine, session.ranks, what, failure)

@@ -189,6 +189,13 @@ class Segment:
         return self.packed and self.shards > 1
 
     @property
+    def sent_as_made(self) -> bool:
+        """True if a gradient, as it is made, is what travels: one parameter's, without padding."""
+        alone = len(self.slots) == 1 and self.trainable and not self.travels_apart
+        whole = self.shards > 1 and not self.padding_numel
+        return alone and whole and self.full_dtype == self.grad_dtype
+
+    @property
     def padding_numel(self) -> int:
         """Elements that belong to no parameter."""
         return self.full_numel - sum(slot.stop - slot.start for slot in self.slots)

@@ -7,14 +7,14 @@ into pieces of equal shapes: all full chunks of rows as one, and the last chunk 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from fullshard.core.layout import Segment, Slot
 
-__all__ = ["Deliveries", "Unpacking", "pieces_of", "travelling_pieces"]
+__all__ = ["Unpacking", "pieces_of", "travelling_pieces"]
 
 
 def pieces_of(value: Tensor, slot: Slot, shards: int) -> list[Tensor]:
@@ -68,43 +68,3 @@ def _both(segment: Segment, travelling: Tensor, full: Tensor) -> Iterator[tuple[
             travelling_pieces(travelling, segment, slot),
             strict=True,
         )
-
-
-class Deliveries:
-    """Copies gradients into views of a buffer of ``sizes``, on a device small ones together.
-
-    Each call costs the host the same, and a small copy the device no less than a larger one. Those
-    that wait hold an eighth of the buffer's bytes at most; larger ones are copied at once.
-    """
-
-    def __init__(self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device):
-        self._most_bytes = sum(numel * dtype.itemsize for numel, dtype in sizes) // 8
-        self.wait = device.type != "cpu" and self._most_bytes > 0  # some, else none ever
-        self.clear()
-
-    def put(self, views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """Copy ``parts``, which nobody else may change, to ``views``: now, or at the next flush."""
-        if not self.wait:
-            for view, part in zip(views, parts, strict=True):
-                view.copy_(part)
-            return
-        size = sum(part.numel() * part.element_size() for part in parts)
-        if self.bytes + size > self._most_bytes:
-            self.flush()
-        self._views += views
-        self._parts += parts
-        self.bytes += size
-        if size > self._most_bytes:
-            self.flush()
-
-    def flush(self) -> None:
-        """Copy what waits."""
-        if self._views:
-            torch._foreach_copy_(self._views, self._parts)
-            self.clear()
-
-    def clear(self) -> None:
-        """Forget what waits."""
-        self._views: list[Tensor] = []
-        self._parts: list[Tensor] = []
-        self.bytes = 0

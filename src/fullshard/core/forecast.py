@@ -22,6 +22,8 @@ class UnitCost:
     ``part_bytes`` is what stays of the full parameters after SHRINK, and ``part_gather_bytes`` what
     a gather sends then. ``staged_bytes`` is what a gather holds beside the full parameters until it
     has been waited for, ``scratch_bytes`` what a reduce holds beside the full gradients.
+    ``grad_made_bytes`` are those of full gradients before their reduce begins, as autograd makes
+    them (None: as many as afterwards), of which it holds ``grad_moved_bytes`` twice for a moment.
     ``solo`` units have one slice: their reduce drops full gradients at once, since they are it.
     """
 
@@ -35,6 +37,8 @@ class UnitCost:
     all_reduce_bytes: int = 0
     solo: bool = False
     staged_bytes: int = 0
+    grad_made_bytes: int | None = None
+    grad_moved_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,9 @@ def forecast(
         in_backward = in_backward or event.moment is Moment.BACKWARD_BEGIN
         for op in ops:
             found.sent[op.unit] += held[op.unit].carry_out(op, in_backward=in_backward)
-            found.peak_bytes = max(found.peak_bytes, sum(each.bytes for each in held.values()))
+            moved = costs[op.unit].grad_moved_bytes if op.kind is OpKind.REDUCE else 0
+            now = sum(each.bytes for each in held.values()) + moved
+            found.peak_bytes = max(found.peak_bytes, now)
         if event.moment is Moment.BACKWARD_BEGIN:
             held[event.unit].gradients = True
             found.peak_bytes = max(found.peak_bytes, sum(each.bytes for each in held.values()))
@@ -142,9 +148,10 @@ class _Held:
         cost = self.cost
         parameters = self.full * cost.full_bytes + self.part * cost.part_bytes
         parameters += self.arriving * cost.staged_bytes
-        return (
-            parameters + self.gradients * cost.grad_full_bytes + self.reducing * cost.scratch_bytes
-        )
+        made = cost.grad_full_bytes if cost.grad_made_bytes is None else cost.grad_made_bytes
+        if self.reducing:
+            return parameters + cost.grad_full_bytes + cost.scratch_bytes
+        return parameters + self.gradients * made
 
     def carry_out(self, op: Op, *, in_backward: bool) -> Sent:
         """Do what ``op`` says; returns what it sends."""

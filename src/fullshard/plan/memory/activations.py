@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What forward keeps for backward, and what is held while an act runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fullshard.core.spec import item_bytes
 from fullshard.plan.model.operations import Call, Kind, Operation
@@ -40,11 +40,12 @@ class Activations:
         self._gradients = _Gradients(script)
         self._kept_of: dict[int, tuple[int, int]] = {}  # by call
 
-    def gives_gradients(self, act: Act) -> bool:
-        """True if ``act`` makes the gradient of a parameter of its unit."""
+    def given(self, act: Act) -> Sequence[tuple[int, int]]:
+        """The parameters whose gradients ``act`` hands over: their unit, and their index in it."""
         if self._script.stretches:
-            return self._script.stretches[act.call].fills
-        return act.phase is Phase.BACKWARD and bool(self._gradients.largest[act.call])
+            gives = self._script.stretches[act.call].gives
+            return () if gives is None else ((act.unit, gives),)
+        return self._gradients.given[act.call] if act.phase is Phase.BACKWARD else ()
 
     def carry_out(self, act: Act) -> tuple[Pair, Pair]:
         """Do what ``act`` says; returns the most activations and logits held meanwhile.
@@ -100,12 +101,11 @@ class Activations:
 
     def _backward(self, act: Act, memory: _CallMemory) -> tuple[Pair, Pair]:
         gradients = self._gradients
-        on_the_way = gradients.largest[act.call] + gradients.waiting[act.call]
         saved, logits = self._kept_of.get(act.call, (0, 0))
         kept_by_others = self.kept - min(saved, memory.saved)
         logits_of_others = self.logits - min(logits, memory.saved_logits)
         before, after = memory.backward_peaks
-        later = max(after[0], memory.saved + on_the_way)
+        later = max(after[0], memory.saved + gradients.waiting[act.call])
         self._keep(act.call, 0, 0)
         self.kept += gradients.waiting[act.call] - gradients.joined[act.call]
         return (
@@ -175,31 +175,31 @@ def _backward_peaks(operations: tuple[Operation, ...]) -> tuple[Pair, Pair]:
 
 
 class _Gradients:
-    """Gradients of parameters between autograd, which makes them, and their unit's buffer.
+    """Gradients of parameters between autograd, which makes them, and their unit.
 
-    ``largest[n]`` is the most bytes of one gradient that call n's backward hands over. A tied
-    parameter's is handed over by the first of its calls, in order of forward: ``waiting[n]`` bytes
-    of parts made by call n's backward wait until then, and ``joined[n]`` have waited for call n's.
+    ``given[n]`` are the parameters whose gradients call n's backward hands over, by their unit and
+    index in it. A tied parameter's is handed over by the first of its calls, in order of forward:
+    ``waiting[n]`` bytes of parts made by call n's backward wait until then, and ``joined[n]`` have
+    waited for call n's.
     """
 
     def __init__(self, script: Script):
         calls = len(script.calls)
-        self.largest, self.waiting, self.joined = [0] * calls, [0] * calls, [0] * calls
+        self.given: list[list[tuple[int, int]]] = [[] for _ in range(calls)]
+        self.waiting, self.joined = [0] * calls, [0] * calls
         places: dict[str, list[int]] = {}
         for number, call in enumerate(script.calls):
             places.setdefault(call.path, []).append(number)
-        for unit in script.units:
-            for segment, slot in unit.layout:
+        for number, unit in enumerate(script.units):
+            for index, (segment, slot) in enumerate(unit.layout):
                 if segment.trainable:
-                    item = item_bytes(segment.full_dtype)
                     names = (slot.spec.name, *slot.spec.aliases)
-                    self._add(slot.spec.numel * item, [_calls_of(name, places) for name in names])
+                    users = sorted({call for name in names for call in _calls_of(name, places)})
+                    if users:
+                        self.given[users[0]].append((number, index))
+                        self._join(users, slot.spec.numel * item_bytes(segment.full_dtype))
 
-    def _add(self, size: int, uses: list[list[int]]) -> None:
-        users = sorted({call for calls in uses for call in calls})
-        if not users:
-            return
-        self.largest[users[0]] = max(self.largest[users[0]], size)
+    def _join(self, users: list[int], size: int) -> None:
         if len(users) > 1:
             self.waiting[users[-1]] += size
             self.joined[users[0]] += size

@@ -16,9 +16,9 @@ from fullshard.torch.comm import process_group
 from fullshard.torch.comm.protocol import Done, Together
 from fullshard.torch.unit import gradients, streams
 from fullshard.torch.unit.buffers import FlatBuffer
+from fullshard.torch.unit.full_gradients import FullGradients
 from fullshard.torch.unit.full_parameters import FullParameters
 from fullshard.torch.unit.gradients import Gradients
-from fullshard.torch.unit.packing import Deliveries
 from fullshard.torch.unit.streams import CopyStream
 
 
@@ -134,8 +134,12 @@ _wait = FullParameters.wait
 
 def _reduce_freeing_at_once(self):
     _reduce(self)
-    if self._full is not None:
-        self._full.release()
+    self._full.release()
+
+
+def _reduce_letting_go(self):
+    _reduce(self)
+    self._full.sent = []
 
 
 _reduce = Gradients.reduce
@@ -283,6 +287,14 @@ def _together_without_waiting(self, works, finish=None, *in_flight):
 _together_init = Together.__init__
 
 
+def _look_past_padding(self, buffer):
+    _look_into(self, buffer)
+    self._padding.clear()
+
+
+_look_into = FullGradients._look_into
+
+
 def _item_in_reduce(self):
     _reduce(self)
     self._reduced.flats[0][0].item()
@@ -384,18 +396,15 @@ MUTANTS = {
     ),
     "late gradients do not wait for a reduce": Mutant(
         (_before(Gradients, "fill", lambda self: setattr(self, "_work", None)),),
-        ("reduces left under way", "accumulation of shards"),
+        ("the reduce of a single unit left under way",),
     ),
     # What travels packed is zeroed where it has holes, and so always written: by element there are
     # none.
-    "gradients that wait for others are forgotten": Mutant(
-        ((Deliveries, "flush", nothing),), ("FULL_SHARD",)
+    "gradients are not copied to where they are sent from": Mutant(
+        ((FullGradients, "_copy", nothing),), ("FULL_SHARD",)
     ),
     "padding is not zeroed": Mutant(
-        ((Gradients, "_zero_what_did_not_come", nothing),), ("odd parameters", "full over 3")
-    ),
-    "what lies between packed gradients is not zeroed": Mutant(
-        (_after(Gradients, "fill", lambda self: self._holey.clear()),), ("odd parameters",)
+        ((FullGradients, "_look_into", _look_past_padding),), ("odd parameters", "full over 3")
     ),
     "the host looks at every reduce": Mutant(((Gradients, "reduce", _item_in_reduce),), _FULL),
     # evictions
@@ -426,6 +435,10 @@ EQUIVALENT = {
     ),
     "messages of a compressed reduce are not kept": (
         Mutant(((Together, "__init__", _together_without_keeping),), ("reduces in int8",)),
+        "the works of torch.distributed keep their tensors until they are waited for",
+    ),
+    "gradients that are sent as they were made are let go when their reduce is issued": (
+        Mutant(((Gradients, "reduce", _reduce_letting_go),), _FULL),
         "the works of torch.distributed keep their tensors until they are waited for",
     ),
     "full parameters are dropped without a wait": (

@@ -201,9 +201,9 @@ def planned_trace(script: Script, run: Run, cluster: Cluster) -> Trace:
             note(line.kind.value, line.unit)
             continue
         for number, index in activations.given(line):
-            first = not held.has_gradients(number)
+            before = held.buffers
             held.take(number, index)
-            if first:
+            if held.buffers != before:
                 note("fill", number)
     return trace
 

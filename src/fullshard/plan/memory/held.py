@@ -115,10 +115,6 @@ class HeldUnits:
         """Bytes of reduced gradients that are being copied to the host."""
         return sum(self._leaving)
 
-    def has_gradients(self, number: int) -> bool:
-        """True if a unit holds full gradients that are not under way."""
-        return bool(self._units[number].grads)
-
     def take(self, number: int, index: int) -> int:
         """See `Holds.take`."""
         unit = self._units[number]

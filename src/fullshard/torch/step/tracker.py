@@ -284,7 +284,9 @@ class Tracker:
         if not self._in_backward:
             self._enter_backward()
         unit, recorder = managed.unit, self.executor.recorder
-        if unit.deliver(index, grad) and recorder:
+        held = unit.transient_bytes if recorder else 0
+        unit.deliver(index, grad)
+        if recorder and unit.transient_bytes != held:
             recorder.note("fill", unit, self.executor.live_bytes)
         step = managed.step
         if step.phase is Phase.AT_REST:

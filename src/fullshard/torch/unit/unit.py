@@ -296,15 +296,13 @@ class Unit:
 
     # ---- gradients ------------------------------------------------------------------------------
 
-    def deliver(self, index: int, grad: Tensor) -> bool:
-        """Take a parameter's gradient, or a further part of it; True if the unit had none."""
-        first = self.state in _STATES_WITHOUT_GRADS
-        if first:
+    def deliver(self, index: int, grad: Tensor) -> None:
+        """Take a parameter's gradient, or a further part of it."""
+        if self.state in _STATES_WITHOUT_GRADS:
             self._fill()
         if index in self._cuts:
             grad = self._cuts[index].part_of_dtensor(grad)
         self.gradients.deliver(index, grad)
-        return first
 
     def _fill(self) -> None:
         self.gradients.fill()

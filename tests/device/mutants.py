@@ -19,6 +19,7 @@ from fullshard.torch.unit.buffers import FlatBuffer
 from fullshard.torch.unit.full_gradients import FullGradients
 from fullshard.torch.unit.full_parameters import FullParameters
 from fullshard.torch.unit.gradients import Gradients
+from fullshard.torch.unit.packing import PackedArrival
 from fullshard.torch.unit.streams import CopyStream
 
 
@@ -124,8 +125,9 @@ def _wait_without_work(self):
 
 
 def _unpack_first(self):
-    if self._gathering is not None and self._arrival is not None and self.part is None:
-        self._unpacking.copy()
+    if self._gathering is not None and self._packed is not None and self.part is None:
+        self._packed.there.allocate()
+        self._packed._unpacking.copy()
     _wait(self)
 
 
@@ -232,10 +234,12 @@ def _blocking_fetch(self, shards):
 _to = Tensor.to
 
 
-def _gather_leaving_holes(self, custom):
-    packed, self._packed = self._packed, []
-    _gather(self, custom)
-    self._packed = packed
+def _unpack_leaving_holes(self):
+    self._fills = False
+    _unpack(self)
+
+
+_unpack = PackedArrival.unpack
 
 
 def _shrink_without_wait(self):
@@ -252,7 +256,7 @@ def _drop_full_without_wait(self):
     if self.part is not None:
         self.part = None
         return False
-    self._buffer.release()
+    self._release()
     return True
 
 
@@ -356,10 +360,10 @@ MUTANTS = {
         ((FullParameters, "wait", _unpack_first),), _FULL
     ),
     "what arrives packed is freed when its gather is issued": Mutant(
-        (_after(FullParameters, "gather", lambda self: self._arrival.release()),), _FULL
+        (_after(FullParameters, "gather", lambda self: self._packed.arriving.release()),), _FULL
     ),
     "what lies between packed parameters is not filled": Mutant(
-        ((FullParameters, "gather", _gather_leaving_holes),), ("blocks of 2",)
+        ((PackedArrival, "unpack", _unpack_leaving_holes),), ("blocks of 2",)
     ),
     "gathers get no memory": Mutant(
         ((FullParameters, "gather", _gather_without_allocating),), _FULL

@@ -260,7 +260,7 @@ class Layout:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes that a gather holds beside the full parameters; see [Note: Whole rows]."""
+        """Bytes that are copied when a gather has been waited for; see [Note: Whole rows]."""
         return sum(segment.staged_bytes for segment in self.segments)
 
     @property

@@ -33,7 +33,7 @@ class _Held:
     slice_bytes: int  # of reduced gradients, in the dtype in which they travel
     rest_bytes: int  # the same at rest
     solo: bool
-    staged_bytes: int  # beside the full parameters, while they are gathered
+    staged_bytes: int  # held twice when a gather has been waited for
     full: bool = False
     arriving: bool = False
     part: bool = False
@@ -134,11 +134,11 @@ class HeldUnits:
         if kind is OpKind.GATHER:
             if not unit.full:
                 unit.full, unit.arriving = True, not unit.part
-                self.buffers += unit.full_bytes + unit.arriving * unit.staged_bytes
+                self.buffers += unit.full_bytes
         elif kind is OpKind.AWAIT_GATHER:
             self._drop_part(unit)
-            self.buffers -= unit.arriving * unit.staged_bytes
-            unit.arriving = False
+            unit.arriving, arrived = False, unit.arriving
+            return unit.staged_bytes if arrived else 0
         elif kind is OpKind.FREE:
             self._drop_full(unit)
             self._drop_part(unit)

@@ -7,14 +7,16 @@ into pieces of equal shapes: all full chunks of rows as one, and the last chunk 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from fullshard.core.layout import Segment, Slot
+from fullshard.torch.unit.buffers import FlatBuffer
+from fullshard.torch.unit.plan import Plan
 
-__all__ = ["Unpacking", "pieces_of", "travelling_pieces"]
+__all__ = ["PackedArrival", "Unpacking", "pieces_of", "travelling_pieces"]
 
 
 def pieces_of(value: Tensor, slot: Slot, shards: int) -> list[Tensor]:
@@ -58,6 +60,41 @@ class Unpacking:
         """Copy what has arrived."""
         if self._params:
             torch._foreach_copy_(self._params, self._arrived)
+
+
+class PackedArrival:
+    """Memory for packed segments: where they arrive, and where their parameters are.
+
+    Only one of the two is held but for the moment of the copy.
+    """
+
+    def __init__(self, segments: Sequence[tuple[Segment, torch.dtype]], plan: Plan):
+        sizes = [(segment.full_numel, dtype) for segment, dtype in segments]
+        self.arriving, self.there = (FlatBuffer(sizes, plan.device) for _ in range(2))
+        self.flats = self.arriving.flats, self.there.flats
+        self._unpacking = Unpacking(
+            (segment, arrived, there)
+            for (segment, _), arrived, there in zip(segments, *self.flats, strict=True)
+        )
+        self._fills = plan.ranks.block is not None  # what lies between parameters is sent, too
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held now."""
+        return sum(each.bytes for each in (self.arriving, self.there) if each.allocated)
+
+    def unpack(self) -> None:
+        """Copy what has arrived to the parameters."""
+        self.there.allocate()
+        if self._fills:
+            self.there.zero_()
+        self._unpacking.copy()
+        self.arriving.release()
+
+    def release(self) -> None:
+        """Give all memory back."""
+        self.arriving.release()
+        self.there.release()
 
 
 def _both(segment: Segment, travelling: Tensor, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

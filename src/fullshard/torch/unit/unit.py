@@ -367,7 +367,7 @@ class Unit:
 
     def full_views(self, full: FlatBuffer) -> list[Tensor]:
         """The parameters in what `gather_values` gave, in the order of ``params``."""
-        views = [view_of(full, place) for place in self.shards.places]
+        views = [view_of(full.flats, place) for place in self.shards.places]
         cuts = [each.tensor_parallel for each in self.params]
         return [v if c is None else c.dtensor(v) for v, c in zip(views, cuts, strict=True)]
 

@@ -136,12 +136,12 @@ _wait = FullParameters.wait
 
 def _reduce_freeing_at_once(self):
     _reduce(self)
-    self._full.release()
+    self.full.release()
 
 
 def _reduce_letting_go(self):
     _reduce(self)
-    self._full.sent = []
+    self.full.sent = []
 
 
 _reduce = Gradients.reduce

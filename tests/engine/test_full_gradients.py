@@ -64,7 +64,7 @@ def test_what_fits_is_sent_from_where_autograd_made_it(nothing_packed, monkeypat
     def body(comm, dtypes):
         model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False))
         fully_shard(model, mesh=comm, mp_policy=MixedPrecisionPolicy(*dtypes))
-        managed_unit_of(model).unit.gradients._full._comm_rank = comm.rank
+        managed_unit_of(model).unit.gradients.full._comm_rank = comm.rank
         model(torch.ones(1, 4)).sum().backward()
 
     def as_made(*dtypes):
@@ -100,7 +100,7 @@ def test_gradients_that_share_memory(nothing_packed, hooked):
     def body(comm):
         model = fully_shard(Sharing(), mesh=comm)
         found = []
-        full = managed_unit_of(model).unit.gradients._full
+        full = managed_unit_of(model).unit.gradients.full
         put = full.put
         full.put = lambda index, grad: (found.append(grad.data_ptr()), put(index, grad))
         if hooked:
@@ -146,7 +146,7 @@ def test_bytes_held_before_and_after_a_reduce_begins(kind, monkeypatch):
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         fully_shard(model, mesh=comm, mp_policy=policy)
-        full = managed_unit_of(model).unit.gradients._full
+        full = managed_unit_of(model).unit.gradients.full
         full._most_bytes = 3 * vector
         put, held = full.put, []
 

@@ -53,7 +53,7 @@ class FullGradients:
         self._came: set[int] = set()
         self._made: dict[int, Tensor] = {}  # of those, what is not in the buffer yet
         self._added: set[int] = set()  # of these, what is in memory of ours
-        self._solo = plan.ranks.gather.size == 1
+        self.solo = plan.ranks.gather.size == 1
         total_bytes = sum(numel * dtype.itemsize for numel, dtype in self._sizes)
         self._most_bytes = 0 if plan.device.type == "cpu" else total_bytes // 8
         self._waiting_bytes = 0  # to be copied, with one slice
@@ -62,6 +62,7 @@ class FullGradients:
 
     def _forget_buffer(self) -> None:
         self._buffer: FlatBuffer | None = None
+        self._is_open = False  # the buffer has its memory
         self._views: dict[int, list[Tensor]] = {}  # of each parameter in it, one or `pieces_of`
         # What gradients are seen as to fit in one view; () for those that are taken apart.
         self._seen_as: dict[int, tuple[int, ...]] = {}
@@ -75,16 +76,11 @@ class FullGradients:
             *(self.sent[number] for number in self._as_made if self.sent),
         ]
         held = sum(aligned_bytes(each.nbytes) for each in apart)
-        if self._buffer is not None and self._buffer.allocated:
+        if self._buffer is not None and self._is_open:
             held += self._buffer.bytes
         return held
 
     # ---- gradients come -------------------------------------------------------------------------
-
-    def fill(self) -> None:
-        """Get ready for the first gradient."""
-        if self._solo:
-            self._open()
 
     def put(self, index: int, grad: Tensor) -> None:
         """Keep a parameter's gradient, or a further part of it, which nobody may change."""
@@ -98,7 +94,7 @@ class FullGradients:
             return
         self._came.add(index)
         self._made[index] = grad
-        if self._solo:
+        if self.solo:
             self._waiting_bytes += grad.nbytes
             if self._waiting_bytes > self._most_bytes:
                 self._copy()
@@ -128,14 +124,16 @@ class FullGradients:
 
     # ---- the buffer -----------------------------------------------------------------------------
 
-    def _open(self) -> FlatBuffer:
+    def open(self) -> FlatBuffer:
         """Get the memory of the buffer, in which nothing but padding is zero."""
         if self._buffer is None:
             self._buffer = FlatBuffer(self._buffer_sizes, self._device)
             self._look_into(self._buffer)
-        elif self._buffer.allocated:
+        elif self._is_open:
             return self._buffer
-        self._buffer.allocate()
+        else:
+            self._buffer.allocate()
+        self._is_open = True
         if self._padding:
             torch._foreach_zero_(self._padding)
         return self._buffer
@@ -189,12 +187,12 @@ class FullGradients:
         flats = [_NOTHING] * len(self._sizes)
         absent = set(self.trained) - self._came
         if len(self._as_made) < len(self._sizes):
-            flats = self._open().flats.copy()
+            flats = self.open().flats.copy()
             zeros = [view for index in absent for view in self._views.get(index, ())]
             if zeros:
                 torch._foreach_zero_(zeros)
             self._copy()
-        source = MemorySource.of(self._device)
+        source = MemorySource.of(self._device) if MemorySource.is_set else None
         pooled = source is not None and source.everything
         for number, index in self._as_made.items():
             grad, ours = self._made.pop(index, None), index in self._added
@@ -229,7 +227,8 @@ class FullGradients:
         self._made.clear()
         self._waiting_bytes = 0
         self.sent = []
-        if self._buffer is not None:
+        if self._buffer is not None and self._is_open:
+            self._is_open = False
             self._buffer.release()
 
 

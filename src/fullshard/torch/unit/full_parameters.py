@@ -116,6 +116,8 @@ class FullParameters:
         self._pairs = list(zip(travelling, shards.flats, strict=True))
         if not self.resident:
             self._release()
+        if self._packed is not None:
+            self._packed.arriving.release()
 
     def _find_extensions(self) -> dict[int, Extension]:
         """The Extension of each segment that has one, by the segment's number."""
@@ -299,7 +301,7 @@ class FullParameters:
     def _release(self) -> None:
         self._buffer.release()
         if self._packed is not None:
-            self._packed.release()
+            self._packed.there.release()
 
     def synchronize(self) -> None:
         """Hold up the host until it may write to shards that rest there."""

@@ -63,8 +63,8 @@ class Gradients:
         self._contributions = plan.ranks.size
         self._low_range = any(segment.grad_dtype == "float16" for segment in segments)
         self._moves = plan.resting_device != plan.device
-        self._full = FullGradients(shards, plan)
-        self.trained = self._full.trained
+        self.full = FullGradients(shards, plan)
+        self.trained = self.full.trained
         self.absent: set[int] | None = None  # in no reduce since `settle` was called
         self._zeroed: list[int] = []  # of those, the ones whose ``.grad`` was None until then
         self._reduced: FlatBuffer | None = None
@@ -83,30 +83,28 @@ class Gradients:
     @property
     def transient_bytes(self) -> int:
         """Bytes that gradients hold now, and what a reduce needs, but for shards at rest."""
-        held = self._full.bytes + sum(each.bytes for each in self._leaving)
+        held = self.full.bytes + sum(each.bytes for each in self._leaving)
         if self._kept is not None:
             held += self._kept.bytes
         if self._work is not None and not self._scattered:
-            held += sum(map(self._plan.ranks.reduce.reduce_scratch_bytes, self._full.sent))
+            held += sum(map(self._plan.ranks.reduce.reduce_scratch_bytes, self.full.sent))
         return held
 
     # ---- full gradients -------------------------------------------------------------------------
 
     def fill(self) -> None:
         """Get ready for the first full gradient."""
-        self.await_all()  # what is under way is in the same places
-        self._full.fill()
-
-    def deliver(self, index: int, grad: Tensor) -> None:
-        """Take a parameter's gradient, or a further part of it, which nobody may change."""
-        self._full.put(index, grad)
+        if self._work is not None:
+            self.await_all()  # what is under way is in the same places
+        if self.full.solo:
+            self.full.open()
 
     def drop(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
         if self._work is not None:
             self._work.wait()
         self._work, self._reduced, self._scattered, self._kept = None, None, False, None
-        self._full.release()
+        self.full.release()
 
     def settle(self, used: list[float] | None) -> None:
         """Take away zeros of parameters that no rank has used (None: keep all).
@@ -147,7 +145,7 @@ class Gradients:
 
     def reduce(self) -> None:
         """Start to sum full gradients over the slices; what did not come is zero (collective)."""
-        full = self._full
+        full = self.full
         absent = full.send(written=self.settings.hook is not None)
         self.absent = absent if self.absent is None else self.absent & absent
         before, _ = self._divisors()
@@ -186,7 +184,7 @@ class Gradients:
             return
         self._work.wait()
         self._scattered = True
-        self._full.release()
+        self.full.release()
         reduced = self._reduced
         assert reduced is not None
         if self._kept is not None:

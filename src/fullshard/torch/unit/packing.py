@@ -91,11 +91,6 @@ class PackedArrival:
         self._unpacking.copy()
         self.arriving.release()
 
-    def release(self) -> None:
-        """Give all memory back."""
-        self.arriving.release()
-        self.there.release()
-
 
 def _both(segment: Segment, travelling: Tensor, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for slot in segment.slots:

@@ -302,7 +302,7 @@ class Unit:
             self._fill()
         if index in self._cuts:
             grad = self._cuts[index].part_of_dtensor(grad)
-        self.gradients.deliver(index, grad)
+        self.gradients.full.put(index, grad)
 
     def _fill(self) -> None:
         self.gradients.fill()

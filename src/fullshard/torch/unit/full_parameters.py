@@ -173,8 +173,10 @@ class FullParameters:
 
     def gather(self, custom: CustomGather | None) -> None:
         """Start to gather, as ``custom`` does it if it is given (collective)."""
-        self._buffer.allocate()
-        self._freed.unmark()
+        if self._buffer.bytes:
+            self._buffer.allocate()
+        if self._freed.marked:
+            self._freed.unmark()
         self._version = self.at_rest._version
         if self.part is not None:
             block = self._ranks.block
@@ -288,7 +290,8 @@ class FullParameters:
 
     def drop(self) -> bool:
         """Drop everything; False if there was no more than the part that `shrink` had left."""
-        self.wait()
+        if self._gathering is not None:
+            self.wait()
         if self.part is not None:
             self.part = None
             return False
@@ -299,7 +302,8 @@ class FullParameters:
         return True
 
     def _release(self) -> None:
-        self._buffer.release()
+        if self._buffer.bytes:
+            self._buffer.release()
         if self._packed is not None:
             self._packed.there.release()
 

@@ -240,7 +240,7 @@ class Unit:
         """Carry out an op of the schedule if there is something to do; False if not."""
         if kind is OpKind.AWAIT_REDUCE:
             return self.await_reduce()
-        if not self.wants(kind):
+        if kind is not OpKind.AWAIT_GATHER and not self.wants(kind):
             return False
         _ACTIONS[kind](self)
         return True

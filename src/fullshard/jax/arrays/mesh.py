@@ -84,6 +84,12 @@ class Layout:
         """The same of examples."""
         return (*self.batch, *(name for name in self.alone if name not in self.batch))
 
+    @property
+    def explicit(self) -> AbstractMesh:
+        """The same mesh with axes that types of arrays tell, for questions to JAX's own rules."""
+        kinds = (AxisType.Explicit,) * len(self.sizes)
+        return AbstractMesh(tuple(self.sizes.values()), tuple(self.sizes), axis_types=kinds)
+
     def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
         """The sharding of arrays whose dimensions these axes cut; of none, that of whole ones."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))

@@ -23,7 +23,7 @@ from fullshard.core.spec import ParamSpec
 from fullshard.jax.arrays.rule import place
 from fullshard.jax.compute.context import Program
 from fullshard.jax.compute.jaxprs import call, is_literal, part
-from fullshard.jax.compute.pieces import Weight, array_of, axes_after, before_scans
+from fullshard.jax.compute.pieces import Weight, array_of, axes_after, before_scans, bind
 from fullshard.jax.compute.policies import OF_ROLLED, keep_computed
 from fullshard.jax.compute.rolled import Roll, roll_up
 
@@ -197,16 +197,8 @@ def _entering(jaxpr: Any, operands: Sequence[Any], level: _Level) -> Callable[..
 
 
 def _bind(each: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of one operation or run, with its own rules of differentiation."""
-    if isinstance(each, _Run):
-        alone, given = each.jaxpr(), list(operands)
-    else:
-        places = {
-            atom: x for atom, x in zip(each.invars, operands, strict=True) if not is_literal(atom)
-        }
-        alone = part([each], list(places), each.outvars)
-        given = list(places.values())
-    return call(alone, *given)
+    """The results of one operation or run."""
+    return call(each.jaxpr(), *operands) if isinstance(each, _Run) else bind(each, operands)
 
 
 def gather(program: Program, array: Any, axes: Sequence[Any]) -> Any:
@@ -237,11 +229,11 @@ def _of_weights(eqn: Any, operands: list[Any], level: _Level, early: bool) -> li
     rule = _RULES.get(eqn.primitive.name)
     if rule:
         return rule(eqn, operands, level)
-    axes = axes_after(eqn, operands)
-    if axes is not None:
-        (array,) = _bind_pieces(eqn, operands)
-        names = dict.fromkeys(x.name for x in operands if isinstance(x, Weight))
-        return [Weight(array, axes, ", ".join(names))]
+    found = axes_after(eqn, operands, level.program.layout)
+    if found is not None:
+        names = _names(operands)
+        made = bind(eqn, list(map(array_of, operands)))
+        return [Weight(x, axes, names) for x, axes in zip(made, found, strict=True)]
     if early and len(eqn.outvars) == 1:
         return [_laid_out(eqn, operands, level)]
     return None
@@ -249,8 +241,8 @@ def _of_weights(eqn: Any, operands: list[Any], level: _Level, early: bool) -> li
 
 def _laid_out(eqn: Any, operands: list[Any], level: _Level) -> Any:
     """Make of weights an operand of a scan, and cut it as a weight of its shape would be cut."""
-    names = ", ".join(dict.fromkeys(x.name for x in operands if isinstance(x, Weight)))
-    (array,) = _bind_pieces(eqn, operands)
+    names = _names(operands)
+    (array,) = bind(eqn, list(map(array_of, operands)))
     layout = level.program.layout
     spec = ParamSpec(names, tuple(array.shape), array.dtype.name)
     (found,) = place([spec], layout, pad=False)
@@ -260,8 +252,8 @@ def _laid_out(eqn: Any, operands: list[Any], level: _Level) -> Any:
     return Weight(level.constrained(array, found.axes), found.axes, names)
 
 
-def _bind_pieces(eqn: Any, operands: list[Any]) -> list[Any]:
-    return _bind(eqn, list(map(array_of, operands)))
+def _names(operands: list[Any]) -> str:
+    return ", ".join(dict.fromkeys(x.name for x in operands if isinstance(x, Weight)))
 
 
 def _roll(roll: Roll, operands: list[Any], level: _Level) -> list[Any]:
@@ -364,7 +356,7 @@ def _branch(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
 
 def _as_they_rest(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
     """What takes cut arrays by itself: a function that the user mapped over devices."""
-    return _bind_pieces(eqn, operands)
+    return bind(eqn, list(map(array_of, operands)))
 
 
 def _as_weight(x: Any, like: Weight | None) -> Any:

@@ -111,6 +111,10 @@ def read_mesh(
         ConfigurationError: if that is undecided, a name is no axis of the mesh, or an axis is of
             another type than Auto.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ConfigurationError(
+            f"expected a jax.sharding.Mesh, as create_mesh() makes, got {type(mesh).__name__}"
+        )
     names = tuple(mesh.axis_names)
     if shard is None:
         shard = "fsdp" if "fsdp" in names else names[0] if len(names) == 1 else None

@@ -22,6 +22,7 @@ __all__ = [
     "describe",
     "gather",
     "global_batch",
+    "put",
     "replicate",
     "shard",
     "shardings",
@@ -133,6 +134,12 @@ def to_host(x: Any) -> np.ndarray[Any, Any]:
         mesh = x.sharding.mesh  # type: ignore[attr-defined]
         x = jax.jit(lambda y: y, out_shardings=NamedSharding(mesh, PartitionSpec()))(x)
     return np.asarray(x)
+
+
+def put(whole: np.ndarray[Any, Any], sharding: Any) -> jax.Array:
+    """``whole`` on the devices; each gets its slice only, and a process reads its own only."""
+    with jax.transfer_guard_host_to_device("allow"):  # it was asked for
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
 def annotation(leaf: Any) -> tuple[Axis, ...]:

@@ -180,18 +180,18 @@ def _is_the_model(eqn: Any, weights: set[Any], program: Program) -> bool:
 
 def _kept(run: _Run, operands: list[Any], level: _Level) -> list[Any]:
     """A run under the policy of [Note: What backward keeps]."""
-    function = _entering(run.jaxpr(), operands, level.inside(keeping=True))
+    function = _entering(run.jaxpr(), operands, level)
     function = jax.checkpoint(function, policy=keep_computed, prevent_cse=not level.in_scan)
     return function(*map(array_of, operands))
 
 
 def _entering(jaxpr: Any, operands: Sequence[Any], level: _Level) -> Callable[..., list[Any]]:
-    """``jaxpr`` as a function of arrays, weights among them as they rest."""
-    weights = [x if isinstance(x, Weight) else None for x in operands]
+    """``jaxpr`` as a function of arrays, weights among them as they rest, for a checkpoint."""
+    weights = list(map(_kind, operands))
 
     def function(*arrays: Any) -> list[Any]:
         args = [_as_weight(x, each) for x, each in zip(arrays, weights, strict=True)]
-        return _evaluate(jaxpr, args, level)
+        return _evaluate(jaxpr, args, level.inside(keeping=True))
 
     return function
 
@@ -262,7 +262,7 @@ def _roll(roll: Roll, operands: list[Any], level: _Level) -> list[Any]:
     consts, carry = operands[:begin], [level.gather(x) for x in operands[begin:middle]]
     rows = [operands[at : at + roll.count] for at in range(middle, len(operands), roll.count)]
     stacks = [_stacked(row, level) for row in rows]
-    inside = [_layer_of(x) for x in stacks]
+    inside = [_kind(x, 1) for x in stacks]
     policy = OF_ROLLED[level.program.remat]
     own = policy is None or any(map(_entered, roll.body.eqns))
 
@@ -297,7 +297,7 @@ def _scan(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
         else x
         for x in operands[rest:]
     ]
-    inside = [_layer_of(x) for x in xs]
+    inside = [_kind(x, 1) for x in xs]
     body = given["jaxpr"]
 
     def step(carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -318,7 +318,7 @@ def _scan(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
 
 
 def _checkpoint(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
-    function = _entering(eqn.params["jaxpr"], operands, level.inside(keeping=True))
+    function = _entering(eqn.params["jaxpr"], operands, level)
     function = jax.checkpoint(
         function, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"]
     )
@@ -342,7 +342,7 @@ def _branch(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
     if isinstance(operands[0], Weight):
         return None
     inside = [
-        _entering(each.jaxpr, [*each.consts, *operands[1:]], level.inside(keeping=True))
+        _entering(each.jaxpr, [*each.consts, *operands[1:]], level)
         for each in eqn.params["branches"]
     ]
     consts = [tuple(each.consts) for each in eqn.params["branches"]]
@@ -363,9 +363,9 @@ def _as_weight(x: Any, like: Weight | None) -> Any:
     return x if like is None else Weight(x, like.axes, like.name)
 
 
-def _layer_of(x: Any) -> Weight | None:
-    """What one layer of a stack is like."""
-    return Weight(None, x.axes[1:], x.name) if isinstance(x, Weight) else None
+def _kind(x: Any, gone: int = 0) -> Weight | None:
+    """What a weight is like, without its array and as many of its first dimensions."""
+    return Weight(None, x.axes[gone:], x.name) if isinstance(x, Weight) else None
 
 
 _RULES: dict[str, Callable[[Any, list[Any], _Level], list[Any] | None]] = {

@@ -42,7 +42,7 @@ def axes_after(eqn: Any, operands: Sequence[Any], layout: Layout) -> list[Axes] 
     a weight was sent) and no dimension that is cut becomes shorter or longer.
     """
     weights = [x for x in operands if isinstance(x, Weight)]
-    if len(weights) < sum(bool(jnp.shape(array_of(x))) for x in operands):
+    if any(jnp.shape(x) for x in operands if not isinstance(x, Weight)):
         return None
     mesh = layout.explicit
     like = [

@@ -6,7 +6,7 @@ of Linen and Haiku).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,8 +69,7 @@ def read_model(model: Any, wrt: Any) -> Model:
         ConfigurationError: if there are no parameters, or ``wrt`` matches none of them.
     """
     made = callable(model) and not isinstance(model, nnx.Module) and not _has_arrays(model)
-    with nnx.use_eager_sharding(False):  # annotations name axes of a mesh that is not there yet
-        abstract = nnx.eval_shape(model) if made else model
+    abstract = _made_of_shapes(model) if made else model
     kind = _Module if isinstance(abstract, nnx.Module) else _Tree
     found = kind.read(abstract, model, made, wrt)
     for spec in found.specs:
@@ -80,7 +79,9 @@ def read_model(model: Any, wrt: Any) -> Model:
                 "another nnx.Variable than a parameter, or leave it out of wrt"
             )
     if not any(spec.trainable for spec in found.specs):
-        some = ", ".join(spec.name for spec in found.specs[:5]) or "there are no parameters"
+        some = ", ".join(spec.name for spec in found.specs[:5])
+        if not some:
+            raise ConfigurationError(f"{type(abstract).__name__} has no arrays to be trained")
         raise ConfigurationError(f"wrt={wrt!r} selects no parameter; paths are like: {some}")
     for name, count in Counter([*(spec.name for spec in found.specs), *found.other]).items():
         if count > 1:
@@ -88,6 +89,26 @@ def read_model(model: Any, wrt: Any) -> Model:
                 f"{count} arrays of the model would be called {name!r}: rename a key that has a dot"
             )
     return found
+
+
+def _made_of_shapes(make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, with shapes in place of arrays and all else as it is."""
+    rest: list[Any] = []
+
+    def arrays() -> Any:
+        made = make()
+        if isinstance(made, nnx.Module):
+            graph, state = nnx.split(made)
+            rest.append(lambda state: nnx.merge(graph, state))
+            return state
+        leaves, treedef = jax.tree.flatten(made)
+        fixed = [(n, None if _is_array(x) else x) for n, x in enumerate(leaves)]
+        rest.append(lambda found: jax.tree.unflatten(treedef, [found.get(n, x) for n, x in fixed]))
+        return {n: x for n, x in enumerate(leaves) if _is_array(x)}
+
+    with nnx.use_eager_sharding(False):  # annotations name axes of a mesh that is not there yet
+        shapes = jax.eval_shape(arrays)
+    return rest[0](shapes)
 
 
 class _Module(Model):
@@ -156,6 +177,8 @@ class _Tree(Model):
         found = cls([], {}, source, made)
         boxes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: bool(annotation(x)))[0]
         found.annotations = {path_name(path): annotation(leaf) for path, leaf in boxes}
+        if not (wrt is None or callable(wrt)):
+            raise ConfigurationError(f"wrt={wrt!r}: of a pytree it is a predicate on paths")
         named, found._treedef = jax.tree_util.tree_flatten_with_path(tree)
         found._leaves = []
         for path, leaf in named:

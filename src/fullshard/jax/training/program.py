@@ -263,11 +263,12 @@ def _checked(result: Any, has_aux: bool) -> tuple[Any, Any]:
             f"{type(result).__name__}"
         )
     loss, aux = result if has_aux else (result, {})
-    if not hasattr(loss, "shape") or loss.shape != ():
-        got = f"shape {loss.shape}" if hasattr(loss, "shape") else type(loss).__name__
+    number = isinstance(loss, jax.Array) and jnp.issubdtype(loss.dtype, jnp.floating)
+    if not number or loss.shape != ():
+        got = f"{loss.dtype}{loss.shape}" if isinstance(loss, jax.Array) else type(loss).__name__
         raise ConfigurationError(
-            f"the loss function must return one number, the mean over its batch, got {got}; "
-            "with something beside it give has_aux=True"
+            "the loss function must return one number of a floating dtype, the mean over its "
+            f"batch, got {got}; with something beside it give has_aux=True"
         )
     return loss, aux
 

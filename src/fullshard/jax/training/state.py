@@ -15,7 +15,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 from fullshard.jax.arrays.leaves import as_key, is_key, key_data, path_name
 from fullshard.jax.arrays.mesh import Layout
-from fullshard.jax.arrays.placing import to_host
+from fullshard.jax.arrays.placing import put, to_host
 from fullshard.jax.arrays.rule import Placement, Rule, place
 from fullshard.jax.model.reading import Model
 
@@ -59,6 +59,11 @@ class StateSpec:
         """Kind and path, unique in a state."""
         return f"{self.kind}/{self.path}"
 
+    @property
+    def called(self) -> str:
+        """Its field of a `TrainState` and its path, as errors name it."""
+        return f"{'params' if self.kind == 'parameters' else self.kind} {self.path!r}"
+
 
 class StateArrays:
     """Where each array of a state rests; in and out one array at a time.
@@ -79,14 +84,22 @@ class StateArrays:
             dict(model.other),
             jax.ShapeDtypeStruct((), np.int32),
         )
-        leaves, self.treedef = jax.tree_util.tree_flatten_with_path(shapes)
-        self._shapes = [leaf for _, leaf in leaves]
+        leaves = jax.tree.leaves_with_path(shapes)
+        self.treedef: Any = jax.tree.structure(shapes)
         self._found: list[Placement | None] = []
+        self._at_rest: list[jax.ShapeDtypeStruct] = []
         self._specs: list[StateSpec] = []
         for path, leaf in leaves:
             spec, placement = self._read(path, leaf)
             self._specs.append(spec)
             self._found.append(placement)
+            self._at_rest.append(
+                jax.ShapeDtypeStruct(
+                    leaf.shape if placement is None else placement.rest_shape,
+                    leaf.dtype,
+                    sharding=layout.sharding(*(placement.axes if placement else ())),
+                )
+            )
         self._position = {spec.key: number for number, spec in enumerate(self._specs)}
 
     @property
@@ -101,20 +114,61 @@ class StateArrays:
 
     def shardings(self) -> TrainState:
         """The sharding of each array at rest."""
-        whole = self.layout.sharding()
-        return self._tree(
-            whole if each is None else self.layout.sharding(*each.axes) for each in self._found
-        )
+        return self._tree(each.sharding for each in self._at_rest)
 
     def abstract(self) -> TrainState:
         """Shape at rest, dtype and sharding of each array; nothing is allocated."""
+        return self._tree(self._at_rest)
 
-        def at_rest(shape: Any, placement: Placement | None, sharding: Any) -> Any:
-            rests = shape.shape if placement is None else placement.rest_shape
-            return jax.ShapeDtypeStruct(rests, shape.dtype, sharding=sharding)
+    def fitted(self, state: TrainState) -> TrainState:
+        """``state`` with each array where it rests: what lies elsewhere, as on the host, is moved.
 
-        shardings = jax.tree.leaves(self.shardings())
-        return self._tree(map(at_rest, self._shapes, self._found, shardings))
+        Raises:
+            ConfigurationError: if it is no state of these arrays, or was used up by a step.
+        """
+        if not isinstance(state, TrainState):
+            raise ConfigurationError(f"expected a TrainState, got {type(state).__name__}")
+        leaves = jax.tree.leaves(state)
+        if jax.tree.structure(state) != self.treedef:
+            self._refuse_other_tree(state)
+        return self._tree(map(self._fitted, self._specs, leaves, self._at_rest))
+
+    def _fitted(self, spec: StateSpec, given: Any, rests: jax.ShapeDtypeStruct) -> Any:
+        if isinstance(given, jax.Array) and given.is_deleted():
+            # Running with it would end the process on a CPU.
+            raise ConfigurationError(
+                f"the state's {spec.called} was used up by a step before: go on with the state "
+                "which that returned, or make the step with donate=False"
+            )
+        if not isinstance(given, jax.Array):
+            given = np.asarray(given)
+        if given.shape != rests.shape:
+            raise ConfigurationError(
+                f"the state's {spec.called} has shape {given.shape}, the step expects "
+                f"{rests.shape}: another mesh, rule, model or optimizer made it; arrays in true "
+                "shapes go over by arrays() and load_arrays()"
+            )
+        if given.dtype != rests.dtype:
+            raise ConfigurationError(
+                f"the state's {spec.called} is {given.dtype}, the step expects {rests.dtype}"
+            )
+        if not isinstance(given, jax.Array):
+            return put(given, rests.sharding)
+        same = given.sharding.is_equivalent_to(rests.sharding, given.ndim)
+        return given if same else jax.device_put(given, rests.sharding)
+
+    def _refuse_other_tree(self, state: TrainState) -> None:
+        for part in ("params", "optimizer", "other"):
+            known, given = (set(by_path(getattr(x, part))) for x in (self.abstract(), state))
+            for where, names in (
+                ("lacks", known - given),
+                ("has, and the step does not know,", given - known),
+            ):
+                if names:
+                    raise ConfigurationError(f"the state {where} {part} {min(names)!r}")
+        raise ConfigurationError(
+            f"the state is a tree of {jax.tree.structure(state)}, the step's of {self.treedef}"
+        )
 
     def true(self, state: TrainState) -> TrainState:
         """The state in true shapes; traceable, and moves nothing."""
@@ -157,13 +211,18 @@ class StateArrays:
         """Arrays on the devices, of whole ones by the model's paths."""
         found = {}
         for name, value in values.items():
+            if isinstance(value, jax.ShapeDtypeStruct):
+                raise ConfigurationError(
+                    f"{name!r} of the model is a shape without values: give a function that makes "
+                    "the model, or restore a state"
+                )
             placement = self.params.get(name)
             if placement is None:
-                data = _put(to_host(key_data(value)), self.layout.sharding())
+                data = put(to_host(key_data(value)), self.layout.sharding())
                 found[name] = as_key(data, value)
             else:
                 sharding = self.layout.sharding(*placement.axes)
-                found[name] = _put(_padded(to_host(value), placement), sharding)
+                found[name] = put(_padded(to_host(value), placement), sharding)
         return found
 
     def _written(self, number: int, array: Any, given: np.ndarray[Any, Any]) -> Any:
@@ -173,9 +232,9 @@ class StateArrays:
                 f"{spec.key} has shape {spec.shape}, what came for it has {given.shape}"
             )
         if is_key(array):
-            return as_key(_put(given.astype(np.uint32), self.layout.sharding()), array)
+            return as_key(put(given.astype(np.uint32), self.layout.sharding()), array)
         given = given.astype(array.dtype)
-        return _put(given if placement is None else _padded(given, placement), array.sharding)
+        return put(given if placement is None else _padded(given, placement), array.sharding)
 
     def _read(self, path: Any, leaf: Any) -> tuple[StateSpec, Placement | None]:
         part, name = path[0].name, path_name(path[1:])
@@ -264,8 +323,3 @@ def _widths(placement: Placement) -> list[tuple[int, int]]:
 
 def _padded(array: np.ndarray[Any, Any], placement: Placement) -> np.ndarray[Any, Any]:
     return np.pad(array, _widths(placement)) if placement.padded else array
-
-
-def _put(whole: np.ndarray[Any, Any], sharding: Any) -> Any:
-    """``whole`` on the devices; each gets its slice only, and a process reads its own only."""
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])

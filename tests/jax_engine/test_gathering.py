@@ -70,6 +70,8 @@ def test_what_treats_examples_apart_is_seen(function, expected):
         (lambda x: x[::-1], "nothing is known of rev"),
         (lambda x: x[:1] + x, "a slice of the examples"),
         (lambda x: x.swapaxes(0, 1).reshape(-1, 6), "spreads the examples"),
+        (lambda x: x.reshape(2, -1), "spreads the examples"),
+        (lambda x: jnp.ones(x.shape[0]) @ x[:, 0], "over the examples"),
         (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), "random"),
         (lambda x: x + jnp.arange(x.shape[0])[:, None, None], "by the number of examples"),
         (lambda x: jax.lax.cond(x.sum() > 0, lambda: x, lambda: -x), "over the examples"),

@@ -265,7 +265,11 @@ def _checked(result: Any, has_aux: bool) -> tuple[Any, Any]:
     loss, aux = result if has_aux else (result, {})
     number = isinstance(loss, jax.Array) and jnp.issubdtype(loss.dtype, jnp.floating)
     if not number or loss.shape != ():
-        got = f"{loss.dtype}{loss.shape}" if isinstance(loss, jax.Array) else type(loss).__name__
+        got = (
+            f"shape {loss.shape} of {loss.dtype}"
+            if isinstance(loss, jax.Array)
+            else type(loss).__name__
+        )
         raise ConfigurationError(
             "the loss function must return one number of a floating dtype, the mean over its "
             f"batch, got {got}; with something beside it give has_aux=True"

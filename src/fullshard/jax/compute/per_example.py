@@ -12,11 +12,13 @@ is claimed: the function then is left to the compiler, which is always right.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
-from fullshard.jax.compute.jaxprs import is_literal
+from fullshard.jax.compute.jaxprs import call, is_literal, part
 
 __all__ = ["ELEMENTWISE", "Mixed", "example_dims"]
 
@@ -47,12 +49,14 @@ _SHAPED = frozenset(_SHAPES.split())
 """Parameters that may differ with the number of examples, or say nothing about values."""
 
 
-def example_dims(whole: Any, part: Any, dims: Sequence[Dim], parts: int) -> list[Dim]:
+def example_dims(
+    whole: Any, part: Any, dims: Sequence[Dim], parts: int, rules: bool = True
+) -> list[Dim]:
     """Which dimension of each result is that of the examples; None: it depends on none of them.
 
     ``whole`` and ``part`` are the function's jaxprs over all examples and over one of ``parts``
     equal parts; ``dims`` tells the dimension of examples of each argument. Constants of the two
-    must be the same.
+    must be the same. With ``rules`` that holds of derivatives, too, whose rules are the user's.
 
     Raises:
         Mixed: with the reason; see [Note: Two traces in step].
@@ -69,7 +73,7 @@ def example_dims(whole: Any, part: Any, dims: Sequence[Dim], parts: int) -> list
             if not _same(mine, theirs, twins):
                 raise Mixed(f"{eqn.primitive.name} takes other values with fewer examples")
         given = [None if is_literal(x) else known[x] for x in eqn.invars]
-        found = _through(eqn, other, given, parts)
+        found = _through(eqn, other, given, parts, rules)
         for out, twin, dim in zip(eqn.outvars, other.outvars, found, strict=True):
             _check(eqn, out.aval.shape, twin.aval.shape, dim, parts)
             known[out], twins[out] = dim, twin
@@ -79,11 +83,14 @@ def example_dims(whole: Any, part: Any, dims: Sequence[Dim], parts: int) -> list
     return [None if is_literal(x) else known[x] for x in whole.outvars]
 
 
-def _through(eqn: Any, other: Any, dims: list[Dim], parts: int) -> list[Dim]:
+def _through(eqn: Any, other: Any, dims: list[Dim], parts: int, rules: bool) -> list[Dim]:
     """The dimension of examples of each result of one operation."""
     name = eqn.primitive.name
+    if name == "custom_jvp_call" and rules:
+        given = {x: dim for x, dim in zip(eqn.invars, dims, strict=True) if not is_literal(x)}
+        example_dims(_tangents(eqn), _tangents(other), [*given.values()] * 2, parts, False)
     if name in _CALLS:
-        return example_dims(_inner(eqn), _inner(other), dims, parts)
+        return example_dims(_inner(eqn), _inner(other), dims, parts, rules)
     for key, value in eqn.params.items():
         if key not in _SHAPED and not _equal(value, other.params[key]):
             raise Mixed(f"{name} has another {key} with fewer examples")
@@ -93,7 +100,7 @@ def _through(eqn: Any, other: Any, dims: list[Dim], parts: int) -> list[Dim]:
             _refuse_counted(eqn, out, dim)
         return found
     if name == "scan":
-        return _scan(eqn, other, dims, parts)
+        return _scan(eqn, other, dims, parts, rules)
     check = _CHECKS.get(name)
     if check is None and name not in ELEMENTWISE:
         raise Mixed(f"nothing is known of {name}")
@@ -194,14 +201,14 @@ def _take(eqn: Any, dims: list[Dim], found: list[Dim]) -> None:
         raise Mixed("an example taken by its number")
 
 
-def _scan(eqn: Any, other: Any, dims: list[Dim], parts: int) -> list[Dim]:
+def _scan(eqn: Any, other: Any, dims: list[Dim], parts: int, rules: bool) -> list[Dim]:
     consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
     rest = consts + carries
     if 0 in dims[rest:]:
         raise Mixed("scan over the examples")
     inside = [*dims[:rest], *(None if dim is None else dim - 1 for dim in dims[rest:])]
     bodies = eqn.params["jaxpr"].jaxpr, other.params["jaxpr"].jaxpr
-    found = example_dims(bodies[0], bodies[1], inside, parts)
+    found = example_dims(bodies[0], bodies[1], inside, parts, rules)
     if found[:carries] != dims[consts:rest]:
         raise Mixed("a scan in whose carry examples come and go")
     return [*found[:carries], *(None if dim is None else dim + 1 for dim in found[carries:])]
@@ -223,6 +230,17 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(_WINDOWS.split(), _window),
 }
 """What must hold where the dimension of examples is that in which the two traces differ."""
+
+
+def _tangents(eqn: Any) -> Any:
+    """Results and tangents of an operation whose rule of differentiation is the user's."""
+    atoms = list(dict.fromkeys(x for x in eqn.invars if not is_literal(x)))
+    alone = partial(call, part([eqn], atoms, eqn.outvars))
+    avals = [x.aval for x in atoms]
+    closed = jax.make_jaxpr(lambda *each: jax.jvp(alone, *each))(avals, avals)
+    if closed.consts:
+        raise Mixed(f"{eqn.primitive.name} holds arrays of its own")
+    return closed.jaxpr
 
 
 def _inner(eqn: Any) -> Any:

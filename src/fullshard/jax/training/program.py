@@ -263,16 +263,12 @@ def _checked(result: Any, has_aux: bool) -> tuple[Any, Any]:
             f"{type(result).__name__}"
         )
     loss, aux = result if has_aux else (result, {})
-    number = isinstance(loss, jax.Array) and jnp.issubdtype(loss.dtype, jnp.floating)
-    if not number or loss.shape != ():
-        got = (
-            f"shape {loss.shape} of {loss.dtype}"
-            if isinstance(loss, jax.Array)
-            else type(loss).__name__
-        )
+    array = isinstance(loss, jax.Array)
+    if not array or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        got = f"shape {loss.shape} of {loss.dtype}" if array else type(loss).__name__
         raise ConfigurationError(
-            "the loss function must return one number of a floating dtype, the mean over its "
-            f"batch, got {got}; with something beside it give has_aux=True"
+            "the loss function must return one number, a float, the mean over its batch, got "
+            f"{got}; with something beside it give has_aux=True"
         )
     return loss, aux
 

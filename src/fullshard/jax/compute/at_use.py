@@ -56,7 +56,7 @@ class _Level:
     def hold(self, x: Any, why: str) -> Any:
         """Gather a weight for longer than its use, and say so."""
         if isinstance(x, Weight) and self.program.mode == "weights":
-            self.program.hold(x.name, x.array.nbytes, why)
+            self.program.findings.hold(x.name, x.array.nbytes, why)
         return self.gather(x)
 
     def constrained(self, array: Any, axes: Any) -> Any:

@@ -75,8 +75,8 @@ def _rolled(
         if found is None:
             continue
         first, roll = found
-        program.note(_said(roll, names))
-        program.rolls += 1
+        program.findings.note(_said(roll, names))
+        program.findings.rolls += 1
         end = first + period * count
         yield from _rolled(eqns[:first], keys[:first], used, program, names)
         yield roll

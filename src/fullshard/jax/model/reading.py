@@ -47,7 +47,7 @@ class Model:
         """All arrays by path; may be traced, so that no device ever holds them whole."""
         with nnx.use_eager_sharding(False):
             model = self.source() if self.made else self.source
-        return self.read_state(model, [*(spec.name for spec in self.specs), *self.other])
+        return self.read_state(model, [x for x in self.leaves if isinstance(x, str)])
 
     def tree(self, values: Mapping[str, Any]) -> Any:
         """Those values in the model's own structure, which has None in all other places.

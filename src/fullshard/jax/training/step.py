@@ -22,11 +22,12 @@ from fullshard.jax.arrays.rule import (
     refuse_idle_axes,
     refuse_low_coverage,
 )
+from fullshard.jax.compute.context import Findings
 from fullshard.jax.model.reading import Model, read_model
 from fullshard.jax.training.batches import check_batch, dtype_on_device, on_device, read_arrays
 from fullshard.jax.training.choice import choose
 from fullshard.jax.training.options import Options, StepOptions, read_options
-from fullshard.jax.training.program import KEY, Findings, StepProgram
+from fullshard.jax.training.program import KEY, StepProgram
 from fullshard.jax.training.state import StateArrays, StateSpec, TrainState
 
 __all__ = ["TrainState", "TrainStep", "make_train_step"]

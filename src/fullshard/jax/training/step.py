@@ -169,15 +169,13 @@ class TrainStep:
 
     def _fill(self, rest: dict[str, Any]) -> TrainState:
         """A state of arrays that rest already."""
-        placements = self._arrays.params
-        return self._begin({n: self._arrays.cut(x, placements.get(n)) for n, x in rest.items()})
+        return self._begin({n: self._arrays.of_model(n).true(x) for n, x in rest.items()})
 
     def _begin(self, values: dict[str, Any]) -> TrainState:
         """A state of these arrays in their true shapes."""
         arrays, model = self._arrays, self._model
-        values = {n: arrays.constrained(values[n], each) for n, each in arrays.params.items()} | {
-            n: values.get(n, self.options.key) for n in model.other
-        }
+        values = {KEY: self.options.key, **values}
+        values |= {n: arrays.of_model(n).constrained(values[n]) for n in arrays.params}
         trained = {n: values[n] for n, each in arrays.params.items() if each.spec.trainable}
         kept = arrays.tx.init(model.tree(trained))
         params = model.tree({n: values[n] for n in arrays.params})

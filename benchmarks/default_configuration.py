@@ -25,8 +25,8 @@ AHEAD_UNITS = 1
 ADAMW = {"lr": 1e-3, "fused": True}
 
 
-def adamw(params):
-    return torch.optim.AdamW(params, **ADAMW)
+def adamw(params, **otherwise):
+    return torch.optim.AdamW(params, **(otherwise or ADAMW))
 
 
 class Autocast(nn.Module):

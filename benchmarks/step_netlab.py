@@ -2,12 +2,14 @@
 """How close does a step come to what link and processor allow, on hosts with slow links?
 
     sudo python benchmarks/step_netlab.py [--hosts 2] [--rate-mbit 2000] [--traffic float32]
-                                          [--ranks-per-host 1] [--rounds 7] [--out FILE.json]
+                                          [--ranks-per-host 1] [--optimizer fused]
+                                          [--only REGEX] [--rounds 7] [--out FILE.json]
 
 Hosts are network namespaces of this machine, with one rank each unless told otherwise (see
 `netlab`); with several a host, the rows named "direct" do without exchanges in two stages. The
 engines take turns in one run (A B C D A B C D ...), in the configuration that
-`default_configuration` names.
+`default_configuration` names, or with AdamW's foreach form; with ``--only`` those that it matches
+and those that the ratios are to.
 No step can be shorter than the limit: max(the same step without communication, all ranks computing
 at once; bytes that must cross / rate of the link). Ratios are medians over rounds of the ratios
 within a round, those to FSDP2 and DDP of throughput. Bytes sent are those that a host's interface
@@ -17,6 +19,7 @@ counted, of all its ranks, protocol included. Ends with status 2 where there can
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import sys
@@ -27,7 +30,7 @@ from pathlib import Path
 import netlab
 import torch
 import torch.distributed as dist
-from default_configuration import ddp, fsdp1, fsdp2, fullshard, plain
+from default_configuration import ADAMW, adamw, ddp, fsdp1, fsdp2, fullshard, plain
 from report import write_report
 from rich.console import Console
 from rich.table import Table
@@ -50,6 +53,7 @@ COMPRESSED = {  # what gathers and reduces send of fp32 numbers
         BYTE,
     ),
 }
+OPTIMIZERS = {"fused": adamw, "foreach": partial(adamw, lr=ADAMW["lr"], foreach=True)}
 PORT = 29500
 
 
@@ -125,6 +129,10 @@ def engines_in_two_forms(ranks_per_host, dtype):
     return made
 
 
+def wanted(engine, only):
+    return engine in (ALONE, "DDP", "FSDP2 FULL_SHARD") or re.search(only, engine) is not None
+
+
 def rank_main(rank, options, folder):
     torch.set_num_threads(1)
     store = f"tcp://{netlab.address(0)}:{PORT}"
@@ -136,10 +144,11 @@ def rank_main(rank, options, folder):
     else:
         made = engines_in_two_forms(options.ranks_per_host, dtype)
     found = take_turns(
-        made,
+        {name: make for name, make in made.items() if wanted(name, options.only)},
         ALONE,
         options.rounds,
         lambda: int(netlab.SENT_BYTES.read_text()),
+        OPTIMIZERS[options.optimizer],
     )
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -178,6 +187,7 @@ def summarised(found, options):
             "hosts": options.hosts,
             "ranks_per_host": options.ranks_per_host,
             "rate_mbit": options.rate_mbit,
+            "optimizer": options.optimizer,
             "step_s": statistics.median(times),
             "limit_s": statistics.median(limits),
             "of_limit": throughput_ratio(times, limits),
@@ -208,7 +218,7 @@ def printed(rows):
         )
     first = next(iter(rows.values()))
     hosts = f"{first['hosts']} hosts with {first['ranks_per_host']} ranks each"
-    table.title = f"{hosts}, {first['rate_mbit']} Mbit/s, {first['traffic']}"
+    table.title = f"{hosts}, {first['rate_mbit']} Mbit/s, {first['traffic']}, {first['optimizer']}"
     Console(width=110).print(table)
 
 
@@ -218,6 +228,8 @@ def main():
     parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rate-mbit", type=int, default=2000)
     parser.add_argument("--traffic", choices=DTYPES, default="float32")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="fused")
+    parser.add_argument("--only", default="", help="engines by a regular expression")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--as-rank", type=int, help=argparse.SUPPRESS)

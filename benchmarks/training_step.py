@@ -41,7 +41,7 @@ def step(model, optimizer, inputs):
     return loss.item()
 
 
-def take_turns(engines, alone, rounds, sent_bytes=lambda: 0):
+def take_turns(engines, alone, rounds, sent_bytes=lambda: 0, optimizer=adamw):
     """For each engine: seconds, bytes sent by this rank and loss of each round's step.
 
     Ranks begin and end each step together. The engine named ``alone`` communicates nothing: it
@@ -53,7 +53,7 @@ def take_turns(engines, alone, rounds, sent_bytes=lambda: 0):
     for name, make in engines.items():
         model = make()
         params = part_of(model.parameters(), world) if name == alone else model.parameters()
-        running[name] = model, adamw(params)
+        running[name] = model, optimizer(params)
     found = {name: {"seconds": [], "sent_bytes": [], "losses": []} for name in running}
     for _ in range(WARM_UP_ROUNDS + rounds):
         for name, (model, optimizer) in running.items():

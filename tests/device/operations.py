@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reads and writes of torch's operations, seen between autograd and fake tensors."""
 
+import functools
 import weakref
 
 import torch
@@ -93,6 +94,8 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked more often than everything else together
         if any(not issubclass(FakeTensor, kind) for kind in types):
             return NotImplemented  # a subclass around tensors: it comes back with those
         if func in (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default):
@@ -181,21 +184,33 @@ class Operations(TorchDispatchMode):
 
 def _operands(func, args, kwargs):
     reads, writes = [], []
-    name = func.overloadpacket.__name__
-    if name in _EMPTY or name in _SHAPE_ONLY:
-        return reads, writes
-    if name == "all_gather_copy_in":  # of FSDP2, which does not declare that it writes
+    if func.overloadpacket.__name__ == "all_gather_copy_in":  # FSDP2's does not say that it writes
         return list(args[0]), [args[1]]
-    overwrites = name in _OVERWRITE
-    for number, argument in enumerate(func._schema.arguments):
-        value = args[number] if number < len(args) else kwargs.get(argument.name)
-        tensors = [t for t in tree_iter(value) if isinstance(t, FakeTensor)]
-        written = argument.alias_info is not None and argument.alias_info.is_write
+    for number, (name, read, written) in enumerate(_uses(func)):
+        value = args[number] if number < len(args) else kwargs.get(name)
+        if isinstance(value, list | tuple):
+            tensors = [t for t in tree_iter(value) if isinstance(t, FakeTensor)]
+        else:
+            tensors = [value] if isinstance(value, FakeTensor) else ()
         if written:
             writes += tensors
-        if not written or not (overwrites or argument.is_out):
+        if read:
             reads += tensors
     return reads, writes
+
+
+@functools.cache
+def _uses(func):
+    """For each argument its name, and whether an operation reads and writes it."""
+    name = func.overloadpacket.__name__
+    if name in _EMPTY or name in _SHAPE_ONLY:
+        return ()
+    uses = []
+    for argument in func._schema.arguments:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        read = not written or not (name in _OVERWRITE or argument.is_out)
+        uses.append((argument.name, read, written))
+    return uses
 
 
 def _shares(tensor, others):

@@ -41,13 +41,16 @@ def rank_of_job(rank, size, machine=None):
         memories.resize(storage, nbytes)
         return resize(storage, nbytes)
 
+    def nothing(*_):  # a Mock would take as long as an operation
+        pass
+
     with ExitStack() as stack:
         for name, stand_in in Streams(machine).names.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         for name, stand_in in Network(machine, memories).names.items():
             stack.enter_context(mock.patch.object(dist.ProcessGroup, name, stand_in))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_))
-        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", nothing))
         # Nobody else is there whom it could tell anything.
         nobody = classmethod(lambda cls: None)
         stack.enter_context(mock.patch.object(Watchdog, "of_this_process", nobody))

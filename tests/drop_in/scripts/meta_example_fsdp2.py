@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 41, 32, 4, 12, 4
+VOCABULARY, WIDTH, HEADS, LENGTH, LAYERS = 41, 32, 4, 12, 2
 
 
 class Layer(nn.Module):

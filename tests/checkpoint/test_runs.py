@@ -34,6 +34,7 @@ from fullshard.checkpoint.background import save_in_background
 from fullshard.checkpoint.commit import apply_retention, is_verified, steps_to_remove
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.values import from_json, to_json
+from fullshard.checkpoint.ranks import FolderRanks
 from fullshard.checkpoint.saving import About, save
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks
@@ -308,3 +309,42 @@ def test_values_that_are_none():
     for wrong in ({"$bytes": "?"}, {"$x": 1}, {"$tuple": 1}, {"$float": "1"}, {"$items": [1]}):
         with pytest.raises(ConfigurationError, match="cannot be read"):
             from_json(wrong)
+
+
+# -- ranks that talk through a folder ------------------------------------------------------------
+
+
+def folder_ranks(run, world, **options):
+    ranks = [FolderRanks(run, "0" * 32, rank, world, FILES, **options) for rank in range(world)]
+    ranks[0].open()
+    return ranks
+
+
+def test_ranks_save_with_messages_in_a_folder(tmp_path):
+    left_over = tmp_path / f".ranks-{'1' * 32}"
+    left_over.mkdir()
+    (left_over / "1-0").write_text("of a save that was killed")
+    ranks = folder_ranks(tmp_path, 3)
+    assert not left_over.exists()
+
+    def work(plain):
+        mine = ranks[plain.rank]
+        assert mine.share(str(mine.rank).encode()) == [b"0", b"1", b"2"]
+        folder = save(tmp_path, spans_of(arrays(), mine.rank, 3), About(4), mine)
+        mine.leave()
+        return folder
+
+    assert set(run_ranks(3, work)) == {tmp_path / "step-000000000004"}
+    assert [each.name for each in tmp_path.iterdir()] == ["step-000000000004"]
+    assert_holds(tmp_path, arrays())
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["with a word", "without"])
+def test_a_rank_that_waits_in_a_folder_does_not_wait_for_ever(tmp_path, leaves):
+    first, second = folder_ranks(tmp_path, 2, timeout_s=60.0 if leaves else 0.05)
+    if leaves:
+        second.leave()
+    with pytest.raises(OSError, match="rank 1 has given up" if leaves else "no message for 0.05 s"):
+        first.gather(b"")
+    first.leave()
+    assert list(tmp_path.iterdir()) == ([] if leaves else [tmp_path / f".ranks-{'0' * 32}"])

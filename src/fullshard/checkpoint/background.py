@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fullshard.checkpoint.commit import Keep
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.ranks import Ranks
+from fullshard.checkpoint.ranks import FolderRanks, Ranks
 from fullshard.checkpoint.saving import About, write_step
 from fullshard.checkpoint.shards import Piece
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks, Conveyor
@@ -128,6 +128,8 @@ def save_in_background(
             saving._failure = error
         finally:
             conveyor.stop()
+            if isinstance(ranks, FolderRanks):
+                ranks.leave()
 
     if sum(piece.size_bytes for piece in mine) > blocks.most_bytes:
         saving._work = _threads.submit(work)

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls by which ranks talk about a checkpoint: bytes, gathered, broadcast and shared."""
 
+import contextlib
 import json
+import re
+import time
+from pathlib import Path
 from typing import Any, Protocol
 
+from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.envelope import checksum_of
 from fullshard.core.errors import (
     CheckpointError,
@@ -12,7 +17,10 @@ from fullshard.core.errors import (
     NotSupportedError,
 )
 
-__all__ = ["Ranks", "SoloRanks", "agree", "failure_text"]
+__all__ = ["FolderRanks", "Ranks", "SoloRanks", "agree", "failure_text"]
+
+_FOLDER = re.compile(r"\.ranks-[0-9a-f]{32}")
+_LEFT = "left"
 
 
 class Ranks(Protocol):
@@ -59,6 +67,105 @@ class SoloRanks:
     def duplicate(self) -> "SoloRanks":
         """Itself."""
         return self
+
+
+class FolderRanks:
+    """Ranks that leave each other messages in a folder of the run: for threads without a network.
+
+    The threads of a JAX program have no collectives of their own. They all see the run's folder,
+    since they write to it. A rank that waits for one that has left, or for more than ``timeout_s``,
+    raises `OSError`.
+    """
+
+    def __init__(
+        self, run: Path, name: str, rank: int, size: int, files: Files, timeout_s: float = 1800.0
+    ):
+        self.rank, self.size = rank, size
+        self._run, self._files, self._timeout_s = run, files, timeout_s
+        self._folder = run / f".ranks-{name}"
+        self._calls = 0
+
+    def open(self) -> None:
+        """Make the folder, and remove those of earlier saves. To be called by one rank."""
+        self._files.make_folder(self._run)
+        for name in self._files.names(self._run):
+            if _FOLDER.fullmatch(name):
+                self._remove(self._run / name)
+        self._files.make_new_folder(self._folder)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See `Ranks`."""
+        self._calls += 1
+        if self.rank:
+            self._leave_message(f"{self._calls}-{self.rank}", data)
+            return []
+        return [data, *(self._message(each) for each in range(1, self.size))]
+
+    def broadcast(self, data: bytes) -> bytes:
+        """See `Ranks`."""
+        self._calls += 1
+        if self.rank:
+            return self._message(0)
+        self._leave_message(f"{self._calls}-0", data)
+        return data
+
+    def share(self, data: bytes) -> list[bytes]:
+        """See `Ranks`."""
+        parts = [each.hex() for each in self.gather(data)]
+        told = json.loads(self.broadcast(json.dumps(parts).encode()))
+        return [bytes.fromhex(each) for each in told]
+
+    def duplicate(self) -> "FolderRanks":
+        """Itself: it is made for one thread."""
+        return self
+
+    def leave(self) -> None:
+        """Let nobody wait for this rank; rank 0 removes the folder when all have left."""
+        with contextlib.suppress(OSError):
+            self._leave_message(f"{_LEFT}-{self.rank}", b"")
+            if self.rank == 0:
+                for each in range(1, self.size):
+                    self._wait_for(f"{_LEFT}-{each}", each)
+                self._remove(self._folder)
+
+    def _leave_message(self, name: str, data: bytes) -> None:
+        staged = self._folder / f"new-{name}"
+        file = self._files.create(staged)
+        try:
+            self._files.write(file, memoryview(data))
+        finally:
+            self._files.close(file)
+        self._files.rename(staged, self._folder / name)
+
+    def _message(self, rank: int) -> bytes:
+        name = f"{self._calls}-{rank}"
+        self._wait_for(name, rank)
+        file = self._files.open(self._folder / name)
+        try:
+            data = bytearray(self._files.size(file))
+            self._files.read_into(file, memoryview(data), 0)
+        finally:
+            self._files.close(file)
+        return bytes(data)
+
+    def _wait_for(self, name: str, rank: int) -> None:
+        end, pause_s = time.monotonic() + self._timeout_s, 0.001
+        while True:
+            there = self._files.names(self._folder)
+            if name in there:
+                return
+            if f"{_LEFT}-{rank}" in there:
+                raise ConnectionError(f"rank {rank} has given up")
+            if time.monotonic() > end:
+                raise TimeoutError(f"rank {rank} has left no message for {self._timeout_s} s")
+            time.sleep(pause_s)
+            pause_s = min(0.1, 1.5 * pause_s)
+
+    def _remove(self, folder: Path) -> None:
+        with contextlib.suppress(OSError):
+            for name in self._files.names(folder):
+                self._files.remove(folder / name)
+            self._files.remove_folder(folder)
 
 
 def failure_text(error: BaseException) -> str:

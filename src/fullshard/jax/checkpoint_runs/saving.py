@@ -3,6 +3,7 @@
 
 import importlib.metadata
 import platform
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from fullshard.checkpoint import Background, RunFolder, Saving
+from fullshard.checkpoint import Background, Files, Ranks, RunFolder, Saving
 from fullshard.checkpoint.background import save_in_background
 from fullshard.checkpoint.format.values import to_json
+from fullshard.checkpoint.ranks import FolderRanks, agree
 from fullshard.checkpoint.run_folder import run_folder
 from fullshard.checkpoint.saving import About, Plans, write_step
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.checkpoint.streaming import Blocks
 from fullshard.core.boxes import Box
-from fullshard.core.errors import NotSupportedError
+from fullshard.core.errors import CheckpointError
 from fullshard.jax.arrays.leaves import STORED_DTYPES
 from fullshard.jax.checkpoint_runs.leaves import (
     Leaf,
@@ -42,9 +44,16 @@ class _Session:
         self.blocks: tuple[int, Blocks] | None = None
 
     def settle(self) -> None:
+        """Wait for a save under way on all processes. Raises its `CheckpointError` on all, once."""
         pending, self.pending = self.pending, None
-        if pending is not None:
+        if pending is None:
+            return
+        failure: Exception | None = None
+        try:
             pending.wait()
+        except CheckpointError as error:
+            failure = error
+        agree(process_ranks(), f"step {pending.step} was not saved", failure)
 
     def blocks_of(self, most: int) -> Blocks:
         """Host memory for an asynchronous save, the same as last time if the bound is."""
@@ -82,18 +91,16 @@ def save_checkpoint(
         state: arrays of `jax.Array`, numpy arrays and numbers; random keys too.
         step: the step's number.
         extra: what process 0 wants to find again: numbers, texts, lists, tuples, dicts.
-        asynchronous: return when everything is copied to host memory; a thread writes. One process
-            only. A failure is raised by the next call or by ``wait()``.
+        asynchronous: return when everything is copied to host memory; a thread writes. A failure is
+            raised on all processes by the next call, or on each by ``wait()``. The threads of
+            several processes agree through files in the run's folder.
         names: how leaves are stored, by path; see `torch_layout`.
         about: what readers on other engines find beside tensors, as `torch_layout` gives it.
 
     Raises:
         CheckpointError: on all processes, if one could not write.
-        NotSupportedError: asynchronous with several processes.
     """
     ranks = process_ranks()
-    if asynchronous and ranks.size > 1:
-        raise NotSupportedError("asynchronous=True with several processes: save synchronously")
     _session.settle()
     failure: Exception | None = None
     pieces: list[Piece] = []
@@ -119,8 +126,25 @@ def save_checkpoint(
         return Saving.finished(step, write_step(target, mine, told, ranks, files, run.keep))
     background = asynchronous if isinstance(asynchronous, Background) else run.background
     blocks = _session.blocks_of(background.host_memory_bytes)
-    _session.pending = save_in_background(target, mine, told, ranks, files, blocks, run.keep)
+    aside = _ranks_aside(ranks, target, files, step)
+    _session.pending = save_in_background(target, mine, told, aside, files, blocks, run.keep)
     return _session.pending
+
+
+def _ranks_aside(ranks: Ranks, run: Path, files: Files, step: int) -> Ranks:
+    """The same processes for a thread, which has no collectives. Collective."""
+    if ranks.size == 1:
+        return ranks
+    name = ranks.broadcast(uuid.uuid4().hex.encode()).decode()
+    aside = FolderRanks(run, name, ranks.rank, ranks.size, files)
+    failure: Exception | None = None
+    try:
+        if ranks.rank == 0:
+            aside.open()
+    except OSError as error:
+        failure = error
+    agree(ranks, f"step {step} cannot be saved to {run}", failure)
+    return aside
 
 
 def _pieces(leaf: Leaf) -> list[Piece]:

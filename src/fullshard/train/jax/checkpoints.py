@@ -59,7 +59,7 @@ class Checkpoints(RunCheckpoints):
             state,
             step=done,
             extra=self._extra(done),
-            asynchronous=aside and self._ranks.size == 1,
+            asynchronous=aside,
             names=self._names,
             about=self._about,
         )

@@ -26,6 +26,16 @@ def dims_of(function, *shapes):
 W = jnp.ones((6, 6))
 
 
+@jax.custom_jvp
+def normed_in_backward(x):
+    return x
+
+
+@normed_in_backward.defjvp
+def _(primals, tangents):
+    return primals[0], tangents[0] / jnp.linalg.norm(primals[0])
+
+
 def attention(x):
     heads = (x @ W).reshape(*x.shape[:2], 2, 3)
     mixed = jax.nn.dot_product_attention(heads, heads, heads, is_causal=True)
@@ -70,6 +80,9 @@ def test_what_treats_examples_apart_is_seen(function, expected):
         (lambda x: x[::-1], "nothing is known of rev"),
         (lambda x: x[:1] + x, "a slice of the examples"),
         (lambda x: x.swapaxes(0, 1).reshape(-1, 6), "spreads the examples"),
+        (normed_in_backward, "reduce_sum over the examples"),
+        (lambda x: x.reshape(2, -1), "spreads the examples"),
+        (lambda x: jnp.ones(x.shape[0]) @ x[:, 0], "over the examples"),
         (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), "random"),
         (lambda x: x + jnp.arange(x.shape[0])[:, None, None], "by the number of examples"),
         (lambda x: jax.lax.cond(x.sum() > 0, lambda: x, lambda: -x), "over the examples"),
@@ -362,3 +375,31 @@ def test_what_stays_gathered_is_said_by_array():
     assert any(n.endswith("a while loop uses it") for n in step.notes), step.notes
     assert step.coverage == 0.0
     assert "800 B gathered from beginning to end" in step.describe()
+
+
+def test_layers_whose_gradients_differ_are_no_scan():
+    """Forward is the same for all; what a rule of differentiation closes over is not."""
+
+    def scaled(by):
+        identity = jax.custom_vjp(lambda x: x)
+        identity.defvjp(lambda x: (x, None), lambda _, gradient: (gradient * by,))
+        return identity
+
+    def loss_of(scales):
+        def loss_fn(params, batch):
+            x = batch
+            for weights, scale in zip(params, scales, strict=True):
+                x = scaled(scale)(jax.nn.relu(x @ weights) + x)
+            return (x**2).mean()
+
+        return loss_fn
+
+    params = list(jax.random.normal(jax.random.key(0), (3, 8, 8)) / 4)
+    batch = np.ones((8, 8), np.float32)
+    for scales, notes in (((0.5, 1.0, 2.0), []), ((0.5,) * 3, ["0 to 2 are 3 equal layers"])):
+        step = make_train_step(params, optax.sgd(1.0), loss_of(scales), create_mesh(fsdp=2))
+        after, _, _ = step(step.init(), batch)
+        expected = jax.grad(loss_of(scales))(params, batch)
+        for new, old, gradient in zip(after.params, params, expected, strict=True):
+            np.testing.assert_allclose(old - new, gradient, atol=1e-5)
+        assert step.notes == notes

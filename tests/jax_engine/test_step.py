@@ -19,6 +19,7 @@ from fullshard.jax import (
     communication,
     create_mesh,
     gathered,
+    generate,
     make_train_step,
     threshold,
 )
@@ -208,6 +209,63 @@ def test_what_comes_in_is_checked():
         step_of(7)(state, {k: x[:42] for k, x in BATCH.items()})
     with pytest.raises(ConfigurationError, match="expected a TrainState, got dict"):
         step({}, BATCH)
+    with pytest.raises(ConfigurationError, match="do not divide its 0 rows"):
+        step(state, {"x": BATCH["x"][:0], "y": BATCH["y"][:0]})
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params)
+    with pytest.raises(ConfigurationError, match=r"is bfloat16, the step expects float32"):
+        step(dataclasses.replace(state, params=half), BATCH)
+    tree_step = step_of(3, make=models.make_tree(), loss_fn=models.tree_error)
+    tree_state = tree_step.init()
+    with pytest.raises(ConfigurationError, match="dict has no cache: give decoder="):
+        generate(tree_step, tree_state, np.zeros((1, 2)), 3)
+
+
+def test_arrays_of_a_state_may_lie_elsewhere():
+    """On the host, on one device or on all: they are moved, and nothing is compiled again."""
+    step = step_of(4, make=models.make_tree(), loss_fn=models.tree_error, tx=optax.sgd(0.1))
+    batch = next(models.vector_batches(1, 12, 12))
+    whole = jax.sharding.NamedSharding(step.mesh, jax.P())
+    elsewhere = (
+        lambda x: x,
+        np.asarray,
+        lambda x: jax.device_put(np.asarray(x), jax.devices()[5]),
+        lambda x: jax.device_put(x, whole),
+    )
+    losses = []
+    for move in elsewhere:
+        state = step.init()
+        state = dataclasses.replace(state, params=jax.tree.map(move, state.params))
+        losses.append(float(step(state, jax.tree.map(torch_like, batch))[1]))
+    assert losses == losses[:1] * len(elsewhere)
+    assert step.compilations == 1
+
+
+def test_a_function_may_make_what_is_no_array_and_nothing_leaks():
+    """As an Equinox module has functions and numbers among its leaves."""
+
+    def make():
+        return {"w": jax.random.normal(jax.random.key(0), (8, 8)), "f": jnp.tanh, "times": 2}
+
+    def loss_fn(params, batch):
+        layer = jax.checkpoint(lambda x, _: (params["f"](x @ params["w"]), None))
+        return (jax.lax.scan(layer, batch, None, params["times"])[0] ** 2).mean()
+
+    batch = np.ones((8, 8), np.float32)
+    with jax.checking_leaks():
+        step = step_of(make=make, loss_fn=loss_fn)
+        _, loss, _ = step(step.init(), batch)
+    assert float(loss) == pytest.approx(float(loss_fn(make(), batch)), rel=1e-5)
+    assert step.merged(step.init())["f"] is jnp.tanh
+
+
+def torch_like(array):
+    """What JAX does not take for an array, and NumPy does."""
+
+    class Other:
+        def __array__(self, dtype=None, copy=None):
+            return array
+
+    return Other()
 
 
 @pytest.mark.parametrize(
@@ -223,6 +281,21 @@ def test_what_comes_in_is_checked():
         (
             {"mode": "shard_map"},
             "mode='shard_map' is none of 'weights', 'activations', 'jit', 'auto'",
+        ),
+        ({"key": 3}, "key=3: expected a random key"),
+        ({"rule": {"head": 0}}, "expected a fullshard.jax.Rule"),
+        ({"mesh": 8}, "expected a jax.sharding.Mesh"),
+        (
+            {"make": jax.eval_shape(models.make_tree), "wrt": "up"},
+            "wrt='up': of a pytree it is a p",
+        ),
+        ({"make": {"n": np.ones(3, int)}}, "dict has no arrays to be trained"),
+        (
+            {
+                "mesh": create_mesh(fsdp=4, tensor=2),
+                "rule": Rule(tensor={"up.kernel": 1}, tensor_axis="x"),
+            },
+            "along 'x', which is no axis of the mesh",
         ),
         ({"vocabulary": "all"}, "vocabulary='all' is none of 'whole', 'cut', 'chunks'"),
         ({"rule": threshold(10**6), "at_most_unsharded": 0.1}, r"100.0% of all bytes would be"),

@@ -84,6 +84,12 @@ class Layout:
         """The same of examples."""
         return (*self.batch, *(name for name in self.alone if name not in self.batch))
 
+    @property
+    def explicit(self) -> AbstractMesh:
+        """The same mesh with axes that types of arrays tell, for questions to JAX's own rules."""
+        kinds = (AxisType.Explicit,) * len(self.sizes)
+        return AbstractMesh(tuple(self.sizes.values()), tuple(self.sizes), axis_types=kinds)
+
     def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
         """The sharding of arrays whose dimensions these axes cut; of none, that of whole ones."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
@@ -105,6 +111,10 @@ def read_mesh(
         ConfigurationError: if that is undecided, a name is no axis of the mesh, or an axis is of
             another type than Auto.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ConfigurationError(
+            f"expected a jax.sharding.Mesh, as create_mesh() makes, got {type(mesh).__name__}"
+        )
     names = tuple(mesh.axis_names)
     if shard is None:
         shard = "fsdp" if "fsdp" in names else names[0] if len(names) == 1 else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays placed on a mesh in their own shapes, for programs that `jax.jit` partitions by itself."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -22,6 +22,8 @@ __all__ = [
     "describe",
     "gather",
     "global_batch",
+    "named_leaves",
+    "put",
     "replicate",
     "shard",
     "shardings",
@@ -135,6 +137,20 @@ def to_host(x: Any) -> np.ndarray[Any, Any]:
     return np.asarray(x)
 
 
+def put(whole: np.ndarray[Any, Any], sharding: Any) -> jax.Array:
+    """``whole`` on the devices; each gets its slice only, and a process reads its own only."""
+    with jax.transfer_guard_host_to_device("allow"):  # it was asked for
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def named_leaves(tree: Any) -> Iterator[tuple[str, Any, Any, tuple[Any, ...]]]:
+    """Name and value of each leaf, the variable or box that holds it, and the path of that."""
+    is_box: Callable[[Any], bool] = lambda x: isinstance(x, nnx.Variable) or bool(annotation(x))  # noqa: E731
+    for path, box in jax.tree.leaves_with_path(tree, is_leaf=is_box):
+        for inner, leaf in jax.tree.leaves_with_path(box) if is_box(box) else [((), box)]:
+            yield path_name((*path, *inner)), leaf, box, path
+
+
 def annotation(leaf: Any) -> tuple[Axis, ...]:
     """The axis names that a variable carries: of Flax NNX's metadata, or of Linen's boxes."""
     if isinstance(leaf, nnx.Variable):
@@ -152,17 +168,11 @@ def _is_array(x: Any) -> bool:
 
 def _placements(state: Any, layout: Layout, rule: Rule | None) -> dict[str, Any]:
     """Placements by the path of each array, without padding."""
-    names: dict[str, tuple[Axis, ...]] = {}
-    is_box: Callable[[Any], bool] = lambda x: bool(annotation(x))  # noqa: E731
-    for path, leaf in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_box)[0]:
-        for inner, _ in jax.tree_util.tree_flatten_with_path(leaf)[0] if is_box(leaf) else ():
-            names[path_name((*path, *inner))] = annotation(leaf)
-    arrays = {
-        path_name(path): x
-        for path, x in jax.tree_util.tree_flatten_with_path(state)[0]
-        if _is_array(x)
-    }
-    specs = [ParamSpec(name, tuple(x.shape), np.dtype(x.dtype).name) for name, x in arrays.items()]
+    specs, names = [], {}
+    for name, x, box, _ in named_leaves(state):
+        if _is_array(x):
+            specs.append(ParamSpec(name, tuple(x.shape), np.dtype(x.dtype).name))
+            names[name] = annotation(box)
     if not specs:
         raise ConfigurationError(f"{type(state).__name__} has no arrays")
     return {each.name: each for each in place(specs, layout, rule, names, pad=False)}

@@ -35,6 +35,7 @@ __all__ = [
     "Rule",
     "coverage",
     "place",
+    "refuse_idle_axes",
     "refuse_low_coverage",
     "selective",
     "threshold",
@@ -50,7 +51,7 @@ class Rule:
 
     An array is replicated if it has fewer than ``min_numel`` elements or if a pattern of
     ``replicate`` is found in its path (``re.search``); with ``only``, also if none of those is.
-    ``dims`` gives the dimension that the shard axis cuts, ``tensor`` the one that the axis "tensor"
+    ``dims`` gives the dimension that the shard axis cuts, ``tensor`` the one that ``tensor_axis``
     cuts, by pattern, the first that is found counting. ``logical`` translates the axis names that
     variables carry to axes of the mesh (None: not cut). A pattern that is found in no path is
     refused.
@@ -62,6 +63,7 @@ class Rule:
     tensor: Mapping[str, int] = field(default_factory=dict)
     dims: Mapping[str, int] = field(default_factory=dict)
     logical: Mapping[str, str | None] = field(default_factory=dict)
+    tensor_axis: str = "tensor"
 
     def why_replicated(self, spec: ParamSpec) -> str:
         """The reason for which ``spec`` is replicated; empty if it is to be sharded."""
@@ -166,7 +168,9 @@ def place(
         ConfigurationError: if a pattern of the rule matches nothing, if it or an annotation names a
             dimension that is not there or that the axis does not divide.
     """
-    rule = rule or DEFAULT_RULE
+    rule = DEFAULT_RULE if rule is None else rule
+    if not isinstance(rule, Rule):
+        raise ConfigurationError(f"rule={rule!r}: expected a fullshard.jax.Rule")
     rule.check(specs)
     annotated = annotations or {}
     return [_place(spec, layout, rule, annotated.get(spec.name, ()), pad) for spec in specs]
@@ -204,8 +208,13 @@ def _axes_given(spec: ParamSpec, layout: Layout, rule: Rule, names: Sequence[Axi
         known = tuple(part for part in each if part is not None)
         axes[dim] = known[0] if len(known) == 1 else known or None
     tensor = rule.named_dim(rule.tensor, spec)
-    if tensor is not None and "tensor" in layout.sizes:
-        axes[tensor] = "tensor"
+    if tensor is not None:
+        if rule.tensor_axis not in layout.sizes:
+            raise ConfigurationError(
+                f"the rule cuts {spec.name!r} along {rule.tensor_axis!r}, which is no axis of the "
+                f"mesh: it has {', '.join(layout.sizes)}; name one by Rule(tensor_axis=)"
+            )
+        axes[tensor] = rule.tensor_axis
     for dim, axis in enumerate(axes):
         size = math.prod(layout.sizes[part] for part in _parts(axis))
         if spec.shape[dim] % size:
@@ -264,6 +273,18 @@ def coverage(placements: Iterable[Placement], held: Collection[str] = ()) -> flo
         total += each.spec.bytes
         sharded += each.spec.bytes if each.sharded and each.name not in held else 0
     return sharded / total if total else 1.0
+
+
+def refuse_idle_axes(placements: Sequence[Placement], layout: Layout) -> None:
+    """Raise `ConfigurationError` for an axis along which all devices would do the same."""
+    used = {*layout.batch, *(axis for each in placements for axis in _used(each.axes))}
+    for axis, size in layout.sizes.items():
+        if size > 1 and axis not in used and any(each.sharded for each in placements):
+            raise ConfigurationError(
+                f"the mesh has {axis}={size}, but no rule says what to cut along it: give "
+                f"batch_axes= with {axis!r} in it, or rule=Rule(tensor={{pattern: dimension}}, "
+                f"tensor_axis={axis!r})"
+            )
 
 
 def refuse_low_coverage(

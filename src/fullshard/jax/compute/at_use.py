@@ -23,7 +23,7 @@ from fullshard.core.spec import ParamSpec
 from fullshard.jax.arrays.rule import place
 from fullshard.jax.compute.context import Program
 from fullshard.jax.compute.jaxprs import call, is_literal, part
-from fullshard.jax.compute.pieces import Weight, array_of, axes_after, before_scans
+from fullshard.jax.compute.pieces import Weight, array_of, axes_after, before_scans, bind
 from fullshard.jax.compute.policies import OF_ROLLED, keep_computed
 from fullshard.jax.compute.rolled import Roll, roll_up
 
@@ -56,7 +56,7 @@ class _Level:
     def hold(self, x: Any, why: str) -> Any:
         """Gather a weight for longer than its use, and say so."""
         if isinstance(x, Weight) and self.program.mode == "weights":
-            self.program.hold(x.name, x.array.nbytes, why)
+            self.program.findings.hold(x.name, x.array.nbytes, why)
         return self.gather(x)
 
     def constrained(self, array: Any, axes: Any) -> Any:
@@ -180,33 +180,25 @@ def _is_the_model(eqn: Any, weights: set[Any], program: Program) -> bool:
 
 def _kept(run: _Run, operands: list[Any], level: _Level) -> list[Any]:
     """A run under the policy of [Note: What backward keeps]."""
-    function = _entering(run.jaxpr(), operands, level.inside(keeping=True))
+    function = _entering(run.jaxpr(), operands, level)
     function = jax.checkpoint(function, policy=keep_computed, prevent_cse=not level.in_scan)
     return function(*map(array_of, operands))
 
 
 def _entering(jaxpr: Any, operands: Sequence[Any], level: _Level) -> Callable[..., list[Any]]:
-    """``jaxpr`` as a function of arrays, weights among them as they rest."""
-    weights = [x if isinstance(x, Weight) else None for x in operands]
+    """``jaxpr`` as a function of arrays, weights among them as they rest, for a checkpoint."""
+    weights = list(map(_kind, operands))
 
     def function(*arrays: Any) -> list[Any]:
         args = [_as_weight(x, each) for x, each in zip(arrays, weights, strict=True)]
-        return _evaluate(jaxpr, args, level)
+        return _evaluate(jaxpr, args, level.inside(keeping=True))
 
     return function
 
 
 def _bind(each: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of one operation or run, with its own rules of differentiation."""
-    if isinstance(each, _Run):
-        alone, given = each.jaxpr(), list(operands)
-    else:
-        places = {
-            atom: x for atom, x in zip(each.invars, operands, strict=True) if not is_literal(atom)
-        }
-        alone = part([each], list(places), each.outvars)
-        given = list(places.values())
-    return call(alone, *given)
+    """The results of one operation or run."""
+    return call(each.jaxpr(), *operands) if isinstance(each, _Run) else bind(each, operands)
 
 
 def gather(program: Program, array: Any, axes: Sequence[Any]) -> Any:
@@ -237,11 +229,11 @@ def _of_weights(eqn: Any, operands: list[Any], level: _Level, early: bool) -> li
     rule = _RULES.get(eqn.primitive.name)
     if rule:
         return rule(eqn, operands, level)
-    axes = axes_after(eqn, operands)
-    if axes is not None:
-        (array,) = _bind_pieces(eqn, operands)
-        names = dict.fromkeys(x.name for x in operands if isinstance(x, Weight))
-        return [Weight(array, axes, ", ".join(names))]
+    found = axes_after(eqn, operands, level.program.layout)
+    if found is not None:
+        names = _names(operands)
+        made = bind(eqn, list(map(array_of, operands)))
+        return [Weight(x, axes, names) for x, axes in zip(made, found, strict=True)]
     if early and len(eqn.outvars) == 1:
         return [_laid_out(eqn, operands, level)]
     return None
@@ -249,8 +241,8 @@ def _of_weights(eqn: Any, operands: list[Any], level: _Level, early: bool) -> li
 
 def _laid_out(eqn: Any, operands: list[Any], level: _Level) -> Any:
     """Make of weights an operand of a scan, and cut it as a weight of its shape would be cut."""
-    names = ", ".join(dict.fromkeys(x.name for x in operands if isinstance(x, Weight)))
-    (array,) = _bind_pieces(eqn, operands)
+    names = _names(operands)
+    (array,) = bind(eqn, list(map(array_of, operands)))
     layout = level.program.layout
     spec = ParamSpec(names, tuple(array.shape), array.dtype.name)
     (found,) = place([spec], layout, pad=False)
@@ -260,8 +252,8 @@ def _laid_out(eqn: Any, operands: list[Any], level: _Level) -> Any:
     return Weight(level.constrained(array, found.axes), found.axes, names)
 
 
-def _bind_pieces(eqn: Any, operands: list[Any]) -> list[Any]:
-    return _bind(eqn, list(map(array_of, operands)))
+def _names(operands: list[Any]) -> str:
+    return ", ".join(dict.fromkeys(x.name for x in operands if isinstance(x, Weight)))
 
 
 def _roll(roll: Roll, operands: list[Any], level: _Level) -> list[Any]:
@@ -270,7 +262,7 @@ def _roll(roll: Roll, operands: list[Any], level: _Level) -> list[Any]:
     consts, carry = operands[:begin], [level.gather(x) for x in operands[begin:middle]]
     rows = [operands[at : at + roll.count] for at in range(middle, len(operands), roll.count)]
     stacks = [_stacked(row, level) for row in rows]
-    inside = [_layer_of(x) for x in stacks]
+    inside = [_kind(x, 1) for x in stacks]
     policy = OF_ROLLED[level.program.remat]
     own = policy is None or any(map(_entered, roll.body.eqns))
 
@@ -305,7 +297,7 @@ def _scan(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
         else x
         for x in operands[rest:]
     ]
-    inside = [_layer_of(x) for x in xs]
+    inside = [_kind(x, 1) for x in xs]
     body = given["jaxpr"]
 
     def step(carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -326,7 +318,7 @@ def _scan(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
 
 
 def _checkpoint(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
-    function = _entering(eqn.params["jaxpr"], operands, level.inside(keeping=True))
+    function = _entering(eqn.params["jaxpr"], operands, level)
     function = jax.checkpoint(
         function, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"]
     )
@@ -350,7 +342,7 @@ def _branch(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
     if isinstance(operands[0], Weight):
         return None
     inside = [
-        _entering(each.jaxpr, [*each.consts, *operands[1:]], level.inside(keeping=True))
+        _entering(each.jaxpr, [*each.consts, *operands[1:]], level)
         for each in eqn.params["branches"]
     ]
     consts = [tuple(each.consts) for each in eqn.params["branches"]]
@@ -364,16 +356,16 @@ def _branch(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
 
 def _as_they_rest(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
     """What takes cut arrays by itself: a function that the user mapped over devices."""
-    return _bind_pieces(eqn, operands)
+    return bind(eqn, list(map(array_of, operands)))
 
 
 def _as_weight(x: Any, like: Weight | None) -> Any:
     return x if like is None else Weight(x, like.axes, like.name)
 
 
-def _layer_of(x: Any) -> Weight | None:
-    """What one layer of a stack is like."""
-    return Weight(None, x.axes[1:], x.name) if isinstance(x, Weight) else None
+def _kind(x: Any, gone: int = 0) -> Weight | None:
+    """What a weight is like, without its array and as many of its first dimensions."""
+    return Weight(None, x.axes[gone:], x.name) if isinstance(x, Weight) else None
 
 
 _RULES: dict[str, Callable[[Any, list[Any], _Level], list[Any] | None]] = {

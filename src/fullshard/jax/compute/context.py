@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from fullshard.core.strategy import AS_IT_RESTS, Precision
+from fullshard.core.strategy import Precision
 from fullshard.core.text import bytes_text
 from fullshard.jax.arrays.mesh import Layout
 
-__all__ = ["MODES", "Program", "Site", "current", "tracing"]
+__all__ = ["MODES", "Findings", "Program", "Site", "current", "tracing"]
 
 MODES = {
     "weights": "a layer's weights are gathered where it is computed, examples stay",
@@ -34,22 +34,13 @@ class Site(Protocol):
 
 
 @dataclass
-class Program:
-    """What is known while a loss function is traced, and what is found out about it.
+class Findings:
+    """What is learned while a loss function is traced.
 
-    ``rows`` is how many examples the loss function sees at once, ``vocabulary`` how embeddings and
-    losses over many classes are computed. ``sites`` are marked calls by name, ``notes`` what there
-    is to say about the result, ``held`` why a weight is whole from beginning to end, by its name.
+    ``notes`` are what there is to say about the result, ``held`` why a weight is whole from
+    beginning to end, by its name.
     """
 
-    layout: Layout
-    mode: str
-    rows: int
-    vocabulary: str = "whole"
-    remat: str = "block"
-    scan: Any = "auto"
-    precision: Precision = AS_IT_RESTS
-    sites: dict[str, tuple[Site, tuple[Any, ...]]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     held: dict[str, str] = field(default_factory=dict)
     rolls: int = 0
@@ -65,6 +56,25 @@ class Program:
         self.held.update(dict.fromkeys(name.split(", "), why))  # it may be made of several
         text = bytes_text(size_bytes)
         self.note(f"{name}, {text}, is gathered from beginning to end: {why}")
+
+
+@dataclass
+class Program:
+    """What is known while a loss function is traced.
+
+    ``rows`` is how many examples the loss function sees at once, ``vocabulary`` how embeddings and
+    losses over many classes are computed. ``sites`` are marked calls by name.
+    """
+
+    layout: Layout
+    mode: str
+    rows: int
+    vocabulary: str
+    remat: str
+    scan: Any
+    precision: Precision
+    findings: Findings
+    sites: dict[str, tuple[Site, tuple[Any, ...]]] = field(default_factory=dict)
 
     def mark(
         self, name: str, site: Site, plain: Callable[..., Sequence[Any]], *operands: Any

@@ -139,7 +139,7 @@ def _prove(
             # Tracing with fewer examples may fail in any way; with all of them it has worked.
             said = str(error).splitlines()[0] if str(error) else type(error).__name__
     else:
-        program.note(f"{name} is left to XLA: {said}")
+        program.findings.note(f"{name} is left to XLA: {said}")
         return None
     dims = [*(None for _ in whole.consts), *dims]
     closed = [_without_constants(each) for each in (whole.jaxpr, part)]

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations that a cut weight goes through without being gathered, and what cuts the result."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from fullshard.jax.compute.jaxprs import is_literal
-from fullshard.jax.compute.per_example import ELEMENTWISE, REDUCTIONS
+from fullshard.jax.arrays.mesh import Layout
+from fullshard.jax.compute.jaxprs import call, is_literal, part
+from fullshard.jax.compute.per_example import ELEMENTWISE
 from fullshard.jax.compute.rolled import Roll
 
-__all__ = ["Weight", "array_of", "axes_after", "before_scans"]
+__all__ = ["Weight", "array_of", "axes_after", "before_scans", "bind"]
 
 Axes = tuple[Any, ...]
 
@@ -31,11 +34,49 @@ def array_of(x: Any) -> Any:
     return x.array if isinstance(x, Weight) else x
 
 
-def axes_after(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    """Return the axes that cut what an operation makes of pieces; None if it needs it whole."""
-    name = eqn.primitive.name
-    rule = _elementwise if name in ELEMENTWISE else _RULES.get(name)
-    return rule(eqn, operands) if rule and len(eqn.outvars) == 1 else None
+def axes_after(eqn: Any, operands: Sequence[Any], layout: Layout) -> list[Axes] | None:
+    """Return the axes that cut what an operation makes of pieces; None if it wants whole weights.
+
+    JAX's own rules for arrays whose type has a sharding are asked. Weights stay in pieces if all
+    that the operation takes are weights and scalars, nothing is repeated (that is better done after
+    a weight was sent) and no dimension that is cut becomes shorter or longer.
+    """
+    weights = [x for x in operands if isinstance(x, Weight)]
+    if any(jnp.shape(x) for x in operands if not isinstance(x, Weight)):
+        return None
+    mesh = layout.explicit
+    like = [
+        jax.ShapeDtypeStruct(
+            x.array.shape, x.array.dtype, sharding=NamedSharding(mesh, PartitionSpec(*x.axes))
+        )
+        if isinstance(x, Weight)
+        else jax.ShapeDtypeStruct((), jnp.result_type(x))
+        for x in operands
+    ]
+    try:
+        with jax.sharding.use_abstract_mesh(mesh):
+            made = jax.eval_shape(partial(bind, eqn), like)
+    except Exception:  # each rule has errors of its own
+        return None
+    if any(x.sharding is None for x in made):  # of what JAX knows no types with shardings
+        return None
+    found = [(*x.sharding.spec, *(None for _ in x.shape))[: len(x.shape)] for x in made]
+    before = {cut for x in weights for cut in zip(x.axes, x.array.shape, strict=True)}
+    for x, axes in zip(made, found, strict=True):
+        after = {cut for cut in zip(axes, x.shape, strict=True) if cut[0] is not None}
+        if eqn.primitive.name != "reshape" and not after <= before:
+            return None
+    repeats = sum(x.size for x in made) > sum(x.array.size for x in weights)
+    return None if repeats else found
+
+
+def bind(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of one operation, with its own rules of differentiation."""
+    given = [
+        (atom, x) for atom, x in zip(eqn.invars, operands, strict=True) if not is_literal(atom)
+    ]
+    places = dict(given)
+    return call(part([eqn], list(places), eqn.outvars), *places.values())
 
 
 def before_scans(
@@ -87,112 +128,3 @@ def _stays(eqn: Any) -> Sequence[Any]:
         return operands
     first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
     return [*eqn.invars[:first], *eqn.invars[first + carried :]]
-
-
-def _elementwise(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    shape = eqn.outvars[0].aval.shape
-    arrays = [x for x in operands if jnp.shape(array_of(x))]
-    if not all(isinstance(x, Weight) and x.array.shape == shape for x in arrays):
-        return None
-    return _common(arrays)
-
-
-def _common(weights: Sequence[Any]) -> Axes | None:
-    found = {x.axes for x in weights}
-    return found.pop() if len(found) == 1 else None
-
-
-def _slice(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    """Return the axes of a layer that is taken out of a stack by hand."""
-    weight = operands[0]
-    if not isinstance(weight, Weight) or any(isinstance(x, Weight) for x in operands[1:]):
-        return None
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    touched = [a != b for a, b in zip(before, after, strict=True)]
-    if any(axis is not None and cut for axis, cut in zip(weight.axes, touched, strict=True)):
-        return None
-    return weight.axes
-
-
-def _squeeze(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    axes, gone = operands[0].axes, eqn.params["dimensions"]
-    if any(axes[dim] is not None for dim in gone):
-        return None
-    return tuple(axis for dim, axis in enumerate(axes) if dim not in gone)
-
-
-def _transpose(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    return tuple(operands[0].axes[dim] for dim in eqn.params["permutation"])
-
-
-def _reshape(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    """Return the axes after a reshape that leaves the dimensions that are cut as they are."""
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    axes: list[Any] = [None] * len(after)
-    for dim, axis in enumerate(operands[0].axes):
-        if axis is None:
-            continue
-        same = [
-            at
-            for at, size in enumerate(after)
-            if size == before[dim] and math.prod(after[:at]) == math.prod(before[:dim])
-        ]
-        if not same:
-            return None
-        axes[same[0]] = axis
-    return tuple(axes)
-
-
-def _broadcast(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    """Return the axes after new dimensions of one element.
-
-    None if elements are repeated: that is better done after a weight was sent.
-    """
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if math.prod(before) != math.prod(after):
-        return None
-    axes: list[Any] = [None] * len(after)
-    for axis, dim in zip(operands[0].axes, eqn.params["broadcast_dimensions"], strict=True):
-        axes[dim] = axis
-    return tuple(axes)
-
-
-def _concatenate(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    if not all(isinstance(x, Weight) for x in operands):
-        return None
-    axes = _common(operands)
-    return axes if axes is not None and axes[eqn.params["dimension"]] is None else None
-
-
-def _stack(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    axes = _common(operands) if all(isinstance(x, Weight) for x in operands) else None
-    new = eqn.params["axis"]
-    return None if axes is None else (*axes[:new], None, *axes[new:])
-
-
-def _reverse(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    axes: Axes = operands[0].axes
-    return None if any(axes[dim] is not None for dim in eqn.params["dimensions"]) else axes
-
-
-def _reduce(eqn: Any, operands: Sequence[Any]) -> Axes | None:
-    """Return the axes of a weight's sum or norm.
-
-    Devices exchange their results instead of the weight.
-    """
-    gone = eqn.params["axes"]
-    return tuple(axis for dim, axis in enumerate(operands[0].axes) if dim not in gone)
-
-
-_RULES: dict[str, Callable[[Any, Sequence[Any]], Axes | None]] = {
-    "slice": _slice,
-    "dynamic_slice": _slice,
-    "squeeze": _squeeze,
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenate,
-    "stack": _stack,
-    "rev": _reverse,
-    **dict.fromkeys((name for name in REDUCTIONS if name.startswith("reduce_")), _reduce),
-}

@@ -13,14 +13,17 @@ It is worth it for memory and time to compile: compilers order the operations of
 they like, and a CPU's gathers all weights first.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fullshard.jax.compute.context import Program
-from fullshard.jax.compute.jaxprs import is_literal, part
+from fullshard.jax.compute.jaxprs import call, is_literal, part
 
 __all__ = ["Roll", "roll_up"]
 
@@ -72,8 +75,8 @@ def _rolled(
         if found is None:
             continue
         first, roll = found
-        program.note(_said(roll, names))
-        program.rolls += 1
+        program.findings.note(_said(roll, names))
+        program.findings.rolls += 1
         end = first + period * count
         yield from _rolled(eqns[:first], keys[:first], used, program, names)
         yield roll
@@ -126,8 +129,40 @@ def _key(eqn: Any, program: Program) -> Any:
     operands = tuple(
         ("literal", repr(x.val), str(x.aval)) if is_literal(x) else str(x.aval) for x in eqn.invars
     )
-    params = tuple((name, _said_of(value, program)) for name, value in sorted(eqn.params.items()))
-    return eqn.primitive.name, operands, params
+    own = eqn.primitive.name.startswith("custom_")  # its functions are new in each call
+    params = tuple(
+        (name, _said_of(value, program))
+        for name, value in sorted(eqn.params.items())
+        if not (own and callable(value))
+    )
+    return eqn.primitive.name, operands, params, _derivative(eqn) if _has_own_rule(eqn) else None
+
+
+def _has_own_rule(eqn: Any) -> bool:
+    """Whether a function inside has a rule of differentiation that is the user's."""
+    inner = [getattr(x, "jaxpr", x) for x in jax.tree.leaves(eqn.params)]
+    return eqn.primitive.name.startswith("custom_") or any(
+        _has_own_rule(each) for x in inner for each in getattr(x, "eqns", ())
+    )
+
+
+def _derivative(eqn: Any) -> Any:
+    """The derivative of an operation as text; rules with the same name may hold other numbers."""
+    atoms = dict.fromkeys(x for x in eqn.invars if not is_literal(x))
+    alone = part([eqn], list(atoms), eqn.outvars)
+    inexact = [jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars]
+
+    def pulled(*args: Any) -> Any:
+        function = lambda *args: list(itertools.compress(call(alone, *args), inexact))  # noqa: E731
+        results, pull = jax.vjp(function, *args)
+        found = pull([jnp.ones_like(x) for x in results])
+        return [x for x in found if x.dtype != jax.dtypes.float0]
+
+    try:
+        closed = jax.make_jaxpr(pulled)(*(x.aval for x in atoms))
+    except Exception:  # nothing is known of it then
+        return id(eqn)
+    return str(closed.jaxpr), tuple(np.asarray(x).tobytes() for x in closed.consts)
 
 
 def _said_of(value: Any, program: Program) -> Any:
@@ -138,8 +173,6 @@ def _said_of(value: Any, program: Program) -> Any:
         return tuple(_said_of(each, program) for each in value)
     if isinstance(value, str) and value in program.sites:
         return repr(program.sites[value][0])
-    if callable(value):
-        return getattr(value, "__qualname__", type(value).__name__)
     return repr(value)
 
 

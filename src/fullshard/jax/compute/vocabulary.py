@@ -85,7 +85,7 @@ def _asked() -> Program | None:
     """The program that is being traced, which learns that it has a vocabulary."""
     program = current()
     if program is not None:
-        program.has_vocabulary = True
+        program.findings.has_vocabulary = True
     return program
 
 

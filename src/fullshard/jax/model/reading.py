@@ -1,29 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a model: its parameters, its other state, and how values are put back into it.
 
-Two kinds of models are known: an `nnx.Module`, and any pytree of arrays (Equinox modules, variables
-of Linen and Haiku).
+A model is any pytree of arrays (Equinox modules, variables of Linen and Haiku), or an `nnx.Module`,
+whose state is one.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
-from fullshard.jax.arrays.leaves import is_key, path_name
-from fullshard.jax.arrays.placing import annotation
+from fullshard.jax.arrays.leaves import is_key
+from fullshard.jax.arrays.placing import annotation, named_leaves
 from fullshard.jax.arrays.rule import Axis
 
 __all__ = ["Model", "read_model"]
-
-Path = tuple[Any, ...]
 
 
 @dataclass
@@ -34,30 +34,44 @@ class Model:
     ``annotations`` are the axis names that parameters carry.
     """
 
-    specs: list[ParamSpec]
-    other: dict[str, jax.ShapeDtypeStruct]
     source: Any  # the model, or the function that makes it
     made: bool  # by that function; else the arrays are there already
+    specs: list[ParamSpec] = field(default_factory=list)
+    other: dict[str, jax.ShapeDtypeStruct] = field(default_factory=dict)
     annotations: dict[str, tuple[Axis, ...]] = field(default_factory=dict)
+    graph: Any = None  # of a module
+    treedef: Any = None  # of the pytree, or of the module's state
+    leaves: list[Any] = field(default_factory=list)  # names of arrays; anything else as it is
 
     def initial(self) -> dict[str, Any]:
         """All arrays by path; may be traced, so that no device ever holds them whole."""
-        raise NotImplementedError
+        with nnx.use_eager_sharding(False):
+            model = self.source() if self.made else self.source
+        return self.read_state(model, [x for x in self.leaves if isinstance(x, str)])
 
     def tree(self, values: Mapping[str, Any]) -> Any:
         """Those values in the model's own structure, which has None in all other places.
 
         For a module that is a nested dict, without the others.
         """
-        raise NotImplementedError
+        leaves = [values.get(x) if isinstance(x, str) else None for x in self.leaves]
+        tree = jax.tree.unflatten(self.treedef, leaves)
+        if self.graph is None:
+            return tree
+        flat = flatten_dict(nnx.to_pure_dict(tree))
+        return unflatten_dict({path: x for path, x in flat.items() if jax.tree.leaves(x)})
 
     def rebuild(self, values: Mapping[str, Any]) -> Any:
         """The model as the user gave it, with these values, at the trace level of the caller."""
-        raise NotImplementedError
+        leaves = [values[x] if isinstance(x, str) else x.value for x in self.leaves]
+        tree = jax.tree.unflatten(self.treedef, leaves)
+        return tree if self.graph is None else nnx.merge(self.graph, tree)
 
     def read_state(self, model: Any, names: Iterable[str]) -> dict[str, Any]:
         """The values that the named arrays have in ``model`` now, after it was called."""
-        raise NotImplementedError
+        tree = model if self.graph is None else nnx.state(model)
+        found = dict(zip(map(str, self.leaves), jax.tree.leaves(tree), strict=True))
+        return {name: found[name] for name in names}
 
 
 def read_model(model: Any, wrt: Any) -> Model:
@@ -68,11 +82,40 @@ def read_model(model: Any, wrt: Any) -> Model:
     Raises:
         ConfigurationError: if there are no parameters, or ``wrt`` matches none of them.
     """
-    made = callable(model) and not isinstance(model, nnx.Module) and not _has_arrays(model)
-    with nnx.use_eager_sharding(False):  # annotations name axes of a mesh that is not there yet
-        abstract = nnx.eval_shape(model) if made else model
-    kind = _Module if isinstance(abstract, nnx.Module) else _Tree
-    found = kind.read(abstract, model, made, wrt)
+    module = isinstance(model, nnx.Module)
+    made = callable(model) and not module and not any(map(_is_array, jax.tree.leaves(model)))
+    abstract = _made_of_shapes(model) if made else model
+    found = Model(model, made)
+    if isinstance(abstract, nnx.Module):
+        found.graph, tree = nnx.split(abstract)
+        trained: Any = nnx.filterlib.to_predicate(nnx.Param if wrt is None else wrt)
+    else:
+        if not (wrt is None or callable(wrt)):
+            raise ConfigurationError(f"wrt={wrt!r}: of a pytree it is a predicate on paths")
+        tree, trained = abstract, wrt
+    found.treedef = jax.tree.structure(tree)
+    for name, leaf, box, path in named_leaves(tree):
+        if not _is_array(leaf):
+            found.leaves.append(_Static(leaf))
+            continue
+        found.leaves.append(name)
+        if found.graph is None:
+            is_param = not is_key(leaf) and jnp.issubdtype(leaf.dtype, np.inexact)
+            chosen = is_param and (trained is None or bool(trained(name)))
+        else:
+            chosen = bool(trained(tuple(each.key for each in path), box))
+            is_param = chosen or isinstance(box, nnx.Param)
+        if is_param:
+            dtype = np.dtype(leaf.dtype).name
+            found.specs.append(ParamSpec(name, tuple(leaf.shape), dtype, chosen))
+            found.annotations[name] = annotation(box)
+        else:
+            found.other[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    _check(found, type(abstract).__name__, wrt)
+    return found
+
+
+def _check(found: Model, kind: str, wrt: Any) -> None:
     for spec in found.specs:
         if spec.trainable and not jnp.issubdtype(spec.dtype, np.inexact):
             raise ConfigurationError(
@@ -80,121 +123,36 @@ def read_model(model: Any, wrt: Any) -> Model:
                 "another nnx.Variable than a parameter, or leave it out of wrt"
             )
     if not any(spec.trainable for spec in found.specs):
-        some = ", ".join(spec.name for spec in found.specs[:5]) or "there are no parameters"
+        some = ", ".join(spec.name for spec in found.specs[:5])
+        if not some:
+            raise ConfigurationError(f"{kind} has no arrays to be trained")
         raise ConfigurationError(f"wrt={wrt!r} selects no parameter; paths are like: {some}")
-    for name, count in Counter([*(spec.name for spec in found.specs), *found.other]).items():
+    for name, count in Counter(x for x in found.leaves if isinstance(x, str)).items():
         if count > 1:
             raise ConfigurationError(
                 f"{count} arrays of the model would be called {name!r}: rename a key that has a dot"
             )
-    return found
 
 
-class _Module(Model):
-    """An `nnx.Module`."""
+def _made_of_shapes(make: Callable[[], Any]) -> Any:
+    """What ``make`` gives, with shapes in place of arrays and all else as it is."""
+    rest: list[Any] = []
 
-    _graph: Any
-    _variables: dict[Path, Any]
+    def arrays() -> Any:
+        made = make()
+        if isinstance(made, nnx.Module):
+            graph, made = nnx.split(made)
+            rest.append(partial(nnx.merge, graph))
+        else:
+            rest.append(lambda tree: tree)
+        leaves, treedef = jax.tree.flatten(made)
+        rest.extend((treedef, [None if _is_array(leaf) else leaf for leaf in leaves]))
+        return {n: leaf for n, leaf in enumerate(leaves) if _is_array(leaf)}
 
-    @classmethod
-    def read(cls, module: nnx.Module, source: Any, made: bool, wrt: Any) -> Model:
-        graph, state = nnx.split(module)
-        variables = {path: _abstract(leaf) for path, leaf in nnx.to_flat_state(state)}
-        trained = nnx.filterlib.to_predicate(nnx.Param if wrt is None else wrt)
-        found = cls([], {}, source, made)
-        for path, leaf in variables.items():
-            name, value = _joined(path), _value(leaf)
-            chosen = trained(path, leaf)
-            if chosen or isinstance(leaf, nnx.Param):
-                dtype = np.dtype(value.dtype).name
-                found.specs.append(ParamSpec(name, tuple(value.shape), dtype, bool(chosen)))
-                found.annotations[name] = annotation(leaf)
-            else:
-                found.other[name] = value
-        found._graph, found._variables = graph, variables
-        return found
-
-    def initial(self) -> dict[str, Any]:
-        with nnx.use_eager_sharding(False):
-            module = self.source() if self.made else self.source
-        return {_joined(path): _value(leaf) for path, leaf in nnx.to_flat_state(nnx.state(module))}
-
-    def tree(self, values: Mapping[str, Any]) -> Any:
-        tree: dict[Any, Any] = {}
-        for path in self._variables:
-            if _joined(path) in values:
-                node = tree
-                for part in path[:-1]:
-                    node = node.setdefault(part, {})
-                node[path[-1]] = values[_joined(path)]
-        return tree
-
-    def rebuild(self, values: Mapping[str, Any]) -> Any:
-        flat = [
-            (path, leaf.replace(values[_joined(path)]) if isinstance(leaf, nnx.Variable) else
-             values[_joined(path)])
-            for path, leaf in self._variables.items()
-        ]  # fmt: skip
-        return nnx.merge(self._graph, nnx.from_flat_state(flat))
-
-    def read_state(self, model: Any, names: Iterable[str]) -> dict[str, Any]:
-        now = dict(nnx.to_flat_state(nnx.state(model)))
-        wanted = set(names)
-        return {
-            _joined(path): _value(now[path]) for path in self._variables if _joined(path) in wanted
-        }
-
-
-class _Tree(Model):
-    """A pytree of arrays with a loss function that takes it."""
-
-    _treedef: Any
-    _leaves: list[Any]  # names of arrays; anything else as it is
-
-    @classmethod
-    def read(cls, tree: Any, source: Any, made: bool, wrt: Any) -> Model:
-        found = cls([], {}, source, made)
-        boxes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: bool(annotation(x)))[0]
-        found.annotations = {path_name(path): annotation(leaf) for path, leaf in boxes}
-        named, found._treedef = jax.tree_util.tree_flatten_with_path(tree)
-        found._leaves = []
-        for path, leaf in named:
-            if not _is_array(leaf):
-                found._leaves.append(_Static(leaf))
-                continue
-            name = path_name(path)
-            found._leaves.append(name)
-            if not is_key(leaf) and jnp.issubdtype(leaf.dtype, np.inexact):
-                chosen = wrt is None or bool(wrt(name))
-                dtype = np.dtype(leaf.dtype).name
-                found.specs.append(ParamSpec(name, tuple(leaf.shape), dtype, chosen))
-            else:
-                found.other[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        return found
-
-    def initial(self) -> dict[str, Any]:
-        tree = self.source() if self.made else self.source
-        return {
-            name: leaf
-            for name, leaf in zip(self._leaves, jax.tree.leaves(tree), strict=True)
-            if isinstance(name, str)
-        }
-
-    def tree(self, values: Mapping[str, Any]) -> Any:
-        leaves = [values.get(x) if isinstance(x, str) else None for x in self._leaves]
-        return jax.tree.unflatten(self._treedef, leaves)
-
-    def rebuild(self, values: Mapping[str, Any]) -> Any:
-        leaves = [values[x] if isinstance(x, str) else x.value for x in self._leaves]
-        return jax.tree.unflatten(self._treedef, leaves)
-
-    def read_state(self, model: Any, names: Iterable[str]) -> dict[str, Any]:
-        wanted = set(names)
-        return {
-            name: leaf
-            for name, leaf in zip(self._leaves, jax.tree.leaves(model), strict=True)
-            if isinstance(name, str) and name in wanted
-        }
+    with nnx.use_eager_sharding(False):  # annotations name axes of a mesh that is not there yet
+        shapes = jax.eval_shape(arrays)
+    merge, treedef, static = rest
+    return merge(jax.tree.unflatten(treedef, [shapes.get(n, x) for n, x in enumerate(static)]))
 
 
 @dataclass(frozen=True)
@@ -202,27 +160,5 @@ class _Static:
     value: Any
 
 
-def _joined(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
-
-
-def _abstract(leaf: Any) -> Any:
-    value = _value(leaf)
-    if not _is_array(value):
-        raise ConfigurationError(
-            f"a {type(leaf).__name__} holds {type(value).__name__}, not one array"
-        )
-    shape = jax.ShapeDtypeStruct(value.shape, value.dtype)
-    return leaf.replace(shape) if isinstance(leaf, nnx.Variable) else shape
-
-
 def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-def _has_arrays(tree: Any) -> bool:
-    return any(_is_array(leaf) for leaf in jax.tree.leaves(tree))

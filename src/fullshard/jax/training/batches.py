@@ -8,8 +8,19 @@ import numpy as np
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.jax.arrays.mesh import Layout
+from fullshard.jax.arrays.placing import put
 
-__all__ = ["check_batch", "dtype_on_device", "on_device"]
+__all__ = ["check_batch", "dtype_on_device", "on_device", "read_arrays"]
+
+
+def read_arrays(tree: Any) -> Any:
+    """``tree`` with what is no array of JAX or NumPy, but can become one, as such."""
+
+    def read(leaf: Any) -> Any:
+        other = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array | np.generic)
+        return np.asarray(leaf) if other else leaf
+
+    return jax.tree.map(read, tree)
 
 
 def check_batch(batch: Any, parts: int, accumulate: int) -> None:
@@ -19,17 +30,19 @@ def check_batch(batch: Any, parts: int, accumulate: int) -> None:
         name = f"batch{jax.tree_util.keystr(path)}"
         if not hasattr(leaf, "shape"):
             raise ConfigurationError(f"{name} is a {type(leaf).__name__}, expected an array")
-        if leaf.shape and leaf.shape[0] % (parts * accumulate):
+        if not leaf.shape:
+            continue
+        rows, shape = leaf.shape[0], tuple(leaf.shape)
+        if not rows or rows % (parts * accumulate):
             raise ConfigurationError(
-                f"{name} has shape {tuple(leaf.shape)}: {parts} devices x "
-                f"accumulate={accumulate} do not divide its {leaf.shape[0]} rows"
+                f"{name} has shape {shape}: {parts} devices x accumulate={accumulate} do not "
+                f"divide its {rows} rows"
             )
-        if leaf.shape:
-            first = first or (name, leaf.shape[0])
-            if leaf.shape[0] != first[1]:
-                raise ConfigurationError(
-                    f"{name} has shape {tuple(leaf.shape)}, but {first[0]} has {first[1]} rows"
-                )
+        first = first or (name, rows)
+        if rows != first[1]:
+            raise ConfigurationError(
+                f"{name} has shape {shape}, but {first[0]} has {first[1]} rows"
+            )
 
 
 def on_device(leaf: Any, layout: Layout, whole_if_uneven: bool = False) -> Any:
@@ -40,8 +53,7 @@ def on_device(leaf: Any, layout: Layout, whole_if_uneven: bool = False) -> Any:
     if isinstance(leaf, jax.Array):
         return leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
     leaf = np.asarray(leaf)
-    leaf = leaf.astype(dtype_on_device(leaf))
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+    return put(leaf.astype(dtype_on_device(leaf)), sharding)
 
 
 def dtype_on_device(leaf: Any) -> Any:

@@ -2,6 +2,7 @@
 """Sequences drawn from a model whose weights are sharded."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -55,28 +56,34 @@ def generate(
     return to_host(step.apply(state, drawing, *arguments))
 
 
+def _method(model: Any, name: str) -> Any:
+    if not hasattr(model, name):
+        raise ConfigurationError(
+            f"generate wants a model with methods decode and cache, and {type(model).__name__} has "
+            f"no {name}: give decoder=(decode, cache), two functions that take the model first"
+        )
+    return getattr(model, name)
+
+
 def _decode(model: Any, tokens: Array, cache: Any, position: Array) -> tuple[Array, Any]:
-    return model.decode(tokens, cache, position)
+    found: tuple[Array, Any] = _method(model, "decode")(tokens, cache, position)
+    return found
 
 
 def _cache(model: Any, rows: int, length: int) -> Any:
-    return model.cache(rows, length)
+    return _method(model, "cache")(rows, length)
 
 
+@dataclass(frozen=True)
 class _Drawing:
     """One program that draws; equal for equal functions, so that it is compiled once."""
 
-    def __init__(self, count: int, decode: Decode, cache: Cache) -> None:
-        self._made_of = count, decode, cache
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Drawing) and self._made_of == other._made_of
-
-    def __hash__(self) -> int:
-        return hash(self._made_of)
+    count: int
+    decode: Decode
+    cache: Cache
 
     def __call__(self, model: Any, prompt: Array, temperature: Array, seed: Array) -> Array:
-        count, decode, cache = self._made_of
+        count, decode, cache = self.count, self.decode, self.cache
         if hasattr(model, "eval"):
             model.eval()
         rows, length = prompt.shape

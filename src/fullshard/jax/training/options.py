@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
 
+import numpy as np
+
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import AS_IT_RESTS, Precision
-from fullshard.jax.arrays.mesh import Layout
 from fullshard.jax.arrays.rule import Rule
 from fullshard.jax.compute.context import MODES
 
@@ -37,8 +38,9 @@ class StepOptions(TypedDict, total=False):
     - ``accumulate``: micro-batches in a step; the loss is the mean of theirs.
     - ``gather``: with several, "each" gathers for every micro-batch anew, "once" for all of them,
       which moves less and holds all parameters and gradients whole.
-    - ``precision``: dtype of full parameters, as "bfloat16" (in layers that `gathered` is asked for
-      gradients are summed in float32), or a `fullshard.core.strategy.Precision` for both.
+    - ``precision``: dtype of full parameters, as "bfloat16" or ``jnp.bfloat16`` (in layers that
+      `gathered` is asked for gradients are summed in float32), or a
+      `fullshard.core.strategy.Precision` for both.
     - ``donate``: reuse the memory of the state given; it must not be used again then.
     - ``has_aux``: the loss function returns (loss, tree of arrays).
     - ``wrt``: what is trained: an NNX filter, or for a pytree a predicate on paths.
@@ -56,7 +58,7 @@ class StepOptions(TypedDict, total=False):
     remat: str
     accumulate: int
     gather: str
-    precision: str | Precision | None
+    precision: Any
     donate: bool
     has_aux: bool
     wrt: Any
@@ -93,8 +95,8 @@ class Options:
         return found
 
 
-def read_options(given: StepOptions, layout: Layout) -> Options:
-    """Complete ``given`` for a mesh.
+def read_options(given: StepOptions) -> Options:
+    """Complete ``given``.
 
     Raises:
         ConfigurationError: for an unknown keyword or value, and what does not go together.
@@ -117,22 +119,21 @@ def read_options(given: StepOptions, layout: Layout) -> Options:
         raise ConfigurationError(
             f"accumulate={options.accumulate!r}: expected a whole number, at least 1 micro-batch"
         )
-    tensor = layout.sizes.get("tensor", 1)
-    if tensor > 1 and not (options.rule and (options.rule.tensor or options.rule.logical)):
+    if options.key is not None and not hasattr(options.key, "dtype"):
         raise ConfigurationError(
-            f"the mesh has tensor={tensor}, but no rule says what to cut along it: give "
-            "rule=Rule(tensor={pattern: dimension})"
+            f"key={options.key!r}: expected a random key, as jax.random.key(0)"
         )
     return options
 
 
-def _precision(given: str | Precision | None) -> Precision:
+def _precision(given: Any) -> Precision:
     if given is None:
         return AS_IT_RESTS
     if isinstance(given, Precision):
         return given
-    item_bytes(given)
-    return Precision(compute=given, reduce="float32")
+    name = given if isinstance(given, str) else np.dtype(given).name
+    item_bytes(name)
+    return Precision(compute=name, reduce="float32")
 
 
 def _one_of(name: str, value: Any, known: tuple[Any, ...]) -> None:

@@ -8,7 +8,7 @@ in what they constrain, and in nothing that has a value.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,27 +20,18 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.jax.arrays.mesh import Layout
 from fullshard.jax.arrays.rule import Placement
 from fullshard.jax.compute.at_use import run
-from fullshard.jax.compute.context import Program, tracing
+from fullshard.jax.compute.context import Findings, Program, tracing
 from fullshard.jax.compute.pieces import Weight
 from fullshard.jax.model.reading import Model
 from fullshard.jax.training.options import Options
 from fullshard.jax.training.state import StateArrays, TrainState, by_path
 
-__all__ = ["KEY", "Findings", "StepProgram"]
+__all__ = ["KEY", "StepProgram"]
 
 KEY = "loss_fn(key)"
 """The name of the random key in the other state of a step with ``key=``."""
 
 Arrays = dict[str, Any]
-
-
-@dataclass
-class Findings:
-    """What was learned while a loss function was traced."""
-
-    notes: list[str] = field(default_factory=list)
-    held: dict[str, str] = field(default_factory=dict)
-    has_vocabulary: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,7 @@ class StepProgram:
             model = self.model.rebuild({**dict(zip(names, params, strict=True)), **other})
             return function(model, *args)
 
-        return self._carried_out(flat, params, {}, (other, args), self._rows(args))[0]
+        return self._carried_out(flat, params, (other, args), self._rows(args), Findings())
 
     def _gradients(
         self, trained: Arrays, frozen: Arrays, other: Arrays, step: Any, batch: Any
@@ -146,13 +137,9 @@ class StepProgram:
             return (*_checked(result, options.has_aux), after)
 
         rows = self._rows(batch)
-        (loss, aux, after), program = self._carried_out(
-            flat, trained, frozen, (kept, batch, key), rows, whole=whole
+        loss, aux, after = self._carried_out(
+            flat, {**trained, **frozen}, (kept, batch, key), rows, self.findings, whole
         )
-        findings = self.findings
-        findings.notes[:] = dict.fromkeys((*findings.notes, *program.notes))
-        findings.held.update(program.held)
-        findings.has_vocabulary |= program.has_vocabulary
         if options.key is not None:
             after = {**after, KEY: other[KEY]}
         loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
@@ -161,13 +148,13 @@ class StepProgram:
     def _carried_out(
         self,
         function: Callable[..., Any],
-        trained: Arrays,
-        frozen: Arrays,
+        params: Arrays,
         args: tuple[Any, ...],
         rows: int,
+        findings: Findings,
         whole: bool = False,
-    ) -> tuple[Any, Program]:
-        """The results of ``function(params, *args)`` in the step's mode, and what it found out."""
+    ) -> Any:
+        """The results of ``function(params, *args)`` in the step's mode."""
         options = self.options
         mode = "jit" if whole else self._mode
         program = Program(
@@ -178,25 +165,21 @@ class StepProgram:
             options.remat,
             options.scan,
             options.precision,
+            findings,
         )
-        params = [*trained.values(), *frozen.values()]
-        names = [*trained, *frozen]
-        shapes = jax.tree.map(_shape, (params, *args))
+        shapes = jax.tree.map(_shape, (list(params.values()), *args))
         with tracing(program):
             traced, shape = jax.make_jaxpr(function, return_shape=True)(*shapes)
         leaves = jax.tree.leaves(args)
         treedef = jax.tree.structure(shape)
 
-        weights = [
-            Weight(x, self._placement(name).axes, name)
-            for name, x in zip(names, params, strict=True)
-        ]
+        weights = [Weight(x, self._placement(name).axes, name) for name, x in params.items()]
         results = run(traced.jaxpr, traced.consts, [*weights, *leaves], program)
-        if options.scan is True and not program.rolls:
+        if options.scan is True and not findings.rolls:
             raise ConfigurationError(
                 "scan=True, but the loss function has no equal layers that follow each other"
             )
-        return jax.tree.unflatten(treedef, results), program
+        return jax.tree.unflatten(treedef, results)
 
     def _computed(self, arrays: Arrays) -> Arrays:
         """In the dtype of computation."""
@@ -263,11 +246,12 @@ def _checked(result: Any, has_aux: bool) -> tuple[Any, Any]:
             f"{type(result).__name__}"
         )
     loss, aux = result if has_aux else (result, {})
-    if not hasattr(loss, "shape") or loss.shape != ():
-        got = f"shape {loss.shape}" if hasattr(loss, "shape") else type(loss).__name__
+    array = isinstance(loss, jax.Array)
+    if not array or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
+        got = f"shape {loss.shape} of {loss.dtype}" if array else type(loss).__name__
         raise ConfigurationError(
-            f"the loss function must return one number, the mean over its batch, got {got}; "
-            "with something beside it give has_aux=True"
+            "the loss function must return one number, a float, the mean over its batch, got "
+            f"{got}; with something beside it give has_aux=True"
         )
     return loss, aux
 

@@ -3,6 +3,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import jax
@@ -14,13 +15,20 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text, in_columns
 from fullshard.jax.arrays.leaves import as_key
 from fullshard.jax.arrays.mesh import Layout, read_mesh
-from fullshard.jax.arrays.rule import Placement, coverage, place, refuse_low_coverage
+from fullshard.jax.arrays.rule import (
+    Placement,
+    coverage,
+    place,
+    refuse_idle_axes,
+    refuse_low_coverage,
+)
+from fullshard.jax.compute.context import Findings
 from fullshard.jax.model.reading import Model, read_model
-from fullshard.jax.training.batches import check_batch, dtype_on_device, on_device
+from fullshard.jax.training.batches import check_batch, dtype_on_device, on_device, read_arrays
 from fullshard.jax.training.choice import choose
 from fullshard.jax.training.options import Options, StepOptions, read_options
-from fullshard.jax.training.program import KEY, Findings, StepProgram
-from fullshard.jax.training.state import StateArrays, StateSpec, TrainState, by_path
+from fullshard.jax.training.program import KEY, StepProgram
+from fullshard.jax.training.state import StateArrays, StateSpec, TrainState
 
 __all__ = ["TrainState", "TrainStep", "make_train_step"]
 
@@ -56,7 +64,7 @@ def make_train_step(
             nothing, or too many bytes unsharded.
     """
     layout = read_mesh(mesh, options.get("shard_axis"), options.get("batch_axes"))
-    chosen = read_options(options, layout)
+    chosen = read_options(options)
     found = read_model(model, chosen.wrt)
     if chosen.key is not None:
         found.other[KEY] = jax.ShapeDtypeStruct(chosen.key.shape, chosen.key.dtype)
@@ -76,6 +84,7 @@ class TrainStep:
     ) -> None:
         placements = place(model.specs, layout, options.rule, model.annotations)
         refuse_low_coverage(placements, options.at_most_unsharded)
+        refuse_idle_axes(placements, layout)
         self.layout = layout
         self.options = options
         self.placements: tuple[Placement, ...] = tuple(placements)
@@ -86,8 +95,9 @@ class TrainStep:
         self._program = StepProgram(model, self._arrays, functions[1], options, self._findings)
         self.rivals: dict[str, TrainStep] = {}
         self._compiled: dict[Any, jax.stages.Compiled] = {}
-        self._applied: dict[Any, Any] = {}
-        self._evaluations: dict[Any, _Evaluation] = {}
+        self._apply = jax.jit(
+            lambda function, *args: self._program.apply(function, *args), static_argnums=0
+        )
 
     @property
     def mesh(self) -> Mesh:
@@ -140,7 +150,7 @@ class TrainStep:
             given["at_most_unsharded"] = None
         given.update(options)
         layout = read_mesh(mesh or self.mesh, given.get("shard_axis"), given.get("batch_axes"))
-        return TrainStep(layout, self._model, read_options(given, layout), self._functions)
+        return TrainStep(layout, self._model, read_options(given), self._functions)
 
     def init(self) -> TrainState:
         """The state before the first step; with several processes all must call it."""
@@ -159,15 +169,13 @@ class TrainStep:
 
     def _fill(self, rest: dict[str, Any]) -> TrainState:
         """A state of arrays that rest already."""
-        placements = self._arrays.params
-        return self._begin({n: self._arrays.cut(x, placements.get(n)) for n, x in rest.items()})
+        return self._begin({n: self._arrays.of_model(n).true(x) for n, x in rest.items()})
 
     def _begin(self, values: dict[str, Any]) -> TrainState:
         """A state of these arrays in their true shapes."""
         arrays, model = self._arrays, self._model
-        values = {n: arrays.constrained(values[n], each) for n, each in arrays.params.items()} | {
-            n: values.get(n, self.options.key) for n in model.other
-        }
+        values = {KEY: self.options.key, **values}
+        values |= {n: arrays.of_model(n).constrained(values[n]) for n in arrays.params}
         trained = {n: values[n] for n, each in arrays.params.items() if each.spec.trainable}
         kept = arrays.tx.init(model.tree(trained))
         params = model.tree({n: values[n] for n in arrays.params})
@@ -180,14 +188,13 @@ class TrainStep:
         ``batch`` is a tree of arrays whose dimension 0 is that of the global batch; with several
         processes each gives all of it, or arrays that are already spread over the mesh (see
         `fullshard.jax.global_batch`). ``state`` must not be used again (``donate=False`` changes
-        that).
+        that); arrays that were put in it and lie elsewhere, as on the host, are moved first.
 
         Raises:
             ConfigurationError: if the batch does not divide by devices and micro-batches, or
                 ``state`` was made for another step.
         """
-        self._check_state(state)
-        self._check_batch(batch)
+        state, batch = self._arrays.fitted(state), self._checked(batch)
         compiled = self.compiled(batch)
         placed = jax.tree.map(lambda leaf: on_device(leaf, self.layout), batch)
         result: tuple[TrainState, Any, Any] = compiled(state, placed)
@@ -201,14 +208,10 @@ class TrainStep:
         first dimension divides; the function sees whole arrays. The state stays as it is, and what
         the function changes of the model is dropped. With several processes all of them must call.
         """
-        self._check_state(state)
-        leaves, treedef = jax.tree.flatten(args)
-        placed = [on_device(leaf, self.layout, whole_if_uneven=True) for leaf in leaves]
-        if function not in self._applied:
-            self._applied[function] = jax.jit(
-                lambda state, args: self._program.apply(function, state, *args)
-            )
-        return self._applied[function](state, jax.tree.unflatten(treedef, placed))
+        placed = jax.tree.map(
+            lambda leaf: on_device(leaf, self.layout, whole_if_uneven=True), read_arrays(args)
+        )
+        return self._apply(function, self._arrays.fitted(state), *placed)
 
     def evaluate(
         self, state: TrainState, batch: Any, function: Callable[[Any, Any], Any] | None = None
@@ -218,11 +221,8 @@ class TrainStep:
         An `nnx.Module` is in evaluation mode for it: no dropout, running statistics. With the loss
         function the result is the loss, or with ``has_aux`` (loss, aux).
         """
-        chosen = self._functions[1] if function is None else function
-        if chosen not in self._evaluations:
-            key = () if function or self.options.key is None else (self.options.key,)
-            self._evaluations[chosen] = _Evaluation(chosen, *key)
-        return self.apply(state, self._evaluations[chosen], batch)
+        key = () if function or self.options.key is None else (self.options.key,)
+        return self.apply(state, _Evaluation(function or self._functions[1], key), batch)
 
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The program for batches like this one (arrays or shapes); compiled when first asked."""
@@ -236,7 +236,7 @@ class TrainStep:
 
     def lowered(self, batch: Any) -> jax.stages.Lowered:
         """The program before compilation, for batches like this one; nothing is allocated."""
-        self._check_batch(batch)
+        batch = self._checked(batch)
         self._decide(batch)
         abstract = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(
@@ -325,41 +325,20 @@ class TrainStep:
             out_shardings=(self._arrays.shardings(), self.layout.sharding(), None),
         )
 
-    def _check_batch(self, batch: Any) -> None:
+    def _checked(self, batch: Any) -> Any:
+        batch = read_arrays(batch)
         check_batch(batch, self.layout.parts, self.options.accumulate)
-
-    def _check_state(self, state: TrainState) -> None:
-        if not isinstance(state, TrainState):
-            raise ConfigurationError(f"expected a TrainState, got {type(state).__name__}")
-        expected = self.abstract_state()
-        for part in ("params", "optimizer", "other"):
-            arrays, given = by_path(getattr(expected, part)), by_path(getattr(state, part))
-            for name in {**arrays, **given}:
-                if name not in given or name not in arrays:
-                    where = "lacks" if name not in given else "has, and the step does not know,"
-                    raise ConfigurationError(f"the state {where} {part} {name!r}")
-                if given[name].is_deleted():
-                    # Running with it would end the process on a CPU.
-                    raise ConfigurationError(
-                        f"the state's {part} {name!r} was used up by a step before: go on with the "
-                        "state which that returned, or make the step with donate=False"
-                    )
-                if given[name].shape != arrays[name].shape:
-                    raise ConfigurationError(
-                        f"the state's {part} {name!r} has shape {given[name].shape}, the step "
-                        f"expects {arrays[name].shape}: another mesh, rule, model or optimizer "
-                        "made it; arrays in true shapes go over by arrays() and load_arrays()"
-                    )
+        return batch
 
 
+@dataclass(frozen=True)
 class _Evaluation:
     """A function of a model, which is put in evaluation mode before."""
 
-    def __init__(self, function: Callable[..., Any], *more: Any) -> None:
-        self._function = function
-        self._more = more
+    function: Callable[..., Any]
+    more: tuple[Any, ...] = field(compare=False)
 
     def __call__(self, model: Any, batch: Any) -> Any:
         if hasattr(model, "eval"):
             model.eval()
-        return self._function(model, batch, *self._more)
+        return self.function(model, batch, *self.more)

@@ -146,7 +146,9 @@ class Gradients:
     def reduce(self) -> None:
         """Start to sum full gradients over the slices; what did not come is zero (collective)."""
         full = self.full
-        absent = full.send(written=self.settings.hook is not None)
+        settings = self.settings
+        users_write = settings.hook is not None or settings.reduce_scatter is not None
+        absent = full.send(written=users_write)
         self.absent = absent if self.absent is None else self.absent & absent
         before, _ = self._divisors()
         if before != 1:

@@ -198,9 +198,8 @@ class OnJax:
         return loaded.step
 
 
-@pytest.mark.parametrize(("first", "second"), [(OnTorch, OnJax), (OnJax, OnTorch)])
-def test_a_gpt_goes_on_in_the_other_engine_moments_included(tmp_path, first, second):
-    begun, other = first(0), second(1)
+def test_a_gpt_goes_on_in_the_other_engine_moments_included_and_comes_back(tmp_path):
+    begun, other = OnTorch(0), OnJax(1)
     for tokens in batches()[:3]:
         begun.step(tokens)
     begun.save(tmp_path, 3)
@@ -209,7 +208,8 @@ def test_a_gpt_goes_on_in_the_other_engine_moments_included(tmp_path, first, sec
     found = [other.step(tokens) for tokens in batches()[3:]]
     assert found == pytest.approx(expected, abs=1e-4)
     assert expected[0] != pytest.approx(expected[2], abs=1e-3)  # it learns
-    again = first(2)
+    again = OnTorch(2)
     other.save(tmp_path, 6)
     assert again.load(tmp_path) == 6
-    assert again.step(batches()[0]) == pytest.approx(begun.step(batches()[0]), abs=1e-4)
+    for tokens in batches()[:3]:
+        assert again.step(tokens) == pytest.approx(begun.step(tokens), abs=1e-4)

@@ -413,13 +413,24 @@ def test_a_failure_aside_comes_out_on_every_rank_at_the_next_call(tmp_path):
         save_checkpoint(run, model, step=2, asynchronous=True)
         with pytest.raises(CheckpointError, match=r"step 2 was not saved.*No space left"):
             save_checkpoint(run, model, step=3)
+        for waiting in ([0], [0, 1]):
+            saving = save_checkpoint(run, model, step=3, asynchronous=True)
+            if comm.rank in waiting:
+                with pytest.raises(CheckpointError, match="step 3 was not saved"):
+                    saving.wait()
+            if waiting == [0]:  # one rank does not know yet
+                with pytest.raises(CheckpointError, match="step 3 was not saved"):
+                    load_checkpoint(run, model)
+            else:
+                assert load_checkpoint(run, model).step == 1
         files.broken = False
         save_checkpoint(run, model, step=4, asynchronous=True)
         with pytest.raises(CheckpointError, match="no complete checkpoint of step 2"):
             load_checkpoint(run, model, step=2)
 
     on(2, body)
-    assert [each.name for each in tmp_path.iterdir()] == ["step-000000000004"]
+    kept = sorted(each.name for each in tmp_path.iterdir())
+    assert kept == ["step-000000000001", "step-000000000004"]  # a load has verified the first
 
 
 def test_weights_go_out_to_plain_files_and_come_in_from_them(tmp_path):

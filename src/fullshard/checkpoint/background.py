@@ -47,6 +47,7 @@ class Saving:
         self._folder: Path | None = None
         self._failure: BaseException | None = None
         self._work: Future[None] | None = None
+        self.is_told = False  # that it failed, to who called `wait`
 
     @staticmethod
     def finished(step: int, folder: Path) -> "Saving":
@@ -68,6 +69,7 @@ class Saving:
         if self._work is not None:
             self._work.result()
         if self._failure is not None:
+            self.is_told = True
             if isinstance(self._failure, CheckpointError):
                 raise self._failure
             raise CheckpointError(

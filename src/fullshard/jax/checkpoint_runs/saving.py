@@ -49,10 +49,11 @@ class _Session:
         if pending is None:
             return
         failure: Exception | None = None
+        is_told = pending.is_told
         try:
             pending.wait()
         except CheckpointError as error:
-            failure = error
+            failure = None if is_told else error
         agree(process_ranks(), f"step {pending.step} was not saved", failure)
 
     def blocks_of(self, most: int) -> Blocks:

@@ -19,7 +19,7 @@ from fullshard.checkpoint.background import save_in_background
 from fullshard.checkpoint.run_folder import run_folder
 from fullshard.checkpoint.saving import About, Plans, write_step
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks, stream
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.torch.checkpoint.collecting import (
     Collected,
     Models,
@@ -52,10 +52,19 @@ class Session:
         self.pending: Saving | None = None
 
     def settle(self) -> None:
-        """Wait for a save that is under way. Raises its `CheckpointError`, once."""
+        """Wait for a save that is under way. Raises its `CheckpointError`, once.
+
+        Collective if it has failed: then it is raised unless ``wait()`` has done so on all ranks.
+        """
         pending, self.pending = self.pending, None
-        if pending is not None:
+        if pending is None:
+            return
+        is_told = pending.is_told
+        try:
             pending.wait()
+        except CheckpointError:
+            if set(self.ranks.share(b"told" if is_told else b"new")) != {b"told"}:
+                raise
 
     def blocks_of(self, background: Background, pinned: bool) -> Blocks:
         """Host memory for an asynchronous save, the same as last time if the bound is."""

@@ -323,6 +323,12 @@ def test_two_tensors_are_not_taken_for_one_in_silence(tmp_path):
         load_checkpoint(tmp_path, two(tied=True))
     load_checkpoint(tmp_path, (together := two(tied=True)), strict=False)
     assert torch.equal(together[1].weight, apart[0].weight)
+    alone = nn.Sequential(nn.Linear(2, 2, bias=False))  # as others leave one of the names out
+    save_checkpoint(tmp_path / "alone", alone, step=1)
+    assert load_checkpoint(tmp_path / "alone", (together := two(tied=True))).missing == ()
+    assert torch.equal(together[1].weight, alone[0].weight)
+    with pytest.raises(CheckpointError, match=r"lacks model/1\.weight"):
+        load_checkpoint(tmp_path / "alone", apart)
     apart[1].weight.data.copy_(apart[0].weight)  # equal, as some files hold tied weights
     save_checkpoint(tmp_path, apart, step=2)
     load_checkpoint(tmp_path, two(tied=True))

@@ -248,6 +248,7 @@ class _Plan:
         manifest = self._checkpoint.manifest
         partial = self._state.get("parts", {}).get(key) == "trainable weights"
         known: dict[int, str] = {}
+        lacking: dict[str, int] = {}
         for name, value in entries_of_model(model).items():
             full = f"{key}/{name}"
             if not isinstance(value, Tensor):
@@ -257,7 +258,7 @@ class _Plan:
             if stored is None:
                 frozen = isinstance(value, nn.Parameter) and not value.requires_grad
                 if not (partial and frozen):
-                    self._missing.append(full)
+                    lacking[full] = identity(value)
                 continue
             self._known.append(full)
             self._check_shape(full, stored.shape, tuple(value.shape))
@@ -266,6 +267,8 @@ class _Plan:
                 self._targets.append((full, held_here(full, value, self._boxes)))
             elif strict:
                 self._check_tied(first, full)
+        # Some files have tied values under one of their names.
+        self._missing += [full for full, value in lacking.items() if value not in known]
 
     def _plan_value(self, model: nn.Module, full: str, name: str) -> None:
         """Extra state of a module, which is no tensor."""

@@ -257,6 +257,12 @@ def test_the_command(tmp_path, capsys):
         save_spans(run, floats(step), 2, step)
     assert ckpt.main(["ls", str(run)]) == 0
     assert "step-000000000002" in capsys.readouterr().out
+    assert ckpt.main(["ls", str(run / "step-000000000001")]) == 0
+    assert "step-000000000001" in capsys.readouterr().out
+    for step in ("-1", "x", "9" * 19):
+        with pytest.raises(SystemExit, match="2"):
+            ckpt.main(["import", str(other), str(run), "--step", step])
+        assert "a step is a number from 0" in capsys.readouterr().err
     assert ckpt.main(["verify", str(run), "--all"]) == 0
     assert capsys.readouterr().out.count(": right") == 2
     assert ckpt.main(["ls", str(run)]) == 0

@@ -12,6 +12,7 @@ from fullshard.checkpoint import (
     Checkpoint,
     CheckpointError,
     Files,
+    StepFolder,
     check_seal,
     compare,
     export_safetensors,
@@ -22,6 +23,7 @@ from fullshard.checkpoint import (
     seal,
     steps_in,
 )
+from fullshard.checkpoint.format.manifest import MANIFEST
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text
 
@@ -79,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    step: dict[str, Any] = {"type": int, "metavar": "N", "help": "this step, not the newest"}
+    step: dict[str, Any] = {"type": _step, "metavar": "N", "help": "this step, not the newest"}
 
     def command(run: Any, name: str, text: str, *paths: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text)
@@ -108,14 +110,23 @@ def _parser() -> argparse.ArgumentParser:
     bring = command(_import, "import", "make a step out of another format", "source", "run_folder")
     bring.add_argument("--format", choices=["safetensors", "dcp"], help="default: looked up")
     bring.add_argument("--part", default="model", help="the model's name (default: model)")
-    bring.add_argument("--step", type=int, default=0, metavar="N", help="its step (default: 0)")
+    bring.add_argument("--step", type=_step, default=0, metavar="N", help="its step (default: 0)")
     return parser
 
 
+def _step(text: str) -> int:
+    if not text.isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"a step is a number from 0, got {text!r}")
+    return int(text)
+
+
 def _list(arguments: argparse.Namespace) -> int:
-    steps = steps_in(Files(), arguments.path)
+    path: Path = arguments.path
+    steps = steps_in(Files(), path)
+    if not steps and (path / MANIFEST).is_file():  # a step's own folder
+        steps = [StepFolder(0, 1, path)]
     if not steps:
-        raise ConfigurationError(f"{arguments.path} holds no complete step")
+        raise ConfigurationError(f"{path} holds no complete step")
     for folder in steps:
         try:
             checkpoint = Checkpoint(folder.path)

@@ -330,7 +330,7 @@ def _call(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
     site = level.program.site(eqn.params.get("name", ""), arrays)
     if site is not None:
         axes = [x.axes if isinstance(x, Weight) else None for x in operands]
-        return site.carry_out(arrays, axes, level.program)
+        return site(arrays, axes, level.program)
     inner = eqn.params["jaxpr"]
     consts = getattr(inner, "consts", ())
     return _evaluate(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,12 @@ MODES = {
 """What travels in a step."""
 
 
-class Site(Protocol):
-    """A call that the engine may carry out in its own way."""
+Site = Callable[[Sequence[Any], Sequence[Any], "Program"], list[Any]]
+"""A call that the engine carries out in its own way.
 
-    def carry_out(
-        self, operands: Sequence[Any], axes: Sequence[Any], program: "Program"
-    ) -> list[Any]:
-        """The results; ``axes`` tells what cuts each operand, None of one that is no weight."""
+It takes operands, what cuts each (None of one that is no weight), and the program; equal ones have
+the same ``repr``.
+"""
 
 
 @dataclass

@@ -22,6 +22,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from fullshard.jax.arrays.leaves import is_array
 from fullshard.jax.arrays.mesh import Layout
 from fullshard.jax.compute.context import Program, current
 from fullshard.jax.compute.jaxprs import call
@@ -45,12 +46,6 @@ class _Layer:
     part: Any  # jax.extend.core.Jaxpr, without constants
     given: tuple[Dim, ...]
     found: tuple[Dim, ...]
-
-    def carry_out(
-        self, operands: Sequence[Any], axes: Sequence[Any], program: Program
-    ) -> list[Any]:
-        """The layer's results, computed by each device for its own examples."""
-        return _carry_out(self, operands, axes, program)
 
 
 def gathered(layer: Any) -> Callable[..., Any]:
@@ -99,8 +94,8 @@ def _call(layer: Callable[..., Any], name: str, weights: Any, *args: Any) -> Any
     if not layout.only_batch or layout.parts == 1 or program.rows % layout.parts:
         return layer(weights, *args)
     leaves, treedef = jax.tree.flatten((weights, args))
-    places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
-    count = len([leaf for leaf in jax.tree.leaves(weights) if _is_array(leaf)])
+    places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
+    count = len([leaf for leaf in jax.tree.leaves(weights) if is_array(leaf)])
     arrays = [leaves[place] for place in places]
     trees: list[Any] = []
 
@@ -118,7 +113,8 @@ def _call(layer: Callable[..., Any], name: str, weights: Any, *args: Any) -> Any
         return layer(weights, *args)
     found, consts, whole = site
     plain = functools.partial(call, whole)
-    results = program.mark(f"gathered_{name}", found, plain, *consts, *arrays)
+    own = functools.partial(_carry_out, found)
+    results = program.mark(f"gathered_{name}", own, plain, *consts, *arrays)
     return jax.tree.unflatten(trees[0], results)
 
 
@@ -165,6 +161,7 @@ def _apart(
 def _carry_out(
     site: _Layer, operands: Sequence[Any], axes: Sequence[Any], program: Program
 ) -> list[Any]:
+    """The layer's results, computed by each device for its own examples."""
     layout, precision = program.layout, program.precision
     shapes = [x.shape for x in operands]
     cut = [_dim_of(layout, each) for each in axes]
@@ -269,7 +266,3 @@ def _same_constant(one: Any, other: Any) -> bool:
     if isinstance(one, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
         return False
     return bool(np.array_equal(one, other))
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")

@@ -190,14 +190,6 @@ def test_what_is_rolled_up_is_equal(model, notes):
         np.testing.assert_allclose(x, after[name], atol=1e-5)
 
 
-def test_scan_that_is_demanded_and_impossible():
-    step = make_train_step(
-        Varied([7]), optax.sgd(0.1), models.squared_error, create_mesh(fsdp=2), scan=True
-    )
-    with pytest.raises(ConfigurationError, match="scan=True, but the loss function has no equal"):
-        step.lowered(VECTORS)
-
-
 def test_a_fault_of_the_loss_function_is_its_own_and_comes_first():
     traces = []
 

@@ -189,29 +189,16 @@ def describe_mesh(mesh: Mesh) -> str:
     return f"mesh {sizes} over {_devices_text(devices)} of {processes} process(es)"
 
 
-def initialize(
-    coordinator: str | None = None, processes: int | None = None, process: int | None = None
-) -> bool:
-    """Join several processes, each with its own devices; to be called before any other use of JAX.
+def initialize() -> bool:
+    """Join the processes of a launcher, each with its devices; before any other use of JAX.
 
-    Every process must call it. What is not given is read from a launcher's environment (torchrun,
-    Open MPI, SLURM), and where there is none nothing is joined and False is returned; on a cluster
-    that JAX knows by itself call ``jax.distributed.initialize()``. On CPUs collectives run over
-    Gloo.
+    Every process must call it. A launcher (torchrun, Open MPI, SLURM) says in the environment who
+    is who; where there is none nothing is joined and False is returned. Without one call
+    ``jax.distributed.initialize``, which this does. On CPUs collectives run over Gloo.
 
     Raises:
-        ConfigurationError: if only some of the three are given, or the launcher's variables
-            contradict each other.
+        ConfigurationError: if the launcher's variables contradict each other.
     """
-    given = [each is not None for each in (coordinator, processes, process)]
-    if any(given) and not all(given):
-        raise ConfigurationError(
-            "initialize() needs coordinator='host:port', processes= and process= together, "
-            f"got {coordinator!r}, {processes!r}, {process!r}"
-        )
-    if any(given):
-        jax.distributed.initialize(coordinator, processes, process)
-        return True
     found = launcher_environment(os.environ)
     if found is None:
         return False

@@ -72,7 +72,7 @@ class _Level:
 def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], program: Program) -> list[Any]:
     """The results of ``jaxpr``; in mode "weights" those among ``args`` are gathered at use."""
     keeping = program.remat == "none" or program.mode != "weights"
-    level = _Level(program, keeping, program.scan is not False)
+    level = _Level(program, keeping, program.scan)
     return _evaluate(jaxpr, [*consts, *args], level)
 
 

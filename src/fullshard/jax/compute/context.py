@@ -16,12 +16,8 @@ from fullshard.jax.arrays.mesh import Layout
 
 __all__ = ["MODES", "Findings", "Program", "Site", "current", "tracing"]
 
-MODES = {
-    "weights": "a layer's weights are gathered where it is computed, examples stay",
-    "activations": "weights stay where they rest, activations travel",
-    "jit": "left to XLA",
-}
-"""What travels in a step."""
+MODES = ("weights", "activations", "jit")
+"""What travels in a step; the last leaves it to XLA."""
 
 
 Site = Callable[[Sequence[Any], Sequence[Any], "Program"], list[Any]]
@@ -42,7 +38,6 @@ class Findings:
 
     notes: list[str] = field(default_factory=list)
     held: dict[str, str] = field(default_factory=dict)
-    rolls: int = 0
     has_vocabulary: bool = False
 
     def note(self, text: str) -> None:
@@ -70,7 +65,7 @@ class Program:
     rows: int
     vocabulary: str
     remat: str
-    scan: Any
+    scan: bool
     precision: Precision
     findings: Findings
     sites: dict[str, tuple[Site, tuple[Any, ...]]] = field(default_factory=dict)

@@ -175,10 +175,6 @@ class StepProgram:
 
         weights = [Weight(x, self._placement(name).axes, name) for name, x in params.items()]
         results = run(traced.jaxpr, traced.consts, [*weights, *leaves], program)
-        if options.scan is True and not findings.rolls:
-            raise ConfigurationError(
-                "scan=True, but the loss function has no equal layers that follow each other"
-            )
         return jax.tree.unflatten(treedef, results)
 
     def _computed(self, arrays: Arrays) -> Arrays:

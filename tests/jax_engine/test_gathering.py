@@ -389,6 +389,41 @@ def test_a_mesh_that_the_user_has_set_changes_nothing():
     assert communication(step, batch).of("reduce-scatter")
 
 
+def test_large_arrays_that_a_loss_closes_over_are_told(caplog):
+    teacher = np.ones((512, 1024), np.float32)
+
+    def loss_fn(params, batch):
+        return ((batch @ params["w"] - batch @ jnp.asarray(teacher)) ** 2).mean()
+
+    step = make_train_step(
+        {"w": np.zeros((512, 1024), np.float32)}, optax.sgd(1.0), loss_fn, create_mesh(fsdp=2)
+    )
+    step.lowered(np.ones((2, 512), np.float32))
+    assert "2.00 MiB of arrays that the function closes over are on every device" in caplog.text
+
+
+def test_methods_and_keywords_of_layers():
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+
+        def scaled(self, x, by):
+            return x + self.linear(x) * by
+
+    def loss_fn(model, batch):
+        x = gathered(model.scaled)(batch, by=2.0)
+        return (
+            gathered(lambda w, x, *, by: x @ w * by)(model.linear.kernel[...], x, by=3) ** 2
+        ).mean()
+
+    step = make_train_step(Layer(), optax.sgd(1.0), loss_fn, create_mesh(fsdp=2))
+    batch = np.ones((4, 6), np.float32)
+    _, loss, _ = step(step.init(), batch)
+    assert float(loss) == pytest.approx(float(loss_fn(Layer(), batch)), rel=1e-5)
+    assert step.notes == []
+    assert len(communication(step, batch).of("reduce-scatter")) == 2
+
+
 def test_layers_whose_gradients_differ_are_no_scan():
     """Forward is the same for all; what a rule of differentiation closes over is not."""
 

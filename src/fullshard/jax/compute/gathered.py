@@ -51,10 +51,10 @@ class _Layer:
 def gathered(layer: Any) -> Callable[..., Any]:
     """``layer``, with weights that are gathered where it is called and dropped after.
 
-    ``layer`` is a function of ``(weights, *args)``, ``weights`` being a pytree, or an `nnx.Module`,
-    which is called without its weights. Call it in the body of a scan over stacked layers, or
-    wherever a layer is called. Arrays in ``args`` whose first dimension is the batch are examples;
-    pass them as arguments rather than closing over them.
+    ``layer`` is a function of ``(weights, *args, **kwargs)``, ``weights`` being a pytree, or an
+    `nnx.Module` or a method of one, which is called without its weights. Call it in the body of a
+    scan over stacked layers, or wherever a layer is called. Arrays in ``args`` whose first
+    dimension is the batch are examples; pass them as arguments rather than closing over them.
 
     In a step of `fullshard.jax.make_train_step` a layer that provably treats examples apart is
     computed by each device for its own, with one gather and one reduce-scatter for each dtype.
@@ -62,23 +62,25 @@ def gathered(layer: Any) -> Callable[..., Any]:
     either way. Outside of such a step it is the layer itself. To compute it again in backward, put
     `jax.checkpoint` around the scan's body as always.
     """
-    if isinstance(layer, nnx.Module):
-        return functools.partial(_call_module, layer)
+    module = layer if isinstance(layer, nnx.Module) else getattr(layer, "__self__", None)
+    if isinstance(module, nnx.Module):
+        method = type(module).__call__ if layer is module else layer.__func__
+        return functools.partial(_call_module, method, module)
     name = getattr(layer, "__name__", type(layer).__name__)
-    return lambda weights, *args: _call(layer, name, weights, *args)
+    function = lambda weights, args, kwargs: layer(weights, *args, **kwargs)  # noqa: E731
+    return lambda weights, *args, **kwargs: _call(function, name, weights, args, kwargs)
 
 
-def _call_module(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_module(method: Any, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     program = current()
     if program is None or program.mode != "weights":
-        call_it: Any = module
-        return call_it(*args, **kwargs)
+        return method(module, *args, **kwargs)
     split: Any = nnx.split(module, nnx.Param, ...)
     graph, weights, rest = split
 
     def function(weights: Any, rest: Any, args: Any, kwargs: Any) -> Any:
         here = nnx.merge(graph, weights, rest)
-        result = here(*args, **kwargs)
+        result = method(here, *args, **kwargs)
         return result, nnx.state(here, nnx.Not(nnx.Param))
 
     result, after = _call(function, type(module).__name__, weights, rest, args, kwargs)

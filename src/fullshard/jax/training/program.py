@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.core.text import bytes_text
 from fullshard.jax.arrays.mesh import Layout
 from fullshard.jax.arrays.rule import Placement
 from fullshard.jax.compute.at_use import run
@@ -27,6 +29,8 @@ from fullshard.jax.training.options import Options
 from fullshard.jax.training.state import StateArrays, TrainState, by_path
 
 __all__ = ["KEY", "StepProgram"]
+
+_SAID_BYTES = 1 << 20
 
 KEY = "loss_fn(key)"
 """The name of the random key in the other state of a step with ``key=``."""
@@ -170,6 +174,12 @@ class StepProgram:
         shapes = jax.tree.map(_shape, (list(params.values()), *args))
         with tracing(program):
             traced, shape = jax.make_jaxpr(function, return_shape=True)(*shapes)
+        closed_over = sum(x.nbytes for x in traced.consts if isinstance(x, jax.Array | np.ndarray))
+        if closed_over >= _SAID_BYTES:
+            findings.note(
+                f"{bytes_text(closed_over)} of arrays that the function closes over are on every "
+                "device from beginning to end: make them a part of the model, which wrt leaves out"
+            )
         leaves = jax.tree.leaves(args)
         treedef = jax.tree.structure(shape)
 

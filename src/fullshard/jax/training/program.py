@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text
@@ -107,16 +108,19 @@ class StepProgram:
         if count == 1:
             return one(other, batch, 0)
         parts = jax.tree.map(lambda x: self._parts(x, count), batch)
-        shapes = jax.eval_shape(one, other, jax.tree.map(lambda x: x[0], parts), 0)
+        turns = parts, jnp.arange(count)
+        first = jax.tree.map(lambda x: _shape(x[0]), turns)
+        traced, shapes = jax.make_jaxpr(one, return_shape=True)(other, *first)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_dtype(x.dtype)), shapes[:2])
 
         def micro(carry: Any, xs: Any) -> tuple[Any, Any]:
             sums, other = carry
-            grads, loss, aux, after = one(other, *xs)
+            found = jaxpr_as_fun(traced)(*jax.tree.leaves((other, *xs)))
+            grads, loss, aux, after = jax.tree.unflatten(jax.tree.structure(shapes), found)
             sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (grads, loss))
             return (sums, after), aux
 
-        (sums, after), aux = lax.scan(micro, (zeros, other), (parts, jnp.arange(count)))
+        (sums, after), aux = lax.scan(micro, (zeros, other), turns)
         grads = {name: self._at_rest(name, grad) for name, grad in sums[0].items()}
         rows = self._rows(parts, 1)
         return grads, sums[1], jax.tree.map(lambda x: self._joined(x, rows), aux), after

@@ -12,6 +12,7 @@ for, or if they have these names.
 """
 
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Layout:
     @property
     def parts(self) -> int:
         """How many parts a batch is cut into."""
-        return int(np.prod([self.mesh.shape[axis] for axis in self.batch]))
+        return self.count(self.batch)
 
     @property
     def only_batch(self) -> bool:
@@ -86,9 +87,18 @@ class Layout:
 
     @property
     def explicit(self) -> AbstractMesh:
-        """The same mesh with axes that types of arrays tell, for questions to JAX's own rules."""
-        kinds = (AxisType.Explicit,) * len(self.sizes)
-        return AbstractMesh(tuple(self.sizes.values()), tuple(self.sizes), axis_types=kinds)
+        """A mesh with axes that types of arrays tell, for questions to JAX's own rules.
+
+        All have one device, which divides any dimension.
+        """
+        count = len(self.sizes)
+        kinds = (AxisType.Explicit,) * count
+        return AbstractMesh((1,) * count, tuple(self.sizes), axis_types=kinds)
+
+    def count(self, axis: str | tuple[str, ...] | None) -> int:
+        """The number of parts into which this cuts a dimension."""
+        names = () if axis is None else (axis,) if isinstance(axis, str) else axis
+        return math.prod(self.sizes[name] for name in names)
 
     def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
         """The sharding of arrays whose dimensions these axes cut; of none, that of whole ones."""

@@ -246,7 +246,8 @@ def _laid_out(eqn: Any, operands: list[Any], level: _Level) -> Any:
     layout = level.program.layout
     spec = ParamSpec(names, tuple(array.shape), array.dtype.name)
     (found,) = place([spec], layout, pad=False)
-    if not found.sharded:
+    shares = sum(x.array.size for x in operands if isinstance(x, Weight)) // layout.shards
+    if not found.sharded and array.size > shares:
         why = f"{eqn.primitive.name} makes {spec.shape} of it for a scan"
         level.hold(Weight(array, found.axes, names), why)
     return Weight(level.constrained(array, found.axes), found.axes, names)

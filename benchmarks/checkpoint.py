@@ -5,7 +5,10 @@
 
 The model is sharded by PyTorch's own fully_shard, so that both save the same DTensors. Ours has all
 checks on; theirs has none to turn on. They take turns (A B A B). Before a cold load the files are
-dropped from the page cache, before a warm one they are read once. Writes JSON to standard output.
+dropped from the page cache, before a warm one they are read once. A resume loads cold files into a
+new optimizer, which has no state yet. What bounds them is measured beside them: the same files read
+in order by a thread of each rank, the copy of a rank's shards, and their checksums. Writes JSON to
+standard output.
 """
 
 import argparse
@@ -22,8 +25,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
@@ -62,6 +66,12 @@ def shard_bytes(model, optimizer):
     values = [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]
     locals_ = [getattr(v, "to_local", lambda v=v: v)().detach() for v in values]
     return sum(each.numel() * each.element_size() for each in locals_), locals_
+
+
+def _checksum(local):
+    data = local.contiguous().view(-1).view(torch.uint8).numpy().data
+    for start in range(0, data.nbytes, 2**22):
+        xxhash.xxh3_128_hexdigest(data[start : start + 2**22])
 
 
 def timed(work):
@@ -103,6 +113,33 @@ def touch_cache(folder, keep):
     dist.barrier()
 
 
+def read_alone(folder):
+    """Read this rank's files in order, and do nothing with them."""
+    buffer = bytearray(2**20)
+    for path in sorted(Path(folder).rglob("*.safetensors"))[
+        dist.get_rank() :: dist.get_world_size()
+    ]:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def resume_ours(folder, model):
+    load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
+
+
+def resume_theirs(folder, model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+
+
 def fresh(folder):
     dist.barrier()
     if dist.get_rank() == 0:
@@ -137,6 +174,14 @@ def measure(folder, rounds, width):
             note(
                 f"fullshard {name} load", timed(lambda: load_checkpoint(ours, model, optimizer))[0]
             )
+        touch_cache(theirs, False)
+        note("dcp resume", timed(lambda: resume_theirs(theirs, model))[0])
+        touch_cache(ours, False)
+        note("fullshard resume", timed(lambda: resume_ours(ours, model))[0])
+        touch_cache(ours, False)
+        note("reading alone, cold", timed(lambda: read_alone(ours))[0])
+        note("reading alone, warm", timed(lambda: read_alone(ours))[0])
+        note("checksums alone", timed(lambda: [_checksum(each) for each in locals_])[0])
         begin = time.perf_counter()
         for source, target in zip(locals_, buffers, strict=True):
             target.copy_(source)
@@ -166,7 +211,7 @@ def summary(report):
     middle = {name: statistics.median(each) for name, each in report["seconds"].items()}
     ratios = {
         f"{what}: dcp / fullshard": middle[f"dcp {what}"] / middle[f"fullshard {what}"]
-        for what in ("save", "cold load", "warm load")
+        for what in ("save", "cold load", "warm load", "resume")
     }
     beyond = middle["fullshard async blocked"] - middle["copy"]
     ratios["async: blocked beyond the copy / synchronous save"] = beyond / middle["fullshard save"]

@@ -12,8 +12,7 @@ activations. The configuration is that of `default_configuration`.
 On the CPU every byte that the allocator gave or took back from the model's construction on is
 counted, as the profiler recorded it. At rest: after an optimizer's step and the backward after it,
 which is parameters, gradients and optimizer state. Transient: the peak of that step beyond it.
-It includes what any engine is handed by autograd: a parameter's gradient before it is put where it
-belongs, for these blocks a third of a unit at most.
+It includes gradients as autograd makes them.
 On a GPU (``--device cuda``) the same from the caching allocator's statistics, and what it has
 reserved over what was allocated, at their peaks over a further step with its optimizer's.
 """

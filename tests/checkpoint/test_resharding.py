@@ -24,7 +24,7 @@ from support.checkpoint_cases import (
 
 from fullshard.checkpoint import open_checkpoint, reshard_checkpoint
 from fullshard.checkpoint.format.manifest import StoredBox, StoredTensor
-from fullshard.checkpoint.loading import carry_out
+from fullshard.checkpoint.reading.chunks import carry_out
 from fullshard.checkpoint.reshard import chunk_bytes, even_spans, reads_for
 from fullshard.checkpoint.saving import About, assign, save
 from fullshard.checkpoint.shards import ArraySource, Piece

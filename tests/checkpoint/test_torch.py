@@ -181,11 +181,13 @@ def test_state_beside_the_model(tmp_path):
         "scaler": scaler.state_dict(),
         "average": torch.tensor([1.5, 2.5], dtype=torch.bfloat16),
         "numpy": numpy.float32(0.5),
+        "nothing": torch.empty(0, 3),
         "position": 7,
     }
     save_checkpoint(tmp_path, model, optimizer, step=1, extra=extra)
     found = load_checkpoint(tmp_path, model, optimizer).extra
-    assert torch.equal(found.pop("average"), extra.pop("average"))
+    for name in ("average", "nothing"):
+        assert torch.equal(found.pop(name), extra.pop(name))
     assert found == extra
     scheduler.load_state_dict(found["plateau"])
     assert scheduler.best == float("inf")
@@ -286,6 +288,57 @@ def test_groups_that_do_not_fit_are_refused(tmp_path):
         load_checkpoint(tmp_path, model, split)
     with pytest.raises(ConfigurationError, match="step is a number"):
         save_checkpoint(tmp_path, model, step=-1)
+
+
+def test_another_kind_of_optimizer_is_refused_and_a_kin_is_not(tmp_path):
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    one_step(model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer, step=1)
+    for kind, setting in (
+        (torch.optim.SGD, "'momentum'"),
+        (torch.optim.RMSprop, "'alpha'"),
+        (torch.optim.Adagrad, "'lr_decay'"),
+    ):
+        other = kind(model.parameters())
+        with pytest.raises(CheckpointError, match=f"AdamW and is {kind.__name__} .*{setting}"):
+            load_checkpoint(tmp_path, model, other)
+        assert not any("exp_avg" in state for state in other.state.values())
+        assert "betas" not in other.param_groups[0]
+    kin = torch.optim.Adam(model.parameters(), foreach=False)
+    load_checkpoint(tmp_path, model, kin)
+    assert kin.param_groups[0]["lr"] == 0.1
+
+
+def test_two_tensors_are_not_taken_for_one_in_silence(tmp_path):
+    def two(tied):
+        first, second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        if tied:
+            second.weight = first.weight
+        return nn.Sequential(first, second)
+
+    apart = two(tied=False)
+    save_checkpoint(tmp_path, apart, step=1)
+    with pytest.raises(CheckpointError, match=r"'model/0.weight' and 'model/1.weight' are one"):
+        load_checkpoint(tmp_path, two(tied=True))
+    load_checkpoint(tmp_path, (together := two(tied=True)), strict=False)
+    assert torch.equal(together[1].weight, apart[0].weight)
+    apart[1].weight.data.copy_(apart[0].weight)  # equal, as some files hold tied weights
+    save_checkpoint(tmp_path, apart, step=2)
+    load_checkpoint(tmp_path, two(tied=True))
+
+
+@pytest.mark.parametrize(
+    "extra", [10**5000, (loop := []).append(loop) or loop, {"state": {"set"}}], ids=lambda _: ""
+)
+def test_what_could_not_be_read_back_is_refused_on_all_ranks(tmp_path, extra):
+    def body(comm):
+        model = wrap(comm, seeded(lambda: nn.Linear(2, 2)))
+        with pytest.raises((ConfigurationError, CheckpointError), match="step 1 cannot be saved"):
+            save_checkpoint(tmp_path, model, step=1, extra=extra if comm.rank else None)
+        save_checkpoint(tmp_path, model, step=1)
+
+    on(2, body)
 
 
 def flip_last_byte(path):

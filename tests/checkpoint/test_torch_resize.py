@@ -132,6 +132,7 @@ def test_saved_at_one_number_of_ranks_loaded_at_another(tmp_path, a):
 KINDS = list(itertools.product(STRATEGIES, DOORS))
 
 
+@pytest.mark.timeout(3600 if FULL else 600)  # 288 loads, each with steps of all ranks
 @pytest.mark.parametrize(("strategy", "door"), KINDS)
 def test_any_strategy_and_door_reads_any_other(tmp_path, strategy, door):
     worlds = WORLDS if FULL else [4]

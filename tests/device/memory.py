@@ -69,4 +69,8 @@ def memory_of(engine, dtypes, condition):
 
 
 CASES = [(e, dtypes, condition) for dtypes in DTYPES for condition in CONDITIONS for e in ENGINES]
-FEW_CASES = [(each, "bf16", "when waited for") for each in ("fullshard, by row", "FSDP2")]
+FEW_CASES = [
+    (engine, dtypes, "when waited for")
+    for dtypes in ("fp32", "bf16, reduced in fp32")
+    for engine in ("fullshard, by row", "FSDP2")
+]

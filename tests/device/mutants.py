@@ -16,9 +16,10 @@ from fullshard.torch.comm import process_group
 from fullshard.torch.comm.protocol import Done, Together
 from fullshard.torch.unit import gradients, streams
 from fullshard.torch.unit.buffers import FlatBuffer
+from fullshard.torch.unit.full_gradients import FullGradients
 from fullshard.torch.unit.full_parameters import FullParameters
 from fullshard.torch.unit.gradients import Gradients
-from fullshard.torch.unit.packing import Deliveries
+from fullshard.torch.unit.packing import PackedArrival
 from fullshard.torch.unit.streams import CopyStream
 
 
@@ -124,8 +125,9 @@ def _wait_without_work(self):
 
 
 def _unpack_first(self):
-    if self._gathering is not None and self._arrival is not None and self.part is None:
-        self._unpacking.copy()
+    if self._gathering is not None and self._packed is not None and self.part is None:
+        self._packed.there.allocate()
+        self._packed._unpacking.copy()
     _wait(self)
 
 
@@ -134,8 +136,12 @@ _wait = FullParameters.wait
 
 def _reduce_freeing_at_once(self):
     _reduce(self)
-    if self._full is not None:
-        self._full.release()
+    self.full.release()
+
+
+def _reduce_letting_go(self):
+    _reduce(self)
+    self.full.sent = []
 
 
 _reduce = Gradients.reduce
@@ -228,10 +234,12 @@ def _blocking_fetch(self, shards):
 _to = Tensor.to
 
 
-def _gather_leaving_holes(self, custom):
-    packed, self._packed = self._packed, []
-    _gather(self, custom)
-    self._packed = packed
+def _unpack_leaving_holes(self):
+    self._fills = False
+    _unpack(self)
+
+
+_unpack = PackedArrival.unpack
 
 
 def _shrink_without_wait(self):
@@ -248,7 +256,7 @@ def _drop_full_without_wait(self):
     if self.part is not None:
         self.part = None
         return False
-    self._buffer.release()
+    self._release()
     return True
 
 
@@ -281,6 +289,14 @@ def _together_without_waiting(self, works, finish=None, *in_flight):
 
 
 _together_init = Together.__init__
+
+
+def _look_past_padding(self, buffer):
+    _look_into(self, buffer)
+    self._padding.clear()
+
+
+_look_into = FullGradients._look_into
 
 
 def _item_in_reduce(self):
@@ -344,10 +360,10 @@ MUTANTS = {
         ((FullParameters, "wait", _unpack_first),), _FULL
     ),
     "what arrives packed is freed when its gather is issued": Mutant(
-        (_after(FullParameters, "gather", lambda self: self._arrival.release()),), _FULL
+        (_after(FullParameters, "gather", lambda self: self._packed.arriving.release()),), _FULL
     ),
     "what lies between packed parameters is not filled": Mutant(
-        ((FullParameters, "gather", _gather_leaving_holes),), ("blocks of 2",)
+        ((PackedArrival, "unpack", _unpack_leaving_holes),), ("blocks of 2",)
     ),
     "gathers get no memory": Mutant(
         ((FullParameters, "gather", _gather_without_allocating),), _FULL
@@ -384,18 +400,15 @@ MUTANTS = {
     ),
     "late gradients do not wait for a reduce": Mutant(
         (_before(Gradients, "fill", lambda self: setattr(self, "_work", None)),),
-        ("reduces left under way", "accumulation of shards"),
+        ("the reduce of a single unit left under way",),
     ),
     # What travels packed is zeroed where it has holes, and so always written: by element there are
     # none.
-    "gradients that wait for others are forgotten": Mutant(
-        ((Deliveries, "flush", nothing),), ("FULL_SHARD",)
+    "gradients are not copied to where they are sent from": Mutant(
+        ((FullGradients, "_copy", nothing),), ("FULL_SHARD",)
     ),
     "padding is not zeroed": Mutant(
-        ((Gradients, "_zero_what_did_not_come", nothing),), ("odd parameters", "full over 3")
-    ),
-    "what lies between packed gradients is not zeroed": Mutant(
-        (_after(Gradients, "fill", lambda self: self._holey.clear()),), ("odd parameters",)
+        ((FullGradients, "_look_into", _look_past_padding),), ("odd parameters", "full over 3")
     ),
     "the host looks at every reduce": Mutant(((Gradients, "reduce", _item_in_reduce),), _FULL),
     # evictions
@@ -426,6 +439,10 @@ EQUIVALENT = {
     ),
     "messages of a compressed reduce are not kept": (
         Mutant(((Together, "__init__", _together_without_keeping),), ("reduces in int8",)),
+        "the works of torch.distributed keep their tensors until they are waited for",
+    ),
+    "gradients that are sent as they were made are let go when their reduce is issued": (
+        Mutant(((Gradients, "reduce", _reduce_letting_go),), _FULL),
         "the works of torch.distributed keep their tensors until they are waited for",
     ),
     "full parameters are dropped without a wait": (

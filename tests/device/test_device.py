@@ -121,8 +121,8 @@ def test_every_interleaving_reads_the_same(answers):
 
 # Of the model of a step, see `device.cost`: launches, bytes and collectives beyond the plain model
 # for two blocks. Less is better; what rises needs a reason.
-LAUNCHES = {"bf16": 18, "fp32": 16}
-COMPUTE_BYTES = {"bf16": 2.57e9, "fp32": 3.55e9}
+LAUNCHES = {"bf16": 10, "fp32": 12}
+COMPUTE_BYTES = {"bf16": 0.83e9, "fp32": 3.55e9}
 COLLECTIVES = 5  # FSDP2: 6
 
 
@@ -136,8 +136,11 @@ def test_a_modelled_step_costs_no_more_than_before_and_than_fsdp2s(answers):
         theirs, bare = found["FSDP2", blocks, reduces, link], plain[blocks, reduces]
         assert mine["compute_bytes"] < theirs["compute_bytes"]
         assert mine["step_ms"] <= theirs["step_ms"]
+        launches, their_launches = (
+            each["compute_launches"] + each["other_launches"] for each in (mine, theirs)
+        )
+        assert launches <= their_launches
         if blocks == 2:
-            launches = mine["compute_launches"] + mine["other_launches"]
             assert launches - bare["compute_launches"] <= LAUNCHES[reduces]
             assert mine["compute_bytes"] - bare["compute_bytes"] <= COMPUTE_BYTES[reduces]
             assert mine["collectives"] <= COLLECTIVES
@@ -151,18 +154,20 @@ def test_two_models_in_turn_cost_no_more_than_fsdp2s(answers):
 
 
 # Units beyond what rests, at the peak of a step, see `device.memory`. What rises needs a reason.
-ALLOCATED_UNITS = {"fp32": 4.05, "bf16": 3.7, "bf16, reduced in fp32": 5.8}
+ALLOCATED_UNITS = {"fp32": 3.75, "bf16": 3.4, "bf16, reduced in fp32": 4.5}
 
 
-def test_a_step_allocates_no_more_than_before_and_reserves_no_more_than_fsdp2(answers):
-    """FSDP2 allocates less, but each of its streams reserves memory of its own."""
+def test_a_step_allocates_and_reserves_no_more_than_before_and_than_fsdp2s(answers):
+    """To a hundredth of a unit."""
     found = {
         (each["engine"], each["dtypes"], each["reduces complete"]): each
         for each in answers
         if "reserved_units" in each
     }
     ours = {key: each for key, each in found.items() if key[0] != "FSDP2"}
-    assert len(ours) == (12 if FULL else 1)
+    assert len(ours) == (12 if FULL else 2)
     for (_, dtypes, condition), mine in ours.items():
-        assert mine["reserved_units"] <= found["FSDP2", dtypes, condition]["reserved_units"]
+        theirs = found["FSDP2", dtypes, condition]
+        assert mine["reserved_units"] <= theirs["reserved_units"]
+        assert mine["allocated_units"] <= theirs["allocated_units"]
         assert mine["allocated_units"] <= ALLOCATED_UNITS[dtypes]

@@ -138,13 +138,13 @@ def test_what_accumulation_holds_between_micro_batches(held):
         kept = sum(u.gradients._kept.bytes for u in units if u.gradients._kept is not None)
         rest = resting_bytes(model, torch.optim.SGD(model.parameters())).gradients_bytes
         layout = units[0].layout
-        return full, kept, rest, layout.grad_full_bytes, layout.grad_shard_bytes
+        return full, kept, rest, layout.grad_made_bytes, layout.grad_shard_bytes
 
-    for full, kept, rest, full_bytes, shard_bytes in LocalWorld(4).run(body):
+    for full, kept, rest, made_bytes, shard_bytes in LocalWorld(4).run(body):
         assert rest == 0
         kept_bytes = 0 if held == "full" else LAYERS * shard_bytes
         assert kept == kept_bytes
-        assert full == (LAYERS * full_bytes if held == "full" else kept_bytes)
+        assert full == (LAYERS * made_bytes if held == "full" else kept_bytes)
 
 
 def test_parameters_kept_after_backward_are_not_gathered_for_the_next_micro_batch():

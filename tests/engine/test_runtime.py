@@ -4,6 +4,7 @@
 import weakref
 from collections import Counter
 from contextlib import nullcontext
+from itertools import groupby
 
 import pytest
 import torch
@@ -30,7 +31,9 @@ SIGNS = {
 
 
 def ops_of(trace):
-    return " ".join(SIGNS[r.op] + r.unit.removeprefix("blocks.") for r in trace)
+    """The ops of a trace, with one sign for the gradients that a unit gets one after another."""
+    signs = (SIGNS[r.op] + r.unit.removeprefix("blocks.") for r in trace)
+    return " ".join(sign for sign, _ in groupby(signs))
 
 
 # A root without parameters around blocks 0, 1, 2; forward, then backward.

@@ -88,7 +88,8 @@ def _profiled_names(comm):
     fully_shard(model, mesh=comm)
     x = torch.ones(2, 4)
     model(x).sum().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
         model(x).sum().backward()
     return {event.name for event in profile.events() if event.name.startswith("fullshard: ")}
 

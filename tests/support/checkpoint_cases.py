@@ -19,7 +19,14 @@ from fullshard.core.boxes import Box, boxes_of_interval
 
 FULL = os.environ.get("FULLSHARD_TRIALS") == "full"  # all that is sampled otherwise
 
-CHUNKED = ("format.manifest", "shards", "reshard", "loading", "foreign.seals")
+CHUNKED = (
+    "format.manifest",
+    "shards",
+    "reshard",
+    "loading",
+    "reading.chunks",
+    "foreign.seals",
+)
 
 
 def small_chunks(monkeypatch, size_bytes):
@@ -27,7 +34,7 @@ def small_chunks(monkeypatch, size_bytes):
     for name in CHUNKED:
         monkeypatch.setattr(f"fullshard.checkpoint.{name}.CHUNK_BYTES", size_bytes)
     monkeypatch.setattr("fullshard.checkpoint.loading.PIECE_BYTES", 3 * size_bytes + 16)
-    monkeypatch.setattr("fullshard.checkpoint.loading._scratch", threading.local())
+    monkeypatch.setattr("fullshard.checkpoint.reading.chunks._scratch", threading.local())
 
 
 class ThreadRanks:
@@ -46,6 +53,9 @@ class ThreadRanks:
 
     def broadcast(self, data):
         return self._all(data)[0]
+
+    def share(self, data):
+        return self._all(data)
 
     def _all(self, data):
         self.world["slots"][self.rank] = data

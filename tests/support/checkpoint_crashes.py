@@ -54,6 +54,11 @@ class SocketRanks:
             return data
         return self._receive(self.sockets[0])
 
+    def share(self, data):
+        return json.loads(
+            self.broadcast(json.dumps([d.decode() for d in self.gather(data)]).encode())
+        )
+
     def _send(self, to, data):
         to.sendall(len(data).to_bytes(8, "little") + data)
 

@@ -103,9 +103,8 @@ def encoder_decoder(width, blocks, batch, length):
 def measured_peak_bytes(build: Callable[[], nn.Module], case: Case, mesh) -> int:
     """Bytes held at the peak of the third step, of all that this process holds for it."""
     gc.collect()  # what is released later was not held for this model
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         # Made here: the profiler takes memory from before for what was once at its place.
         model = build()
         inputs = tuple(each.clone() for each in case.inputs)

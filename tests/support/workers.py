@@ -41,7 +41,8 @@ def copies_in_forward(group):
     """How many elements were copied in a forward under the profiler, op by op."""
     model = shard_stack(group, align="element")
     cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.no_grad(), torch.profiler.profile(activities=cpu, record_shapes=True) as profile:
+    told = {"activities": cpu, "record_shapes": True, "acc_events": True}
+    with torch.no_grad(), torch.profiler.profile(**told) as profile:
         model(torch.ones(2, WIDTH))
     return [
         torch.Size(event.input_shapes[0]).numel()

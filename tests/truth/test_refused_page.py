@@ -103,7 +103,7 @@ RAISED_FOR = {
     "unit/full_parameters.py:FullParameters._find_extensions": [
         "parameters with `fsdp_pre_all_gather`"
     ],
-    "unit/gradients.py:Gradients.deliver": ["sparse gradients"],
+    "unit/full_gradients.py:FullGradients.put": ["sparse gradients"],
     "unit/plan.py:Plan.__post_init__": ["CPU offload on a device"],
     "unit/guards/lent.py:refuse_transforms": ["`torch.func.grad`"],
 }

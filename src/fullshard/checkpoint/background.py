@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving while training goes on: the caller copies, a thread writes and agrees with other ranks."""
 
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +46,7 @@ class Saving:
         self.step = step
         self._folder: Path | None = None
         self._failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._work: Future[None] | None = None
 
     @staticmethod
     def finished(step: int, folder: Path) -> "Saving":
@@ -56,15 +58,15 @@ class Saving:
     @property
     def done(self) -> bool:
         """True if `wait` would not block."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._work is None or self._work.done()
 
     def wait(self) -> Path:
         """Block until the step is there, and return its folder.
 
         Raises `CheckpointError` if it was not saved, on all ranks alike.
         """
-        if self._thread is not None:
-            self._thread.join()
+        if self._work is not None:
+            self._work.result()
         if self._failure is not None:
             if isinstance(self._failure, CheckpointError):
                 raise self._failure
@@ -73,6 +75,32 @@ class Saving:
             ) from self._failure
         assert self._folder is not None
         return self._folder
+
+
+class _Threads:
+    """Threads that write. They are kept: one that starts takes the caller's time.
+
+    As many as there are saves under way at a time, which may wait for each other's ranks.
+    """
+
+    def __init__(self) -> None:
+        self._forget()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)  # threads stay with the parent
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_MOST_SAVES, "fullshard-save")
+            return self._pool.submit(work)
+
+
+_MOST_SAVES = 1024
+_threads = _Threads()
 
 
 def save_in_background(
@@ -87,7 +115,7 @@ def save_in_background(
     """Copy what is ``mine`` and return; a thread writes it, as `write_step` does. Collective.
 
     ``ranks`` is for the thread alone, and ``blocks`` for this save until it is done. The process
-    does not end before the thread has (an interpreter waits for its threads); one that is killed
+    does not end before the save has (an interpreter waits for such threads); one that is killed
     leaves a staging folder, which the next save removes.
     """
     saving = Saving(about.step)
@@ -101,11 +129,12 @@ def save_in_background(
         finally:
             conveyor.stop()
 
-    saving._thread = threading.Thread(target=work, name=f"fullshard-save-{about.step}")
-    if sum(piece.size_bytes for piece in mine) <= blocks.most_bytes:
-        conveyor.fill(mine)  # first: the copy has the processor for itself
-        saving._thread.start()
-    else:
-        saving._thread.start()
+    if sum(piece.size_bytes for piece in mine) > blocks.most_bytes:
+        saving._work = _threads.submit(work)
         conveyor.fill(mine)
+        return saving
+    try:
+        conveyor.fill(mine)  # first: the copy has the processor for itself
+    finally:
+        saving._work = _threads.submit(work)  # which tells all ranks if the copy has failed
     return saving

@@ -197,15 +197,17 @@ def _remove(files: Files, folder: Path) -> None:
 def mark_verified(files: Files, folder: Path) -> None:
     """Keep for later that all of this step was read and right. Never raises.
 
-    Another kind of mark, or none, says nothing about the step.
+    Another kind of mark, or none, says nothing about the step. So it need not be flushed, which
+    would let a load wait for whatever else is on its way to the disk.
     """
     with contextlib.suppress(OSError, CheckpointError):
+        if is_verified(files, folder):
+            return
         text = f"{_mark(files, folder)}\n{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n"
         staged = folder / f".{VERIFIED}-{uuid.uuid4().hex}"
         file = files.create(staged)
         try:
             files.write(file, memoryview(text.encode()))
-            files.flush(file)
         finally:
             files.close(file)
         files.replace(staged, folder / VERIFIED)

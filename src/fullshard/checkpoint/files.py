@@ -117,12 +117,6 @@ class Files:
                 os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return file
 
-    def foresee(self, file: OpenFile) -> None:
-        """Let the system fetch a whole file that will be read; only an advice."""
-        if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):
-                os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
-
     def size(self, file: OpenFile) -> int:
         """Bytes of an open file."""
         return os.fstat(file.descriptor).st_size

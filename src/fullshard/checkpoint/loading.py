@@ -5,18 +5,15 @@
 A model must not be half loaded when damage is found in the last file. So reading has two passes:
 `Loading.verify` reads every wanted chunk and checks it, and keeps what fits into a stated amount of
 memory; when all ranks have agreed that theirs is right, `Loading.deliver` hands out what was kept
-and reads the rest again, mostly from the page cache, verifying it once more.
+and reads the rest again, mostly from the page cache, verifying it once more. What goes into memory
+that nobody looks at before the load is done (`Want.fresh`, as new optimizer state) is there after
+the first pass.
 """
 
-import math
-import os
-from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import local
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 from numpy.typing import NDArray
@@ -38,7 +35,9 @@ from fullshard.checkpoint.format.manifest import (
     chunk_count,
 )
 from fullshard.checkpoint.format.values import from_json
-from fullshard.checkpoint.reshard import Copy, chunk_bytes, reads_for
+from fullshard.checkpoint.reading.chunks import read_boxes, scratch_chunk
+from fullshard.checkpoint.reading.streams import in_streams
+from fullshard.checkpoint.reshard import chunk_bytes, reads_for
 from fullshard.checkpoint.shards import ShardReader
 from fullshard.core.boxes import Box, boxes_of_interval
 from fullshard.core.errors import CheckpointError, ConfigurationError
@@ -48,13 +47,10 @@ __all__ = [
     "Loading",
     "Progress",
     "Want",
-    "carry_out",
     "open_checkpoint",
     "pieces_of_want",
-    "read_boxes",
 ]
 
-THREADS = min(4, os.cpu_count() or 1)
 PIECE_BYTES = 16 * 2**20  # of a want that are read at a time
 KEPT_BYTES = 64 * 2**20  # of verified data that are kept until they are delivered
 _NUMPY = {
@@ -72,20 +68,25 @@ _NUMPY = {
     "F64": "<f8",
 }
 Progress = Callable[[int], None]  # is told how many bytes more are done
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Want:
     """Boxes of one tensor, to be read into memory in which they follow each other.
 
-    ``target`` is memory of that size, or None to be given some that is used again for the next one.
-    ``key`` is the caller's.
+    ``target`` is memory of that size, or None to be given some. ``key`` is the caller's. ``fresh``
+    says that nobody looks at where it goes before all is loaded.
     """
 
     name: str
     boxes: tuple[Box, ...]
     target: memoryview | None = None
     key: Any = None
+    fresh: bool = False
+
+
+Take = Callable[[Want, memoryview], None]
 
 
 class Checkpoint:
@@ -138,16 +139,16 @@ class Checkpoint:
     def verify(self, progress: Progress | None = None) -> None:
         """Read every byte of every file and check it, then mark the step as verified.
 
-        Raises `CheckpointError` for the first damage in the order of the files.
+        Raises `CheckpointError`.
         """
         with ShardReader(self.files, self.folder, self.manifest) as reader:
             for number, file in enumerate(self.manifest.files):
                 reader.check_header(number)
                 if progress is not None:
                     progress(file.header_bytes)
-            for _ in _in_threads(
-                lambda each: _verify_box(reader, each, progress), _boxes_by_file(self.manifest)
-            ):
+            boxes = _boxes_by_file(self.manifest)
+            sizes = [stored.box.numel * tensor.item_bytes for _, tensor, stored in boxes]
+            for _ in in_streams(lambda each: _verify_box(reader, each, progress), boxes, sizes):
                 pass
         mark_verified(self.files, self.folder)
 
@@ -172,42 +173,15 @@ def _boxes_by_file(manifest: Manifest) -> list[tuple[str, StoredTensor, StoredBo
     return sorted(held, key=lambda each: (each[2].file, each[2].start))
 
 
-_scratch = local()
-
-
-def _scratch_chunk(size_bytes: int) -> memoryview:
-    """Memory of this thread for one chunk, used again and again."""
-    if not hasattr(_scratch, "chunk"):
-        _scratch.chunk = memoryview(bytearray(CHUNK_BYTES))
-    view: memoryview = _scratch.chunk
-    return view[:size_bytes]
-
-
 def _verify_box(
     reader: ShardReader, held: tuple[str, StoredTensor, StoredBox], progress: Progress | None
 ) -> None:
     name, tensor, stored = held
     for chunk in range(chunk_count(stored.box.numel * tensor.item_bytes)):
-        view = _scratch_chunk(chunk_bytes(tensor, stored, chunk))
+        view = scratch_chunk(chunk_bytes(tensor, stored, chunk))
         reader.read_chunk(name, tensor, stored, chunk, view)
         if progress is not None:
             progress(view.nbytes)
-
-
-def _in_threads(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-    """The results of ``work`` for each of ``items``, in their order; a few are under way."""
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="fullshard-read") as pool:
-        under_way: deque[Future[Any]] = deque()
-        try:
-            for item in items:
-                under_way.append(pool.submit(work, item))
-                if len(under_way) > 2 * THREADS:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
-        finally:
-            for future in under_way:
-                future.cancel()
 
 
 # -- what is wanted ------------------------------------------------------------------------------
@@ -229,7 +203,7 @@ def pieces_of_want(want: Want, item_bytes: int) -> Iterator[Want]:
             )
             begin, end = (start + first) * item_bytes, (start + stop) * item_bytes
             target = want.target[begin:end] if want.target is not None else None
-            yield Want(want.name, boxes, target, (want.key, start + first))
+            yield Want(want.name, boxes, target, (want.key, start + first), want.fresh)
         start += box.numel
 
 
@@ -241,7 +215,8 @@ class Loading:
         self._reader = ShardReader(checkpoint.files, checkpoint.folder, checkpoint.manifest)
         self._room_bytes = kept_bytes
         self._kept: dict[int, NDArray[numpy.uint8]] = {}
-        self._parts: list[Want] = []
+        self._done: set[int] = set()  # parts that were handed out by `verify`
+        parts: list[Want] = []
         for want in wants:
             tensor = checkpoint.stored(want.name)
             for box in want.boxes:
@@ -250,7 +225,9 @@ class Loading:
                     raise ConfigurationError(
                         f"{box} is no box of {want.name!r}, which has shape {tensor.shape}"
                     )
-            self._parts += pieces_of_want(want, tensor.item_bytes)
+            parts += pieces_of_want(want, tensor.item_bytes)
+        # In the order of the files: see [Note: Long runs] in `reading.streams`.
+        self._parts = sorted(parts, key=self._place)
 
     def __enter__(self) -> "Loading":
         return self
@@ -262,108 +239,86 @@ class Loading:
     @property
     def size_bytes(self) -> int:
         """Bytes of all that is wanted."""
-        return sum(self._size(part) for part in self._parts)
+        return sum(map(self._size, self._parts))
 
-    def verify(self, progress: Progress | None = None) -> None:
-        """Read and check every chunk that holds something wanted. Raises `CheckpointError`."""
+    def verify(self, take: Take | None = None) -> None:
+        """Read and check every chunk that holds something wanted. Raises `CheckpointError`.
+
+        ``take`` is given the fresh parts and their bytes, at most 16 MiB each, as `deliver` would
+        give them out; then that one leaves them out.
+        """
         room = self._room_bytes
-        jobs = []
-        read_bytes: Counter[int] = Counter()  # of each file
         for number, part in enumerate(self._parts):
-            tensor, size_bytes = self._checkpoint.stored(part.name), self._size(part)
-            for read in reads_for(tensor, part.boxes):
-                read_bytes[read.stored.file] += chunk_bytes(tensor, read.stored, read.chunk)
-            if size_bytes <= room:
+            size_bytes = self._size(part)
+            if size_bytes <= room and not (part.fresh and take):
                 room -= size_bytes
                 self._kept[number] = numpy.empty(size_bytes, numpy.uint8)
-            jobs.append((number, part))
-        self._reader.foresee(read_bytes)
-        for part in _in_threads(self._verify_part, jobs):
-            if progress is not None:
-                progress(self._size(part))
+
+        def work(number: int) -> tuple[int, memoryview | None]:
+            part = self._parts[number]
+            if part.fresh and take:
+                return number, self._filled(part)
+            if number in self._kept:
+                self._read_part(part, self._kept[number].data)
+            else:
+                self._verify_part(part)
+            return number, None
+
+        for number, held in self._in_streams(work, range(len(self._parts))):
+            if held is not None and take is not None:
+                take(self._parts[number], held)
+                self._done.add(number)
 
     def deliver(self) -> Iterator[tuple[Want, memoryview]]:
-        """Each part of what is wanted, in order, and its bytes: in its ``target`` if it has one.
+        """The parts of what is wanted and their bytes: in their ``target`` if they have one.
 
         Threads read a few parts ahead, at most 16 MiB each. Raises `CheckpointError` if a chunk
         that is read now is damaged; parts behind it may be in their targets already.
         """
-        yield from _in_threads(self._deliver_part, list(enumerate(self._parts)))
 
-    def _deliver_part(self, job: tuple[int, Want]) -> tuple[Want, memoryview]:
-        number, part = job
-        kept = self._kept.pop(number, None)
-        held = part.target if kept is None else kept.data
-        if held is None:
-            held = numpy.empty(self._size(part), numpy.uint8).data
-        if kept is None:
-            self._read_part(part, held)
-        elif part.target is not None:
-            part.target[:] = held
-            held = part.target
-        return part, held
+        def work(number: int) -> tuple[Want, memoryview]:
+            part, kept = self._parts[number], self._kept.pop(number, None)
+            if kept is None:
+                return part, self._filled(part)
+            if part.target is None:
+                return part, kept.data
+            part.target[:] = kept.data
+            return part, part.target
+
+        left = [number for number in range(len(self._parts)) if number not in self._done]
+        yield from self._in_streams(work, left)
+
+    def _in_streams(
+        self, work: Callable[[int], Result], numbers: Sequence[int]
+    ) -> Iterator[Result]:
+        return in_streams(work, numbers, [self._size(self._parts[each]) for each in numbers])
+
+    def _place(self, part: Want) -> tuple[int, int]:
+        """Where the first chunk of a part is: file and byte."""
+        reads = reads_for(self._checkpoint.stored(part.name), part.boxes)
+        first = next(reads, None)
+        if first is None:
+            return (0, 0)
+        return first.stored.file, first.stored.start + first.chunk * CHUNK_BYTES
 
     def _size(self, part: Want) -> int:
         tensor = self._checkpoint.stored(part.name)
         return sum(box.numel for box in part.boxes) * tensor.item_bytes
 
-    def _verify_part(self, job: tuple[int, Want]) -> Want:
-        number, part = job
-        if number in self._kept:
-            self._read_part(part, self._kept[number].data)
-        else:
-            tensor = self._checkpoint.stored(part.name)
-            for read in reads_for(tensor, part.boxes):
-                view = _scratch_chunk(chunk_bytes(tensor, read.stored, read.chunk))
-                self._reader.read_chunk(part.name, tensor, read.stored, read.chunk, view)
-        return part
+    def _filled(self, part: Want) -> memoryview:
+        """The bytes of a part, in its target if it has one."""
+        held = part.target
+        if held is None:
+            held = numpy.empty(self._size(part), numpy.uint8).data
+        self._read_part(part, held)
+        return held
+
+    def _verify_part(self, part: Want) -> None:
+        tensor = self._checkpoint.stored(part.name)
+        for read in reads_for(tensor, part.boxes):
+            view = scratch_chunk(chunk_bytes(tensor, read.stored, read.chunk))
+            self._reader.read_chunk(part.name, tensor, read.stored, read.chunk, view)
 
     def _read_part(self, part: Want, target: memoryview) -> None:
         tensor = self._checkpoint.stored(part.name)
         read_boxes(self._reader, part.name, tensor, part.boxes, target)
-
-
-def read_boxes(
-    reader: ShardReader,
-    name: str,
-    tensor: StoredTensor,
-    boxes: Sequence[Box],
-    target: memoryview,
-) -> None:
-    """Fill ``target`` with ``boxes`` of a tensor, one after the other, verified.
-
-    Raises `CheckpointError`.
-    """
-    flat = numpy.frombuffer(target, numpy.uint8)
-    for read in reads_for(tensor, boxes):
-        size_bytes = chunk_bytes(tensor, read.stored, read.chunk)
-        if read.straight is not None:
-            start = read.straight * tensor.item_bytes
-            view = target[start : start + size_bytes]
-            reader.read_chunk(name, tensor, read.stored, read.chunk, view)
-            continue
-        view = _scratch_chunk(size_bytes)
-        reader.read_chunk(name, tensor, read.stored, read.chunk, view)
-        source = numpy.frombuffer(view, numpy.uint8)
-        for copy in read.copies:
-            carry_out(copy, tensor.item_bytes, source, flat)
-
-
-def carry_out(
-    copy: Copy, item_bytes: int, source: NDArray[numpy.uint8], target: NDArray[numpy.uint8]
-) -> None:
-    """Copy elements of ``item_bytes`` bytes from ``source`` to ``target``, both flat."""
-    into = _box_of(target, copy.target_start, copy.target_shape, copy.target, item_bytes)
-    into[...] = _box_of(source, copy.source_start, copy.source_shape, copy.source, item_bytes)
-
-
-def _box_of(
-    flat: NDArray[numpy.uint8], start: int, shape: tuple[int, ...], box: Box, item_bytes: int
-) -> NDArray[numpy.uint8]:
-    """The elements of ``box`` as a view of shape (*box.sizes, item_bytes)."""
-    size_bytes = math.prod(shape) * item_bytes
-    begin = start * item_bytes
-    shaped = flat[begin : begin + size_bytes].reshape(*shape, item_bytes)
-    slices = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-    view: NDArray[numpy.uint8] = shaped[slices]
-    return view

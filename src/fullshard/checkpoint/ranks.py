@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two calls by which ranks talk about a checkpoint: bytes, gathered and broadcast."""
+"""The calls by which ranks talk about a checkpoint: bytes, gathered, broadcast and shared."""
 
 import json
 from typing import Any, Protocol
@@ -31,6 +31,9 @@ class Ranks(Protocol):
     def broadcast(self, data: bytes) -> bytes:
         """The ``data`` of rank 0."""
 
+    def share(self, data: bytes) -> list[bytes]:
+        """Every rank's ``data`` in rank order, on every rank; cheapest for short ones."""
+
     def duplicate(self) -> "Ranks":
         """The same ranks for another thread: its calls may overlap with these."""
 
@@ -48,6 +51,10 @@ class SoloRanks:
     def broadcast(self, data: bytes) -> bytes:
         """The same."""
         return data
+
+    def share(self, data: bytes) -> list[bytes]:
+        """A list of the only one's."""
+        return [data]
 
     def duplicate(self) -> "SoloRanks":
         """Itself."""
@@ -71,16 +78,13 @@ def agree(ranks: Ranks, what: str, failure: Exception | None, note: str = "") ->
     if failure is not None:
         refused = isinstance(failure, ConfigurationError | NotSupportedError)
         mine = [failure_text(failure), refused, *_place_of(failure)]
-    told = [json.loads(each) for each in ranks.gather(json.dumps([note, *mine]).encode())]
-    failed = [[rank, len(told), *each[1:]] for rank, each in enumerate(told) if each[1:]]
-    joint = checksum_of(json.dumps([each[0] for each in told]).encode())
-    first = json.loads(ranks.broadcast(json.dumps([joint, len(failed), *failed[:1]]).encode()))
-    joint, count, *first = first
-    if not count:
-        return str(joint)
-    rank, size, text, refused, file, tensor, span = first[0]
-    where = f" on rank {rank} of {size}" if size > 1 else ""
-    more = f" ({count - 1} other ranks failed too)" if count > 1 else ""
+    told = [json.loads(each) for each in ranks.share(json.dumps([note, *mine]).encode())]
+    failed = [(rank, each[1:]) for rank, each in enumerate(told) if each[1:]]
+    if not failed:
+        return checksum_of(json.dumps([each[0] for each in told]).encode())
+    rank, (text, refused, file, tensor, span) = failed[0]
+    where = f" on rank {rank} of {ranks.size}" if ranks.size > 1 else ""
+    more = f" ({len(failed) - 1} other ranks failed too)" if len(failed) > 1 else ""
     message = f"{what}{where}: {text}{more}"
     if refused:
         raise ConfigurationError(message) from failure

@@ -11,14 +11,15 @@ import numpy
 from fullshard.checkpoint.commit import Staging
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.manifest import StoredTensor
-from fullshard.checkpoint.loading import Checkpoint, Progress, read_boxes
+from fullshard.checkpoint.loading import Checkpoint, Progress
+from fullshard.checkpoint.reading.chunks import read_boxes
 from fullshard.checkpoint.reshard import even_spans
 from fullshard.checkpoint.saving import About, publish, write_shard
 from fullshard.checkpoint.shards import Piece, ShardReader
 from fullshard.core.boxes import boxes_of_interval
 from fullshard.core.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Difference", "compare", "reshard_checkpoint"]
+__all__ = ["Difference", "compare", "reshard_checkpoint", "same_content"]
 
 PART_BYTES = 8 * 2**20
 
@@ -132,7 +133,7 @@ def compare(a: Checkpoint, b: Checkpoint, progress: Progress | None = None) -> I
                 yield Difference(name, f"{of_a.dtype} {of_a.shape} and {of_b.dtype} {of_b.shape}")
                 continue
             count = (
-                0 if _same_checksums(of_a, of_b) else _unequal(name, of_a, reader_a, of_b, reader_b)
+                0 if same_content(of_a, of_b) else _unequal(name, of_a, reader_a, of_b, reader_b)
             )
             if progress is not None:
                 progress(of_a.size_bytes)
@@ -146,7 +147,9 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _same_checksums(a: StoredTensor, b: StoredTensor) -> bool:
+def same_content(a: StoredTensor, b: StoredTensor) -> bool:
+    """True if two tensors are cut alike and have equal checksums."""
+
     def key(tensor: StoredTensor) -> Sequence[object]:
         return sorted((s.box.offsets, s.box.sizes, s.checksums) for s in tensor.boxes)
 

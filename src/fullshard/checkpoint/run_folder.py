@@ -14,7 +14,7 @@ from fullshard.checkpoint.commit import Keep, StepFolder, find_step, steps_in
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.manifest import MANIFEST
 from fullshard.checkpoint.ranks import Ranks, agree
-from fullshard.core.errors import CheckpointError, FullshardError
+from fullshard.core.errors import CheckpointError
 
 __all__ = ["RunFolder", "load_newest", "run_folder"]
 
@@ -80,7 +80,7 @@ def _agreed_steps(run: RunFolder, step: int | None, ranks: Ranks) -> list[StepFo
                 newest = find_step(run.files, folder, step)
                 steps = [each for each in steps_in(run.files, folder) if each <= newest]
             found = json.dumps([[each.step, each.revision, str(each.path)] for each in steps])
-        except FullshardError as error:
+        except Exception as error:
             failure = error
     agree(ranks, f"cannot load a checkpoint of {run.path}", failure)
     told = json.loads(ranks.broadcast(found.encode()))

@@ -79,6 +79,7 @@ class Plans:
 
     def __init__(self) -> None:
         self._known: dict[str, list[bool]] = {}
+        self._identities: dict[tuple[Any, ...], str] = {}  # of the pieces of the last save
 
     def mine(
         self,
@@ -92,7 +93,13 @@ class Plans:
         Raises on all ranks if one of them has a ``failure``, see `agree`.
         """
         pieces = [piece for piece in pieces if piece.size_bytes or 0 in piece.shape]
-        proposal: _Proposal = [(_identity(each), each.name, each.size_bytes) for each in pieces]
+        known = self._identities
+        keys = [(each.name, each.dtype, each.shape, each.boxes) for each in pieces]
+        self._identities = {key: known.get(key) or _identity(*key) for key in keys}
+        identities = map(self._identities.__getitem__, keys)
+        proposal = [
+            (each, p.name, p.size_bytes) for each, p in zip(identities, pieces, strict=True)
+        ]
         digest = checksum_of(json.dumps(proposal).encode())
         joint = agree(ranks, what, failure, digest)
         if ranks.size > 1:
@@ -112,9 +119,8 @@ def _decide(proposal: _Proposal, ranks: Ranks) -> list[bool]:
     return [index not in left_out for index in range(len(proposal))]
 
 
-def _identity(piece: Piece) -> str:
-    boxes = [(box.offsets, box.sizes) for box in piece.boxes]
-    return f"{piece.name} {piece.dtype} {piece.shape} {boxes}"
+def _identity(name: str, dtype: str, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str:
+    return f"{name} {dtype} {shape} {[(box.offsets, box.sizes) for box in boxes]}"
 
 
 def assign(proposals: Sequence[Sequence[Sequence[Any]]]) -> list[list[int]]:
@@ -199,7 +205,7 @@ def _open_staging(run: Path, ranks: Ranks, files: Files, what: str) -> Staging:
         try:
             sweep(files, run)
             Staging(files, run, made["generation"]).open()
-        except OSError as error:
+        except Exception as error:
             made["failure"] = failure_text(error)
     made = json.loads(ranks.broadcast(json.dumps(made).encode()))
     if made["failure"]:
@@ -261,7 +267,7 @@ def publish(staging: Staging, about: About, parts: Sequence[Mapping[str, Any]]) 
         data = render_manifest(manifest)
         parse_manifest(data, staging.path)  # what could not be read back is not committed
         folder = staging.commit(about.step, data)
-    except (OSError, CheckpointError) as error:
+    except Exception as error:
         return {"failure": failure_text(error), "file": str(staging.path)}
     return {"failure": None, "folder": str(folder)}
 

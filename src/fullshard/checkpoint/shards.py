@@ -4,7 +4,6 @@
 import mmap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -183,15 +182,21 @@ def _entries(pieces: Sequence[Piece]) -> dict[str, Entry]:
 # -- reading -------------------------------------------------------------------------------------
 
 
+_READ_BYTES = 2**20  # that are read at a time: their checksum is taken while a cache has them
+_MOST_OPEN = 32
+
+
 class ShardReader:
-    """The files of one checkpoint, opened when they are needed. Any thread may read."""
+    """The files of one checkpoint, opened when they are needed. Any thread may read.
+
+    Each thread has at most 32 of them open. To be closed when all threads are done.
+    """
 
     def __init__(self, files: Files, folder: Path, manifest: Manifest):
         self._files = files
         self._folder = folder
         self._manifest = manifest
-        self._open: dict[int, OpenFile] = {}
-        self._lock = threading.Lock()
+        self._open: dict[int, dict[int, OpenFile]] = {}  # by thread, least recently used first
 
     def __enter__(self) -> "ShardReader":
         return self
@@ -201,24 +206,14 @@ class ShardReader:
 
     def close(self) -> None:
         """Close all files."""
-        with self._lock:
-            for file in self._open.values():
+        while self._open:
+            _, mine = self._open.popitem()
+            for file in mine.values():
                 self._files.close(file)
-            self._open.clear()
 
     def check_header(self, number: int) -> None:
         """Open file ``number``, and refuse it if it is not the one that the manifest describes."""
         self._opened(number)
-
-    def foresee(self, wanted_bytes: Mapping[int, int]) -> None:
-        """Say how many bytes of which files will be read: those of which it is most come at once.
-
-        A disk is faster in order than as threads ask, and the page cache gives memory back.
-        """
-        for number, wanted in wanted_bytes.items():
-            if 2 * wanted > self._manifest.files[number].size_bytes:
-                with suppress(CheckpointError):  # who reads from it says for which tensor
-                    self._files.foresee(self._opened(number))
 
     def read_chunk(
         self, name: str, tensor: StoredTensor, stored: StoredBox, chunk: int, into: memoryview
@@ -230,20 +225,29 @@ class ShardReader:
         start = stored.start + chunk * CHUNK_BYTES
         span = (start, start + into.nbytes)
         file = self._opened(stored.file, name)
-        try:
-            count = self._files.read_into(file, into, start)
-        except OSError as error:
-            raise _damaged(file.path, name, span, f"cannot be read: {error}") from error
-        if count < into.nbytes:
-            raise _damaged(file.path, name, span, f"end after {count} bytes")
-        if checksum_of(into) != stored.checksums[chunk]:
+        digest = xxhash.xxh3_128()
+        for done in range(0, into.nbytes, _READ_BYTES):
+            part = into[done : done + _READ_BYTES]
+            try:
+                count = self._files.read_into(file, part, start + done)
+            except OSError as error:
+                raise _damaged(file.path, name, span, f"cannot be read: {error}") from error
+            if count < part.nbytes:
+                raise _damaged(file.path, name, span, f"end after {done + count} bytes")
+            digest.update(part)
+        if digest.hexdigest() != stored.checksums[chunk]:
             raise _damaged(file.path, name, span, "do not match their checksum: they are damaged")
 
     def _opened(self, number: int, name: str | None = None) -> OpenFile:
-        with self._lock:
-            if number not in self._open:
-                self._open[number] = self._checked(self._manifest.files[number], name)
-            return self._open[number]
+        """The file, open for this thread: the system foresees what each of them reads next."""
+        mine = self._open.setdefault(threading.get_ident(), {})
+        file = mine.pop(number, None)
+        if file is None:
+            while len(mine) >= _MOST_OPEN:
+                self._files.close(mine.pop(next(iter(mine))))
+            file = self._checked(self._manifest.files[number], name)
+        mine[number] = file  # behind those that were used before
+        return file
 
     def _checked(self, told: StoredFile, name: str | None) -> OpenFile:
         path = self._folder / told.name

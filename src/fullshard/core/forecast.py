@@ -20,8 +20,10 @@ class UnitCost:
     """The bytes that ops on one unit hold and send.
 
     ``part_bytes`` is what stays of the full parameters after SHRINK, and ``part_gather_bytes`` what
-    a gather sends then. ``staged_bytes`` is what a gather holds beside the full parameters until it
-    has been waited for, ``scratch_bytes`` what a reduce holds beside the full gradients.
+    a gather sends then. ``staged_bytes`` of the full parameters are held twice for a moment when a
+    gather has been waited for, ``scratch_bytes`` what a reduce holds beside the full gradients.
+    ``grad_made_bytes`` are those of full gradients before their reduce begins, as autograd makes
+    them (None: as many as afterwards), of which it holds ``grad_moved_bytes`` twice for a moment.
     ``solo`` units have one slice: their reduce drops full gradients at once, since they are it.
     """
 
@@ -35,6 +37,13 @@ class UnitCost:
     all_reduce_bytes: int = 0
     solo: bool = False
     staged_bytes: int = 0
+    grad_made_bytes: int | None = None
+    grad_moved_bytes: int = 0
+
+    def held_twice_bytes(self, kind: OpKind) -> int:
+        """Bytes that are copied from one place to another while such an op is carried out."""
+        twice = {OpKind.AWAIT_GATHER: self.staged_bytes, OpKind.REDUCE: self.grad_moved_bytes}
+        return twice.get(kind, 0)
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,9 @@ def forecast(
         in_backward = in_backward or event.moment is Moment.BACKWARD_BEGIN
         for op in ops:
             found.sent[op.unit] += held[op.unit].carry_out(op, in_backward=in_backward)
-            found.peak_bytes = max(found.peak_bytes, sum(each.bytes for each in held.values()))
+            twice = costs[op.unit].held_twice_bytes(op.kind)
+            now = sum(each.bytes for each in held.values()) + twice
+            found.peak_bytes = max(found.peak_bytes, now)
         if event.moment is Moment.BACKWARD_BEGIN:
             held[event.unit].gradients = True
             found.peak_bytes = max(found.peak_bytes, sum(each.bytes for each in held.values()))
@@ -135,22 +146,22 @@ class _Held:
 
     def __init__(self, cost: UnitCost):
         self.cost = cost
-        self.full = self.part = self.arriving = self.gradients = self.reducing = False
+        self.full = self.part = self.gradients = self.reducing = False
 
     @property
     def bytes(self) -> int:
         cost = self.cost
         parameters = self.full * cost.full_bytes + self.part * cost.part_bytes
-        parameters += self.arriving * cost.staged_bytes
-        return (
-            parameters + self.gradients * cost.grad_full_bytes + self.reducing * cost.scratch_bytes
-        )
+        made = cost.grad_full_bytes if cost.grad_made_bytes is None else cost.grad_made_bytes
+        if self.reducing:
+            return parameters + cost.grad_full_bytes + cost.scratch_bytes
+        return parameters + self.gradients * made
 
     def carry_out(self, op: Op, *, in_backward: bool) -> Sent:
         """Do what ``op`` says; returns what it sends."""
         cost = self.cost
         if op.kind is OpKind.GATHER:
-            self.full, self.arriving = True, not self.part
+            self.full = True
             size = cost.part_gather_bytes if self.part else cost.gather_bytes
             return Sent(0, size) if in_backward else Sent(size)
         if op.kind is OpKind.REDUCE:
@@ -161,7 +172,7 @@ class _Held:
         elif op.kind is OpKind.FREE:
             self.full = self.part = False
         elif op.kind is OpKind.AWAIT_GATHER:
-            self.part = self.arriving = False
+            self.part = False
         else:  # the first sum is there: full gradients go
             self.gradients = self.reducing = False
         return Sent()

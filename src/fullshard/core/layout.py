@@ -189,6 +189,17 @@ class Segment:
         return self.packed and self.shards > 1
 
     @property
+    def sent_as_made(self) -> bool:
+        """True if a gradient, as it is made, is what travels: one parameter's, without padding."""
+        alone = len(self.slots) == 1 and self.trainable and not self.travels_apart
+        whole = self.shards > 1 and not self.padding_numel
+        return alone and whole and self.full_dtype == self.grad_dtype
+
+    def made_bytes(self, slot: Slot) -> int:
+        """Bytes of the full gradient of the parameter at ``slot``, as autograd makes it."""
+        return stored_bytes(slot.spec.numel, self.full_dtype)
+
+    @property
     def padding_numel(self) -> int:
         """Elements that belong to no parameter."""
         return self.full_numel - sum(slot.stop - slot.start for slot in self.slots)
@@ -249,7 +260,7 @@ class Layout:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes that a gather holds beside the full parameters; see [Note: Whole rows]."""
+        """Bytes that are copied when a gather has been waited for; see [Note: Whole rows]."""
         return sum(segment.staged_bytes for segment in self.segments)
 
     @property
@@ -258,8 +269,24 @@ class Layout:
         return sum(segment.slice_bytes for segment in self.segments if segment.trainable)
 
     @property
+    def grad_made_bytes(self) -> int:
+        """Bytes of the full gradients of the unit, as autograd makes them."""
+        return sum(segment.made_bytes(slot) for segment, slot in self if segment.trainable)
+
+    @property
+    def grad_moved_bytes(self) -> int:
+        """Bytes of those, as they are made, that are copied into a buffer to be sent."""
+        moved = (each for each in self if each[0].trainable and not each[0].sent_as_made)
+        return sum(segment.made_bytes(slot) for segment, slot in moved)
+
+    @property
+    def grad_copied_bytes(self) -> int:
+        """Bytes of that buffer."""
+        return sum(each.grad_full_bytes for each in self.segments if not each.sent_as_made)
+
+    @property
     def grad_full_bytes(self) -> int:
-        """Bytes of the full gradients of the unit."""
+        """Bytes of the full gradients of the unit, as they travel."""
         return sum(segment.grad_full_bytes for segment in self.segments)
 
 

@@ -65,6 +65,7 @@ ENGINE: Names = dict.fromkeys(
         "torch:ops.aten.add.Tensor._schema",
         "torch._ops:OpOverload",
         "torch.utils._python_dispatch:TorchDispatchMode",
+        "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
         "torch.utils._pytree:tree_flatten",
         "torch.utils._pytree:tree_leaves",
         "torch.utils._pytree:tree_map_only",

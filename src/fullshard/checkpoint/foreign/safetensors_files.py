@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint.format.manifest import StoredTensor
-from fullshard.checkpoint.loading import Checkpoint, Progress, read_boxes
+from fullshard.checkpoint.loading import Checkpoint, Progress
 from fullshard.checkpoint.ranks import SoloRanks
+from fullshard.checkpoint.reading.chunks import read_boxes
 from fullshard.checkpoint.saving import About, save
 from fullshard.checkpoint.shards import Piece, ShardReader
 from fullshard.core.boxes import Box, boxes_of_interval

@@ -24,6 +24,7 @@ from fullshard.core.errors import ConfigurationError
 __all__ = ["from_json", "to_json"]
 
 Other = Callable[[Any], Any]
+_MOST_BITS = 2**13  # of a whole number: Python reads no longer ones from a text
 
 
 def to_json(value: Any, other: Other | None = None, where: str = "value") -> Any:
@@ -34,7 +35,7 @@ def to_json(value: Any, other: Other | None = None, where: str = "value") -> Any
     """
     if value is None or isinstance(value, bool | str):
         return value
-    if type(value) is int:
+    if type(value) is int and value.bit_length() <= _MOST_BITS:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {"$float": repr(value)}

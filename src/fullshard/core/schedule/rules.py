@@ -10,6 +10,12 @@ A unit whose backward follows its forward is not freed in between: it would be g
 once, with nothing to compute meanwhile. Nothing is gathered between its forward and its backward,
 so that the peak stays what it was while its forward ran. Without prefetches in backward it is
 freed, as somebody prefers memory to time. Only a record tells what comes next.
+
+[Note: Reduces in flight]
+A reduce is issued before the ones ahead of it are waited for: the wire has something to do
+meanwhile, and what gradients are copied into takes no more than the full parameters that have just
+been dropped. If they travel in a wider dtype than that of computation it does take more, and the
+earlier ones are waited for first. The wire has gathers to do meanwhile, but for the last unit.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +61,8 @@ class UnitPolicy:
     ``replicated`` ones have shards on several ranks, whose gradients are summed after the reduce.
     ``unshard_in_backward`` is false if backward needs no parameters. ``prefetch_forward`` and
     ``prefetch_backward`` name the units that are gathered when this one's forward or backward
-    begins, instead of those that come next.
+    begins, instead of those that come next. ``widened`` gradients take more memory when their
+    reduce begins; earlier reduces are waited for before that, see [Note: Reduces in flight].
     """
 
     gathered: bool = True
@@ -68,6 +75,7 @@ class UnitPolicy:
     prefetch_forward: tuple[int, ...] | None = None
     prefetch_backward: tuple[int, ...] | None = None
     full_bytes: int = 0
+    widened: bool = False
 
 
 class State:
@@ -236,16 +244,22 @@ class State:
         yield Op(OpKind.ALL_REDUCE, reduced)
 
     def _reduce(self, unit: int) -> Iterator[Op]:
-        if self.policies[unit].reduced:
+        """See [Note: Reduces in flight]."""
+        policy = self.policies[unit]
+        if policy.reduced:
             self.reducing.append(unit)
+            if policy.widened:
+                yield from self._finish_reduces(unit, but=max(self.prefetch.reduces_in_flight, 1))
             yield Op(OpKind.REDUCE, unit)
-            # Only then wait for earlier ones: the wire has something to do meanwhile, and the full
-            # parameters that were just dropped make up for the gradients.
-            while len(self.reducing) > self.prefetch.reduces_in_flight:
-                held_bytes = sum(self.policies[each].full_bytes for each in self.reducing[1:])
-                if held_bytes < self.prefetch.least_bytes:
-                    return
-                yield from self._after_reduce(self.reducing.pop(0), unit)
+            yield from self._finish_reduces(unit, but=self.prefetch.reduces_in_flight)
+
+    def _finish_reduces(self, unit: int, *, but: int) -> Iterator[Op]:
+        """Wait for the earliest reduces, ``but`` the last ones; the last is that of ``unit``."""
+        while len(self.reducing) > but:
+            held_bytes = sum(self.policies[each].full_bytes for each in self.reducing[1:])
+            if held_bytes < self.prefetch.least_bytes:
+                return
+            yield from self._after_reduce(self.reducing.pop(0), unit)
 
     def _end_step(self) -> list[Op]:
         ops = [Op(OpKind.AWAIT_GATHER, unit) for unit in sorted(self.gathering)]

@@ -16,7 +16,7 @@ from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.ranks import agree
 from fullshard.checkpoint.run_folder import load_newest, run_folder
 from fullshard.core.boxes import Box
-from fullshard.core.errors import CheckpointError, FullshardError
+from fullshard.core.errors import CheckpointError
 from fullshard.jax.arrays.leaves import STORED_DTYPES, as_key, is_key
 from fullshard.jax.checkpoint_runs.leaves import (
     Leaf,
@@ -80,7 +80,7 @@ def _load(folder: Path, files: Files, state: Any, names: Names | None, strict: b
     checkpoint: Checkpoint | None = None
     try:
         checkpoint = Checkpoint(folder, files)
-    except FullshardError as error:
+    except Exception as error:
         failure = error
     agree(ranks, f"cannot load {folder}", failure)
     assert checkpoint is not None
@@ -97,7 +97,7 @@ def _load(folder: Path, files: Files, state: Any, names: Names | None, strict: b
         wants = [want for read in reads.values() for want in read.wants(targets=False)]
         with Loading(checkpoint, wants, kept_bytes=0) as loading:
             loading.verify()
-    except FullshardError as error:
+    except Exception as error:
         failure = error
     agree(ranks, f"cannot load {folder}", failure)
     made = []

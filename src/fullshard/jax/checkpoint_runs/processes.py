@@ -18,13 +18,8 @@ class ProcessRanks:
 
     def gather(self, data: bytes) -> list[bytes]:
         """See `fullshard.checkpoint.Ranks`."""
-        sizes = multihost_utils.process_allgather(np.asarray([len(data)], np.int32))
-        padded = np.zeros(max(1, int(sizes.max())), np.uint8)
-        padded[: len(data)] = np.frombuffer(data, np.uint8)
-        rows = multihost_utils.process_allgather(padded)
-        if self.rank:
-            return []
-        return [bytes(row[: int(n)]) for row, n in zip(rows, sizes.reshape(-1), strict=True)]
+        found = self.share(data)
+        return [] if self.rank else found
 
     def broadcast(self, data: bytes) -> bytes:
         """See `fullshard.checkpoint.Ranks`."""
@@ -33,6 +28,14 @@ class ProcessRanks:
         if self.rank == 0:
             padded[:size] = np.frombuffer(data, np.uint8)
         return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))[:size])
+
+    def share(self, data: bytes) -> list[bytes]:
+        """See `fullshard.checkpoint.Ranks`."""
+        sizes = multihost_utils.process_allgather(np.asarray([len(data)], np.int32))
+        padded = np.zeros(max(1, int(sizes.max())), np.uint8)
+        padded[: len(data)] = np.frombuffer(data, np.uint8)
+        rows = multihost_utils.process_allgather(padded)
+        return [bytes(row[: int(n)]) for row, n in zip(rows, sizes.reshape(-1), strict=True)]
 
     def duplicate(self) -> "ProcessRanks":
         """Itself: nothing runs beside."""

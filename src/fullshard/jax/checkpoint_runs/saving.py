@@ -18,7 +18,7 @@ from fullshard.checkpoint.saving import About, Plans, write_step
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.checkpoint.streaming import Blocks
 from fullshard.core.boxes import Box
-from fullshard.core.errors import FullshardError, NotSupportedError
+from fullshard.core.errors import NotSupportedError
 from fullshard.jax.arrays.leaves import STORED_DTYPES
 from fullshard.jax.checkpoint_runs.leaves import (
     Leaf,
@@ -110,7 +110,7 @@ def save_checkpoint(
             to_json({**(about or {"parts": {"state": "pytree"}})}, None, "about"),
             to_json(extra, _plain_value, "extra"),
         )
-    except FullshardError as error:
+    except Exception as error:
         failure = error
     mine = _session.plans.mine(pieces, ranks, f"step {step} cannot be saved", failure)
     run = run_folder(path)

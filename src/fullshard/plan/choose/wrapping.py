@@ -90,7 +90,9 @@ def _peak_bytes(paths: Sequence[str], layouts: Sequence[Layout]) -> int:
         for number, layout in enumerate(layouts)
     }
     costs = {
-        number: UnitCost(layout.full_bytes, layout.grad_full_bytes)
+        number: UnitCost(
+            layout.full_bytes, layout.grad_full_bytes, grad_made_bytes=layout.grad_made_bytes
+        )
         for number, layout in enumerate(layouts)
     }
     return forecast(step_events(around, trained), policies, costs, Prefetch()).peak_bytes

@@ -65,6 +65,7 @@ class EventsOfRecording:
         arrivals = Counter(n for kind, n in recording if kind is MarkKind.GRADIENT)
         numbers = {spec.name: number for number, spec in enumerate(recording.params)}
         self._owners: dict[int, _Unit] = {}
+        self._places: dict[int, tuple[int, int]] = {}
         self._by_path: dict[str, _Unit] = {}
         self._units: list[_Unit] = []
         for number, planned in enumerate(units):
@@ -73,6 +74,9 @@ class EventsOfRecording:
             self._units.append(unit)
             self._by_path[planned.path] = unit
             self._owners.update(dict.fromkeys(trained, unit))
+            for index, spec in enumerate(planned.params):
+                if spec.trainable:
+                    self._places[numbers[spec.name]] = number, index
         self._running: list[tuple[_Unit, _Call]] = []
         self._calls: dict[int, _Call] = {}
         self._inputs_of: dict[int, list[int]] = {}  # by call
@@ -104,10 +108,9 @@ class EventsOfRecording:
                 yield from self._events
                 self._events.clear()
 
-    def owner_of(self, param: int) -> int | None:
-        """The number of the unit of a parameter that is trained."""
-        owner = self._owners.get(param)
-        return None if owner is None else owner.number
+    def place_of(self, param: int) -> tuple[int, int] | None:
+        """The number of the unit of a parameter that is trained, and its index in that unit."""
+        return self._places.get(param)
 
     def _tell(self, moment: Moment, unit: _Unit) -> None:
         self._events.append(Event(moment, unit.number))

@@ -94,7 +94,7 @@ def _operation(op: RecordedOp) -> Operation:
 
 
 class _WalkWriter:
-    """Cuts a recording into acts: where events are, and where a unit's first gradient comes."""
+    """Cuts a recording into acts: where events are, and where gradients come."""
 
     def __init__(self, recording: StepRecording):
         self._recording = recording
@@ -102,17 +102,17 @@ class _WalkWriter:
         self._stretches: list[Stretch] = []
         self._walked: list[Event | Act] = []
         self._inside: list[int] = []  # units, the innermost last
-        self._filled: set[int] = set()
         self._in_backward = self._again = False
         self._begin()
 
-    def _begin(self, fills: int | None = None) -> None:
+    def _begin(self, gives: tuple[int, int] | None = None) -> None:
         self._operations: list[Operation] = []
         self._path = ""
         self._held = [0, 0]
-        self._peak = (0, 0)
-        self._touched = fills is not None
-        self._fills = fills
+        # A gradient that is handed over is its unit's, and released here before anything else.
+        self._peak: tuple[int, int] | None = None if gives else (0, 0)
+        self._touched = gives is not None
+        self._gives = gives
 
     def event(self, event: Event) -> None:
         """An event ends the act before it."""
@@ -127,8 +127,6 @@ class _WalkWriter:
             if unit in self._inside:
                 self._inside.remove(unit)
             self._again = False
-        if moment is Moment.BACKWARD_END:
-            self._filled.discard(unit)
 
     def mark(self, mark: Mark, events: EventsOfRecording) -> None:
         """Take up what happened to memory, and what was computed."""
@@ -138,7 +136,7 @@ class _WalkWriter:
             self._held[use is MemoryUse.LOGITS_AND_LOSS] += (
                 size if kind is MarkKind.ALLOCATE else -size
             )
-            if sum(self._held) > sum(self._peak):
+            if self._peak is None or sum(self._held) > sum(self._peak):
                 self._peak = self._held[0], self._held[1]
             self._touched = True
         elif kind is MarkKind.OP:
@@ -147,23 +145,23 @@ class _WalkWriter:
             self._path = self._path or op.module
             self._touched = True
         elif kind is MarkKind.GRADIENT:
-            unit = events.owner_of(number)
-            if unit is not None and unit not in self._filled:
-                self._filled.add(unit)
+            place = events.place_of(number)
+            if place is not None:
                 self._end()
-                self._begin(fills=unit)
+                self._begin(gives=place)
 
     def _end(self) -> None:
         if self._touched:
             unit = self._inside[-1] if self._inside else 0
             phase = Phase.BACKWARD if self._in_backward else Phase.FORWARD
             phase = Phase.AGAIN if self._again else phase
-            if self._fills is not None:
-                unit = self._fills
+            gives = None
+            if self._gives is not None:
+                unit, gives = self._gives
             self._walked.append(Act(phase, len(self._calls), unit))
             self._calls.append(Call(self._path, tuple(self._operations)))
             change = self._held[0], self._held[1]
-            self._stretches.append(Stretch(self._peak, change, self._fills is not None))
+            self._stretches.append(Stretch(self._peak or (0, 0), change, gives))
         self._begin()
 
     def written(self) -> Walk:

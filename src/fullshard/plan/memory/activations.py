@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What forward keeps for backward, and what is held while an act runs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from fullshard.core.spec import item_bytes
 from fullshard.plan.model.operations import Call, Kind, Operation
 from fullshard.plan.run import Recompute, Run
 from fullshard.plan.step.script import Act, Phase, Script, Stretch
@@ -22,7 +21,7 @@ class _CallMemory:
         self.saved, self.saved_logits = _saved(operations)
         self.kept_in_turns = _kept_in_turns(operations)
         self.forward_peak = _forward_peak(operations)
-        self.backward_peaks = _backward_peaks(operations)
+        self.backward_before, self.backward_after = _backward_peaks(operations)
 
 
 class Activations:
@@ -40,11 +39,12 @@ class Activations:
         self._gradients = _Gradients(script)
         self._kept_of: dict[int, tuple[int, int]] = {}  # by call
 
-    def gives_gradients(self, act: Act) -> bool:
-        """True if ``act`` makes the gradient of a parameter of its unit."""
+    def given(self, act: Act) -> Sequence[tuple[int, int]]:
+        """The parameters whose gradients ``act`` hands over: their unit, and their index in it."""
         if self._script.stretches:
-            return self._script.stretches[act.call].fills
-        return act.phase is Phase.BACKWARD and bool(self._gradients.largest[act.call])
+            gives = self._script.stretches[act.call].gives
+            return () if gives is None else ((act.unit, gives),)
+        return self._gradients.given[act.call] if act.phase is Phase.BACKWARD else ()
 
     def carry_out(self, act: Act) -> tuple[Pair, Pair]:
         """Do what ``act`` says; returns the most activations and logits held meanwhile.
@@ -100,17 +100,24 @@ class Activations:
 
     def _backward(self, act: Act, memory: _CallMemory) -> tuple[Pair, Pair]:
         gradients = self._gradients
-        on_the_way = gradients.largest[act.call] + gradients.waiting[act.call]
         saved, logits = self._kept_of.get(act.call, (0, 0))
         kept_by_others = self.kept - min(saved, memory.saved)
         logits_of_others = self.logits - min(logits, memory.saved_logits)
-        before, after = memory.backward_peaks
-        later = max(after[0], memory.saved + on_the_way)
+        before, given = memory.backward_before, gradients.given_bytes[act.call]
+        # Units count all that is given: what comes later than a moment is taken off here.
+        after = max(
+            (
+                (kept - round((1 - share) * given), logits)
+                for kept, logits, share in memory.backward_after
+            ),
+            key=sum,
+        )
+        waiting = gradients.waiting[act.call]
         self._keep(act.call, 0, 0)
         self.kept += gradients.waiting[act.call] - gradients.joined[act.call]
         return (
             (kept_by_others + before[0], logits_of_others + before[1]),
-            (kept_by_others + later, logits_of_others + after[1]),
+            (kept_by_others + after[0] + waiting, logits_of_others + after[1]),
         )
 
 
@@ -150,56 +157,74 @@ def _forward_peak(operations: tuple[Operation, ...]) -> tuple[int, int]:
     return peaks[0], peaks[1]
 
 
-def _backward_peaks(operations: tuple[Operation, ...]) -> tuple[Pair, Pair]:
-    """The most bytes held, what is saved included, before the first weights' gradient and after.
+def _backward_peaks(
+    operations: tuple[Operation, ...],
+) -> tuple[Pair, list[tuple[int, int, float]]]:
+    """The most bytes held, what is saved included, before the first weights' gradient.
 
+    And for each operation from then on what is held, and the share of all gradients that are there.
     Backwards run in reverse. A gradient like the output comes in, one like the input goes out;
     ``backward_scratch_bytes`` has these in it where they are known to be all.
     """
     saved = [0, 0]
     for each in operations:
         saved[int(each.logits)] += each.saved_bytes
-    peaks: list[Pair] = [(0, 0), (0, 0)]
-    weighs = any(each.kind is Kind.MATMUL for each in operations)
-    given = not weighs
+    weights = [_weight_numel(each) for each in operations]
+    before: Pair = (0, 0)
+    after: list[tuple[int, int, float]] = []
+    given = not sum(weights)
     for number in range(len(operations) - 1, -1, -1):
         each = operations[number]
-        given = given or each.kind is Kind.MATMUL
+        given = given or bool(weights[number])
         use = int(each.logits)
         holding = list(saved)
-        before = operations[number - 1].output_bytes if number else 0
-        holding[use] += max(each.backward_scratch_bytes, each.output_bytes + before)
-        peaks[given] = max(peaks[given], (holding[0], holding[1]), key=sum)
+        output = operations[number - 1].output_bytes if number else 0
+        holding[use] += max(each.backward_scratch_bytes, each.output_bytes + output)
+        if given:
+            share = sum(weights[number:]) / sum(weights) if any(weights) else 1.0
+            after.append((holding[0], holding[1], share))
+        else:
+            before = max(before, (holding[0], holding[1]), key=sum)
         saved[use] -= each.saved_bytes
-    return peaks[0], peaks[1]
+    return before, after or [(0, 0, 1.0)]
+
+
+def _weight_numel(operation: Operation) -> int:
+    """Elements of the matrix that an operation multiplies by, 0 if it does something else."""
+    shape = operation.forward.shape
+    if operation.kind is not Kind.MATMUL:
+        return 0
+    return shape[1] * shape[2] * operation.forward.count if shape else 1
 
 
 class _Gradients:
-    """Gradients of parameters between autograd, which makes them, and their unit's buffer.
+    """Gradients of parameters between autograd, which makes them, and their unit.
 
-    ``largest[n]`` is the most bytes of one gradient that call n's backward hands over. A tied
-    parameter's is handed over by the first of its calls, in order of forward: ``waiting[n]`` bytes
-    of parts made by call n's backward wait until then, and ``joined[n]`` have waited for call n's.
+    ``given[n]`` are the parameters whose gradients call n's backward hands over, by their unit and
+    index in it; they take ``given_bytes[n]``. A tied parameter's is handed over by the first of its
+    calls, in order of forward: ``waiting[n]`` bytes of parts made by call n's backward wait until
+    then, and ``joined[n]`` have waited for call n's.
     """
 
     def __init__(self, script: Script):
         calls = len(script.calls)
-        self.largest, self.waiting, self.joined = [0] * calls, [0] * calls, [0] * calls
+        self.given: list[list[tuple[int, int]]] = [[] for _ in range(calls)]
+        self.given_bytes = [0] * calls
+        self.waiting, self.joined = [0] * calls, [0] * calls
         places: dict[str, list[int]] = {}
         for number, call in enumerate(script.calls):
             places.setdefault(call.path, []).append(number)
-        for unit in script.units:
-            for segment, slot in unit.layout:
+        for number, unit in enumerate(script.units):
+            for index, (segment, slot) in enumerate(unit.layout):
                 if segment.trainable:
-                    item = item_bytes(segment.full_dtype)
                     names = (slot.spec.name, *slot.spec.aliases)
-                    self._add(slot.spec.numel * item, [_calls_of(name, places) for name in names])
+                    users = sorted({call for name in names for call in _calls_of(name, places)})
+                    if users:
+                        self.given[users[0]].append((number, index))
+                        self._give(users, segment.made_bytes(slot))
 
-    def _add(self, size: int, uses: list[list[int]]) -> None:
-        users = sorted({call for calls in uses for call in calls})
-        if not users:
-            return
-        self.largest[users[0]] = max(self.largest[users[0]], size)
+    def _give(self, users: list[int], size: int) -> None:
+        self.given_bytes[users[0]] += size
         if len(users) > 1:
             self.waiting[users[-1]] += size
             self.joined[users[0]] += size

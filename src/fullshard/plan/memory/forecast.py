@@ -184,9 +184,8 @@ def planned_trace(script: Script, run: Run, cluster: Cluster) -> Trace:
 
     Times are 0 here. A micro-batch after others, if there are several, as in `forecast_memory`.
     """
-    cpu = cluster.device.cpu
-    held = HeldUnits(script.units, run, accumulating=run.accumulate > 1, cpu=cpu)
     activations = Activations(script, run)
+    held = _held_by_us(script, run, cluster, activations)
     trace = Trace()
 
     def note(op: str, number: int) -> None:
@@ -200,9 +199,24 @@ def planned_trace(script: Script, run: Run, cluster: Cluster) -> Trace:
         if isinstance(line, Op):
             held.carry_out(line)
             note(line.kind.value, line.unit)
-        elif activations.gives_gradients(line) and held.fill(line.unit):
-            note("fill", line.unit)
+            continue
+        for number, index in activations.given(line):
+            before = held.buffers
+            held.take(number, index)
+            if held.buffers != before:
+                note("fill", number)
     return trace
+
+
+def _held_by_us(script: Script, run: Run, cluster: Cluster, activations: Activations) -> HeldUnits:
+    """What units hold when the step begins, which may be a later micro-batch."""
+    accumulating = run.accumulate > 1
+    held = HeldUnits(script.units, run, accumulating=accumulating, cpu=cluster.device.cpu)
+    if accumulating and not run.sync_each:
+        for line in script.lines:
+            for each in [] if isinstance(line, Op) else activations.given(line):
+                held.take(*each)
+    return held
 
 
 def label_of(script: Script, line: int) -> str:
@@ -222,16 +236,13 @@ class _Replay:
     def __init__(self, script: Script, run: Run, cluster: Cluster, engine: Engine):
         self._script = script
         self._run = run
-        cpu = cluster.device.cpu
-        self.resting = resting_memory(script.units, run, cpu=cpu)
-        accumulating = run.accumulate > 1
+        self.resting = resting_memory(script.units, run, cpu=cluster.device.cpu)
+        self._activations = Activations(script, run)
         self._held: Holds = (
-            HeldUnits(script.units, run, accumulating=accumulating, cpu=cpu)
+            _held_by_us(script, run, cluster, self._activations)
             if engine is Engine.FULLSHARD
             else HeldByFSDP2(script.units, run)
         )
-        self._activations = Activations(script, run)
-        self._filled: set[int] = set()
         state = self.resting
         shards = 0 if state.on_host else state.parameters_bytes
         self._parameters = script.buffers_bytes + state.working_bytes + shards
@@ -252,20 +263,18 @@ class _Replay:
 
     def _now(self, momentary: int = 0) -> Bytes:
         """What is held, with ``momentary`` bytes of gradients besides."""
-        now = self._with(self._activations.kept, self._activations.logits)
-        return (now[0], now[1] + momentary, *now[2:])
+        return self._with(self._activations.kept, self._activations.logits, momentary)
 
     def _act(self, act: Act) -> Bytes:
-        gives = self._activations.gives_gradients(act)
+        given = self._activations.given(act)
         (early, early_logits), (late, late_logits) = self._activations.carry_out(act)
         before = self._with(early, early_logits)
-        if gives:
-            self._held.fill(act.unit)
-        return max(before, self._with(late, late_logits), key=sum)
+        twice = max((self._held.take(*each) for each in given), default=0)
+        return max(before, self._with(late, late_logits, twice), key=sum)
 
-    def _with(self, activations: int, logits: int) -> Bytes:
+    def _with(self, activations: int, logits: int, momentary: int = 0) -> Bytes:
         held = self._held
-        state = (self._parameters, held.gradients, self._optimizer)
+        state = (self._parameters, held.gradients + momentary, self._optimizer)
         return (*state, held.buffers, activations, logits)
 
     def _optimizer_step(self) -> Bytes:

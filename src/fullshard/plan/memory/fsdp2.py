@@ -45,14 +45,13 @@ class HeldByFSDP2:
         self.buffers = (into + cast + reduced) if sharded else 0
         self.gradients = sum(gradient_bytes(unit, run) for unit in units)
 
-    def fill(self, number: int) -> bool:
-        """The first gradient of a unit is there; returns true if that takes memory."""
+    def take(self, number: int, index: int) -> int:
+        """The first gradient of a unit stands for all."""
         unit = self._units[number]
-        if unit.grads or not unit.grads_bytes:
-            return False
-        unit.grads = True
-        self.buffers += unit.grads_bytes
-        return True
+        if not unit.grads:
+            unit.grads = True
+            self.buffers += unit.grads_bytes
+        return 0
 
     def carry_out(self, op: Op) -> int:
         """Do what ``op`` says."""

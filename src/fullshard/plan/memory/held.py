@@ -7,9 +7,10 @@ waited for, as over a link that is never early: the most that can be held.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from fullshard.core.layout import stored_bytes
 from fullshard.core.schedule import Op, OpKind
 from fullshard.plan.memory.resting import gradient_bytes
 from fullshard.plan.run import Run
@@ -25,17 +26,38 @@ class _Held:
     full_bytes: int
     part_bytes: int
     grad_full_bytes: int
+    made: tuple[int, ...]  # bytes of each parameter's full gradient, as autograd makes it
+    added: tuple[int, ...]  # the same in the dtype in which it travels
+    moved: tuple[bool, ...]  # whether it is copied when the reduce begins
     scratch_bytes: int
     slice_bytes: int  # of reduced gradients, in the dtype in which they travel
     rest_bytes: int  # the same at rest
     solo: bool
-    staged_bytes: int  # beside the full parameters, while they are gathered
+    staged_bytes: int  # held twice when a gather has been waited for
     full: bool = False
     arriving: bool = False
     part: bool = False
-    grads: bool = False
+    grads: dict[int, int] = field(default_factory=dict)  # bytes held, until the reduce begins
     reducing: bool = False
     sliced: bool = False  # a reduced slice is under way, or there and not delivered
+
+    @classmethod
+    def of(cls, unit: PlannedUnit, run: Run) -> "_Held":
+        """A unit that holds nothing yet."""
+        cost, slots = unit.cost, list(unit.layout)
+        return cls(
+            cost.full_bytes,
+            cost.part_bytes,
+            cost.grad_full_bytes,
+            tuple(segment.made_bytes(slot) for segment, slot in slots),
+            tuple(stored_bytes(slot.spec.numel, segment.grad_dtype) for segment, slot in slots),
+            tuple(not segment.sent_as_made for segment, _ in slots),
+            cost.scratch_bytes,
+            cost.grad_full_bytes // unit.layout.shards,
+            gradient_bytes(unit, run),
+            cost.solo,
+            cost.staged_bytes,
+        )
 
 
 class Holds(Protocol):
@@ -44,8 +66,11 @@ class Holds(Protocol):
     buffers: int
     gradients: int
 
-    def fill(self, number: int) -> bool:
-        """The first gradient of a unit is there; returns true if that takes memory."""
+    def take(self, number: int, index: int) -> int:
+        """A unit is given a gradient, or a further part of it; returns as `carry_out`.
+
+        ``index`` is that of the parameter in the unit.
+        """
         ...
 
     def carry_out(self, op: Op) -> int:
@@ -62,9 +87,9 @@ class HeldUnits:
 
     ``buffers`` are the bytes of full parameters, full gradients and scratch of reduces,
     ``gradients`` those of reduced ones: under way, leaving for the host, and at rest on the device.
-    With ``accumulating`` the step is a later micro-batch: reduced gradients are there already, or
-    full ones if these are kept between micro-batches. With ``cpu`` the device is the host's CPU:
-    nothing leaves it.
+    With ``accumulating`` the step is a later micro-batch: reduced gradients are there. (Full
+    ones that are kept between micro-batches are for the caller to `take`.) With ``cpu`` the device
+    is the host's CPU: nothing leaves it.
     """
 
     def __init__(
@@ -79,40 +104,29 @@ class HeldUnits:
         self.gradients = 0
         self._leaving: list[int] = []  # bytes that are being copied to the host
         self._offloads = run.offload.to_host and not cpu
-        self._units = [
-            _Held(
-                unit.cost.full_bytes,
-                unit.cost.part_bytes,
-                unit.cost.grad_full_bytes,
-                unit.cost.scratch_bytes,
-                unit.cost.grad_full_bytes // unit.layout.shards,
-                gradient_bytes(unit, run),
-                unit.cost.solo,
-                unit.cost.staged_bytes,
-            )
-            for unit in units
-        ]
+        self._units = [_Held.of(unit, run) for unit in units]
         self._delivered = [False] * len(units)
         if accumulating and run.sync_each:
             for number, unit in enumerate(self._units):
                 self._rest(number, unit)
-        elif accumulating:
-            for number in range(len(units)):
-                self.fill(number)
 
     @property
     def leaving(self) -> int:
         """Bytes of reduced gradients that are being copied to the host."""
         return sum(self._leaving)
 
-    def fill(self, number: int) -> bool:
-        """The first gradient of a unit is there; returns true if that takes memory."""
+    def take(self, number: int, index: int) -> int:
+        """See `Holds.take`."""
         unit = self._units[number]
-        if unit.grads or not unit.grad_full_bytes:
-            return False
-        unit.grads = True
-        self.buffers += unit.grad_full_bytes
-        return True
+        if unit.solo:  # copied as they come
+            if not unit.grads:
+                self.buffers += unit.grad_full_bytes
+            unit.grads[index] = 0
+            return unit.made[index]
+        before = unit.grads.get(index)
+        unit.grads[index] = unit.made[index] if before is None else unit.added[index]
+        self.buffers += unit.grads[index] - (before or 0)
+        return 0
 
     def carry_out(self, op: Op) -> int:
         """Do what ``op`` says; returns what is held for a moment beyond what is held after it."""
@@ -120,11 +134,11 @@ class HeldUnits:
         if kind is OpKind.GATHER:
             if not unit.full:
                 unit.full, unit.arriving = True, not unit.part
-                self.buffers += unit.full_bytes + unit.arriving * unit.staged_bytes
+                self.buffers += unit.full_bytes
         elif kind is OpKind.AWAIT_GATHER:
             self._drop_part(unit)
-            self.buffers -= unit.arriving * unit.staged_bytes
-            unit.arriving = False
+            unit.arriving, arrived = False, unit.arriving
+            return unit.staged_bytes if arrived else 0
         elif kind is OpKind.FREE:
             self._drop_full(unit)
             self._drop_part(unit)
@@ -134,7 +148,7 @@ class HeldUnits:
             self.buffers += unit.part_bytes
             return unit.full_bytes
         elif kind is OpKind.REDUCE:
-            self._reduce(op.unit, unit)
+            return self._reduce(unit)
         elif kind is OpKind.ALL_REDUCE:
             self._finish_sum(unit)
         else:
@@ -151,19 +165,22 @@ class HeldUnits:
             unit.part = False
             self.buffers -= unit.part_bytes
 
-    def _reduce(self, number: int, unit: _Held) -> None:
-        self.fill(number)
-        unit.reducing = unit.sliced = True
-        if unit.solo:  # the full gradient is the slice: its memory goes with it
-            self.buffers -= unit.grad_full_bytes
-            unit.grads = unit.reducing = False
-        else:
-            self.buffers += unit.scratch_bytes
+    def _reduce(self, unit: _Held) -> int:
+        unit.sliced = True
         self.gradients += unit.slice_bytes
+        if unit.solo:  # the full gradient is the slice: its memory goes with it
+            self.buffers -= unit.grad_full_bytes if unit.grads else 0
+            unit.grads.clear()
+            return 0
+        unit.reducing = True
+        self.buffers += unit.grad_full_bytes + unit.scratch_bytes - sum(unit.grads.values())
+        moved = sum(size for index, size in unit.grads.items() if unit.moved[index])
+        unit.grads.clear()
+        return moved
 
     def _finish_sum(self, unit: _Held) -> None:
         if unit.reducing:
-            unit.reducing = unit.grads = False
+            unit.reducing = False
             self.buffers -= unit.scratch_bytes + unit.grad_full_bytes
 
     def _deliver(self, number: int, unit: _Held) -> int:

@@ -147,16 +147,19 @@ class _Streams:
     def _copy(self, unit: PlannedUnit) -> None:
         """Gradients went from where backward makes them into the buffer that travels."""
         memory = self.cluster.device.bandwidth * self.constants.memory_share
-        numel = sum(each.full_numel for each in unit.layout.segments if each.trainable)
+        layout = unit.layout
+        numel = sum(each.full_numel for each in layout.segments if each.trainable)
         item = item_bytes(self.run.compute_dtype)
-        moved = numel * item * (1 + 2 * self.run.extra_copies) + unit.layout.grad_full_bytes
+        copied = layout.grad_moved_bytes + layout.grad_copied_bytes
+        moved = numel * item * 2 * self.run.extra_copies + copied
         self.compute += moved / memory
         self.busy += moved / memory
 
     def _take_memory(self, kind: OpKind, layout: Layout) -> None:
         """Large buffers of a CPU come from the system at each use, which has to clear them.
 
-        A gather's has the full parameters, a reduce's the full gradients and what is received.
+        A gather's has the full parameters, a reduce's the gradients that are copied for it; another
+        what is received.
         """
         fresh, shards = self.cluster.device.fresh, layout.shards
         if fresh is None or shards == 1:
@@ -165,7 +168,7 @@ class _Streams:
         if kind is OpKind.GATHER:
             sizes = (layout.full_bytes,)
         elif kind is OpKind.REDUCE:
-            sizes = layout.grad_full_bytes, layout.grad_full_bytes * (shards - 1) / shards
+            sizes = layout.grad_copied_bytes, layout.grad_full_bytes * (shards - 1) / shards
         seconds = sum(each for each in sizes if each >= _SYSTEM_BYTES) / fresh
         self.compute += seconds
         self.busy += seconds

@@ -41,13 +41,13 @@ class Stretch(NamedTuple):
     """What was measured of the memory of one act: bytes of activations and of logits and loss.
 
     ``peak`` is what both hold beyond what they held before, at the moment when their sum is
-    largest; ``change`` what they hold more (or less) afterwards. ``fills`` if the act begins with
-    the first gradient of its unit.
+    largest; ``change`` what they hold more (or less) afterwards. ``gives`` is the index, in the
+    unit of the act, of the parameter whose gradient is handed over when it begins.
     """
 
     peak: tuple[int, int]
     change: tuple[int, int]
-    fills: bool = False
+    gives: int | None = None
 
 
 @dataclass(frozen=True)

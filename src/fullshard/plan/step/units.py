@@ -2,7 +2,7 @@
 """The units that the engine would make of a model, with their layouts, policies and prices."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.forecast import UnitCost
@@ -95,6 +95,9 @@ def units_of(
     for path in paths:
         layout = lay_out(groups[path], shards, run.precision, run.align)
         policy = _policy(layout, run, replicas, root=path == "", reduces=reduces)
+        if not cluster.device.cpu:
+            widened = layout.grad_copied_bytes > layout.full_bytes
+            policy = replace(policy, widened=widened)
         cost = _cost(layout, replicas, cluster, policy)
         units.append(PlannedUnit(path, _around(path, paths), layout, policy, cost))
     return tuple(units)
@@ -143,5 +146,7 @@ def _cost(layout: Layout, replicas: int, cluster: Cluster, policy: UnitPolicy) -
         reduce_bytes=grad_slice * (shards - 1),
         all_reduce_bytes=2 * grad_slice * (replicas - 1) // replicas,
         solo=shards == 1,
+        grad_made_bytes=None if shards == 1 else layout.grad_made_bytes,
+        grad_moved_bytes=0 if shards == 1 else layout.grad_moved_bytes,
         staged_bytes=layout.staged_bytes if policy.gathered else 0,
     )

@@ -62,9 +62,12 @@ def by_key(given: Any, key: str) -> dict[str, Any]:
 
 
 def collect(
-    models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], trainable_only: bool
+    models: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    trainable_only: bool,
+    boxes: KnownBoxes,
 ) -> Collected:
-    """Name everything that this rank holds. Not collective.
+    """Name everything that this rank holds. Not collective. ``boxes`` are known, and added to.
 
     Raises `ConfigurationError` for an optimizer over parameters of none of the models.
     """
@@ -73,7 +76,6 @@ def collect(
     names: dict[int, str] = {}
     kept: dict[int, str] = {}
     extras: dict[str, Any] = {}
-    boxes: KnownBoxes = {}
     for key, model in models.items():
         parts[key] = "trainable weights" if trainable_only else "weights"
         for name, value in entries_of_model(model).items():

@@ -4,7 +4,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from fullshard.checkpoint import Checkpoint, Ranks, RunFolder, StepFolder
 from fullshard.checkpoint.commit import mark_verified
 from fullshard.checkpoint.loading import Loading, Want
-from fullshard.checkpoint.ranks import agree
+from fullshard.checkpoint.ranks import agree, failure_text
+from fullshard.checkpoint.rewriting import same_content
 from fullshard.checkpoint.run_folder import load_newest, run_folder
-from fullshard.core.errors import CheckpointError, FullshardError
+from fullshard.core.errors import CheckpointError
 from fullshard.torch.checkpoint.collecting import (
     Models,
     Optimizers,
@@ -29,7 +30,7 @@ from fullshard.torch.checkpoint.collecting import (
 from fullshard.torch.checkpoint.optimizers import OptimizerLoad
 from fullshard.torch.checkpoint.ranks import call_all, comms_of
 from fullshard.torch.checkpoint.saving import RANDOM, session_of
-from fullshard.torch.checkpoint.tensors import Held, held_here
+from fullshard.torch.checkpoint.tensors import Held, KnownBoxes, held_here
 from fullshard.torch.checkpoint.values import decode, random_state_of, set_random_state
 
 __all__ = ["Loaded", "load_checkpoint"]
@@ -118,7 +119,7 @@ def _load(
     checkpoint: Checkpoint | None = None
     try:
         checkpoint = Checkpoint(folder.path, run.files)
-    except FullshardError as error:
+    except Exception as error:
         failure = error
     agree(ranks, what, failure)
     assert checkpoint is not None
@@ -128,8 +129,8 @@ def _load(
             _check_same(checkpoint, first)
             plan = _Plan(checkpoint, models, optimizers, strict, ranks)
             loading = stack.enter_context(Loading(checkpoint, plan.wants))
-            loading.verify()
-        except FullshardError as error:
+            loading.verify(plan.deliver)
+        except Exception as error:
             failure = error
         agree(ranks, what, failure)
         done: list[str] = []
@@ -137,9 +138,11 @@ def _load(
             for part, data in loading.deliver():
                 plan.deliver(part, data)
                 done.append(part.name)
-        except FullshardError as error:
+        except Exception as error:
             changed = ", ".join(sorted(set(done))) or "none"
-            failure = CheckpointError(f"{error}. Already loaded, on this rank: {changed}")
+            failure = CheckpointError(
+                f"{failure_text(error)}. Already loaded, on this rank: {changed}"
+            )
         agree(ranks, f"{what}, of which a part is loaded", failure)
     plan.attach()
     if ranks.rank == 0 and plan.is_whole:
@@ -169,14 +172,16 @@ class _Plan:
     ):
         self._checkpoint = checkpoint
         self._state = decode(checkpoint.manifest.state) or {}
+        self._extra = decode(checkpoint.manifest.extra)
         self._targets: list[tuple[str, Held]] = []
+        self._boxes: KnownBoxes = {}
         self._known: list[str] = []  # all names of tensors that the models have
         self._missing: list[str] = []
         self._values: list[tuple[nn.Module, str, Any]] = []
         names: dict[int, str] = {}
         for key, model in models.items():
             names.update(names_of_parameters(key, model))
-            self._plan_model(key, model)
+            self._plan_model(key, model, strict)
         self._optimizers = [
             self._plan_optimizer(key, optimizer, names) for key, optimizer in optimizers.items()
         ]
@@ -206,7 +211,8 @@ class _Plan:
         wants = []
         for number, (name, held) in enumerate(self._targets):
             stored = self._checkpoint.stored(name)
-            wants.append(Want(name, held.boxes, held.memory(stored.dtype), number))
+            target = held.memory(stored.dtype)
+            wants.append(Want(name, held.boxes, target, number, held.fresh))
         return wants
 
     def deliver(self, part: Want, data: memoryview) -> None:
@@ -230,7 +236,7 @@ class _Plan:
         manifest = self._checkpoint.manifest
         return Loaded(
             manifest.step,
-            decode(manifest.extra),
+            self._extra,
             self._checkpoint.folder,
             manifest.world,
             tuple(self._missing),
@@ -238,7 +244,7 @@ class _Plan:
             random_state_of(self._random) if self._random is not None else None,
         )
 
-    def _plan_model(self, key: str, model: nn.Module) -> None:
+    def _plan_model(self, key: str, model: nn.Module, strict: bool) -> None:
         manifest = self._checkpoint.manifest
         partial = self._state.get("parts", {}).get(key) == "trainable weights"
         known: dict[int, str] = {}
@@ -255,8 +261,11 @@ class _Plan:
                 continue
             self._known.append(full)
             self._check_shape(full, stored.shape, tuple(value.shape))
-            if known.setdefault(identity(value), full) == full:  # tied values: once
-                self._targets.append((full, held_here(full, value)))
+            first = known.setdefault(identity(value), full)
+            if first == full:  # tied values: once
+                self._targets.append((full, held_here(full, value, self._boxes)))
+            elif strict:
+                self._check_tied(first, full)
 
     def _plan_value(self, model: nn.Module, full: str, name: str) -> None:
         """Extra state of a module, which is no tensor."""
@@ -271,6 +280,16 @@ class _Plan:
         if stored != here:
             raise CheckpointError(
                 f"{name!r} has shape {stored} in it and {here} in the model", tensor=name
+            )
+
+    def _check_tied(self, first: str, other: str) -> None:
+        manifest = self._checkpoint.manifest
+        one, two = manifest.tensor(first), manifest.tensor(other)
+        if one is not None and two is not None and one is not two and not same_content(one, two):
+            raise CheckpointError(
+                f"{first!r} and {other!r} are one tensor in the model and two in the step; load "
+                "into a model in which they are not tied, or pass strict=False to take the first",
+                tensor=other,
             )
 
     def _plan_optimizer(
@@ -295,7 +314,7 @@ class _Plan:
             if stored is not None and stored.dtype == "U8" and len(stored.shape) == 1:
                 value = torch.empty(stored.shape, dtype=torch.uint8)
                 own = value if number == ranks.rank else own
-                self._targets.append((name, held_here(name, value)))
+                self._targets.append((name, replace(held_here(name, value), fresh=True)))
         return own
 
 

@@ -2,6 +2,7 @@
 """The state of one optimizer on its way back in: planned, filled, and attached at the end."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from fullshard.checkpoint import Checkpoint
 from fullshard.checkpoint.format.manifest import StoredTensor
 from fullshard.core.errors import CheckpointError
 from fullshard.torch.checkpoint.collecting import name_of
-from fullshard.torch.checkpoint.tensors import DTYPES, Held, held_here
+from fullshard.torch.checkpoint.tensors import DTYPES, Held, KnownBoxes, held_here
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = ["OptimizerLoad"]
@@ -40,6 +41,7 @@ class OptimizerLoad:
         self._optimizer = optimizer
         self._settings = _settings(checkpoint, key, optimizer, names, told)
         self._new: list[tuple[Tensor, dict[str, Any]]] = []
+        self._boxes: KnownBoxes = {}
         self._targets: list[tuple[str, Held]] = []
         self.unused = _stored_kinds(checkpoint, key)
         values = told["values"]
@@ -80,10 +82,12 @@ class OptimizerLoad:
         there = self._optimizer.state.get(param, {}).get(kind)
         dtype = DTYPES[stored.dtype]
         if isinstance(there, Tensor) and tuple(there.shape) == stored.shape:
-            value = there
+            value, fresh = there, False
         else:
             value = _new_value(param, kind, stored, dtype, _device_of(group, param, kind))
-        self._targets.append((full, held_here(full, value)))
+            fresh = True
+        held = held_here(full, value, self._boxes)
+        self._targets.append((full, replace(held, fresh=fresh)))
         return value
 
 
@@ -125,6 +129,7 @@ def _settings(
     told: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Find the settings of each group. Raises `CheckpointError` if groups do not fit."""
+    _check_kind(key, optimizer, told)
     aliases = checkpoint.manifest.aliases
     mine = [
         {aliases.get(name, name) for name in (name_of(p, names, key) for p in group["params"])}
@@ -143,3 +148,20 @@ def _settings(
         {name: value for name, value in group.items() if name != "params"}
         for group in told["groups"]
     ]
+
+
+# How an optimizer works, whatever it computes: other versions of torch have others of them.
+_WAYS = {"foreach", "fused", "capturable", "differentiable", "maximize"}
+
+
+def _check_kind(key: str, optimizer: Optimizer, told: Mapping[str, Any]) -> None:
+    """Refuse the state of another kind of optimizer; Adam and AdamW have equal settings."""
+    here, there = type(optimizer).__name__, told["class"]
+    known = set().union(*told["groups"])
+    lacking = sorted(set(optimizer.defaults) - known - _WAYS)
+    if there not in ("", here) and lacking:  # it is not known of what was imported
+        raise CheckpointError(
+            f"{key!r} was saved by {there} and is {here} here, whose settings "
+            f"{', '.join(map(repr, lacking))} it does not have; load without it, or make the "
+            "optimizer that was saved"
+        )

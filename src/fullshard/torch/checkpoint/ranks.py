@@ -47,6 +47,14 @@ class CommRanks:
             data = _broadcast(comm, data)
         return data
 
+    def share(self, data: bytes) -> list[bytes]:
+        """See `fullshard.checkpoint.Ranks.share`."""
+        if len(self._comms) == 1:
+            sizes, texts = _exchanged(self._comms[0], data)
+            if max(sizes) <= _SHORT_BYTES:
+                return texts
+        return _unpacked(self.broadcast(_packed(self.gather(data))))
+
     def duplicate(self) -> "CommRanks":
         """See `fullshard.checkpoint.Ranks.duplicate`."""
         return CommRanks(self._comms)
@@ -88,14 +96,19 @@ def _taken(place: torch.Tensor) -> tuple[int, bytes]:
     return size, raw[8 : 8 + min(size, _SHORT_BYTES)]
 
 
-def _gathered(comm: Comm, data: bytes) -> list[bytes]:
-    """All ranks' data on the first one; nothing on the others."""
+def _exchanged(comm: Comm, data: bytes) -> tuple[list[int], list[bytes]]:
+    """How long all ranks' data are, and their beginnings."""
     places = torch.zeros(comm.size * _PLACE_BYTES, dtype=torch.uint8)
     comm.all_gather([(places, _placed(data))], label=_LABEL).wait()
     found = [_taken(place) for place in places.view(comm.size, _PLACE_BYTES)]
-    sizes = [size for size, _ in found]
+    return [size for size, _ in found], [text for _, text in found]
+
+
+def _gathered(comm: Comm, data: bytes) -> list[bytes]:
+    """All ranks' data on the first one; nothing on the others."""
+    sizes, texts = _exchanged(comm, data)
     if max(sizes) <= _SHORT_BYTES:
-        return [text for _, text in found] if comm.rank == 0 else []
+        return texts if comm.rank == 0 else []
     to_first, received = [0] * comm.size, [0] * comm.size
     to_first[0] = len(data)
     if comm.rank == 0:

@@ -19,7 +19,7 @@ from fullshard.checkpoint.background import save_in_background
 from fullshard.checkpoint.run_folder import run_folder
 from fullshard.checkpoint.saving import About, Plans, write_step
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks, stream
-from fullshard.core.errors import ConfigurationError, FullshardError
+from fullshard.core.errors import ConfigurationError
 from fullshard.torch.checkpoint.collecting import (
     Collected,
     Models,
@@ -28,7 +28,7 @@ from fullshard.torch.checkpoint.collecting import (
     collect,
 )
 from fullshard.torch.checkpoint.ranks import call_all, comms_of, ranks_over
-from fullshard.torch.checkpoint.tensors import held_here, piece_of
+from fullshard.torch.checkpoint.tensors import KnownBoxes, held_here, piece_of
 from fullshard.torch.checkpoint.values import encode, random_state_tensor
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.step.managed import managed_units
@@ -46,6 +46,7 @@ class Session:
         self.ranks = ranks_over(comms)
         self.aside: Ranks | None = None  # for the thread of asynchronous saves
         self.plans = Plans()
+        self.boxes: KnownBoxes = {}
         self.blocks = Blocks(3 * BLOCK_BYTES)
         self.aside_blocks: tuple[int, Blocks] | None = None
         self.pending: Saving | None = None
@@ -137,13 +138,13 @@ def save_checkpoint(
     session.settle()
     failure, mine, about, pinned = None, [], About(step), False
     try:
-        collected = collect(models, optimizers, trainable_only)
+        collected = collect(models, optimizers, trainable_only, session.boxes)
         own = f"{RANDOM}/{session.ranks.rank}"
         collected.held[own] = held_here(own, random_state_tensor())
         mine = [piece_of(name, held) for name, held in collected.held.items()]
         pinned = any(held.local.is_cuda for held in collected.held.values())
         about = _about(step, models, session.ranks.size, collected, extra)
-    except FullshardError as error:
+    except Exception as error:
         failure = error
     what = f"step {step} cannot be saved"
     mine = session.plans.mine(mine, session.ranks, what, failure)

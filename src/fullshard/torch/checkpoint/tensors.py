@@ -30,12 +30,14 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 class Held:
     """This rank's part of a tensor of global ``shape``.
 
-    ``local`` has the elements of ``boxes``, one box after the other in row-major order.
+    ``local`` has the elements of ``boxes``, one box after the other in row-major order. ``fresh``:
+    it was made to be loaded into, and belongs to nothing yet.
     """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     local: Tensor
+    fresh: bool = False
 
     @property
     def numel(self) -> int:
@@ -66,16 +68,18 @@ class Held:
         self.note_change()
 
 
-KnownBoxes = dict[tuple[Any, ...], tuple[Box, ...]]
-"""This rank's boxes by shape, mesh and placements: most tensors have those of another one."""
+KnownBoxes = dict[tuple[Any, ...], tuple[DeviceMesh, tuple[Box, ...]]]
+"""This rank's boxes by shape, mesh and placements: most tensors have those of another one.
+
+The mesh stands beside them, so that it lives and its identity stays its own.
+"""
 
 
 def held_here(name: str, value: Tensor, known: KnownBoxes | None = None) -> Held:
     """Find this rank's part of ``value``.
 
     Raises `ConfigurationError` for tensors without values and `NotSupportedError` for kinds that
-    have no boxes; ``name`` is for the message. ``known`` is looked at first, and added to, while
-    meshes stay what they are.
+    have no boxes; ``name`` is for the message. ``known`` is looked at first, and added to.
     """
     if value.is_meta:
         raise ConfigurationError(
@@ -91,8 +95,8 @@ def held_here(name: str, value: Tensor, known: KnownBoxes | None = None) -> Held
         known = {} if known is None else known
         key = (shape, id(mesh), placements)
         if key not in known:
-            known[key] = _box_of(name, shape, mesh, placements)
-        return Held(shape, known[key] if local.numel() else (), local)
+            known[key] = mesh, _box_of(name, shape, mesh, placements)
+        return Held(shape, known[key][1] if local.numel() else (), local)
     if value.layout is not torch.strided:
         raise NotSupportedError(f"{name!r} is sparse ({value.layout}); store a dense tensor")
     shape = tuple(value.shape)

@@ -138,6 +138,8 @@ def cost_of(unit: Unit) -> UnitCost:
         reduce_bytes=0 if own else reduced * (slices - 1),
         all_reduce_bytes=2 * grad_slice * (replicas - 1) // replicas if all_reduces else 0,
         solo=slices == 1,
+        grad_made_bytes=None if slices == 1 else layout.grad_made_bytes,
+        grad_moved_bytes=0 if slices == 1 else layout.grad_moved_bytes,
         staged_bytes=layout.staged_bytes,
     )
 

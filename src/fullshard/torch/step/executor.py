@@ -192,6 +192,10 @@ def unit_policy(managed: ManagedUnit, *, reduced: bool, root: bool) -> UnitPolic
         # The root's parameters are needed again as soon as its forward is over.
         reshard = not root
 
+    layout = managed.unit.layout
+    # On a CPU the host would wait.
+    widened = managed.unit.device.type != "cpu" and layout.grad_copied_bytes > layout.full_bytes
+
     def numbers(chosen: "list[ManagedUnit] | None") -> tuple[int, ...] | None:
         return None if chosen is None else tuple(other.number for other in chosen)
 
@@ -205,7 +209,8 @@ def unit_policy(managed: ManagedUnit, *, reduced: bool, root: bool) -> UnitPolic
         unshard_in_backward=managed.unshard_in_backward,
         prefetch_forward=numbers(managed.prefetch_forward),
         prefetch_backward=numbers(managed.prefetch_backward),
-        full_bytes=managed.unit.layout.full_bytes,
+        full_bytes=layout.full_bytes,
+        widened=widened,
     )
 
 

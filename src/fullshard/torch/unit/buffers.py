@@ -134,7 +134,9 @@ class FlatBuffer:
         with MemorySource.taking(device, anew=True) if MemorySource.is_set else nullcontext():
             self._memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self._storage = self._memory.untyped_storage()
-        self._advise()
+        self._wants_huge_pages = self.bytes >= _LARGE_BYTES and self._memory.device.type == "cpu"
+        if self._wants_huge_pages:
+            _ask_for_huge_pages(self._storage.data_ptr(), self.bytes)
         self.by_dtype = [self._memory] if sizes else []
         if len(sizes) == 1:
             self.flats = [self._memory[: sizes[0][0]]]
@@ -173,11 +175,8 @@ class FlatBuffer:
                     self._storage.resize_(self.bytes)
             else:
                 self._storage.resize_(self.bytes)
-            self._advise()
-
-    def _advise(self) -> None:
-        if self.bytes >= _LARGE_BYTES and self._storage.device.type == "cpu":
-            _ask_for_huge_pages(self._storage.data_ptr(), self.bytes)
+            if self._wants_huge_pages:
+                _ask_for_huge_pages(self._storage.data_ptr(), self.bytes)
 
     def release(self) -> None:
         """Give the memory back; views stay, and must not be touched until it is allocated again."""

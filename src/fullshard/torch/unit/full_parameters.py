@@ -17,7 +17,7 @@ from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import Extension
 from fullshard.torch.unit.guards.freed import Freed
 from fullshard.torch.unit.guards.optimizer_steps import await_before_steps
-from fullshard.torch.unit.packing import Unpacking
+from fullshard.torch.unit.packing import PackedArrival
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Place, Shards
 from fullshard.torch.unit.sites import notes_on
@@ -71,7 +71,7 @@ class FullParameters:
         self._gathering: Work | None = None
         self._version = -1  # of the shards, when they were gathered
         self.part: FlatBuffer | None = None  # kept from forward to backward, of several slices
-        self._arrival: FlatBuffer | None = None  # of packed segments
+        self._packed: PackedArrival | None = None
         self.working: FlatBuffer | None = None  # the shard on the device, if it rests elsewhere
         self.working_version = -1
         self.params: list[nn.Parameter] = []
@@ -84,30 +84,24 @@ class FullParameters:
 
     def _make_buffer(self) -> None:
         shards, segments = self._shards, self._shards.layout.segments
-        sizes = [
-            (0 if number in self._extensions else s.full_numel, dtype_of(s.full_dtype))
-            for number, s in enumerate(segments)
+        packed = [number for number, s in enumerate(segments) if s.travels_apart]
+        elsewhere = {*packed, *self._extensions}
+        sizes = [(s.full_numel, dtype_of(s.full_dtype)) for s in segments]
+        own_sizes = [
+            (0 if n in elsewhere else size, dtype) for n, (size, dtype) in enumerate(sizes)
         ]
-        self._buffer = shards.buffer if self.resident else FlatBuffer(sizes, self._plan.device)
-        # Packed segments arrive elsewhere, and are copied from there.
-        self._packed = [number for number, s in enumerate(segments) if s.travels_apart]
-        travelling = self._buffer.flats.copy()
-        if self._packed:
-            self._arrival = FlatBuffer(
-                [sizes[number] for number in self._packed], self._plan.device
-            )
-            for number, flat in zip(self._packed, self._arrival.flats, strict=True):
-                travelling[number] = flat
-            self._unpacking = Unpacking(
-                (segments[number], travelling[number], self._buffer.flats[number])
-                for number in self._packed
-            )
+        self._buffer = shards.buffer if self.resident else FlatBuffer(own_sizes, self._plan.device)
+        self._flats, travelling = self._buffer.flats.copy(), self._buffer.flats.copy()
+        if packed:
+            self._packed = PackedArrival([(segments[n], sizes[n][1]) for n in packed], self._plan)
+            for number, arrived, there in zip(packed, *self._packed.flats, strict=True):
+                travelling[number], self._flats[number] = arrived, there
         self.params = [
             # .data: a parameter that is a plain view shares its version counter with the buffer,
             # and writing gathered values into that would then trip autograd's in-place check.
             _NOT_YET
             if place.number in self._extensions
-            else self._as_parameter(index, view_of(self._buffer, place).data)
+            else self._as_parameter(index, view_of(self._flats, place).data)
             for index, place in enumerate(shards.places)
         ]
         # Views are made once: they stay valid while the memory comes and goes.
@@ -121,9 +115,9 @@ class FullParameters:
         self._travelling = travelling
         self._pairs = list(zip(travelling, shards.flats, strict=True))
         if not self.resident:
-            self._buffer.release()
-        if self._arrival is not None:
-            self._arrival.release()
+            self._release()
+        if self._packed is not None:
+            self._packed.arriving.release()
 
     def _find_extensions(self) -> dict[int, Extension]:
         """The Extension of each segment that has one, by the segment's number."""
@@ -179,20 +173,21 @@ class FullParameters:
 
     def gather(self, custom: CustomGather | None) -> None:
         """Start to gather, as ``custom`` does it if it is given (collective)."""
-        self._buffer.allocate()
-        self._freed.unmark()
+        if self._buffer.bytes:
+            self._buffer.allocate()
+        if self._freed.marked:
+            self._freed.unmark()
         self._version = self.at_rest._version
         if self.part is not None:
             block = self._ranks.block
             assert block is not None
-            pairs = list(zip(self._buffer.flats, self.part.flats, strict=True))
+            if self._packed is not None:
+                self._packed.there.allocate()
+            pairs = list(zip(self._flats, self.part.flats, strict=True))
             self._gathering = block.all_gather(pairs, label=self._label)
             return
-        if self._arrival is not None:
-            self._arrival.allocate()
-            if self._ranks.block is not None:  # what lies between parameters is sent, too
-                for number in self._packed:
-                    self._buffer.flats[number].zero_()
+        if self._packed is not None:
+            self._packed.arriving.allocate()
         if self._as_they_rest:
             self._gathering = self._all_gather(self._pairs, custom)
         elif not self._plan.offload.to_host:
@@ -248,9 +243,8 @@ class FullParameters:
             self._gathering.wait()
             if self._copies:
                 self._fetch.join()
-            if self._arrival is not None and self.part is None:
-                self._unpacking.copy()
-                self._arrival.release()
+            if self._packed is not None and self.part is None:
+                self._packed.unpack()
             self._gathering = self.part = None
             if self._extensions:
                 self._receive()
@@ -271,8 +265,8 @@ class FullParameters:
         total = sum(extension.bytes for extension in self._extensions.values())
         if not self.resident and self.params and self._buffer.allocated:
             total += self._buffer.bytes
-        if self._arrival is not None and self._arrival.allocated:
-            total += self._arrival.bytes
+        if self._packed is not None:
+            total += self._packed.bytes
         return total + (self.part.bytes if self.part is not None else 0)
 
     @property
@@ -285,33 +279,40 @@ class FullParameters:
     def shrink(self) -> None:
         """Drop all but this rank's part among those of its block."""
         self.wait()
-        block, flats = self._ranks.block, self._buffer.flats
+        block, flats = self._ranks.block, self._flats
         assert block is not None
         sizes = [(flat.numel() // block.size, flat.dtype) for flat in flats]
         self.part = FlatBuffer(sizes, self._plan.device)
         for part, full in zip(self.part.flats, flats, strict=True):
             part.copy_(full[block.rank * part.numel() : (block.rank + 1) * part.numel()])
-        self._buffer.release()
+        self._release()
         self._freed.mark()
 
     def drop(self) -> bool:
         """Drop everything; False if there was no more than the part that `shrink` had left."""
-        self.wait()
+        if self._gathering is not None:
+            self.wait()
         if self.part is not None:
             self.part = None
             return False
-        self._buffer.release()
+        self._release()
         self._freed.mark()
         for extension in self._extensions.values():
             extension.release()
         return True
+
+    def _release(self) -> None:
+        if self._buffer.bytes:
+            self._buffer.release()
+        if self._packed is not None:
+            self._packed.there.release()
 
     def synchronize(self) -> None:
         """Hold up the host until it may write to shards that rest there."""
         self._fetch.synchronize()
 
 
-def view_of(buffer: FlatBuffer, place: Place) -> Tensor:
-    """The parameter at ``place`` in a buffer of full segments."""
-    flat = buffer.flats[place.number]
+def view_of(flats: Sequence[Tensor], place: Place) -> Tensor:
+    """The parameter at ``place`` in full segments."""
+    flat = flats[place.number]
     return flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)

@@ -16,14 +16,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Done, Work
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import Division, FlatBuffer, dtype_of, lie_alike
-from fullshard.torch.unit.packing import Deliveries, pieces_of, travelling_pieces
+from fullshard.torch.unit.full_gradients import FullGradients
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.streams import CopyStream
@@ -47,7 +45,7 @@ class ReduceSettings:
 
 
 class Gradients:
-    """Full gradients of a unit in one flat buffer, and their reduce."""
+    """The full gradients of a unit, and their reduce."""
 
     def __init__(self, name: str, shards: Shards, plan: Plan, settings: ReduceSettings):
         self.rename(name)
@@ -58,7 +56,6 @@ class Gradients:
         travel = [dtype_of(s.grad_dtype) for s in segments]
         keep = plan.precision.keep_low_grads
         rest = travel if keep else [dtype_of(s.dtype) for s in segments]
-        self._full_sizes = [(s.full_numel, d) for s, d in zip(segments, travel, strict=True)]
         self._slice_sizes = [(s.slice_numel, d) for s, d in zip(segments, travel, strict=True)]
         self._rest_sizes = [(s.slice_numel, d) for s, d in zip(segments, rest, strict=True)]
         self._rests_alike = lie_alike(self._slice_sizes, self._rest_sizes)
@@ -66,15 +63,8 @@ class Gradients:
         self._contributions = plan.ranks.size
         self._low_range = any(segment.grad_dtype == "float16" for segment in segments)
         self._moves = plan.resting_device != plan.device
-        self._full: FlatBuffer | None = None
-        self._views: dict[int, list[Tensor]] = {}  # of each parameter, one or `pieces_of`
-        # What gradients are seen as to fit in one view; () for those that are taken apart.
-        self._seen_as: dict[int, tuple[int, ...]] = {}
-        self._padding: list[Tensor] = []  # what lies between the views, and behind them
-        self._holey: list[Tensor] = []  # small and packed, with padding here and there
-        self._delivered: set[int] = set()  # parameters that the buffer holds, or soon will
-        self._deliveries = Deliveries(self._full_sizes, plan.device)
-        self.trained = [i for i, place in enumerate(shards.places) if place.grad_number >= 0]
+        self.full = FullGradients(shards, plan)
+        self.trained = self.full.trained
         self.absent: set[int] | None = None  # in no reduce since `settle` was called
         self._zeroed: list[int] = []  # of those, the ones whose ``.grad`` was None until then
         self._reduced: FlatBuffer | None = None
@@ -93,87 +83,28 @@ class Gradients:
     @property
     def transient_bytes(self) -> int:
         """Bytes that gradients hold now, and what a reduce needs, but for shards at rest."""
-        elsewhere = sum(each.bytes for each in self._leaving) + self._deliveries.bytes
+        held = self.full.bytes + sum(each.bytes for each in self._leaving)
         if self._kept is not None:
-            elsewhere += self._kept.bytes
-        if self._full is None or not self._full.allocated:
-            return elsewhere
-        scratch = elsewhere
+            held += self._kept.bytes
         if self._work is not None and not self._scattered:
-            scratch = sum(map(self._plan.ranks.reduce.reduce_scratch_bytes, self._full.flats))
-        return self._full.bytes + scratch
+            held += sum(map(self._plan.ranks.reduce.reduce_scratch_bytes, self.full.sent))
+        return held
 
     # ---- full gradients -------------------------------------------------------------------------
 
     def fill(self) -> None:
-        """Get the memory for full gradients."""
-        self.await_all()  # a gradient that comes late must not touch a buffer under way
-        if self._full is not None:
-            self._full.allocate()
-            for flat in self._holey:
-                flat.zero_()
-            return
-        self._full = FlatBuffer(self._full_sizes, self._plan.device)
-        for index, place in enumerate(self._shards.places):
-            if place.grad_number >= 0:
-                flat = self._full.flats[place.grad_number]
-                if not place.segment.travels_apart:
-                    whole = flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)
-                    self._views[index] = [whole]
-                    continue
-                views = self._views[index] = travelling_pieces(flat, place.segment, place.slot)
-                in_one = len(views) == 1 and not place.slot.spec.cut_dim
-                self._seen_as[index] = views[0].shape if in_one else ()
-        self._padding, self._holey = [], []
-        for segment, flat in zip(self._shards.trainable, self._full.flats, strict=True):
-            if segment.travels_apart:
-                if segment.padding_numel:
-                    self._holey.append(flat)
-                continue
-            ends = [0, *(slot.stop for slot in segment.slots)]
-            starts = [*(slot.start for slot in segment.slots), flat.numel()]
-            between = zip(ends, starts, strict=True)
-            self._padding += [flat[end:start] for end, start in between if end < start]
-        for flat in self._holey:
-            flat.zero_()
-
-    def deliver(self, index: int, grad: Tensor) -> None:
-        """Put a parameter's gradient, or a further part of it, into the buffer."""
-        if grad.layout is not torch.strided:
-            raise NotSupportedError(
-                f"parameter {self._shards.sharded[index].ownership.name!r} got a {grad.layout} "
-                "gradient; only dense gradients can be reduced (use sparse=False in embeddings)"
-            )
-        into = self._views[index]
-        seen_as = self._seen_as.get(index)
-        if seen_as is None:
-            parts = [grad]
-        elif seen_as:
-            parts = [grad.reshape(seen_as)]
-        else:
-            place = self._shards.places[index]
-            parts = pieces_of(grad, place.slot, place.segment.shards)
-        if index in self._delivered:
-            self._deliveries.flush()
-            for view, part in zip(into, parts, strict=True):
-                view.add_(part)
-            return
-        if self._deliveries.wait:
-            self._deliveries.put(into, parts)
-        else:
-            for view, part in zip(into, parts, strict=True):
-                view.copy_(part)
-        self._delivered.add(index)
+        """Get ready for the first full gradient."""
+        if self._work is not None:
+            self.await_all()  # what is under way is in the same places
+        if self.full.solo:
+            self.full.open()
 
     def drop(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
-        self._delivered.clear()
-        self._deliveries.clear()
         if self._work is not None:
             self._work.wait()
         self._work, self._reduced, self._scattered, self._kept = None, None, False, None
-        if self._full is not None:
-            self._full.release()
+        self.full.release()
 
     def settle(self, used: list[float] | None) -> None:
         """Take away zeros of parameters that no rank has used (None: keep all).
@@ -186,15 +117,6 @@ class Gradients:
                 self._shards.sharded[index].grad = None
         self.absent = None
         self._zeroed.clear()
-
-    def _zero_what_did_not_come(self) -> None:
-        if self._padding:
-            torch._foreach_zero_(self._padding)
-        if len(self._delivered) < len(self._views):
-            for index, views in self._views.items():
-                if index not in self._delivered:
-                    for view in views:
-                        view.zero_()
 
     # ---- the reduce -----------------------------------------------------------------------------
 
@@ -223,29 +145,25 @@ class Gradients:
 
     def reduce(self) -> None:
         """Start to sum full gradients over the slices; what did not come is zero (collective)."""
-        full = self._full
-        assert full is not None
-        if self._deliveries.wait:
-            self._deliveries.flush()
-        self._zero_what_did_not_come()
-        absent = self._views.keys() - self._delivered
+        full = self.full
+        settings = self.settings
+        users_write = settings.hook is not None or settings.reduce_scatter is not None
+        absent = full.send(written=users_write)
         self.absent = absent if self.absent is None else self.absent & absent
-        self._delivered.clear()
         before, _ = self._divisors()
         if before != 1:
-            for flat in full.by_dtype:
+            for flat in full.by_dtype():
                 flat.div_(before)
         if self._plan.ranks.gather.size == 1:
             # With one slice the full gradient is the shard: its memory goes with it.
-            self._reduced, self._full, self._views, self._padding = full, None, {}, []
-            self._work = _DONE
+            self._reduced, self._work = full.give_away(), _DONE
             if self.settings.hook is not None:
-                for flat in full.flats:
+                for flat in self._reduced.flats:
                     self.settings.hook(flat, flat)
             self.all_reduce()
             return
         self._reduced = FlatBuffer(self._slice_sizes, self._plan.device)
-        pairs = list(zip(self._reduced.flats, full.flats, strict=True))
+        pairs = list(zip(self._reduced.flats, full.sent, strict=True))
         self._work = self._reduce_scatter(pairs)
 
     def _reduce_scatter(self, pairs: list[tuple[Tensor, Tensor]]) -> Work:
@@ -268,8 +186,7 @@ class Gradients:
             return
         self._work.wait()
         self._scattered = True
-        if self._full is not None:
-            self._full.release()
+        self.full.release()
         reduced = self._reduced
         assert reduced is not None
         if self._kept is not None:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from fullshard.core.layout import Segment, Slot
+from fullshard.torch.unit.buffers import FlatBuffer
+from fullshard.torch.unit.plan import Plan
 
-__all__ = ["Deliveries", "Unpacking", "pieces_of", "travelling_pieces"]
+__all__ = ["PackedArrival", "Unpacking", "pieces_of", "travelling_pieces"]
 
 
 def pieces_of(value: Tensor, slot: Slot, shards: int) -> list[Tensor]:
@@ -60,6 +62,36 @@ class Unpacking:
             torch._foreach_copy_(self._params, self._arrived)
 
 
+class PackedArrival:
+    """Memory for packed segments: where they arrive, and where their parameters are.
+
+    Only one of the two is held but for the moment of the copy.
+    """
+
+    def __init__(self, segments: Sequence[tuple[Segment, torch.dtype]], plan: Plan):
+        sizes = [(segment.full_numel, dtype) for segment, dtype in segments]
+        self.arriving, self.there = (FlatBuffer(sizes, plan.device) for _ in range(2))
+        self.flats = self.arriving.flats, self.there.flats
+        self._unpacking = Unpacking(
+            (segment, arrived, there)
+            for (segment, _), arrived, there in zip(segments, *self.flats, strict=True)
+        )
+        self._fills = plan.ranks.block is not None  # what lies between parameters is sent, too
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held now."""
+        return sum(each.bytes for each in (self.arriving, self.there) if each.allocated)
+
+    def unpack(self) -> None:
+        """Copy what has arrived to the parameters."""
+        self.there.allocate()
+        if self._fills:
+            self.there.zero_()
+        self._unpacking.copy()
+        self.arriving.release()
+
+
 def _both(segment: Segment, travelling: Tensor, full: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for slot in segment.slots:
         param = full[slot.start : slot.stop].view(slot.spec.shape)
@@ -68,43 +100,3 @@ def _both(segment: Segment, travelling: Tensor, full: Tensor) -> Iterator[tuple[
             travelling_pieces(travelling, segment, slot),
             strict=True,
         )
-
-
-class Deliveries:
-    """Copies gradients into views of a buffer of ``sizes``, on a device small ones together.
-
-    Each call costs the host the same, and a small copy the device no less than a larger one. Those
-    that wait hold an eighth of the buffer's bytes at most; larger ones are copied at once.
-    """
-
-    def __init__(self, sizes: Sequence[tuple[int, torch.dtype]], device: torch.device):
-        self._most_bytes = sum(numel * dtype.itemsize for numel, dtype in sizes) // 8
-        self.wait = device.type != "cpu" and self._most_bytes > 0  # some, else none ever
-        self.clear()
-
-    def put(self, views: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """Copy ``parts``, which nobody else may change, to ``views``: now, or at the next flush."""
-        if not self.wait:
-            for view, part in zip(views, parts, strict=True):
-                view.copy_(part)
-            return
-        size = sum(part.numel() * part.element_size() for part in parts)
-        if self.bytes + size > self._most_bytes:
-            self.flush()
-        self._views += views
-        self._parts += parts
-        self.bytes += size
-        if size > self._most_bytes:
-            self.flush()
-
-    def flush(self) -> None:
-        """Copy what waits."""
-        if self._views:
-            torch._foreach_copy_(self._views, self._parts)
-            self.clear()
-
-    def clear(self) -> None:
-        """Forget what waits."""
-        self._views: list[Tensor] = []
-        self._parts: list[Tensor] = []
-        self.bytes = 0

@@ -240,7 +240,7 @@ class Unit:
         """Carry out an op of the schedule if there is something to do; False if not."""
         if kind is OpKind.AWAIT_REDUCE:
             return self.await_reduce()
-        if not self.wants(kind):
+        if kind is not OpKind.AWAIT_GATHER and not self.wants(kind):
             return False
         _ACTIONS[kind](self)
         return True
@@ -302,7 +302,7 @@ class Unit:
             self._fill()
         if index in self._cuts:
             grad = self._cuts[index].part_of_dtensor(grad)
-        self.gradients.deliver(index, grad)
+        self.gradients.full.put(index, grad)
 
     def _fill(self) -> None:
         self.gradients.fill()
@@ -367,7 +367,7 @@ class Unit:
 
     def full_views(self, full: FlatBuffer) -> list[Tensor]:
         """The parameters in what `gather_values` gave, in the order of ``params``."""
-        views = [view_of(full, place) for place in self.shards.places]
+        views = [view_of(full.flats, place) for place in self.shards.places]
         cuts = [each.tensor_parallel for each in self.params]
         return [v if c is None else c.dtensor(v) for v, c in zip(views, cuts, strict=True)]
 

@@ -26,16 +26,16 @@ class Freed:
         self._params = tuple(params)
         self._freed = (FREED_VERSION,) * len(params)
         self._there = (0,) * len(params)
-        self._marked = False
+        self.marked = False
 
     def mark(self) -> None:
         """Mark parameters whose memory is gone, if a graph may have them."""
-        if not self._marked and torch.is_grad_enabled():
+        if not self.marked and torch.is_grad_enabled():
             torch._C._autograd._unsafe_set_version_counter(self._params, self._freed)
-            self._marked = True
+            self.marked = True
 
     def unmark(self) -> None:
         """Take the marks away: the memory is back."""
-        if self._marked:
+        if self.marked:
             torch._C._autograd._unsafe_set_version_counter(self._params, self._there)
-            self._marked = False
+            self.marked = False

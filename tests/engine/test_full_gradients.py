@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients kept as autograd makes them: sent from there, or copied when their reduce begins."""
+
+import pytest
+import torch
+from support.models import loss_of, make, make_batches
+from support.training import shard
+from torch import nn
+
+from fullshard.core import layout
+from fullshard.core.layout import PACKED_BYTES
+from fullshard.testing import LocalComm, LocalWorld
+from fullshard.torch import MixedPrecisionPolicy, fully_shard
+from fullshard.torch.step.managed import managed_unit_of
+from fullshard.torch.unit import full_gradients
+from fullshard.torch.unit.full_gradients import FullGradients
+
+
+@pytest.fixture
+def nothing_packed(monkeypatch):
+    """Small parameters travel as large ones do, each by itself."""
+    monkeypatch.setattr(layout, "PACKED_BYTES", 0)
+
+
+def gradients(comm, name, micro_batches=2):
+    """Of a micro-batch that is not reduced and another one after it."""
+    model = shard(make(name), name, comm, door="function")
+    for number, (inputs, targets) in enumerate(make_batches(name, micro_batches, 2)):
+        model.set_requires_gradient_sync(number == micro_batches - 1)
+        loss_of(model(inputs), targets).backward()
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", ["gpt", "twice", "odd", "nested"])
+def test_gradients_are_the_same_however_they_travel(name, world, monkeypatch):
+    packed = LocalWorld(world).run(lambda comm: gradients(comm, name))[0]
+    monkeypatch.setattr(layout, "PACKED_BYTES", 0)
+    apart = LocalWorld(world).run(lambda comm: gradients(comm, name))[0]
+    plain, batches = make(name), make_batches(name, 2, 2)
+    for inputs, targets in batches:
+        loss_of(plain(inputs), targets).backward()
+    assert packed.keys() == apart.keys() == {n for n, p in plain.named_parameters()}
+    for key, value in plain.named_parameters():
+        assert torch.equal(packed[key], apart[key]), key
+        torch.testing.assert_close(apart[key], value.grad)
+
+
+def test_what_fits_is_sent_from_where_autograd_made_it(nothing_packed, monkeypatch):
+    made, sent = {}, {}
+    put, reduce_scatter = FullGradients.put, LocalComm.reduce_scatter
+
+    def noted_put(self, index, grad):
+        made.setdefault(self._comm_rank, set()).add(grad.data_ptr())
+        put(self, index, grad)
+
+    def noted_reduce(comm, pairs, label=""):
+        sent.setdefault(comm.rank, []).extend((full.numel(), full.data_ptr()) for _, full in pairs)
+        return reduce_scatter(comm, pairs, label)
+
+    monkeypatch.setattr(FullGradients, "put", noted_put)
+    monkeypatch.setattr(LocalComm, "reduce_scatter", noted_reduce)
+
+    def body(comm, dtypes):
+        model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False))
+        fully_shard(model, mesh=comm, mp_policy=MixedPrecisionPolicy(*dtypes))
+        managed_unit_of(model).unit.gradients.full._comm_rank = comm.rank
+        model(torch.ones(1, 4)).sum().backward()
+
+    def as_made(*dtypes):
+        made.clear()
+        sent.clear()
+        LocalWorld(2).run(lambda comm: body(comm, dtypes))
+        return [[(n, at in made[rank]) for n, at in sent[rank]] for rank in (0, 1)]
+
+    # 3 rows over 2 ranks are padded to 4.
+    assert as_made(None, None) == [[(32, True), (32, False)]] * 2
+    low, high = torch.bfloat16, torch.float32
+    assert as_made(low, low) == [[(32, True), (32, False)]] * 2
+    assert as_made(low, high) == [[(32, False), (32, False)]] * 2
+    assert as_made(None, torch.float16) == [[(32, False), (32, False)]] * 2
+
+
+class Sharing(nn.Module):
+    """Autograd gives both parameters' gradients the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.zeros(4, 2))
+        self.other = nn.Parameter(torch.zeros(8, 1))
+
+    def forward(self, x):
+        return ((self.one.view(-1) + self.other.view(-1)) * x).sum()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_that_share_memory(nothing_packed, hooked):
+    """Neither is changed when the other is added to, or written to by a hook."""
+
+    def body(comm):
+        model = fully_shard(Sharing(), mesh=comm)
+        found = []
+        full = managed_unit_of(model).unit.gradients.full
+        put = full.put
+        full.put = lambda index, grad: (found.append(grad.data_ptr()), put(index, grad))
+        if hooked:
+
+            def hook(full, shard):
+                full.mul_(2)
+                shard.copy_(full.chunk(comm.size)[comm.rank])
+
+            managed_unit_of(model).unit.settings.hook = hook
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(8)).backward()
+        model.set_requires_gradient_sync(True)
+        model(torch.full((8,), 2.0)).backward()
+        assert found[0] == found[1]  # the premise
+        return [param.grad.to_local() for param in model.parameters()]
+
+    for grads in LocalWorld(2).run(body):
+        for grad in grads:
+            assert torch.equal(grad, torch.full_like(grad, 6.0 if hooked else 3.0))
+
+
+def test_elements_that_do_not_lie_as_they_travel():
+    plain = torch.arange(6.0).view(2, 3)
+    is_plain = full_gradients._is_plain
+    assert is_plain(plain, torch.float32)
+    assert not is_plain(plain, torch.bfloat16)
+    assert not is_plain(plain.t(), torch.float32)
+    lazy = torch.ones(2, dtype=torch.complex64).conj()
+    assert not is_plain(lazy, torch.complex64)
+    assert is_plain(lazy.resolve_conj(), torch.complex64)
+    assert not is_plain(lazy.imag, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "whole"])
+def test_bytes_held_before_and_after_a_reduce_begins(kind, monkeypatch):
+    """With one slice gradients are copied as they come, on a device small ones together."""
+    world = 2 if kind == "sharded" else 1
+    width = 96
+    assert width * width * 4 > PACKED_BYTES
+    matrix, vector = width * width * 2, width * 2  # in bf16
+
+    def body(comm):
+        model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        fully_shard(model, mesh=comm, mp_policy=policy)
+        full = managed_unit_of(model).unit.gradients.full
+        full._most_bytes = 3 * vector
+        put, held = full.put, []
+
+        def noted(index, grad):
+            put(index, grad)
+            held.append(full.bytes)
+
+        full.put = noted
+        model(torch.ones(1, width)).sum().backward()
+        return held, managed_unit_of(model).unit.layout.grad_full_bytes
+
+    for held, buffer in LocalWorld(world).run(body):
+        if kind == "whole":
+            # What waits for others, beside the buffer; the matrix makes all of them too large.
+            waiting = [vector, 0, vector, 0]
+            assert held == [buffer + each for each in waiting]
+            continue
+        assert held == [vector, vector + matrix, 2 * vector + matrix, 2 * (vector + matrix)]

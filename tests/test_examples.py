@@ -70,7 +70,7 @@ def test_mnist(run_example):
     (accuracy, peak), (wrapped_accuracy, wrapped_peak) = rows.values()
     assert accuracy > 90
     assert wrapped_accuracy == pytest.approx(accuracy, abs=1)
-    assert wrapped_peak < peak
+    assert wrapped_peak <= peak  # one layer has 98% of the parameters: little is to be gained
     assert first.count("FullyShardedDataParallel(") == 3
 
 

@@ -207,6 +207,33 @@ def test_dcp_both_ways_optimizer_included(tmp_path, flat):
     assert_same(second, third)
 
 
+@pytest.mark.filterwarnings("ignore:.*in a single process")
+def test_dcp_files_that_are_damaged_or_gone_are_refused_in_our_words(tmp_path):
+    dcp.save({"model": {"w": torch.arange(40.0)}}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    [data] = (tmp_path / "theirs").glob("*.distcp")
+    whole = data.read_bytes()
+    for change in (whole[:100], whole[:200] + b"x" * 8 + whole[208:], None):
+        data.unlink()
+        if change is not None:
+            data.write_bytes(change)
+        with pytest.raises(CheckpointError, match=r"theirs cannot be read: [A-Z]\w+: .+") as caught:
+            import_dcp(tmp_path / "theirs", tmp_path / "imported")
+        assert "\n" not in str(caught.value)
+        if change is None:
+            data.write_bytes(whole)
+    metadata = dcp.FileSystemReader(tmp_path / "theirs").read_metadata()
+    for place in metadata.storage_data.values():
+        place.relative_path = "../elsewhere"
+    (tmp_path / "theirs" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"'../elsewhere' is no file beside it"):
+        import_dcp(tmp_path / "theirs", tmp_path / "imported")
+    assert not (tmp_path / "imported").exists()
+    (tmp_path / "file").write_text("in the way")
+    save_checkpoint(tmp_path / "run", torch.nn.Linear(2, 2), step=1)
+    with pytest.raises(CheckpointError, match="file/dcp cannot be written"):
+        export_dcp(open_checkpoint(tmp_path / "run"), tmp_path / "file" / "dcp")
+
+
 def test_metadata_that_would_run_code_is_refused(tmp_path):
     class Evil:
         def __reduce__(self):

@@ -377,6 +377,26 @@ def test_what_stays_gathered_is_said_by_array():
     assert "800 B gathered from beginning to end" in step.describe()
 
 
+def test_a_mesh_that_the_user_has_set_changes_nothing():
+    """`jax.set_mesh` puts a mesh into each operation of a trace."""
+
+    def loss_fn(params, batch):
+        x = jax.lax.with_sharding_constraint(batch, jax.P("fsdp"))
+        layers = params.swapaxes(1, 2)  # on the pieces
+        body = lambda x, w: (gathered(lambda w, x: jax.nn.relu(x @ w))(w, x), None)  # noqa: E731
+        return (jax.lax.scan(jax.checkpoint(body), x, layers)[0] ** 2).mean()
+
+    mesh, batch = create_mesh(fsdp=4), np.ones((8, 12), np.float32)
+    with jax.set_mesh(mesh):
+        params = jax.random.normal(jax.random.key(0), (3, 12, 12)) / 4
+        step = make_train_step(np.asarray(params), optax.sgd(1.0), loss_fn, mesh)
+        after, _, _ = step(step.init(), batch)
+        expected = np.asarray(params - jax.grad(loss_fn)(params, batch))
+    np.testing.assert_allclose(np.asarray(after.params), expected, atol=1e-5)
+    assert step.notes == []
+    assert communication(step, batch).of("reduce-scatter")
+
+
 def test_layers_whose_gradients_differ_are_no_scan():
     """Forward is the same for all; what a rule of differentiation closes over is not."""
 

@@ -9,8 +9,9 @@ either way of computing with them is near: gathering them, or leaving them where
 activations, as column- and row-parallel products (arXiv:1909.08053) do.
 
 Where nothing divides (3, 5, 7 devices) the dimension that needs the least padding is padded at its
-end while the array rests. A program sees the true shape: it cuts the padding off where it begins
-and puts it back where it ends, which moves nothing between devices.
+end while the array rests; of those that need the same, that of stacked layers comes last, too. A
+program sees the true shape: it cuts the padding off where it begins and puts it back where it ends,
+which moves nothing between devices.
 
 What a user has said goes first: patterns of a `Rule`, and axis names that a variable carries
 (``nnx.with_partitioning``), which name axes of the mesh or are translated by ``Rule.logical``.
@@ -244,11 +245,12 @@ def _choose(spec: ParamSpec, shards: int, axes: Sequence[Axis], asked: int | Non
     if asked is not None and asked in free:
         return asked
 
-    def merit(dim: int) -> tuple[bool, bool, float, int]:
+    def merit(dim: int) -> tuple[bool, bool, float, bool, int]:
         divides = shape[dim] % shards == 0
         stacked = dim == 0 and len(shape) >= 3
         waste = -(-shape[dim] // shards) * shards / shape[dim]
-        return divides, not (divides and stacked), shape[dim] if divides else -waste, -dim
+        size = shape[dim] if divides else -waste
+        return divides, not (divides and stacked), size, not stacked, -dim
 
     return max(free, key=merit)
 

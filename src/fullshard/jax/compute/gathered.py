@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from fullshard.jax.arrays.mesh import Layout
 from fullshard.jax.compute.context import Program, current
@@ -154,7 +154,8 @@ def _apart(
         x if dim is None else jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
         for x, dim in zip(shapes, dims, strict=True)
     ]
-    part = jax.make_jaxpr(flat)(*own)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a device's own, in any mesh
+        part = jax.make_jaxpr(flat)(*own)
     same = len(whole.consts) == len(part.consts)
     if not same or not all(map(_same_constant, whole.consts, part.consts)):
         raise Mixed("its constants depend on the number of examples")

@@ -19,7 +19,7 @@ from fullshard.jax.arrays.placing import put, to_host
 from fullshard.jax.arrays.rule import Placement, Rule, place
 from fullshard.jax.model.reading import Model
 
-__all__ = ["StateArrays", "StateSpec", "TrainState", "by_path"]
+__all__ = ["Resting", "StateArrays", "StateSpec", "TrainState", "by_path"]
 
 
 @jax.tree_util.register_dataclass

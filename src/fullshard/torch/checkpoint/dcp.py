@@ -11,12 +11,15 @@ nothing else.
 import io
 import pickle
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -63,8 +66,30 @@ def export_dcp(checkpoint: Checkpoint, target: str | Path) -> Path:
         for param, values in told.get("values", {}).items():
             for kind, value in values.items():
                 state[f"{owner}.state.{_without_model(param)}.{kind}"] = value
-    save_dcp(state, checkpoint_id=target, no_dist=True)
+    with _told_in_our_words(f"{target} cannot be written", target):
+        save_dcp(state, checkpoint_id=target, no_dist=True)
     return target
+
+
+@contextmanager
+def _told_in_our_words(what: str, path: Path) -> Iterator[None]:
+    """Raise `CheckpointError` for whatever DCP raises, some of which is no `Exception`."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*the intent is to .* in a single process")
+            yield
+    except CheckpointError:
+        raise
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        why = causes[0] if causes else error
+        raise CheckpointError(f"{what}: {_first_line(why)}", file=str(path)) from error
+    except Exception as error:
+        raise CheckpointError(f"{what}: {_first_line(error)}", file=str(path)) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _settings(owner: str, told: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,20 +147,21 @@ class _MetadataUnpickler(pickle.Unpickler):
         path = (module, name) in {("pathlib", "PosixPath"), ("collections", "OrderedDict")}
         if (known and name in self._NAMES) or dtype or path:
             return super().find_class(module, name)
-        raise CheckpointError(f"its metadata names {module}.{name}, which is not loaded")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not loaded")
 
 
 def _read_metadata(source: Path) -> Metadata:
     """Read the metadata of a DCP checkpoint. Raises `CheckpointError`."""
     place = source / ".metadata"
-    try:
+    with _told_in_our_words(f"{place} cannot be read", place):
         found = _MetadataUnpickler(io.BytesIO(place.read_bytes())).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # an unpickler raises whatever the bytes make it raise
-        raise CheckpointError(f"{place} cannot be read: {error!r}", file=str(place)) from error
-    if not isinstance(found, Metadata):
-        raise CheckpointError(f"{place} holds no metadata of DCP", file=str(place))
+        if not isinstance(found, Metadata):
+            raise CheckpointError(f"{place} holds no metadata of DCP", file=str(place))
+        for told in (found.storage_data or {}).values():
+            if Path(told.relative_path).name != told.relative_path:
+                raise CheckpointError(
+                    f"{place}: {told.relative_path!r} is no file beside it", file=str(place)
+                )
     return found
 
 
@@ -161,18 +187,16 @@ def import_dcp(source: str | Path, run: str | Path, step: int = 0) -> Path:
     source = Path(source)
     found = _read_metadata(source)
     state: dict[str, Any] = {}
-    for name, told in found.state_dict_metadata.items():
-        if isinstance(told, BytesStorageMetadata):
-            state[name] = None
-        else:
-            state[name] = torch.empty(told.size, dtype=told.properties.dtype)
-    tensors = {name: value for name, value in state.items() if value is not None}
-    others = {name: None for name, value in state.items() if value is None}
-    try:
+    with _told_in_our_words(f"{source} cannot be read", source):
+        for name, told in found.state_dict_metadata.items():
+            if isinstance(told, BytesStorageMetadata):
+                state[name] = None
+            else:
+                state[name] = torch.empty(told.size, dtype=told.properties.dtype)
+        tensors = {name: value for name, value in state.items() if value is not None}
+        others = {name: None for name, value in state.items() if value is None}
         load(tensors, storage_reader=_Reader(source), no_dist=True)
         values = _small_values(source, found, others)
-    except Exception as error:
-        raise CheckpointError(f"{source} cannot be read: {error}", file=str(source)) from error
     return _saved(Path(run), step, source.name, tensors, values)
 
 
@@ -181,10 +205,7 @@ def _small_values(source: Path, found: Metadata, names: Mapping[str, Any]) -> di
     values = {}
     for index, place in (found.storage_data or {}).items():
         if index.fqn in names:
-            relative = Path(place.relative_path)
-            if relative.name != str(relative):
-                raise CheckpointError(f"{relative} is no file beside the metadata")
-            with (source / relative).open("rb") as file:
+            with (source / place.relative_path).open("rb") as file:
                 file.seek(place.offset)
                 data = io.BytesIO(file.read(place.length))
             values[index.fqn] = torch.load(data, weights_only=True)

@@ -159,7 +159,7 @@ def _check_kind(key: str, optimizer: Optimizer, told: Mapping[str, Any]) -> None
     here, there = type(optimizer).__name__, told["class"]
     known = set().union(*told["groups"])
     lacking = sorted(set(optimizer.defaults) - known - _WAYS)
-    if here != there and lacking:
+    if there not in ("", here) and lacking:  # it is not known of what was imported
         raise CheckpointError(
             f"{key!r} was saved by {there} and is {here} here, whose settings "
             f"{', '.join(map(repr, lacking))} it does not have; load without it, or make the "

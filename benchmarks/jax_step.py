@@ -46,7 +46,6 @@ from fullshard.jax import (
     cross_entropy,
     embed,
     gathered,
-    initialize,
     make_train_step,
     shardings,
     which_needs_less,
@@ -320,7 +319,7 @@ def rows_of(name, model, mesh, rounds):
 
 
 def process_main(options):
-    initialize(f"127.0.0.1:{options.port}", 2, options.process)
+    jax.distributed.initialize(f"127.0.0.1:{options.port}", 2, options.process)
     mesh = create_mesh()
     rows = [
         row

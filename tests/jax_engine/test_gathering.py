@@ -190,14 +190,6 @@ def test_what_is_rolled_up_is_equal(model, notes):
         np.testing.assert_allclose(x, after[name], atol=1e-5)
 
 
-def test_scan_that_is_demanded_and_impossible():
-    step = make_train_step(
-        Varied([7]), optax.sgd(0.1), models.squared_error, create_mesh(fsdp=2), scan=True
-    )
-    with pytest.raises(ConfigurationError, match="scan=True, but the loss function has no equal"):
-        step.lowered(VECTORS)
-
-
 def test_a_fault_of_the_loss_function_is_its_own_and_comes_first():
     traces = []
 
@@ -386,15 +378,51 @@ def test_a_mesh_that_the_user_has_set_changes_nothing():
         body = lambda x, w: (gathered(lambda w, x: jax.nn.relu(x @ w))(w, x), None)  # noqa: E731
         return (jax.lax.scan(jax.checkpoint(body), x, layers)[0] ** 2).mean()
 
-    mesh, batch = create_mesh(fsdp=4), np.ones((8, 12), np.float32)
+    mesh, batch = create_mesh(fsdp=5), np.ones((10, 12), np.float32)  # 5 divides no weight
     with jax.set_mesh(mesh):
         params = jax.random.normal(jax.random.key(0), (3, 12, 12)) / 4
         step = make_train_step(np.asarray(params), optax.sgd(1.0), loss_fn, mesh)
         after, _, _ = step(step.init(), batch)
         expected = np.asarray(params - jax.grad(loss_fn)(params, batch))
-    np.testing.assert_allclose(np.asarray(after.params), expected, atol=1e-5)
+        _, found = next(step.arrays(after))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
     assert step.notes == []
     assert communication(step, batch).of("reduce-scatter")
+
+
+def test_large_arrays_that_a_loss_closes_over_are_told(caplog):
+    teacher = np.ones((512, 1024), np.float32)
+
+    def loss_fn(params, batch):
+        return ((batch @ params["w"] - batch @ jnp.asarray(teacher)) ** 2).mean()
+
+    step = make_train_step(
+        {"w": np.zeros((512, 1024), np.float32)}, optax.sgd(1.0), loss_fn, create_mesh(fsdp=2)
+    )
+    step.lowered(np.ones((2, 512), np.float32))
+    assert "2.00 MiB of arrays that the function closes over are on every device" in caplog.text
+
+
+def test_methods_and_keywords_of_layers():
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+
+        def scaled(self, x, by):
+            return x + self.linear(x) * by
+
+    def loss_fn(model, batch):
+        x = gathered(model.scaled)(batch, by=2.0)
+        return (
+            gathered(lambda w, x, *, by: x @ w * by)(model.linear.kernel[...], x, by=3) ** 2
+        ).mean()
+
+    step = make_train_step(Layer(), optax.sgd(1.0), loss_fn, create_mesh(fsdp=2))
+    batch = np.ones((4, 6), np.float32)
+    _, loss, _ = step(step.init(), batch)
+    assert float(loss) == pytest.approx(float(loss_fn(Layer(), batch)), rel=1e-5)
+    assert step.notes == []
+    assert len(communication(step, batch).of("reduce-scatter")) == 2
 
 
 def test_layers_whose_gradients_differ_are_no_scan():
@@ -416,10 +444,14 @@ def test_layers_whose_gradients_differ_are_no_scan():
 
     params = list(jax.random.normal(jax.random.key(0), (3, 8, 8)) / 4)
     batch = np.ones((8, 8), np.float32)
-    for scales, notes in (((0.5, 1.0, 2.0), []), ((0.5,) * 3, ["0 to 2 are 3 equal layers"])):
-        step = make_train_step(params, optax.sgd(1.0), loss_of(scales), create_mesh(fsdp=2))
-        after, _, _ = step(step.init(), batch)
-        expected = jax.grad(loss_of(scales))(params, batch)
-        for new, old, gradient in zip(after.params, params, expected, strict=True):
-            np.testing.assert_allclose(old - new, gradient, atol=1e-5)
-        assert step.notes == notes
+    alike, other = (
+        make_train_step(params, optax.sgd(1.0), loss_of(scales), create_mesh(fsdp=2))
+        for scales in ((0.5,) * 3, (0.5, 1.0, 2.0))
+    )
+    alike.lowered(batch)
+    assert alike.notes == ["0 to 2 are 3 equal layers"]
+    after, _, _ = other(other.init(), batch)
+    assert other.notes == []
+    expected = jax.grad(loss_of((0.5, 1.0, 2.0)))(params, batch)
+    for new, old, gradient in zip(after.params, params, expected, strict=True):
+        np.testing.assert_allclose(old - new, gradient, atol=1e-5)

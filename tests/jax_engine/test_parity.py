@@ -207,7 +207,10 @@ def test_a_haiku_model_is_a_pytree(monkeypatch):
 
 
 def test_results_of_each_example_come_in_order():
+    traces = []
+
     def loss_fn(params, batch):
+        traces.append(batch)
         errors = ((batch["x"] @ params["layers"][0]["w"]) ** 2).mean(-1)
         return errors.mean(), {"errors": errors, "worst": errors.max()}
 
@@ -218,6 +221,8 @@ def test_results_of_each_example_come_in_order():
         step = make_train_step(
             tree, optax.sgd(0.1), loss_fn, create_mesh(fsdp=3), has_aux=True, accumulate=accumulate
         )
+        traces.clear()
         _, _, aux = step(step.init(), batch)
+        assert len(traces) == 1
         np.testing.assert_allclose(aux["errors"], expected["errors"], rtol=1e-5)
     assert float(aux["worst"]) <= float(expected["worst"])

@@ -7,7 +7,6 @@ which module cannot be told from a compiled program: the recording has one call,
 treats the tree as one unit.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ITEM_BYTES, ParamSpec
+from fullshard.jax.arrays.leaves import path_name
 from fullshard.plan.measured.recording import (
     Mark,
     MarkKind,
@@ -40,7 +40,7 @@ def record_step(loss: Callable[..., Any], params: Any, *args: Any) -> StepRecord
     """
     shapes = jax.tree.map(_shape_of, (params, args))
     specs = tuple(
-        ParamSpec(_name(path), tuple(leaf.shape), leaf.dtype.name, _trains(leaf))
+        ParamSpec(path_name(path), tuple(leaf.shape), leaf.dtype.name, _trains(leaf))
         for path, leaf in jax.tree.leaves_with_path(shapes[0])
     )
     trained = [number for number, spec in enumerate(specs) if spec.trainable]
@@ -76,18 +76,16 @@ def record_step(loss: Callable[..., Any], params: Any, *args: Any) -> StepRecord
 
 def _compiled(loss: Callable[..., Any], shapes: tuple[Any, tuple[Any, ...]]) -> Any:
     params, args = shapes
-    leaves, tree = jax.tree.flatten(params)
-    numbers = [number for number, leaf in enumerate(leaves) if _trains(leaf)]
+    trained = jax.tree.map(lambda x: x if _trains(x) else None, params)
 
-    def of_trained(trained: list[Any], frozen: list[Any], args: tuple[Any, ...]) -> Any:
-        merged, others, own = [], iter(frozen), iter(trained)
-        for leaf in leaves:
-            merged.append(next(own) if _trains(leaf) else next(others))
-        return loss(jax.tree.unflatten(tree, merged), *args)
+    def of_trained(trained: Any, args: tuple[Any, ...], frozen: Any) -> Any:
+        whole = jax.tree.map(
+            lambda x, y: y if x is None else x, trained, frozen, is_leaf=lambda x: x is None
+        )
+        return loss(whole, *args)
 
-    trained = [leaves[number] for number in numbers]
-    frozen = [leaf for leaf in leaves if not _trains(leaf)]
-    return jax.jit(jax.value_and_grad(of_trained)).lower(trained, frozen, args).compile()
+    frozen = jax.tree.map(lambda x: None if _trains(x) else x, params)
+    return jax.jit(jax.value_and_grad(of_trained)).lower(trained, args, frozen).compile()
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -102,7 +100,3 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _trains(leaf: Any) -> bool:
     return bool(jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating))
-
-
-def _name(path: Any) -> str:
-    return ".".join(re.sub(r"^[.\['\"]+|['\"\]]+$", "", str(part)) for part in path)

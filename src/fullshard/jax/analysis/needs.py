@@ -5,7 +5,8 @@ Figures are those of compiled programs, for each device. Nothing is allocated to
 compiling takes time: some seconds for each row of a table.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,9 +163,5 @@ def _written_program(step: TrainStep, batch: Any) -> str:
     return "" if dtypes <= {"float32", "float64"} else step.lowered(batch).as_text()
 
 
-def _device_bytes(leaf: Any) -> int:
-    shape: Sequence[int] = leaf.sharding.shard_shape(leaf.shape)
-    size = leaf.dtype.itemsize
-    for dim in shape:
-        size *= dim
-    return size
+def _device_bytes(leaf: Any) -> Any:
+    return leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["STORED_DTYPES", "as_key", "is_key", "key_data", "key_text", "path_name"]
+__all__ = ["STORED_DTYPES", "as_key", "is_array", "is_key", "key_data", "key_text", "path_name"]
 
 STORED_DTYPES = {
     "bool": "BOOL",
@@ -39,6 +39,11 @@ def key_text(key: Any) -> str:
 def path_name(path: tuple[Any, ...]) -> str:
     """A tree's path as one name, its parts joined by dots; what a box holds is called like it."""
     return ".".join(key_text(each) for each in path if getattr(each, "name", None) != "value")
+
+
+def is_array(x: Any) -> bool:
+    """Whether ``x`` is an array, or the shape of one."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def is_key(x: Any) -> bool:

@@ -12,6 +12,7 @@ for, or if they have these names.
 """
 
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Layout:
     @property
     def parts(self) -> int:
         """How many parts a batch is cut into."""
-        return int(np.prod([self.mesh.shape[axis] for axis in self.batch]))
+        return self.count(self.batch)
 
     @property
     def only_batch(self) -> bool:
@@ -86,9 +87,18 @@ class Layout:
 
     @property
     def explicit(self) -> AbstractMesh:
-        """The same mesh with axes that types of arrays tell, for questions to JAX's own rules."""
-        kinds = (AxisType.Explicit,) * len(self.sizes)
-        return AbstractMesh(tuple(self.sizes.values()), tuple(self.sizes), axis_types=kinds)
+        """A mesh with axes that types of arrays tell, for questions to JAX's own rules.
+
+        All have one device, which divides any dimension.
+        """
+        count = len(self.sizes)
+        kinds = (AxisType.Explicit,) * count
+        return AbstractMesh((1,) * count, tuple(self.sizes), axis_types=kinds)
+
+    def count(self, axis: str | tuple[str, ...] | None) -> int:
+        """The number of parts into which this cuts a dimension."""
+        names = () if axis is None else (axis,) if isinstance(axis, str) else axis
+        return math.prod(self.sizes[name] for name in names)
 
     def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
         """The sharding of arrays whose dimensions these axes cut; of none, that of whole ones."""
@@ -189,29 +199,16 @@ def describe_mesh(mesh: Mesh) -> str:
     return f"mesh {sizes} over {_devices_text(devices)} of {processes} process(es)"
 
 
-def initialize(
-    coordinator: str | None = None, processes: int | None = None, process: int | None = None
-) -> bool:
-    """Join several processes, each with its own devices; to be called before any other use of JAX.
+def initialize() -> bool:
+    """Join the processes of a launcher, each with its devices; before any other use of JAX.
 
-    Every process must call it. What is not given is read from a launcher's environment (torchrun,
-    Open MPI, SLURM), and where there is none nothing is joined and False is returned; on a cluster
-    that JAX knows by itself call ``jax.distributed.initialize()``. On CPUs collectives run over
-    Gloo.
+    Every process must call it. A launcher (torchrun, Open MPI, SLURM) says in the environment who
+    is who; where there is none nothing is joined and False is returned. Without one call
+    ``jax.distributed.initialize``, which this does. On CPUs collectives run over Gloo.
 
     Raises:
-        ConfigurationError: if only some of the three are given, or the launcher's variables
-            contradict each other.
+        ConfigurationError: if the launcher's variables contradict each other.
     """
-    given = [each is not None for each in (coordinator, processes, process)]
-    if any(given) and not all(given):
-        raise ConfigurationError(
-            "initialize() needs coordinator='host:port', processes= and process= together, "
-            f"got {coordinator!r}, {processes!r}, {process!r}"
-        )
-    if any(given):
-        jax.distributed.initialize(coordinator, processes, process)
-        return True
     found = launcher_environment(os.environ)
     if found is None:
         return False

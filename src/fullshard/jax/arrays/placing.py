@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 from fullshard.core.text import bytes_text, in_columns
-from fullshard.jax.arrays.leaves import is_key, path_name
+from fullshard.jax.arrays.leaves import is_array, is_key, path_name
 from fullshard.jax.arrays.mesh import Layout, read_mesh
 from fullshard.jax.arrays.rule import Axis, Rule, place, refuse_low_coverage
 
@@ -163,7 +163,7 @@ def annotation(leaf: Any) -> tuple[Axis, ...]:
 
 def _is_array(x: Any) -> bool:
     # Typed random keys are arrays too, but there is nothing in them to cut.
-    return hasattr(x, "shape") and hasattr(x, "dtype") and not is_key(x)
+    return is_array(x) and not is_key(x)
 
 
 def _placements(state: Any, layout: Layout, rule: Rule | None) -> dict[str, Any]:

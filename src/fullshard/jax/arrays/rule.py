@@ -23,8 +23,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from jax.sharding import PartitionSpec
-
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec, item_bytes
 from fullshard.core.text import bytes_text
@@ -135,11 +133,6 @@ class Placement:
     def name(self) -> str:
         """The array's path."""
         return self.spec.name
-
-    @property
-    def partition(self) -> PartitionSpec:
-        """The same as ``axes``, as JAX writes it."""
-        return PartitionSpec(*self.axes)
 
     @property
     def padded(self) -> bool:

@@ -72,7 +72,7 @@ class _Level:
 def run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], program: Program) -> list[Any]:
     """The results of ``jaxpr``; in mode "weights" those among ``args`` are gathered at use."""
     keeping = program.remat == "none" or program.mode != "weights"
-    level = _Level(program, keeping, program.scan is not False)
+    level = _Level(program, keeping, program.scan)
     return _evaluate(jaxpr, [*consts, *args], level)
 
 
@@ -246,7 +246,8 @@ def _laid_out(eqn: Any, operands: list[Any], level: _Level) -> Any:
     layout = level.program.layout
     spec = ParamSpec(names, tuple(array.shape), array.dtype.name)
     (found,) = place([spec], layout, pad=False)
-    if not found.sharded:
+    shares = sum(x.array.size for x in operands if isinstance(x, Weight)) // layout.shards
+    if not found.sharded and array.size > shares:
         why = f"{eqn.primitive.name} makes {spec.shape} of it for a scan"
         level.hold(Weight(array, found.axes, names), why)
     return Weight(level.constrained(array, found.axes), found.axes, names)
@@ -330,7 +331,7 @@ def _call(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
     site = level.program.site(eqn.params.get("name", ""), arrays)
     if site is not None:
         axes = [x.axes if isinstance(x, Weight) else None for x in operands]
-        return site.carry_out(arrays, axes, level.program)
+        return site(arrays, axes, level.program)
     inner = eqn.params["jaxpr"]
     consts = getattr(inner, "consts", ())
     return _evaluate(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +16,16 @@ from fullshard.jax.arrays.mesh import Layout
 
 __all__ = ["MODES", "Findings", "Program", "Site", "current", "tracing"]
 
-MODES = {
-    "weights": "a layer's weights are gathered where it is computed, examples stay",
-    "activations": "weights stay where they rest, activations travel",
-    "jit": "left to XLA",
-}
-"""What travels in a step."""
+MODES = ("weights", "activations", "jit")
+"""What travels in a step; the last leaves it to XLA."""
 
 
-class Site(Protocol):
-    """A call that the engine may carry out in its own way."""
+Site = Callable[[Sequence[Any], Sequence[Any], "Program"], list[Any]]
+"""A call that the engine carries out in its own way.
 
-    def carry_out(
-        self, operands: Sequence[Any], axes: Sequence[Any], program: "Program"
-    ) -> list[Any]:
-        """The results; ``axes`` tells what cuts each operand, None of one that is no weight."""
+It takes operands, what cuts each (None of one that is no weight), and the program; equal ones have
+the same ``repr``.
+"""
 
 
 @dataclass
@@ -43,7 +38,6 @@ class Findings:
 
     notes: list[str] = field(default_factory=list)
     held: dict[str, str] = field(default_factory=dict)
-    rolls: int = 0
     has_vocabulary: bool = False
 
     def note(self, text: str) -> None:
@@ -71,7 +65,7 @@ class Program:
     rows: int
     vocabulary: str
     remat: str
-    scan: Any
+    scan: bool
     precision: Precision
     findings: Findings
     sites: dict[str, tuple[Site, tuple[Any, ...]]] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from fullshard.jax.arrays.leaves import is_array
 from fullshard.jax.arrays.mesh import Layout
 from fullshard.jax.compute.context import Program, current
 from fullshard.jax.compute.jaxprs import call
@@ -46,20 +47,14 @@ class _Layer:
     given: tuple[Dim, ...]
     found: tuple[Dim, ...]
 
-    def carry_out(
-        self, operands: Sequence[Any], axes: Sequence[Any], program: Program
-    ) -> list[Any]:
-        """The layer's results, computed by each device for its own examples."""
-        return _carry_out(self, operands, axes, program)
-
 
 def gathered(layer: Any) -> Callable[..., Any]:
     """``layer``, with weights that are gathered where it is called and dropped after.
 
-    ``layer`` is a function of ``(weights, *args)``, ``weights`` being a pytree, or an `nnx.Module`,
-    which is called without its weights. Call it in the body of a scan over stacked layers, or
-    wherever a layer is called. Arrays in ``args`` whose first dimension is the batch are examples;
-    pass them as arguments rather than closing over them.
+    ``layer`` is a function of ``(weights, *args, **kwargs)``, ``weights`` being a pytree, or an
+    `nnx.Module` or a method of one, which is called without its weights. Call it in the body of a
+    scan over stacked layers, or wherever a layer is called. Arrays in ``args`` whose first
+    dimension is the batch are examples; pass them as arguments rather than closing over them.
 
     In a step of `fullshard.jax.make_train_step` a layer that provably treats examples apart is
     computed by each device for its own, with one gather and one reduce-scatter for each dtype.
@@ -67,23 +62,25 @@ def gathered(layer: Any) -> Callable[..., Any]:
     either way. Outside of such a step it is the layer itself. To compute it again in backward, put
     `jax.checkpoint` around the scan's body as always.
     """
-    if isinstance(layer, nnx.Module):
-        return functools.partial(_call_module, layer)
+    module = layer if isinstance(layer, nnx.Module) else getattr(layer, "__self__", None)
+    if isinstance(module, nnx.Module):
+        method = type(module).__call__ if layer is module else layer.__func__
+        return functools.partial(_call_module, method, module)
     name = getattr(layer, "__name__", type(layer).__name__)
-    return lambda weights, *args: _call(layer, name, weights, *args)
+    function = lambda weights, args, kwargs: layer(weights, *args, **kwargs)  # noqa: E731
+    return lambda weights, *args, **kwargs: _call(function, name, weights, args, kwargs)
 
 
-def _call_module(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_module(method: Any, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     program = current()
     if program is None or program.mode != "weights":
-        call_it: Any = module
-        return call_it(*args, **kwargs)
+        return method(module, *args, **kwargs)
     split: Any = nnx.split(module, nnx.Param, ...)
     graph, weights, rest = split
 
     def function(weights: Any, rest: Any, args: Any, kwargs: Any) -> Any:
         here = nnx.merge(graph, weights, rest)
-        result = here(*args, **kwargs)
+        result = method(here, *args, **kwargs)
         return result, nnx.state(here, nnx.Not(nnx.Param))
 
     result, after = _call(function, type(module).__name__, weights, rest, args, kwargs)
@@ -99,8 +96,8 @@ def _call(layer: Callable[..., Any], name: str, weights: Any, *args: Any) -> Any
     if not layout.only_batch or layout.parts == 1 or program.rows % layout.parts:
         return layer(weights, *args)
     leaves, treedef = jax.tree.flatten((weights, args))
-    places = [place for place, leaf in enumerate(leaves) if _is_array(leaf)]
-    count = len([leaf for leaf in jax.tree.leaves(weights) if _is_array(leaf)])
+    places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
+    count = len([leaf for leaf in jax.tree.leaves(weights) if is_array(leaf)])
     arrays = [leaves[place] for place in places]
     trees: list[Any] = []
 
@@ -118,7 +115,8 @@ def _call(layer: Callable[..., Any], name: str, weights: Any, *args: Any) -> Any
         return layer(weights, *args)
     found, consts, whole = site
     plain = functools.partial(call, whole)
-    results = program.mark(f"gathered_{name}", found, plain, *consts, *arrays)
+    own = functools.partial(_carry_out, found)
+    results = program.mark(f"gathered_{name}", own, plain, *consts, *arrays)
     return jax.tree.unflatten(trees[0], results)
 
 
@@ -165,6 +163,7 @@ def _apart(
 def _carry_out(
     site: _Layer, operands: Sequence[Any], axes: Sequence[Any], program: Program
 ) -> list[Any]:
+    """The layer's results, computed by each device for its own examples."""
     layout, precision = program.layout, program.precision
     shapes = [x.shape for x in operands]
     cut = [_dim_of(layout, each) for each in axes]
@@ -269,7 +268,3 @@ def _same_constant(one: Any, other: Any) -> bool:
     if isinstance(one, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
         return False
     return bool(np.array_equal(one, other))
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")

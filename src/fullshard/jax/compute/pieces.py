@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from fullshard.jax.arrays.mesh import Layout
 from fullshard.jax.compute.jaxprs import call, is_literal, part
@@ -54,7 +54,7 @@ def axes_after(eqn: Any, operands: Sequence[Any], layout: Layout) -> list[Axes] 
         for x in operands
     ]
     try:
-        with jax.sharding.use_abstract_mesh(mesh):
+        with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
             here = jax.make_jaxpr(jnp.sin)(1.0).eqns[0].ctx  # not that of a mesh the user has set
             made = jax.eval_shape(partial(bind, eqn.replace(ctx=here)), like)
     except Exception:  # each rule has errors of its own
@@ -63,9 +63,11 @@ def axes_after(eqn: Any, operands: Sequence[Any], layout: Layout) -> list[Axes] 
         return None
     found = [(*x.sharding.spec, *(None for _ in x.shape))[: len(x.shape)] for x in made]
     before = {cut for x in weights for cut in zip(x.axes, x.array.shape, strict=True)}
-    for x, axes in zip(made, found, strict=True):
-        after = {cut for cut in zip(axes, x.shape, strict=True) if cut[0] is not None}
-        if eqn.primitive.name != "reshape" and not after <= before:
+    after = {cut for x, axes in zip(made, found, strict=True)
+             for cut in zip(axes, x.shape, strict=True) if cut[0] is not None}  # fmt: skip
+    if not after <= before:
+        divide = all(size % layout.count(axis) == 0 for axis, size in before | after)
+        if eqn.primitive.name != "reshape" or not divide:
             return None
     repeats = sum(x.size for x in made) > sum(x.array.size for x in weights)
     return None if repeats else found

@@ -76,7 +76,6 @@ def _rolled(
             continue
         first, roll = found
         program.findings.note(_said(roll, names))
-        program.findings.rolls += 1
         end = first + period * count
         yield from _rolled(eqns[:first], keys[:first], used, program, names)
         yield roll

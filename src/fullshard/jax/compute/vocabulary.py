@@ -10,7 +10,7 @@ Tables never travel; their gradients are complete where they rest.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ def embed(table: Array, tokens: Array) -> Array:
         return table[tokens]
     if program.mode != "weights":
         return _constrained(program, table, 0)[tokens]
-    (rows,) = program.mark("embed", _Embed(), lambda t, i: [t[i]], table, tokens)
+    (rows,) = program.mark("embed", _embed, lambda t, i: [t[i]], table, tokens)
     return rows
 
 
@@ -67,7 +67,7 @@ def cross_entropy(
     way = program.vocabulary if program is not None else "whole"
     if program is not None and way == "cut" and _can_cut(program, targets):
         if program.mode == "weights":
-            site = _CrossEntropy(classes_first)
+            site = partial(_cross_entropy, classes_first)
             (losses,) = program.mark(
                 "cross_entropy",
                 site,
@@ -102,7 +102,7 @@ def _chunked(hidden: Array, head: Array, targets: Array, classes_first: bool) ->
     positions = targets.shape[1]
     program = current()
     if program is not None and program.mode == "weights":
-        (head,) = program.mark("head", _Once(), lambda x: [x], head)
+        (head,) = program.mark("head", _once, lambda x: [x], head)
     count = max(n for n in range(1, _CHUNKS + 1) if positions % n == 0)
 
     def chunks(x: Array) -> Array:
@@ -127,67 +127,51 @@ def _constrained(program: Program, table: Array, dim: int) -> Array:
     return lax.with_sharding_constraint(table, layout.sharding(*axes))
 
 
-@dataclass(frozen=True)
-class _Embed:
+def _embed(operands: Sequence[Any], _: Sequence[Any], program: Program) -> list[Any]:
     """A lookup in a table that is cut along its classes."""
+    layout = program.layout
 
-    def carry_out(
-        self, operands: Sequence[Any], axes: Sequence[Any], program: Program
-    ) -> list[Any]:
-        layout = program.layout
+    def local(table: Array, tokens: Array) -> Array:
+        tokens = lax.all_gather(tokens, layout.shard, tiled=True)
+        places, mine = _places(tokens, table.shape[0], layout)
+        rows = jnp.where(mine[..., None], table[places], 0)
+        return lax.psum_scatter(rows, layout.shard, tiled=True)
 
-        def local(table: Array, tokens: Array) -> Array:
-            tokens = lax.all_gather(tokens, layout.shard, tiled=True)
-            places, mine = _places(tokens, table.shape[0], layout)
-            rows = jnp.where(mine[..., None], table[places], 0)
-            return lax.psum_scatter(rows, layout.shard, tiled=True)
-
-        table = padded(operands[0], 0, layout.shards)
-        examples = PartitionSpec(layout.examples)
-        mapped = jax.shard_map(
-            local,
-            mesh=layout.mesh,
-            in_specs=(PartitionSpec(layout.weights), examples),
-            out_specs=examples,
-            check_vma=False,
-        )
-        return [mapped(table, operands[1])]
+    table = padded(operands[0], 0, layout.shards)
+    examples = PartitionSpec(layout.examples)
+    mapped = jax.shard_map(
+        local,
+        mesh=layout.mesh,
+        in_specs=(PartitionSpec(layout.weights), examples),
+        out_specs=examples,
+        check_vma=False,
+    )
+    return [mapped(table, operands[1])]
 
 
-@dataclass(frozen=True)
-class _Once:
+def _once(operands: Sequence[Any], axes: Sequence[Any], program: Program) -> list[Any]:
     """A weight that is gathered before a scan, once for all of its turns."""
-
-    def carry_out(
-        self, operands: Sequence[Any], axes: Sequence[Any], program: Program
-    ) -> list[Any]:
-        (array,), (cut,) = operands, axes
-        whole = array if cut is None else gather(program, array, cut)
-        return [whole * jnp.ones((), whole.dtype)]  # what is computed stays for backward
+    (array,), (cut,) = operands, axes
+    whole = array if cut is None else gather(program, array, cut)
+    return [whole * jnp.ones((), whole.dtype)]  # what is computed stays for backward
 
 
-@dataclass(frozen=True)
-class _CrossEntropy:
+def _cross_entropy(
+    classes_first: bool, operands: Sequence[Any], _: Sequence[Any], program: Program
+) -> list[Any]:
     """Losses from a head that is cut along its classes."""
-
-    classes_first: bool
-
-    def carry_out(
-        self, operands: Sequence[Any], axes: Sequence[Any], program: Program
-    ) -> list[Any]:
-        layout = program.layout
-        hidden, head, targets = operands
-        dim = 0 if self.classes_first else 1
-        classes = head.shape[dim]
-        examples = PartitionSpec(layout.examples)
-        mapped = jax.shard_map(
-            _losses(layout, classes, self.classes_first),
-            mesh=layout.mesh,
-            in_specs=(examples, PartitionSpec(*(None,) * dim, layout.weights), examples),
-            out_specs=examples,
-            check_vma=False,
-        )
-        return [mapped(hidden, padded(head, dim, layout.shards), targets)]
+    layout = program.layout
+    hidden, head, targets = operands
+    dim = 0 if classes_first else 1
+    examples = PartitionSpec(layout.examples)
+    mapped = jax.shard_map(
+        _losses(layout, head.shape[dim], classes_first),
+        mesh=layout.mesh,
+        in_specs=(examples, PartitionSpec(*(None,) * dim, layout.weights), examples),
+        out_specs=examples,
+        check_vma=False,
+    )
+    return [mapped(hidden, padded(head, dim, layout.shards), targets)]
 
 
 def _losses(layout: Layout, classes: int, classes_first: bool) -> Any:

@@ -130,17 +130,15 @@ def _stored(step: TrainStep, names: Names | None) -> dict[str, _Stored]:
         if spec.dtype not in STORED_DTYPES:
             raise ConfigurationError(f"{spec.path!r} is {spec.dtype}, which the format cannot hold")
         axes = tuple(range(len(spec.shape)))
-        if names is None:
-            given = [TorchName(spec.path, axes)]
-        else:
-            given = [names[path] for path in (spec.path, *spec.aliases) if path in names]
-            if not given and spec.kind == "parameters":
+        there = TorchName(spec.path, axes) if names is None else names.get(spec.path)
+        if there is None:
+            if spec.kind == "parameters":
                 raise ConfigurationError(f"no name is given for the parameter {spec.path!r}")
-        called = [(name, each.axes) for each in given for name in (each.name, *each.tied)]
-        for number, (name, turned) in enumerate(called):
-            shape = tuple(spec.shape[axis] for axis in turned)
-            entry = Entry(STORED_DTYPES[spec.dtype], shape)
-            stored[name] = _Stored(spec.key, entry, turned, tied=number > 0)
+            continue
+        shape = tuple(spec.shape[axis] for axis in there.axes)
+        entry = Entry(STORED_DTYPES[spec.dtype], shape)
+        for name in (there.name, *there.tied):
+            stored[name] = _Stored(spec.key, entry, there.axes, tied=name != there.name)
     return stored
 
 

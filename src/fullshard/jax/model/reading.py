@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
-from fullshard.jax.arrays.leaves import is_key
+from fullshard.jax.arrays.leaves import is_array, is_key
 from fullshard.jax.arrays.placing import annotation, named_leaves
 from fullshard.jax.arrays.rule import Axis
 
@@ -83,7 +83,7 @@ def read_model(model: Any, wrt: Any) -> Model:
         ConfigurationError: if there are no parameters, or ``wrt`` matches none of them.
     """
     module = isinstance(model, nnx.Module)
-    made = callable(model) and not module and not any(map(_is_array, jax.tree.leaves(model)))
+    made = callable(model) and not module and not any(map(is_array, jax.tree.leaves(model)))
     abstract = _made_of_shapes(model) if made else model
     found = Model(model, made)
     if isinstance(abstract, nnx.Module):
@@ -95,7 +95,7 @@ def read_model(model: Any, wrt: Any) -> Model:
         tree, trained = abstract, wrt
     found.treedef = jax.tree.structure(tree)
     for name, leaf, box, path in named_leaves(tree):
-        if not _is_array(leaf):
+        if not is_array(leaf):
             found.leaves.append(_Static(leaf))
             continue
         found.leaves.append(name)
@@ -146,8 +146,8 @@ def _made_of_shapes(make: Callable[[], Any]) -> Any:
         else:
             rest.append(lambda tree: tree)
         leaves, treedef = jax.tree.flatten(made)
-        rest.extend((treedef, [None if _is_array(leaf) else leaf for leaf in leaves]))
-        return {n: leaf for n, leaf in enumerate(leaves) if _is_array(leaf)}
+        rest.extend((treedef, [None if is_array(leaf) else leaf for leaf in leaves]))
+        return {n: leaf for n, leaf in enumerate(leaves) if is_array(leaf)}
 
     with nnx.use_eager_sharding(False):  # annotations name axes of a mesh that is not there yet
         shapes = jax.eval_shape(arrays)
@@ -158,7 +158,3 @@ def _made_of_shapes(make: Callable[[], Any]) -> Any:
 @dataclass(frozen=True)
 class _Static:
     value: Any
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")

@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -14,8 +14,6 @@ from fullshard.jax.arrays.rule import Rule
 from fullshard.jax.compute.context import MODES
 
 __all__ = ["REMAT", "VOCABULARY", "Options", "StepOptions", "read_options"]
-
-Scan = Literal["auto"] | bool
 
 REMAT = ("block", "matmuls", "none")
 VOCABULARY = ("whole", "cut", "chunks")
@@ -30,8 +28,7 @@ class StepOptions(TypedDict, total=False):
     - ``vocabulary``: how `fullshard.jax.embed` and `fullshard.jax.cross_entropy` compute where the
       model calls them: with "whole" tables, with each device's part of the classes ("cut"), or with
       whole tables and positions chunk by chunk ("chunks"). Mode "auto" chooses this, too.
-    - ``scan``: "auto" rolls equal layers that follow each other into a scan, True demands that,
-      False does not.
+    - ``scan``: roll equal layers that follow each other into a scan (the default).
     - ``remat``: what backward finds of a rolled layer's forward: "block" (the default) its input,
       "matmuls" also products with its weights, "none" everything, gathered weights too, which then
       holds for the whole model.
@@ -54,7 +51,7 @@ class StepOptions(TypedDict, total=False):
 
     mode: str
     vocabulary: str
-    scan: Scan
+    scan: bool
     remat: str
     accumulate: int
     gather: str
@@ -75,7 +72,7 @@ class Options:
 
     mode: str = "weights"
     vocabulary: str = "whole"
-    scan: Scan = "auto"
+    scan: bool = True
     remat: str = "block"
     accumulate: int = 1
     gather: str = "each"
@@ -112,7 +109,7 @@ def read_options(given: StepOptions) -> Options:
     options = Options(**complete)
     _one_of("mode", options.mode, (*MODES, "auto"))
     _one_of("vocabulary", options.vocabulary, VOCABULARY)
-    _one_of("scan", options.scan, ("auto", True, False))
+    _one_of("scan", options.scan, (True, False))
     _one_of("remat", options.remat, REMAT)
     _one_of("gather", options.gather, ("each", "once"))
     if not isinstance(options.accumulate, int) or options.accumulate < 1:

@@ -13,10 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.core.text import bytes_text
 from fullshard.jax.arrays.mesh import Layout
 from fullshard.jax.arrays.rule import Placement
 from fullshard.jax.compute.at_use import run
@@ -27,6 +30,8 @@ from fullshard.jax.training.options import Options
 from fullshard.jax.training.state import StateArrays, TrainState, by_path
 
 __all__ = ["KEY", "StepProgram"]
+
+_SAID_BYTES = 1 << 20
 
 KEY = "loss_fn(key)"
 """The name of the random key in the other state of a step with ``key=``."""
@@ -103,16 +108,19 @@ class StepProgram:
         if count == 1:
             return one(other, batch, 0)
         parts = jax.tree.map(lambda x: self._parts(x, count), batch)
-        shapes = jax.eval_shape(one, other, jax.tree.map(lambda x: x[0], parts), 0)
+        turns = parts, jnp.arange(count)
+        first = jax.tree.map(lambda x: _shape(x[0]), turns)
+        traced, shapes = jax.make_jaxpr(one, return_shape=True)(other, *first)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_dtype(x.dtype)), shapes[:2])
 
         def micro(carry: Any, xs: Any) -> tuple[Any, Any]:
             sums, other = carry
-            grads, loss, aux, after = one(other, *xs)
+            found = jaxpr_as_fun(traced)(*jax.tree.leaves((other, *xs)))
+            grads, loss, aux, after = jax.tree.unflatten(jax.tree.structure(shapes), found)
             sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (grads, loss))
             return (sums, after), aux
 
-        (sums, after), aux = lax.scan(micro, (zeros, other), (parts, jnp.arange(count)))
+        (sums, after), aux = lax.scan(micro, (zeros, other), turns)
         grads = {name: self._at_rest(name, grad) for name, grad in sums[0].items()}
         rows = self._rows(parts, 1)
         return grads, sums[1], jax.tree.map(lambda x: self._joined(x, rows), aux), after
@@ -170,15 +178,17 @@ class StepProgram:
         shapes = jax.tree.map(_shape, (list(params.values()), *args))
         with tracing(program):
             traced, shape = jax.make_jaxpr(function, return_shape=True)(*shapes)
+        closed_over = sum(x.nbytes for x in traced.consts if isinstance(x, jax.Array | np.ndarray))
+        if closed_over >= _SAID_BYTES:
+            findings.note(
+                f"{bytes_text(closed_over)} of arrays that the function closes over are on every "
+                "device from beginning to end: make them a part of the model, which wrt leaves out"
+            )
         leaves = jax.tree.leaves(args)
         treedef = jax.tree.structure(shape)
 
         weights = [Weight(x, self._placement(name).axes, name) for name, x in params.items()]
         results = run(traced.jaxpr, traced.consts, [*weights, *leaves], program)
-        if options.scan is True and not findings.rolls:
-            raise ConfigurationError(
-                "scan=True, but the loss function has no equal layers that follow each other"
-            )
         return jax.tree.unflatten(treedef, results)
 
     def _computed(self, arrays: Arrays) -> Arrays:

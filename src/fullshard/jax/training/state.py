@@ -52,7 +52,6 @@ class StateSpec:
     shape: tuple[int, ...]
     dtype: str
     trainable: bool = False
-    aliases: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -252,9 +251,7 @@ class StateArrays:
         if kind == "params":
             placement = self.params[name]
             said = placement.spec
-            spec = StateSpec(
-                "parameters", name, said.shape, said.dtype, said.trainable, said.aliases
-            )
+            spec = StateSpec("parameters", name, said.shape, said.dtype, said.trainable)
         else:
             data = key_data(leaf)
             spec = StateSpec(kind, name or kind, tuple(data.shape), np.dtype(data.dtype).name)

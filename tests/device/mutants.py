@@ -398,8 +398,8 @@ MUTANTS = {
     "gradients are dropped under way": Mutant(
         ((Gradients, "drop", _drop_without_wait),), _BACKWARDS
     ),
-    "late gradients do not wait for a reduce": Mutant(
-        (_before(Gradients, "fill", lambda self: setattr(self, "_work", None)),),
+    "a reduce does not wait for the same unit's before it": Mutant(
+        (_before(Gradients, "reduce", lambda self: setattr(self, "_work", None)),),
         ("the reduce of a single unit left under way",),
     ),
     # What travels packed is zeroed where it has holes, and so always written: by element there are

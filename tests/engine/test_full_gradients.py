@@ -160,8 +160,7 @@ def test_bytes_held_before_and_after_a_reduce_begins(kind, monkeypatch):
 
     for held, buffer in LocalWorld(world).run(body):
         if kind == "whole":
-            # What waits for others, beside the buffer; the matrix makes all of them too large.
-            waiting = [vector, 0, vector, 0]
-            assert held == [buffer + each for each in waiting]
+            # The first waits for others; with the matrix all are too large to wait.
+            assert held == [vector, buffer, buffer + vector, buffer]
             continue
         assert held == [vector, vector + matrix, 2 * vector + matrix, 2 * (vector + matrix)]

@@ -53,7 +53,7 @@ class FullGradients:
         self._came: set[int] = set()
         self._made: dict[int, Tensor] = {}  # of those, what is not in the buffer yet
         self._added: set[int] = set()  # of these, what is in memory of ours
-        self.solo = plan.ranks.gather.size == 1
+        self._solo = plan.ranks.gather.size == 1
         total_bytes = sum(numel * dtype.itemsize for numel, dtype in self._sizes)
         self._most_bytes = 0 if plan.device.type == "cpu" else total_bytes // 8
         self._waiting_bytes = 0  # to be copied, with one slice
@@ -94,9 +94,9 @@ class FullGradients:
             return
         self._came.add(index)
         self._made[index] = grad
-        if self.solo:
+        if self._solo:
             self._waiting_bytes += grad.nbytes
-            if self._waiting_bytes > self._most_bytes:
+            if self._waiting_bytes >= self._most_bytes:
                 self._copy()
 
     def _add(self, index: int, grad: Tensor) -> None:
@@ -124,7 +124,7 @@ class FullGradients:
 
     # ---- the buffer -----------------------------------------------------------------------------
 
-    def open(self) -> FlatBuffer:
+    def _open(self) -> FlatBuffer:
         """Get the memory of the buffer, in which nothing but padding is zero."""
         if self._buffer is None:
             self._buffer = FlatBuffer(self._buffer_sizes, self._device)
@@ -165,6 +165,7 @@ class FullGradients:
 
     def _copy(self) -> None:
         """Copy what belongs into the buffer, what lies in order there apart from what does not."""
+        self._open()
         for apart in (False, True):
             views: list[Tensor] = []
             parts: list[Tensor] = []
@@ -187,11 +188,11 @@ class FullGradients:
         flats = [_NOTHING] * len(self._sizes)
         absent = set(self.trained) - self._came
         if len(self._as_made) < len(self._sizes):
-            flats = self.open().flats.copy()
+            self._copy()
+            flats = self._open().flats.copy()
             zeros = [view for index in absent for view in self._views.get(index, ())]
             if zeros:
                 torch._foreach_zero_(zeros)
-            self._copy()
         source = MemorySource.of(self._device) if MemorySource.is_set else None
         pooled = source is not None and source.everything
         for number, index in self._as_made.items():
@@ -220,12 +221,16 @@ class FullGradients:
         self._forget_buffer()
         return buffer
 
-    def release(self) -> None:
-        """Drop everything, sent or not."""
+    def drop(self) -> None:
+        """Forget everything, sent or not."""
         self._came.clear()
         self._added.clear()
         self._made.clear()
         self._waiting_bytes = 0
+        self.release()
+
+    def release(self) -> None:
+        """Let go of what was sent; gradients may have come since."""
         self.sent = []
         if self._buffer is not None and self._is_open:
             self._is_open = False

@@ -92,19 +92,12 @@ class Gradients:
 
     # ---- full gradients -------------------------------------------------------------------------
 
-    def fill(self) -> None:
-        """Get ready for the first full gradient."""
-        if self._work is not None:
-            self.await_all()  # what is under way is in the same places
-        if self.full.solo:
-            self.full.open()
-
     def drop(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
         if self._work is not None:
             self._work.wait()
         self._work, self._reduced, self._scattered, self._kept = None, None, False, None
-        self.full.release()
+        self.full.drop()
 
     def settle(self, used: list[float] | None) -> None:
         """Take away zeros of parameters that no rank has used (None: keep all).
@@ -145,8 +138,9 @@ class Gradients:
 
     def reduce(self) -> None:
         """Start to sum full gradients over the slices; what did not come is zero (collective)."""
-        full = self.full
-        settings = self.settings
+        if self._work is not None:
+            self.await_all()  # what was left under way is in the same buffer
+        full, settings = self.full, self.settings
         users_write = settings.hook is not None or settings.reduce_scatter is not None
         absent = full.send(written=users_write)
         self.absent = absent if self.absent is None else self.absent & absent

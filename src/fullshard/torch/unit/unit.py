@@ -299,19 +299,15 @@ class Unit:
     def deliver(self, index: int, grad: Tensor) -> None:
         """Take a parameter's gradient, or a further part of it."""
         if self.state in _STATES_WITHOUT_GRADS:
-            self._fill()
+            self._move("fill")
         if index in self._cuts:
             grad = self._cuts[index].part_of_dtensor(grad)
         self.gradients.full.put(index, grad)
 
-    def _fill(self) -> None:
-        self.gradients.fill()
-        self._move("fill")
-
     def reduce(self) -> None:
         """Start to reduce the full gradients; what did not come counts as zero (collective)."""
         if self.state in _STATES_WITHOUT_GRADS:
-            self._fill()
+            self._move("fill")
         self._move("reduce")
         self.gradients.reduce()
 

@@ -3,7 +3,7 @@
 
     python benchmarks/step_loopback.py [--ranks 2] [--rounds 7] [--out FILE.json]
 
-The engines take turns in one run (A B C D A B C D ...), in the configuration that
+The engines take turns in one run (A B C D, C A D B, ...), in the configuration that
 `default_configuration` names; the ratio of a row is the median of the ratios of its rounds to
 FSDP2's. Transformer blocks of width 768, one sample of 64 tokens a rank, fp32.
 """

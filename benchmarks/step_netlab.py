@@ -7,7 +7,7 @@
 
 Hosts are network namespaces of this machine, with one rank each unless told otherwise (see
 `netlab`); with several a host, the rows named "direct" do without exchanges in two stages. The
-engines take turns in one run (A B C D A B C D ...), in the configuration that
+engines take turns in one run (A B C D, C A D B, ...), in the configuration that
 `default_configuration` names, or with AdamW's foreach form; with ``--only`` those that it matches
 and those that the ratios are to.
 No step can be shorter than the limit: max(the same step without communication, all ranks computing

@@ -3,6 +3,7 @@
 
 import statistics
 import time
+from random import Random
 
 import torch
 import torch.distributed as dist
@@ -44,8 +45,10 @@ def step(model, optimizer, inputs):
 def take_turns(engines, alone, rounds, sent_bytes=lambda: 0, optimizer=adamw):
     """For each engine: seconds, bytes sent by this rank and loss of each round's step.
 
-    Ranks begin and end each step together. The engine named ``alone`` communicates nothing: it
-    updates as many parameters as a rank with a shard does, so that no engine can be faster.
+    Ranks begin and end each step together. Each round has an order of its own, the same on all
+    ranks: nobody always comes after an engine that leaves memory or connections in a bad state.
+    The engine named ``alone`` communicates nothing: it updates as many parameters as a rank with a
+    shard does, so that no engine can be faster.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     inputs = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(rank))
@@ -55,8 +58,10 @@ def take_turns(engines, alone, rounds, sent_bytes=lambda: 0, optimizer=adamw):
         params = part_of(model.parameters(), world) if name == alone else model.parameters()
         running[name] = model, optimizer(params)
     found = {name: {"seconds": [], "sent_bytes": [], "losses": []} for name in running}
-    for _ in range(WARM_UP_ROUNDS + rounds):
-        for name, (model, optimizer) in running.items():
+    turns = list(running.items())
+    for number in range(WARM_UP_ROUNDS + rounds):
+        Random(number).shuffle(turns)
+        for name, (model, optimizer) in turns:
             dist.barrier()
             sent, start = sent_bytes(), time.perf_counter()
             loss = step(model, optimizer, inputs)

@@ -50,7 +50,7 @@ def _set_threads(threads: int) -> None:
 
 
 def _measured(threads: int) -> str | None:
-    """What all ranks measured together; None on all but the first."""
+    """Measure on all ranks together; None on all but the first."""
     _set_threads(threads)
     with joined() as (comm, device, backend):
         found = calibrate(device, comm, backend)

@@ -93,7 +93,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Communication:
-    """What a step sends between devices."""
+    """The traffic of a step between devices."""
 
     collectives: tuple[Collective, ...]
 

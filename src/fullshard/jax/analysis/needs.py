@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step needs, told before it runs: memory and traffic, beside other ways to lay it out.
+"""The needs of a step, told before it runs: memory and traffic, beside other ways to lay it out.
 
 Figures are those of compiled programs, for each device. Nothing is allocated to make them, and only
 compiling takes time: some seconds for each row of a table.
@@ -35,7 +35,7 @@ WHOLE = Rule(replicate=("",))
 
 @dataclass(frozen=True)
 class Needs:
-    """What one step needs, in bytes on each device.
+    """The needs of one step, in bytes on each device.
 
     ``state_bytes`` is what rests between steps: parameters, optimizer state and the rest;
     ``temporary_bytes`` what a step takes beside it, gradients among it; ``peak_bytes`` both, the

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 Axis = str | tuple[str, ...] | None
-"""What cuts one dimension: an axis of the mesh, several, or none."""
+"""The cut of one dimension: by an axis of the mesh, several, or none."""
 
 
 @dataclass(frozen=True)

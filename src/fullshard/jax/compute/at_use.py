@@ -356,7 +356,7 @@ def _branch(eqn: Any, operands: list[Any], level: _Level) -> list[Any] | None:
 
 
 def _as_they_rest(eqn: Any, operands: list[Any], level: _Level) -> list[Any]:
-    """What takes cut arrays by itself: a function that the user mapped over devices."""
+    """Hand over arrays as they rest, to a function that the user mapped over devices."""
     return bind(eqn, list(map(array_of, operands)))
 
 
@@ -365,7 +365,7 @@ def _as_weight(x: Any, like: Weight | None) -> Any:
 
 
 def _kind(x: Any, gone: int = 0) -> Weight | None:
-    """What a weight is like, without its array and as many of its first dimensions."""
+    """Describe a weight without its array and its first ``gone`` dimensions."""
     return Weight(None, x.axes[gone:], x.name) if isinstance(x, Weight) else None
 
 

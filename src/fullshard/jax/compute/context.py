@@ -17,7 +17,7 @@ from fullshard.jax.arrays.mesh import Layout
 __all__ = ["MODES", "Findings", "Program", "Site", "current", "tracing"]
 
 MODES = ("weights", "activations", "jit")
-"""What travels in a step; the last leaves it to XLA."""
+"""The things that may travel in a step; the last leaves it to XLA."""
 
 
 Site = Callable[[Sequence[Any], Sequence[Any], "Program"], list[Any]]
@@ -30,7 +30,7 @@ the same ``repr``.
 
 @dataclass
 class Findings:
-    """What is learned while a loss function is traced.
+    """The findings made while a loss function is traced.
 
     ``notes`` are what there is to say about the result, ``held`` why a weight is whole from
     beginning to end, by its name.
@@ -54,7 +54,7 @@ class Findings:
 
 @dataclass
 class Program:
-    """What is known while a loss function is traced.
+    """The facts known while a loss function is traced.
 
     ``rows`` is how many examples the loss function sees at once, ``vocabulary`` how embeddings and
     losses over many classes are computed. ``sites`` are marked calls by name.

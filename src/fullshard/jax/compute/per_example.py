@@ -121,7 +121,7 @@ def _differing(eqn: Any, whole: Any, part: Any) -> Dim:
 
 
 def _refuse_counted(eqn: Any, out: Any, dim: Dim) -> None:
-    """Of a result that no example went into: only equal values may be as many as the examples."""
+    """Refuse a result without examples in it that is as long as they are many, unless equal."""
     if dim is None:
         return
     if eqn.primitive.name != "broadcast_in_dim":
@@ -146,7 +146,7 @@ def _only(eqn: Any, dims: Sequence[Dim]) -> int:
 
 
 def _anything(eqn: Any, dims: list[Dim], found: list[Dim]) -> None:
-    """Of operations that keep examples in order wherever they leave them at all."""
+    """Judge operations that keep examples in order wherever they leave them at all."""
 
 
 def _reshape(eqn: Any, dims: list[Dim], found: list[Dim]) -> None:
@@ -157,7 +157,7 @@ def _reshape(eqn: Any, dims: list[Dim], found: list[Dim]) -> None:
 
 
 def _along(key: str) -> Check:
-    """Of operations along dimensions, which keep all others."""
+    """Judge operations along dimensions, which keep all others."""
 
     def check(eqn: Any, dims: list[Dim], found: list[Dim]) -> None:
         along = eqn.params[key]
@@ -229,7 +229,7 @@ _CHECKS: dict[str, Check] = {
     "gather": _take,
     **dict.fromkeys(_WINDOWS.split(), _window),
 }
-"""What must hold where the dimension of examples is that in which the two traces differ."""
+"""Conditions on the dimension of examples, in which the two traces differ."""
 
 
 def _tangents(eqn: Any) -> Any:

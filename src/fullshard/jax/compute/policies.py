@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What backward finds of forward: policies of `jax.checkpoint`.
+"""The parts of forward that backward finds: policies of `jax.checkpoint`.
 
 [Note: What backward keeps]
 Gathered weights must not wait for backward. What stands in no scan and in no `jax.checkpoint` of

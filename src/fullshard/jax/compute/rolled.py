@@ -49,12 +49,12 @@ class Roll:
 
     @property
     def invars(self) -> list[Any]:
-        """What it takes from outside, flat."""
+        """The values that it takes from outside, flat."""
         return [*self.consts, *self.carry, *(each for row in self.lists for each in row)]
 
     @property
     def outvars(self) -> list[Any]:
-        """What it makes for others, flat."""
+        """The values that it makes for others, flat."""
         return [*self.carried, *(each for row in self.collected for each in row)]
 
 

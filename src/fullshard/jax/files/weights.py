@@ -122,7 +122,7 @@ def load_weights(
 
 
 def _stored(step: TrainStep, names: Names | None) -> dict[str, _Stored]:
-    """What the file holds, by its names there, in the order of the file."""
+    """The contents of the file, by their names there, in the order of the file."""
     stored: dict[str, _Stored] = {}
     for spec in step.specs:
         if spec.kind not in _KINDS:

@@ -135,7 +135,7 @@ def _check(found: Model, kind: str, wrt: Any) -> None:
 
 
 def _made_of_shapes(make: Callable[[], Any]) -> Any:
-    """What ``make`` gives, with shapes in place of arrays and all else as it is."""
+    """Call ``make`` with shapes in place of arrays; all else stays as it is."""
     rest: list[Any] = []
 
     def arrays() -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be chosen about a train step."""
+"""The options of a train step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

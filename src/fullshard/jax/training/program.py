@@ -56,7 +56,7 @@ class StepProgram:
 
     @property
     def _mode(self) -> str:
-        """What travels; before it was decided, weights do."""
+        """The kind that travels; before it was decided, weights."""
         return "weights" if self.options.mode == "auto" else self.options.mode
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, Any]:
@@ -242,7 +242,7 @@ class StepProgram:
         return lax.with_sharding_constraint(parts, self.layout.sharding(None, self.layout.batch))
 
     def _joined(self, x: Any, rows: int) -> Any:
-        """What micro-batches returned: examples in the order of the batch, means of all else."""
+        """Join what micro-batches returned: examples in the batch's order, means of all else."""
         if x.ndim == 1 or x.shape[1] != rows:
             return x.mean(0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[-1]
         x = x.reshape(x.shape[0], self.layout.parts, -1, *x.shape[2:]).swapaxes(0, 1)

@@ -107,7 +107,7 @@ class TrainStep:
 
     @property
     def notes(self) -> list[str]:
-        """What was decided while the loss was traced, and why."""
+        """The decisions made while the loss was traced, and why."""
         return self._findings.notes
 
     @property

@@ -22,7 +22,7 @@ MOST_LATENCY = 0.1  # of the time of gathers: with more, units are too small for
 
 @dataclass(frozen=True)
 class Weighed:
-    """What one choice of units costs: bytes at the peak, seconds of a round of gathers.
+    """The cost of one choice of units: bytes at the peak, seconds of a round of gathers.
 
     ``latency_share`` of those seconds passes before bytes do.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command found, as data for ``--json``, as settings and as code."""
+"""The command's findings, as data for ``--json``, as settings and as code."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -71,7 +71,7 @@ def _run_data(run: Run) -> dict[str, Any]:
 
 
 def choice_data(choice: Choice, tokens: float, top: int) -> dict[str, Any]:
-    """What a search found."""
+    """Return the findings of a search."""
     return {
         "model": choice.model.name,
         "device": choice.cluster.device.title,

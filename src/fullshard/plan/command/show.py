@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command found, for people: tables and bars of at most 100 columns."""
+"""The command's findings, for people: tables and bars of at most 100 columns."""
 
 from collections.abc import Mapping, Sequence
 

@@ -27,7 +27,7 @@ class _Call:
 
 
 class _Unit:
-    """What the runtime knows of a unit in the middle of a step."""
+    """The state of a unit in the middle of a step, as the runtime knows it."""
 
     def __init__(self, number: int, params: set[int], expected: Counter[int], leads_out: bool):
         self.number = number

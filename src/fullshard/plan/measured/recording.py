@@ -53,7 +53,7 @@ class Mark(NamedTuple):
 
 
 class MemoryUse(Enum):
-    """What a block of memory is for."""
+    """The purpose of a block of memory."""
 
     ACTIVATIONS = "activations"
     LOGITS_AND_LOSS = "logits and loss"

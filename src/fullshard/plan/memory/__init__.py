@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step holds in device memory: by category, over its lines, at its peak."""
+"""The device memory that a step holds: by category, over its lines, at its peak."""
 
 from fullshard.plan.memory.forecast import (
     CATEGORIES,

@@ -86,7 +86,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class MemoryForecast:
-    """What one device holds at the peak of a step.
+    """The memory that one device holds at the peak of a step.
 
     ``peak`` is in bytes by category, ``cause`` says at which line that is and what is largest then.
     ``allocated_bytes`` is the peak of what tensors hold, ``reserved_bytes`` of what torch's
@@ -122,7 +122,7 @@ class MemoryForecast:
 
     @property
     def host_bytes(self) -> int:
-        """What rests in the host's memory for this rank."""
+        """The bytes that rest in the host's memory for this rank."""
         return self.resting.host_bytes
 
     @property
@@ -209,7 +209,7 @@ def planned_trace(script: Script, run: Run, cluster: Cluster) -> Trace:
 
 
 def _held_by_us(script: Script, run: Run, cluster: Cluster, activations: Activations) -> HeldUnits:
-    """What units hold when the step begins, which may be a later micro-batch."""
+    """Return what units hold as the step, or a later micro-batch, begins."""
     accumulating = run.accumulate > 1
     held = HeldUnits(script.units, run, accumulating=accumulating, cpu=cluster.device.cpu)
     if accumulating and not run.sync_each:

@@ -21,7 +21,7 @@ __all__ = ["HeldUnits", "Holds"]
 
 @dataclass(slots=True)
 class _Held:
-    """Of one unit: which of its buffers are there, and what they take."""
+    """The buffers of one unit that are there, and their bytes."""
 
     full_bytes: int
     part_bytes: int
@@ -61,7 +61,7 @@ class _Held:
 
 
 class Holds(Protocol):
-    """What an engine holds for its units, at some moment of a step; see `HeldUnits`."""
+    """The memory that an engine holds for its units at a moment of a step; see `HeldUnits`."""
 
     buffers: int
     gradients: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank keeps of a model between steps: parameters, gradients and optimizer state."""
+"""Parameters, gradients and optimizer state that one rank keeps between steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong on a cluster, and what it costs."""
+"""Failures of a cluster, and their cost."""
 
 import math
 from dataclasses import dataclass

@@ -202,7 +202,7 @@ class _Streams:
         return self._units[number]
 
     def _wire_bytes(self, layout: Layout) -> float:
-        """What gathering the unit sends, all slices together."""
+        """Return the bytes that a gather of the unit sends, all slices together."""
         dtype = self.run.gather_dtype
         if dtype is None:
             return layout.full_bytes

@@ -71,7 +71,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Walk:
-    """What happens in a step of a model that was measured: events and acts in order."""
+    """The events and acts of a step of a measured model, in order."""
 
     calls: tuple[Call, ...]
     stretches: tuple[Stretch, ...]

@@ -46,7 +46,7 @@ class PlainModel:
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def names(self) -> dict[str, TorchName]:
-        """What each array is called in the torch model; nothing is computed."""
+        """The name of each array in the torch model; nothing is computed."""
         return torch_names(nnx.eval_shape(self.make), self.tied)
 
 

@@ -40,6 +40,12 @@ def script(tmp_path):
         "    print(FSDP.__module__, sys.argv, sys.path[0], __file__, __spec__, sep='\\n')\n"
         "    if sys.argv[1] == 'fail':\n"
         "        fail('too bad')\n"
+        "    sys.stdout.flush()\n"
+        "    told = __file__ + '.told'\n"
+        "    if os.environ.get('RANK') == '0':\n"
+        "        open(told, 'w').close()\n"
+        "    while os.environ.get('RANK') == '1' and not os.path.exists(told):\n"
+        "        pass  # torchrun ends the other rank when this one fails\n"
         "    sys.exit(int(sys.argv[2]) if os.environ.get('RANK') == '1' else 0)\n"
     )
     return path

@@ -23,7 +23,7 @@ def nothing_packed(monkeypatch):
 
 
 def gradients(comm, name, micro_batches=2):
-    """Of a micro-batch that is not reduced and another one after it."""
+    """Return gradients of a micro-batch that is not reduced and another one after it."""
     model = shard(make(name), name, comm, door="function")
     for number, (inputs, targets) in enumerate(make_batches(name, micro_batches, 2)):
         model.set_requires_gradient_sync(number == micro_batches - 1)

@@ -260,7 +260,7 @@ def test_a_function_may_make_what_is_no_array_and_nothing_leaks():
 
 
 def torch_like(array):
-    """What JAX does not take for an array, and NumPy does."""
+    """Make an object that NumPy takes for an array, and JAX does not."""
 
     class Other:
         def __array__(self, dtype=None, copy=None):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays placed on a mesh in their own shapes, for programs that `jax.jit` partitions by itself."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -145,7 +145,10 @@ def put(whole: np.ndarray[Any, Any], sharding: Any) -> jax.Array:
 
 def named_leaves(tree: Any) -> Iterator[tuple[str, Any, Any, tuple[Any, ...]]]:
     """Name and value of each leaf, the variable or box that holds it, and the path of that."""
-    is_box: Callable[[Any], bool] = lambda x: isinstance(x, nnx.Variable) or bool(annotation(x))  # noqa: E731
+
+    def is_box(x: Any) -> bool:
+        return isinstance(x, nnx.Variable) or bool(annotation(x))
+
     for path, box in jax.tree.leaves_with_path(tree, is_leaf=is_box):
         for inner, leaf in jax.tree.leaves_with_path(box) if is_box(box) else [((), box)]:
             yield path_name((*path, *inner)), leaf, box, path

@@ -67,7 +67,10 @@ def gathered(layer: Any) -> Callable[..., Any]:
         method = type(module).__call__ if layer is module else layer.__func__
         return functools.partial(_call_module, method, module)
     name = getattr(layer, "__name__", type(layer).__name__)
-    function = lambda weights, args, kwargs: layer(weights, *args, **kwargs)  # noqa: E731
+
+    def function(weights: Any, args: Any, kwargs: Any) -> Any:
+        return layer(weights, *args, **kwargs)
+
     return lambda weights, *args, **kwargs: _call(function, name, weights, args, kwargs)
 
 

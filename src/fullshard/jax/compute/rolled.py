@@ -152,8 +152,10 @@ def _derivative(eqn: Any) -> Any:
     inexact = [jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars]
 
     def pulled(*args: Any) -> Any:
-        function = lambda *args: list(itertools.compress(call(alone, *args), inexact))  # noqa: E731
-        results, pull = jax.vjp(function, *args)
+        def differentiable(*args: Any) -> list[Any]:
+            return list(itertools.compress(call(alone, *args), inexact))
+
+        results, pull = jax.vjp(differentiable, *args)
         found = pull([jnp.ones_like(x) for x in results])
         return [x for x in found if x.dtype != jax.dtypes.float0]
 

@@ -14,18 +14,23 @@ from fullshard.train.config import resolve
 
 @given(st.integers(1, 300), st.integers(0, 5), st.integers(0, 5))
 def test_an_epoch_visits_every_sample_once(count, seed, epoch):
-    order = [data.sample_order(seed, epoch, index, count) for index in range(count)]
+    order = _epoch(epoch, count, seed)[:count]
     assert sorted(order) == list(range(count))
 
 
 def test_order_depends_on_seed_and_epoch_only():
     def order(seed, epoch):
-        return [data.sample_order(seed, epoch, index, 1000) for index in range(50)]
+        return _epoch(epoch, 1000, seed)[:50]
 
     assert order(1, 2) == order(1, 2)
     assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
     # Pinned: a change would make a resumed run see other samples than the one it continues.
     assert order(0, 0)[:6] == PINNED
+
+
+def _epoch(epoch, count, seed):
+    first = epoch * count
+    return [data.sample_at(first + index, count=count, seed=seed) for index in range(count)]
 
 
 PINNED = [859, 76, 11, 0, 865, 74]
@@ -36,6 +41,24 @@ def test_a_step_has_the_same_samples_at_any_world_size(world, step):
     parts = [list(data.rank_slice(step, 12, rank, world)) for rank in range(world)]
     assert len({len(part) for part in parts}) == 1
     assert list(itertools.chain(*parts)) == list(range(step * 12, step * 12 + 12))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_samples_of_a_step_do_not_depend_on_the_ranks_and_make_whole_epochs(ranks):
+    how = {"batch": 8, "count": 100, "seed": 0, "ranks": ranks}
+    order = [
+        s
+        for step in range(25)
+        for r in range(ranks)
+        for s in data.samples_of_step(step, rank=r, **how)
+    ]
+    assert order == [data.sample_at(number, count=100, seed=0) for number in range(200)]
+    assert sorted(order[:100]) == sorted(order[100:]) == list(range(100))
+
+
+def test_a_batch_that_the_ranks_do_not_divide_is_refused():
+    with pytest.raises(ConfigurationError, match=r"batch=8 .* 3 ranks do not divide it"):
+        data.samples_of_step(0, batch=8, count=100, seed=0, ranks=3)
 
 
 def test_ranks_together_see_the_batch_of_one_process():

@@ -38,7 +38,8 @@ __all__ = [
     "python_corpus",
     "rank_slice",
     "read_corpus",
-    "sample_order",
+    "sample_at",
+    "samples_of_step",
     "split_by_file",
 ]
 
@@ -72,16 +73,41 @@ def permuted(position: int, count: int, key: str) -> int:
             return position
 
 
-def sample_order(seed: int, epoch: int, index: int, count: int) -> int:
-    """The position of sample ``index`` of an epoch: a pure function, one to one in ``index``."""
+def sample_at(number: int, *, count: int, seed: int) -> int:
+    """Return which of ``count`` samples is number ``number`` of the run, from 0.
+
+    ``number`` counts over all epochs. One to one within an epoch, and a pure function.
+    """
+    epoch, index = divmod(number, count)
     return permuted(index, count, f"{seed}/{epoch}")
 
 
 def rank_slice(step: int, batch: int, rank: int, world: int) -> range:
-    """The numbers of the samples that ``rank`` trains on in ``step``, of a global ``batch``."""
+    """Return the numbers of the samples of ``rank`` in ``step``, of a global ``batch``."""
     local = batch // world
     first = step * batch + rank * local
     return range(first, first + local)
+
+
+def samples_of_step(
+    step: int, *, batch: int, count: int, seed: int, rank: int = 0, ranks: int = 1
+) -> list[int]:
+    """Return the samples, as positions in a data set, on which ``rank`` trains in ``step``.
+
+    ``step`` counts from 0 over all epochs, ``batch`` is that of all ranks together, and ``count``
+    is the size of the data set. A step has the same samples on any number of ranks, an epoch has
+    every sample once, and any step can be asked for: a run that goes on needs nothing but its step.
+
+    Raises:
+        ConfigurationError: if ``ranks`` does not divide ``batch``.
+    """
+    if batch % ranks:
+        raise ConfigurationError(
+            f"batch={batch} is that of all ranks together, and {ranks} ranks do not divide it: "
+            f"choose a multiple of {ranks}"
+        )
+    numbers = rank_slice(step, batch, rank, ranks)
+    return [sample_at(number, count=count, seed=seed) for number in numbers]
 
 
 # ---- what the loop sees --------------------------------------------------------------------------
@@ -131,9 +157,8 @@ class TextData:
         count = (len(self.train) - 1) // self.context - 1  # one less: room for the shift
         starts = []
         for number in numbers:
-            epoch, index = divmod(number, count)
-            shift = _hash(seed, epoch, key="shift") % self.context
-            starts.append(sample_order(seed, epoch, index, count) * self.context + shift)
+            shift = _hash(seed, number // count, key="shift") % self.context
+            starts.append(sample_at(number, count=count, seed=seed) * self.context + shift)
         return self._windows(self.train, starts)
 
     def validation_batch(self, positions: Sequence[int]) -> Batch:
@@ -183,7 +208,7 @@ class DigitData:
     def train_batch(self, seed: int, numbers: Sequence[int]) -> Batch:
         """Images and labels of the training samples with these numbers."""
         count = len(self.images) - self.held_back
-        places = [sample_order(seed, *divmod(number, count), count) for number in numbers]
+        places = [sample_at(number, count=count, seed=seed) for number in numbers]
         return self.images[places], self.labels[places]
 
     def validation_batch(self, positions: Sequence[int]) -> Batch:

@@ -118,6 +118,7 @@ class Machine:
         self.findings = {}  # by text, for their order
         self.syncs = Counter()
         self.collectives = []
+        self.label = ""  # what the engine calls the collective that it issues next
         self.high_priority = {}  # by the name of the group
         self.launches = []
         self._wire_free = 0.0

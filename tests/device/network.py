@@ -8,7 +8,7 @@ kept until then. One that is issued to block runs on the current stream.
 
 import torch.distributed as dist
 
-from device.machine import HOST
+from device.machine import COMPUTE, HOST
 
 
 class Network:
@@ -21,7 +21,7 @@ class Network:
             "reduce_scatter_single": self._method("reduce_scatter", lambda o, i, *_: ([o], [i])),
             "all_to_all_single": self._method("all_to_all", lambda o, i, *_: ([o], [i])),
             "allreduce": self._method("all_reduce", lambda ts, *_: (_listed(ts), _listed(ts))),
-            "broadcast": self._method("broadcast", lambda ts, *_: (_listed(ts), _listed(ts))),
+            "broadcast": self._method("broadcast", lambda ts, *_: (_listed(ts), [])),
             "all_gather_single_coalesced": self._method("all_gather", lambda o, i, *_: (o, i)),
             "reduce_scatter_single_coalesced": self._method(
                 "reduce_scatter", lambda o, i, *_: (o, i)
@@ -42,6 +42,8 @@ class Network:
         def call(group, *args, **kwargs):
             options = kwargs.get("opts", args[-1] if args else None)
             outputs, inputs = tensors_of(*args)
+            if kind == "broadcast" and group.rank() == options.rootRank:
+                outputs, inputs = [], outputs  # others only receive
             return self.issue(kind, group, outputs, inputs, getattr(options, "asyncOp", True))
 
         return call
@@ -50,8 +52,11 @@ class Network:
         machine = self.machine
         shapes = tuple((t.numel(), str(t.dtype)) for t in (*outputs, *inputs))
         if machine.running:
-            machine.collectives.append((group.group_name, kind, shapes))
+            machine.collectives.append((group.group_name, kind, machine.label, shapes))
+        machine.label = ""
         on_device = any(tensor.is_cuda for tensor in (*outputs, *inputs))
+        if on_device and not beside and machine.current == COMPUTE:
+            machine.find(f"{kind} holds up the stream of computation")
         timeline = machine.current if on_device else HOST
         if on_device and beside:
             timeline = f"nccl {group.group_name}"

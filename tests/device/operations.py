@@ -102,6 +102,9 @@ class Operations(TorchDispatchMode):
             return self._answer(func, args)
         if func is aten.is_pinned.default:
             return self.memories.of(args[0]).pinned
+        if _is_composite(func):
+            with self:  # what it is made of
+                return func.decompose(*args, **kwargs)
         pin = bool(kwargs.get("pin_memory"))
         if pin:
             kwargs = {**kwargs, "pin_memory": False}
@@ -197,6 +200,12 @@ def _operands(func, args, kwargs):
         if read:
             reads += tensors
     return reads, writes
+
+
+@functools.cache
+def _is_composite(func):
+    """True if torch makes it of others, which it does here only above autograd."""
+    return func._can_decompose()
 
 
 @functools.cache

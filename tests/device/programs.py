@@ -46,8 +46,8 @@ def program(name, *, shape=(4,), steps=2, syncs=(), into=PROGRAMS):
 class Job:
     """One rank's side of a program: its mesh, and the machine that watches it."""
 
-    def __init__(self, machine, mesh, steps):
-        self.machine, self.mesh, self.steps = machine, mesh, steps
+    def __init__(self, machine, mesh, steps, rank):
+        self.machine, self.mesh, self.steps, self.rank = machine, mesh, steps, rank
 
     def inputs(self):
         return torch.zeros(2, 8, dtype=torch.long, device="cuda")
@@ -93,7 +93,7 @@ def run(wanted, rank=0, machine=None):
         # Neither meshes nor groups can be made of fake tensors.
         ranks.ranks_of(mesh, Sharding(True, True, replicated=mesh.ndim == 2))
         with on_device(machine):
-            wanted.body(Job(machine, mesh, wanted.steps))
+            wanted.body(Job(machine, mesh, wanted.steps, rank))
     assert isinstance(machine, Machine)
     return machine
 
@@ -514,6 +514,28 @@ def _(job):
 
     def each_step(number):
         model.order = orders[number]
+        model(torch.zeros(2, 8, device="cuda")).sum().backward()
+
+    job.train(model, each_step=each_step)
+
+
+class Branches(Stack):
+    """Layers side by side: all run, those in ``order`` count."""
+
+    def forward(self, x):
+        results = [layer(x) for layer in self.blocks]
+        return sum(results[number] for number in self.order)
+
+
+@program("branches that only some ranks use", steps=4)
+def _(job):
+    with torch.device("cuda"):
+        model = Branches([nn.Linear(8, 8) for _ in range(5)])
+    shard(model, job.mesh)
+    orders = [((0, 1, 2, 3, 4), (0, 2)), ((0, 2, 3), (1, 3, 4)), ((4,), (0,)), ((1, 3), (1, 2))]
+
+    def each_step(number):
+        model.order = orders[number][job.rank % 2]
         model(torch.zeros(2, 8, device="cuda")).sum().backward()
 
     job.train(model, each_step=each_step)

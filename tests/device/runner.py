@@ -15,7 +15,7 @@ from device.machine import Machine
 from device.mutants import EQUIVALENT, MUTANTS, applied
 from device.programs import CONTROLS, PROGRAMS, run
 
-# Some programs also as another rank, and with other answers to the host's questions.
+# Some programs also with other answers to the host's questions.
 OTHERWISE = (
     "full",
     "hybrid",
@@ -28,7 +28,7 @@ ANSWERS = ("at once", "seed 1", "seed 2")
 
 # Enough for every day: each part of the engine is in one of them.
 SAMPLE = (
-    *("full over 3", "bf16 hybrid", "offload", "offload bf16", "blocks of 2", "gathers in int8"),
+    *("full over 3", "offload bf16", "gathers in int8"),
     *("one communicator", "blocks dropped and in changing order"),
     *("reduces in int8", "SHARD_GRAD_OP", "NO_SHARD offloaded", "offload optimizer"),
     *("accumulation without reduces", "reduces left under way", "hybrid accumulation"),
@@ -36,7 +36,8 @@ SAMPLE = (
     *("an exception in a hybrid backward", "reentrant recomputation", "frozen parameters"),
     *("units in units", "full parameters between steps", "scaled losses", "FSDP2 bf16"),
 )
-FEW = 3  # of so many faults one is tried every day
+AS_TWO = ("bf16 hybrid", "blocks of 2", "offload", "branches that only some ranks use")
+FEW = 4  # of so many faults one is tried every day
 
 
 def answers(kind):
@@ -77,7 +78,7 @@ def in_order(collectives):
 
 def by_priority(machine):
     """List each kind of collective with True if it ran on a stream of high priority, else False."""
-    kinds = {(machine.high_priority[group], kind) for group, kind, _ in machine.collectives}
+    kinds = {(machine.high_priority[group], kind) for group, kind, *_ in machine.collectives}
     return sorted([list(each) for each in kinds])
 
 
@@ -86,12 +87,10 @@ def unexpected(machine, wanted):
     return [text for text in machine.syncs if not any(each in text for each in wanted.syncs)]
 
 
-def requests(programs, otherwise):
-    """(program, rank, answers): all as rank 0, some as another one and answered otherwise."""
-    wanted = [(name, 0, "never") for name in programs]
-    for name in otherwise:
-        wanted += [(name, 1, "never"), *((name, 0, kind) for kind in ANSWERS)]
-    return wanted
+def requests(programs, otherwise=OTHERWISE):
+    """(program, rank, answers): all as two ranks, some answered otherwise."""
+    wanted = [(name, rank, "never") for name in programs for rank in (0, 1)]
+    return wanted + [(name, 0, kind) for name in otherwise for kind in ANSWERS]
 
 
 def judge(mutant):
@@ -159,9 +158,10 @@ def all_schedules(seeds):
 def main(kind, *, seeds=100_000):
     if kind in ("programs", "sample"):
         known = PROGRAMS | CONTROLS
-        wanted = requests(known, OTHERWISE)
+        wanted = requests(known)
         if kind == "sample":
-            wanted = [(name, 0, "never") for name in SAMPLE] + requests((), ("hybrid",))
+            wanted = [(name, 0, "never") for name in SAMPLE] + [("hybrid", 0, "seed 1")]
+            wanted += [(name, rank, "never") for name in AS_TWO for rank in (0, 1)]
         for name, rank, answered in wanted:
             print(json.dumps(report(name, known[name], rank, answered)), flush=True)
     if kind in ("mutants", "sample"):

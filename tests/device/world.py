@@ -19,7 +19,7 @@ from device.network import Network
 from device.operations import Memories, Operations
 from device.streams import Streams
 from fullshard.torch.comm import ranks
-from fullshard.torch.comm.watch.watchdog import Watchdog
+from fullshard.torch.comm.watch.watchdog import Watchdog, Witness
 from fullshard.torch.sharding import summon
 from fullshard.torch.step import usage
 from fullshard.torch.unit import full_parameters, shards
@@ -54,6 +54,13 @@ def rank_of_job(rank, size, machine=None):
         # Nobody else is there whom it could tell anything.
         nobody = classmethod(lambda cls: None)
         stack.enter_context(mock.patch.object(Watchdog, "of_this_process", nobody))
+        issues = Witness.issues
+
+        def labelled(witness, what):
+            machine.label = what
+            issues(witness, what)
+
+        stack.enter_context(mock.patch.object(Witness, "issues", labelled))
         stack.enter_context(mock.patch.dict(engine_streams._streams, clear=True))
         shapes = _unwatched(memories, ShardingPropagator._propagate_tensor_meta_non_cached)
         name = "_propagate_tensor_meta_non_cached"

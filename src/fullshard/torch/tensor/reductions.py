@@ -215,7 +215,9 @@ def _are_alike(owners: Sequence[Ownership], device: torch.device) -> Tensor:
         if comm.size == 1:
             continue
         # All numbers are equal if and only if their variance is 0; these sums are exact.
-        sums = torch.tensor([number, number**2], dtype=torch.float64, device=device)
+        # Filled, for a copy of a list to a device would hold up the host.
+        sums = torch.full((2,), number, dtype=torch.float64, device=device)
+        sums[1].fill_(number**2)
         comm.all_reduce([sums], label="comparison of what a norm or sum is of").wait()
         alike = alike & (comm.size * sums[1] - sums[0] ** 2 < 0.5)
     if device.type == "cpu" and not bool(alike):

@@ -37,6 +37,18 @@ def third_party(pattern):
                 yield from (name.partition(".")[0] for name in names)
 
 
+def test_the_workflow_tries_the_versions_that_nox_knows():
+    text = (ROOT / "noxfile.py").read_text()
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    pythons = re.search(r"^PYTHONS = \((.*)\)$", text, re.M)[1]
+    assert f"python: [{pythons}]" in workflow
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)[1]
+    oldest = int(re.search(r"torch>=2\.(\d+)", " ".join(EXTRAS["torch"]))[1])
+    minors = [f"2.{minor}" for minor in range(oldest, int(pinned.split(".")[1]))]
+    named = ", ".join(f'"{name}"' for name in (*minors, pinned, "newest"))
+    assert f"torch: [{named}]" in workflow
+
+
 @pytest.mark.parametrize("extra", SOURCES)
 def test_an_extra_names_what_its_code_imports(extra):
     imported = {name for pattern in SOURCES[extra] for name in third_party(pattern)}

@@ -3,9 +3,10 @@
 
 A Python block marked ``runnable`` is run on four ranks. In a table, a cell that is nothing but a
 piece of code is a formula; the row must have a measurement here, and the two must agree. The
-symbols are explained on ``docs/index.md``.
+symbols are explained on ``docs/symbols.md``.
 """
 
+import importlib.util
 import inspect
 import re
 import threading
@@ -39,7 +40,7 @@ MORE_PAGES = [
     DOCS / f"{name}.md" for name in ("data", "joining", "migration", "monitoring", "testing")
 ]
 PAGES = [*sorted((DOCS / "modes").glob("*.md")), *MORE_PAGES]
-ALL_PAGES = [*PAGES, DOCS / "index.md", DOCS / "names.md"]
+ALL_PAGES = sorted(DOCS.rglob("*.md"))
 
 LAYERS, WIDTH, RANK = 4, 64, 16
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -76,9 +77,19 @@ def test_links_lead_somewhere(path):
         assert target.startswith("https://") or (path.parent / target).exists(), target
 
 
-def test_the_index_lists_every_page():
-    listed = set(re.findall(r"\]\(([^)#]+\.md)\)", (DOCS / "index.md").read_text()))
-    assert listed == {name_of(path) for path in DOCS.rglob("*.md")} - {"index.md"}
+def test_the_site_lists_every_page_once():
+    listed = re.findall(r"[\w/-]+\.md", (DOCS.parent / "mkdocs.yml").read_text())
+    assert sorted(listed) == sorted(name_of(path) for path in DOCS.rglob("*.md"))
+
+
+def test_pictures_are_what_their_script_draws_and_every_page_on_concepts_but_one_has_some():
+    spec = importlib.util.spec_from_file_location("draw", DOCS / "pictures" / "draw.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    drawn = {f"{name}.svg": draw().svg() for name, draw in script.PICTURES.items()}
+    assert drawn == {path.name: path.read_text() for path in (DOCS / "pictures").glob("*.svg")}
+    shown = {page.name: page.read_text().count(".svg)") for page in (DOCS / "concepts").iterdir()}
+    assert [name for name, count in shown.items() if not count] == ["proof.md"]
 
 
 def test_every_name_in_the_last_column_of_the_table_of_names_exists():
@@ -391,7 +402,7 @@ def symbols(page, row, ranks, prefetch):
 @pytest.mark.parametrize(("path", "row"), list(cases()))
 @pytest.mark.parametrize(("ranks", "prefetch"), [(8, 1), (4, 2)])
 def test_formulas_are_what_the_engine_does(path, row, ranks, prefetch, sent_by_rank_0, monkeypatch):
-    """But for the turnaround, which spares the last unit's second gather (docs/index.md)."""
+    """But for the turnaround, which spares the last unit's second gather (docs/symbols.md)."""
     monkeypatch.setattr(State, "_turns_around", lambda state, policy: False)
     page = name_of(path)
     measure = MEASURED[page][row]

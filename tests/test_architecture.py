@@ -126,6 +126,7 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
 LATE_IMPORTS = {
     "cli.py",
     "ckpt/__init__.py",
+    "doctor/scripts.py",  # asks the installed torch for a name
     "__init__.py",
     "jax/__init__.py",
     "plan/draw/png.py",

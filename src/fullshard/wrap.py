@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrapping policies: which submodules become units of their own.
 
-The names, arguments and choices are those of ``torch.distributed.fsdp.wrap``. A policy comes in one
-of two forms. A *stepwise* policy is a function ``(module, recurse, nonwrapped_numel) -> bool`` that
-is asked on the way down whether to look below ``module`` and on the way up whether to wrap it; a
-*whole* policy (`ModuleWrapPolicy`, `CustomPolicy`) looks at each module once. `modules_to_wrap`
-reads both.
+The policies are those of ``torch.distributed.fsdp.wrap``. A policy comes in one of two forms. A
+*stepwise* policy is a function ``(module, recurse, nonwrapped_numel) -> bool`` that is asked on the
+way down whether to look below ``module`` and on the way up whether to wrap it; a *whole* policy
+(`ModuleWrapPolicy`, `CustomPolicy`) looks at each module once. `modules_to_wrap` reads both.
 Nothing here is collective, and no policy changes a module.
 """
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 from fullshard.core.errors import ConfigurationError
 
@@ -31,133 +38,6 @@ __all__ = [
     "transformer_auto_wrap_policy",
     "wrap",
 ]
-
-
-def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Wrap every submodule."""
-    return True
-
-
-def lambda_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    lambda_fn: Callable[[nn.Module], bool],
-) -> bool:
-    """Wrap each module for which ``lambda_fn(module)`` is True; give it by `functools.partial`."""
-    return True if recurse else lambda_fn(module)
-
-
-def transformer_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    transformer_layer_cls: set[type[nn.Module]],
-) -> bool:
-    """Wrap each instance of ``transformer_layer_cls``; give it by `functools.partial`."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
-
-
-def size_based_auto_wrap_policy(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    min_num_params: int = int(1e8),
-    force_leaf_modules: set[type[nn.Module]] | None = None,
-    exclude_wrap_modules: set[type[nn.Module]] | None = None,
-) -> bool:
-    """Wrap a module when its submodules leave at least ``min_num_params`` elements unwrapped.
-
-    Args:
-        module: the module asked about.
-        recurse: True asks whether to look below ``module``, False whether to wrap it.
-        nonwrapped_numel: elements in the parameters of ``module`` that no unit below it has taken.
-        min_num_params: the threshold, in elements (not in parameters).
-        force_leaf_modules: classes never looked into; by default the attribute
-            ``FORCE_LEAF_MODULES`` of this function, as it is at the time of the call.
-        exclude_wrap_modules: classes never wrapped themselves, though modules below them may be;
-            by default the attribute ``EXCLUDE_WRAP_MODULES``.
-    """
-    if force_leaf_modules is None:
-        force_leaf_modules = size_based_auto_wrap_policy.FORCE_LEAF_MODULES  # type: ignore[attr-defined]
-    if exclude_wrap_modules is None:
-        exclude_wrap_modules = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES  # type: ignore[attr-defined]
-    barred = force_leaf_modules if recurse else exclude_wrap_modules
-    return bool(nonwrapped_numel >= min_num_params) and not isinstance(module, tuple(barred))
-
-
-# Containers are excluded because their forward never runs; attention is not looked into because it
-# reads the weights of its output projection without calling that module.
-size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
-size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
-
-
-class ModuleWrapPolicy:
-    """Wrap each module that is an instance of one of ``module_classes``.
-
-    Raises:
-        ConfigurationError: ``module_classes`` is not an iterable of classes.
-    """
-
-    def __init__(self, module_classes: Iterable[type[nn.Module]]):
-        given = module_classes
-        classes = frozenset(given) if isinstance(given, Iterable) else frozenset({None})
-        if not all(isinstance(each, type) for each in classes):
-            raise ConfigurationError(
-                "ModuleWrapPolicy: module_classes must be a set of module classes, "
-                f"got {given!r}; write for example ModuleWrapPolicy({{nn.Linear}})"
-            )
-        self._module_classes = tuple(classes)
-
-    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """Answer as a stepwise policy, so that it combines with others."""
-        return recurse or isinstance(module, self._module_classes)
-
-    def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: AbstractSet[nn.Module],
-        root_kwargs: Mapping[str, Any],
-    ) -> dict[nn.Module, dict[str, Any]]:
-        return {
-            module: dict(root_kwargs)
-            for module in root_module.modules()
-            if module not in ignored_modules and isinstance(module, self._module_classes)
-        }
-
-    def __repr__(self) -> str:
-        names = ", ".join(sorted(each.__name__ for each in self._module_classes))
-        return f"{type(self).__name__}({{{names}}})"
-
-
-class CustomPolicy:
-    """Wrap what ``lambda_fn(module)`` says: False or an empty dict no, True yes.
-
-    A dict that is not empty also means yes and holds keyword arguments for this module's wrapper,
-    which go before those of the root.
-    """
-
-    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]):
-        self._lambda_fn = lambda_fn
-
-    def _run_policy(
-        self,
-        root_module: nn.Module,
-        ignored_modules: AbstractSet[nn.Module],
-        root_kwargs: Mapping[str, Any],
-    ) -> dict[nn.Module, dict[str, Any]]:
-        chosen: dict[nn.Module, dict[str, Any]] = {}
-        for module in root_module.modules():
-            if module in ignored_modules:
-                continue
-            answer: object = self._lambda_fn(module)
-            if not isinstance(answer, bool | dict):
-                expected = "True, False or a dict of keyword arguments"
-                raise _unknown_answer("CustomPolicy", root_module, module, answer, expected)
-            if answer:
-                overrides = answer if isinstance(answer, dict) else {}
-                chosen[module] = {**root_kwargs, **overrides}
-        return chosen
 
 
 def modules_to_wrap(
@@ -197,12 +77,17 @@ def _run_whole(
     root: nn.Module, policy: Any, left_out: set[nn.Module]
 ) -> dict[nn.Module, dict[str, Any]]:
     # No keywords of the root go in, so what comes out are the overrides alone.
-    chosen = policy._run_policy(root, left_out, {})
+    try:
+        chosen = policy._run_policy(root, left_out, {})
+    except (TypeError, ValueError) as error:  # classes that are none, answers without a meaning
+        raise ConfigurationError(
+            f"auto_wrap_policy {_name_of_policy(policy)}: {error}. Nothing was wrapped"
+        ) from error
     if not isinstance(chosen, dict):
-        raise _unknown_answer(_name_of_policy(policy), root, root, chosen, "a dict by module")
+        raise _unknown_answer(policy, root, root, chosen, "a dict by module")
     for module, overrides in chosen.items():
         if not isinstance(overrides, dict):
-            raise _unknown_answer(_name_of_policy(policy), root, module, overrides, "a dict")
+            raise _unknown_answer(policy, root, module, overrides, "a dict")
     return {module: chosen[module] for module in _bottom_up(root) if module in chosen}
 
 
@@ -216,7 +101,7 @@ def _run_stepwise(
     def ask(module: nn.Module, recurse: bool, numel: int) -> bool:
         answer = policy(module=module, recurse=recurse, nonwrapped_numel=numel)
         if not isinstance(answer, bool):
-            raise _unknown_answer(_name_of_policy(policy), root, module, answer, "True or False")
+            raise _unknown_answer(policy, root, module, answer, "True or False")
         return answer
 
     def visit(module: nn.Module) -> int:
@@ -269,12 +154,12 @@ def _check_signature(policy: Callable[..., Any]) -> None:
 
 
 def _unknown_answer(
-    policy_name: str, root: nn.Module, module: object, answer: object, expected: str
+    policy: Any, root: nn.Module, module: object, answer: object, expected: str
 ) -> ConfigurationError:
-    names = [name for name, each in root.named_modules() if each is module]
+    names = [name for name, known in root.named_modules() if known is module]
     where = f"{names[0]!r}" if names and names[0] else "the root"
     return ConfigurationError(
-        f"auto_wrap_policy {policy_name} returned {answer!r} for {where} "
+        f"auto_wrap_policy {_name_of_policy(policy)} returned {answer!r} for {where} "
         f"({type(module).__name__}); expected {expected}. Nothing was wrapped"
     )
 

@@ -18,7 +18,7 @@ from fullshard.doctor.machine.checks import check_machine
 from fullshard.doctor.machine.environment import check_environment
 from fullshard.doctor.machine.snapshot import Machine, facts, read_machine
 from fullshard.doctor.output import Report, print_report, to_json
-from fullshard.doctor.scripts.linter import check_scripts
+from fullshard.doctor.scripts import check_scripts
 from fullshard.launchers import (
     launcher_environment,
     local_rank_of,

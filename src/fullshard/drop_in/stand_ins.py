@@ -25,7 +25,6 @@ import torch.distributed.fsdp.sharded_grad_scaler
 import torch.distributed.optim
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel.fsdp  # noqa: F401
-from torch.distributed.fsdp import wrap as torch_wrap
 
 import fullshard.wrap
 from fullshard.torch import fsdp1, fsdp2
@@ -48,10 +47,6 @@ _SERVED_MODULES = (
 _OURS = {
     name: getattr(home, name) for home in (fsdp1, fsdp2, fullshard.wrap) for name in home.__all__
 }
-
-# What in torch wraps modules without sharding them (activation checkpointing) wants this base of a
-# policy that is no function, and calls what ours has too. A mark that stays, and changes nothing.
-torch_wrap._Policy.register(fullshard.wrap.CustomPolicy)
 
 _OTHERWISE = "start the script without fullshard if it cannot do without"
 

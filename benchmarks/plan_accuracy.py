@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from plan_fsdp2 import HeldByFSDP2
 from plan_rows import Row, read_rows
 
 from fullshard.core.errors import FullshardError
-from fullshard.plan.memory import Engine, forecast_memory
+from fullshard.plan.memory import forecast_memory
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.step.script import write_script
 
@@ -51,7 +52,9 @@ class Compared:
         if row.memory_gib is None:
             return None
         script = write_script(row.model, row.run, row.cluster)
-        theirs = forecast_memory(script, row.model, row.run, row.cluster, engine=Engine.FSDP2)
+        theirs = forecast_memory(
+            script, row.model, row.run, row.cluster, held=HeldByFSDP2(script.units)
+        )
         return theirs.reserved_bytes / GIB / row.memory_gib - 1
 
     def __str__(self) -> str:

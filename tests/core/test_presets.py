@@ -3,9 +3,7 @@ import pytest
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import (
-    DEVICES,
     TRANSFORMERS,
-    device_named,
     parameter_numel,
     training_flops_per_token,
     transformer,
@@ -41,33 +39,6 @@ def test_flops_of_llama3_8b():
 def test_flops_count_a_tied_embedding_that_multiplies():
     shape = TRANSFORMERS["gpt2-124m"]
     assert training_flops_per_token(shape, 0) == 6 * parameter_numel(shape)
-
-
-@pytest.mark.parametrize(
-    ("reported", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("NVIDIA H100 NVL", "H100-NVL"),
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
-        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
-        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA L4", "L4"),
-        ("AMD Instinct MI300X", "MI300X"),
-    ],
-)
-def test_devices_are_known_by_what_the_driver_says(reported, name):
-    assert device_named(reported) is DEVICES[name]
-
-
-@pytest.mark.parametrize(
-    "reported",
-    ["NVIDIA L40", "Tesla V100-SXM2-32GB", "NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB"],
-)
-def test_an_unknown_device_has_no_peak(reported):
-    assert device_named(reported) is None
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest():

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from fullshard.core.errors import FullshardError, TorchVersionError
+from fullshard.core.tested import TESTED_TORCH
 from fullshard.doctor.machine import checks
 from fullshard.torch import private_names
 from fullshard.torch.private_names import (
-    CHECKED,
     DROP_IN,
     ENGINE,
     OPTIONAL,
@@ -190,7 +190,7 @@ def test_a_name_that_is_gone_is_refused_with_the_way_out():
     assert "torch._C._gone, torch._gone.x, which torch" in message
     assert "_version" not in message
     assert str(torch.__version__) in message
-    assert f"pip install 'torch>={CHECKED[0]},<={CHECKED[-1]}'" in message
+    assert f"pip install 'torch>={TESTED_TORCH[0]},<={TESTED_TORCH[-1]}'" in message
     assert isinstance(raised.value, ImportError)
     assert isinstance(raised.value, FullshardError)
 
@@ -208,11 +208,11 @@ def test_versions_are_the_same_everywhere():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    oldest, newest = (".".join(CHECKED[end].split(".")[:2]) for end in (0, -1))
+    oldest, newest = (".".join(TESTED_TORCH[end].split(".")[:2]) for end in (0, -1))
     assert f"torch>={oldest}" in extras["torch"]
     tested = (checks.OLDEST_TORCH, checks.NEWEST_TORCH)
     assert tested == tuple(tuple(map(int, each.split("."))) for each in (oldest, newest))
     rows = (ROOT / "docs" / "versions.md").read_text("utf-8").splitlines()
     torches = {row.split(" | ")[1].partition("+")[0] for row in rows if row.startswith("| 3.")}
-    assert torches == set(CHECKED)
-    assert set(private_names.CHECKED) >= {each for found in OPTIONAL.values() for each in found}
+    assert torches == set(TESTED_TORCH)
+    assert set(TESTED_TORCH) >= {each for found in OPTIONAL.values() for each in found}

@@ -1,18 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecast from the schedule what a training step will hold and send.
+"""Prices of the ops on units, the memory that units hold, and the forecast of a step.
 
-The schedule is asked what it would do in a step in which every unit runs once, in the order in
-which the model has them; each op then has its price. A step that reuses units, or in another order,
-costs something else: that is for a trace to tell.
+One price and one model of held memory serve the planner, which has layouts alone, and the forecast
+of sharded modules. `forecast` asks the schedule what it would do in a step in which every unit runs
+once, in the order in which the model has them. A step that reuses units, or in another order, costs
+something else: that is for a trace to tell.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fullshard.core.layout import Layout, stored_bytes
 from fullshard.core.schedule import Event, Moment, Op, OpKind, UnitPolicy, compile_step
+from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import Prefetch
 
-__all__ = ["Forecast", "Sent", "UnitCost", "forecast", "step_events"]
+__all__ = [
+    "Forecast",
+    "GradientCost",
+    "HeldUnits",
+    "Sent",
+    "UnitCost",
+    "forecast",
+    "step_events",
+    "unit_cost",
+]
+
+
+@dataclass(frozen=True)
+class GradientCost:
+    """Bytes of one parameter's full gradient; all 0 if it is frozen.
+
+    It takes ``made_bytes`` as autograd makes it, ``added_bytes`` in the dtype in which it travels,
+    to which further parts are added. If it is ``moved``, it is copied as its reduce begins.
+    """
+
+    made_bytes: int = 0
+    added_bytes: int = 0
+    moved: bool = False
 
 
 @dataclass(frozen=True)
@@ -22,8 +47,8 @@ class UnitCost:
     ``part_bytes`` is what stays of the full parameters after SHRINK, and ``part_gather_bytes`` what
     a gather sends then. ``staged_bytes`` of the full parameters are held twice for a moment when a
     gather has been waited for, ``scratch_bytes`` what a reduce holds beside the full gradients.
-    ``grad_made_bytes`` are those of full gradients before their reduce begins, as autograd makes
-    them (None: as many as afterwards), of which it holds ``grad_moved_bytes`` twice for a moment.
+    ``gradients`` are by parameter, in the order of the layout (none: one that is like the full
+    gradients). A reduced gradient takes ``slice_bytes`` as it travels and ``rest_bytes`` at rest.
     ``solo`` units have one slice: their reduce drops full gradients at once, since they are it.
     """
 
@@ -37,13 +62,57 @@ class UnitCost:
     all_reduce_bytes: int = 0
     solo: bool = False
     staged_bytes: int = 0
-    grad_made_bytes: int | None = None
-    grad_moved_bytes: int = 0
+    gradients: tuple[GradientCost, ...] = ()
+    slice_bytes: int = 0
+    rest_bytes: int = 0
 
-    def held_twice_bytes(self, kind: OpKind) -> int:
-        """Bytes that are copied from one place to another while such an op is carried out."""
-        twice = {OpKind.AWAIT_GATHER: self.staged_bytes, OpKind.REDUCE: self.grad_moved_bytes}
-        return twice.get(kind, 0)
+
+def unit_cost(
+    layout: Layout,
+    *,
+    replicas: int = 1,
+    block: int = 1,
+    resident: bool = False,
+    scratch_bytes: int = 0,
+    sent_bytes: tuple[int, int] | None = None,
+    rest_bytes: int | None = None,
+) -> UnitCost:
+    """Price the ops on a unit by its layout: bytes held and sent.
+
+    An all-reduce of b bytes over R ``replicas`` sends 2 (R-1)/R b, as a ring does; the other
+    collectives send the other ranks' slices, or the slice to the other ranks, whichever way they
+    go. A ``block`` of ranks keeps a part after SHRINK; a ``resident`` unit is always full.
+    ``sent_bytes`` are those of one slice in a gather and in a reduce, and ``rest_bytes`` those of
+    the rank's gradients, if they are not the layout's.
+    """
+    shards = layout.shards
+    parts = [(each.full_numel // block, each.full_dtype) for each in layout.segments]
+    part_sent = sum(numel * item_bytes(dtype) for numel, dtype in parts)
+    gathered, reduced = sent_bytes or (layout.sent_bytes, layout.grad_sent_bytes)
+    return UnitCost(
+        full_bytes=0 if resident else layout.full_bytes,
+        grad_full_bytes=layout.grad_full_bytes,
+        part_bytes=sum(stored_bytes(numel, dtype) for numel, dtype in parts),
+        scratch_bytes=scratch_bytes,
+        gather_bytes=gathered * (shards - 1),
+        part_gather_bytes=part_sent * (block - 1),
+        reduce_bytes=reduced * (shards - 1),
+        all_reduce_bytes=2 * layout.grad_sent_bytes * (replicas - 1) // replicas,
+        solo=shards == 1,
+        staged_bytes=0 if resident else layout.staged_bytes,
+        gradients=tuple(_gradient_costs(layout)),
+        slice_bytes=layout.grad_full_bytes // shards,
+        rest_bytes=layout.grad_shard_bytes if rest_bytes is None else rest_bytes,
+    )
+
+
+def _gradient_costs(layout: Layout) -> Iterator[GradientCost]:
+    for segment, slot in layout:
+        if not segment.trainable:
+            yield GradientCost()
+            continue
+        added = stored_bytes(slot.spec.numel, segment.grad_dtype)
+        yield GradientCost(segment.made_bytes(slot), added, not segment.sent_as_made)
 
 
 @dataclass(frozen=True)
@@ -126,53 +195,182 @@ def forecast(
     A unit's full gradients are counted from the begin of its backward, the earliest they can come.
     """
     found = Forecast(sent={unit: Sent() for unit in costs})
-    held = {unit: _Held(cost) for unit, cost in costs.items()}
-    in_backward = False
+    held = HeldUnits(costs)
+    in_backward, shrunk = False, set[int]()
     for event, ops in zip(events, compile_step(events, policies, prefetch), strict=True):
         in_backward = in_backward or event.moment is Moment.BACKWARD_BEGIN
         for op in ops:
-            found.sent[op.unit] += held[op.unit].carry_out(op, in_backward=in_backward)
-            twice = costs[op.unit].held_twice_bytes(op.kind)
-            now = sum(each.bytes for each in held.values()) + twice
-            found.peak_bytes = max(found.peak_bytes, now)
+            found.sent[op.unit] += _sent(op, costs[op.unit], in_backward, op.unit in shrunk)
+            if op.kind is OpKind.SHRINK:
+                shrunk.add(op.unit)
+            elif op.kind in (OpKind.FREE, OpKind.AWAIT_GATHER):
+                shrunk.discard(op.unit)
+            twice = held.carry_out(op)
+            found.peak_bytes = max(found.peak_bytes, held.buffers + twice)
         if event.moment is Moment.BACKWARD_BEGIN:
-            held[event.unit].gradients = True
-            found.peak_bytes = max(found.peak_bytes, sum(each.bytes for each in held.values()))
+            held.take_all(event.unit)
+            found.peak_bytes = max(found.peak_bytes, held.buffers)
     return found
 
 
-class _Held:
-    """The buffers of one unit in the middle of the step."""
+def _sent(op: Op, cost: UnitCost, in_backward: bool, shrunk: bool) -> Sent:
+    if op.kind is OpKind.GATHER:
+        size = cost.part_gather_bytes if shrunk else cost.gather_bytes
+        return Sent(0, size) if in_backward else Sent(size)
+    if op.kind is OpKind.REDUCE:
+        return Sent(reduce_bytes=cost.reduce_bytes, all_reduce_bytes=cost.all_reduce_bytes)
+    return Sent()
 
-    def __init__(self, cost: UnitCost):
-        self.cost = cost
-        self.full = self.part = self.gradients = self.reducing = False
+
+@dataclass(slots=True)
+class _UnitMemory:
+    """The buffers of one unit that are there."""
+
+    cost: UnitCost
+    gradients: tuple[GradientCost, ...]
+    full: bool = False
+    arriving: bool = False
+    part: bool = False
+    grads: dict[int, int] = field(default_factory=dict)  # bytes held, until the reduce begins
+    reducing: bool = False
+    sliced: bool = False  # a reduced slice is under way, or there and not delivered
+    delivered: bool = False
+
+
+class HeldUnits:
+    """The memory of the units of a step at some moment of it: the engine's states with bytes.
+
+    ``buffers`` are the bytes of full parameters, full gradients and scratch of reduces, as the
+    engine's trace has them; ``gradients`` those of reduced ones: under way, leaving for the host,
+    and at rest on the device. Reduces are taken to complete when they are waited for, as over a
+    link that is never early: the most that can be held. With ``accumulating`` the step is a later
+    micro-batch: reduced gradients are there. With ``offloads`` they leave for the host.
+    """
+
+    def __init__(
+        self, costs: Mapping[int, UnitCost], *, accumulating: bool = False, offloads: bool = False
+    ):
+        self.buffers = 0
+        self.gradients = 0
+        self._leaving: list[int] = []  # bytes that are being copied to the host
+        self._offloads = offloads
+        self._units = {
+            number: _UnitMemory(
+                cost,
+                cost.gradients or (GradientCost(cost.grad_full_bytes, cost.grad_full_bytes),),
+            )
+            for number, cost in costs.items()
+        }
+        if accumulating:
+            for unit in self._units.values():
+                self._rest(unit)
 
     @property
-    def bytes(self) -> int:
-        cost = self.cost
-        parameters = self.full * cost.full_bytes + self.part * cost.part_bytes
-        made = cost.grad_full_bytes if cost.grad_made_bytes is None else cost.grad_made_bytes
-        if self.reducing:
-            return parameters + cost.grad_full_bytes + cost.scratch_bytes
-        return parameters + self.gradients * made
+    def leaving(self) -> int:
+        """Bytes of reduced gradients that are being copied to the host."""
+        return sum(self._leaving)
 
-    def carry_out(self, op: Op, *, in_backward: bool) -> Sent:
-        """Do what ``op`` says; returns what it sends."""
-        cost = self.cost
-        if op.kind is OpKind.GATHER:
-            self.full = True
-            size = cost.part_gather_bytes if self.part else cost.gather_bytes
-            return Sent(0, size) if in_backward else Sent(size)
-        if op.kind is OpKind.REDUCE:
-            self.gradients = self.reducing = not cost.solo
-            return Sent(reduce_bytes=cost.reduce_bytes, all_reduce_bytes=cost.all_reduce_bytes)
-        if op.kind is OpKind.SHRINK:
-            self.full, self.part = False, True
-        elif op.kind is OpKind.FREE:
-            self.full = self.part = False
-        elif op.kind is OpKind.AWAIT_GATHER:
-            self.part = False
-        else:  # the first sum is there: full gradients go
-            self.gradients = self.reducing = False
-        return Sent()
+    def take(self, number: int, index: int) -> int:
+        """Give unit ``number`` the gradient of its parameter ``index``, or a further part of it.
+
+        Returns the bytes that are held for a moment beyond those held after it.
+        """
+        unit = self._units[number]
+        gradient = unit.gradients[index]
+        if unit.cost.solo:  # copied as they come
+            if not unit.grads:
+                self.buffers += unit.cost.grad_full_bytes
+            unit.grads[index] = 0
+            return gradient.made_bytes
+        before = unit.grads.get(index)
+        unit.grads[index] = gradient.made_bytes if before is None else gradient.added_bytes
+        self.buffers += unit.grads[index] - (before or 0)
+        return 0
+
+    def take_all(self, number: int) -> None:
+        """Give unit ``number`` the gradients of all its parameters."""
+        for index in range(len(self._units[number].gradients)):
+            self.take(number, index)
+
+    def carry_out(self, op: Op) -> int:
+        """Do what ``op`` says; returns what is held for a moment beyond what is held after it."""
+        unit, kind = self._units[op.unit], op.kind
+        if kind is OpKind.GATHER:
+            if not unit.full:
+                unit.full, unit.arriving = True, not unit.part
+                self.buffers += unit.cost.full_bytes
+        elif kind is OpKind.AWAIT_GATHER:
+            self._drop_part(unit)
+            unit.arriving, arrived = False, unit.arriving
+            return unit.cost.staged_bytes if arrived else 0
+        elif kind is OpKind.FREE:
+            self._drop_full(unit)
+            self._drop_part(unit)
+        elif kind is OpKind.SHRINK:
+            self._drop_full(unit)
+            unit.part = True
+            self.buffers += unit.cost.part_bytes
+            return unit.cost.full_bytes
+        elif kind is OpKind.REDUCE:
+            return self._reduce(unit)
+        elif kind is OpKind.ALL_REDUCE:
+            self._finish_sum(unit)
+        else:
+            return self._deliver(unit)
+        return 0
+
+    def _drop_full(self, unit: _UnitMemory) -> None:
+        if unit.full:
+            unit.full = False
+            self.buffers -= unit.cost.full_bytes
+
+    def _drop_part(self, unit: _UnitMemory) -> None:
+        if unit.part:
+            unit.part = False
+            self.buffers -= unit.cost.part_bytes
+
+    def _reduce(self, unit: _UnitMemory) -> int:
+        cost = unit.cost
+        unit.sliced = True
+        self.gradients += cost.slice_bytes
+        if cost.solo:  # the full gradient is the slice: its memory goes with it
+            self.buffers -= cost.grad_full_bytes if unit.grads else 0
+            unit.grads.clear()
+            return 0
+        unit.reducing = True
+        self.buffers += cost.grad_full_bytes + cost.scratch_bytes - sum(unit.grads.values())
+        moved = sum(size for index, size in unit.grads.items() if unit.gradients[index].moved)
+        unit.grads.clear()
+        return moved
+
+    def _finish_sum(self, unit: _UnitMemory) -> None:
+        if unit.reducing:
+            unit.reducing = False
+            self.buffers -= unit.cost.scratch_bytes + unit.cost.grad_full_bytes
+
+    def _deliver(self, unit: _UnitMemory) -> int:
+        if not unit.sliced:
+            return 0
+        self._finish_sum(unit)
+        unit.sliced = False
+        cost = unit.cost
+        self.end_step()
+        self.gradients -= cost.slice_bytes
+        converted = cost.slice_bytes if cost.rest_bytes != cost.slice_bytes else 0
+        if self._offloads:
+            self._leaving.append(cost.rest_bytes)
+            self.gradients += cost.rest_bytes
+            return converted
+        if not unit.delivered:
+            self._rest(unit)
+            return converted
+        return cost.rest_bytes + converted  # what is added to gradients that rest is dropped then
+
+    def _rest(self, unit: _UnitMemory) -> None:
+        unit.delivered = True
+        self.gradients += unit.cost.rest_bytes
+
+    def end_step(self) -> None:
+        """Complete the copies to the host."""
+        self.gradients -= sum(self._leaving)
+        self._leaving.clear()

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model shapes and accelerators as data, with the arithmetic that training and planning share."""
+"""Model shapes as data, with the arithmetic that training and planning share."""
 
 import difflib
-import re
 from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigurationError
 
 __all__ = [
-    "DEVICES",
     "TRANSFORMERS",
-    "Device",
     "Transformer",
-    "device_named",
     "parameter_numel",
     "training_flops_per_token",
     "transformer",
@@ -59,41 +55,6 @@ TRANSFORMERS: dict[str, Transformer] = {
 }
 
 
-@dataclass(frozen=True)
-class Device:
-    """An accelerator: dense bf16 peak (no sparsity) in FLOP/s and memory in bytes.
-
-    ``matches`` are the words, in small letters, that the driver's name for it has.
-    """
-
-    matches: frozenset[str]
-    bf16_flops: float
-    memory_bytes: int
-    source: str
-
-
-_GB = 10**9
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# The first match counts, so the more specific name comes first.
-DEVICES: dict[str, Device] = {
-    "A100-40GB": Device(_words("a100 40gb"), 312e12, 40 * _GB, "NVIDIA A100 data sheet"),
-    "A100-80GB": Device(_words("a100"), 312e12, 80 * _GB, "NVIDIA A100 data sheet"),
-    "H200": Device(_words("h200"), 989.4e12, 141 * _GB, "NVIDIA H200 data sheet, SXM"),
-    "H100-PCIe": Device(_words("h100 pcie"), 756e12, 80 * _GB, "NVIDIA H100 data sheet, PCIe"),
-    "H100-NVL": Device(_words("h100 nvl"), 835e12, 94 * _GB, "NVIDIA H100 data sheet, NVL"),
-    "H100-SXM": Device(_words("h100"), 989.4e12, 80 * _GB, "NVIDIA H100 data sheet, SXM"),
-    "B200": Device(_words("b200"), 2250e12, 180 * _GB, "NVIDIA HGX B200 data sheet"),
-    "L40S": Device(_words("l40s"), 362.05e12, 48 * _GB, "NVIDIA L40S data sheet"),
-    "L4": Device(_words("l4"), 121e12, 24 * _GB, "NVIDIA L4 data sheet"),
-    "MI300X": Device(_words("mi300x"), 1307.4e12, 192 * _GB, "AMD Instinct MI300X data sheet"),
-}
-
-
 def transformer(name: str) -> Transformer:
     """Look a preset up; an unknown name raises `ConfigurationError` with the nearest one."""
     if name in TRANSFORMERS:
@@ -103,12 +64,6 @@ def transformer(name: str) -> Transformer:
     raise ConfigurationError(
         f"unknown model preset {name!r}: {hint}there are {', '.join(TRANSFORMERS)}"
     )
-
-
-def device_named(reported: str) -> Device | None:
-    """The device of a driver's name such as ``NVIDIA H100 80GB HBM3``, or None if unknown."""
-    words = set(re.split(r"[^a-z0-9]+", reported.lower()))
-    return next((device for device in DEVICES.values() if device.matches <= words), None)
 
 
 def parameter_numel(shape: Transformer) -> int:

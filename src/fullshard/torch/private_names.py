@@ -15,11 +15,9 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from fullshard.core.errors import TorchVersionError
+from fullshard.core.tested import TESTED_TORCH
 
-__all__ = ["CHECKED", "DROP_IN", "ENGINE", "OPTIONAL", "PROVE", "is_there", "require"]
-
-CHECKED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
-"""The versions of torch with which the tests were run, oldest first: see ``docs/versions.md``."""
+__all__ = ["DROP_IN", "ENGINE", "OPTIONAL", "PROVE", "is_there", "require"]
 
 Names = Mapping[str, tuple[str, ...]]
 
@@ -98,7 +96,7 @@ ENGINE: Names = dict.fromkeys(
         "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
         "torch.distributed.tensor.placement_types:_StridedShard",
     ),
-    CHECKED,
+    TESTED_TORCH,
 )
 
 DROP_IN: Names = dict.fromkeys(
@@ -109,25 +107,25 @@ DROP_IN: Names = dict.fromkeys(
         "torch.distributed.algorithms:_optimizer_overlap",
         "torch.distributed.fsdp.wrap:_Policy",
     ),
-    CHECKED,
+    TESTED_TORCH,
 )
 
-PROVE: Names = {"torch.testing._internal.distributed.fake_pg:FakeStore": CHECKED}
+PROVE: Names = {"torch.testing._internal.distributed.fake_pg:FakeStore": TESTED_TORCH}
 
 OPTIONAL: Names = {
     # A list of types that take the fast way: without it ours take the slow one.
-    "torch.optim.optimizer:_foreach_supported_types": CHECKED,
-    "torch.utils._foreach_utils:_foreach_supported_types": CHECKED,
+    "torch.optim.optimizer:_foreach_supported_types": TESTED_TORCH,
+    "torch.utils._foreach_utils:_foreach_supported_types": TESTED_TORCH,
     # Set on first use, by one who asks for it.
-    "torch:Tensor._post_accumulate_grad_hooks": CHECKED,
-    "torch.distributed:ProcessGroupGloo._Options._timeout": CHECKED,
+    "torch:Tensor._post_accumulate_grad_hooks": TESTED_TORCH,
+    "torch.distributed:ProcessGroupGloo._Options._timeout": TESTED_TORCH,
     # Without these a state dict under tensor parallelism is refused by name.
-    "torch.distributed.device_mesh:DeviceMesh._concatenate": CHECKED,
-    "torch.distributed.device_mesh:DeviceMesh._get_root_mesh": CHECKED,
+    "torch.distributed.device_mesh:DeviceMesh._concatenate": TESTED_TORCH,
+    "torch.distributed.device_mesh:DeviceMesh._get_root_mesh": TESTED_TORCH,
     # Whether torchao compiles its steps is asked where it has imported torch._dynamo.
-    "torch._dynamo:config.disable": CHECKED,
-    "torch._dynamo:eval_frame": CHECKED,
-    "torch._dynamo.eval_frame:_stance": CHECKED,
+    "torch._dynamo:config.disable": TESTED_TORCH,
+    "torch._dynamo:eval_frame": TESTED_TORCH,
+    "torch._dynamo.eval_frame:_stance": TESTED_TORCH,
     # On instances alone, where no check can see them: two marks that we set and torch reads, and
     # the ranks of an earlier generation of sharded tensors.
     "torch.nn:Parameter._is_param": (),
@@ -158,11 +156,11 @@ def require(names: Iterable[str]) -> None:
     """
     missing = [path.replace(":", ".") for path in names if not is_there(path)]
     if missing:
-        first, last = CHECKED[0], CHECKED[-1]
+        first, last = TESTED_TORCH[0], TESTED_TORCH[-1]
         raise TorchVersionError(
             f"fullshard needs {', '.join(missing)}, which torch {torch.__version__} has not. It "
-            f"was tested with torch {', '.join(CHECKED)}: pip install 'torch>={first},<={last}', "
-            "or install a newer fullshard"
+            f"was tested with torch {', '.join(TESTED_TORCH)}: "
+            f"pip install 'torch>={first},<={last}', or install a newer fullshard"
         )
 
 

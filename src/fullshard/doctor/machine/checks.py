@@ -4,12 +4,15 @@
 import re
 from collections.abc import Callable, Iterator
 
+from fullshard.core.tested import TESTED_TORCH
 from fullshard.doctor.findings import Finding, Severity
 from fullshard.doctor.machine.snapshot import Machine
 
 __all__ = ["MACHINE_CHECKS", "check_machine", "files_needed"]
 
-OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 14)
+OLDEST_TORCH, NEWEST_TORCH = (
+    tuple(map(int, TESTED_TORCH[place].split(".")[:2])) for place in (0, -1)
+)
 SHARED_BYTES_PER_RANK = 256 * 2**20
 LITTLE_DISK_BYTES = 5 * 2**30
 LITTLE_LOCKED_BYTES = 2**30
@@ -298,7 +301,7 @@ def _disk(machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _dotted(version: tuple[int, ...]) -> str:
     return f"{version[0]}.{version[1]}"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.forecast import UnitCost, forecast, step_events
+from fullshard.core.forecast import forecast, step_events, unit_cost
 from fullshard.core.grouping import group_parameters
 from fullshard.core.layout import Layout, lay_out
 from fullshard.core.schedule import UnitPolicy
@@ -89,12 +89,7 @@ def _peak_bytes(paths: Sequence[str], layouts: Sequence[Layout]) -> int:
         )
         for number, layout in enumerate(layouts)
     }
-    costs = {
-        number: UnitCost(
-            layout.full_bytes, layout.grad_full_bytes, grad_made_bytes=layout.grad_made_bytes
-        )
-        for number, layout in enumerate(layouts)
-    }
+    costs = {number: unit_cost(layout) for number, layout in enumerate(layouts)}
     return forecast(step_events(around, trained), policies, costs, Prefetch()).peak_bytes
 
 

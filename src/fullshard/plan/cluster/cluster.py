@@ -47,14 +47,15 @@ class Constants:
 class Device:
     """One accelerator, or a host's CPU as one rank uses it.
 
-    ``flops`` are dense peaks in FLOP/s by dtype name, ``memory_bytes`` what the driver shows,
-    ``bandwidth`` that of its memory in bytes/s, ``host_link`` that to the host's. ``sustained`` is
-    the share of the peak that the best large matrix products reach, ``attention`` that of the fused
-    attention kernel. ``context_bytes`` is taken by the driver's context. Hosts have ``per_host`` of
-    it with the links ``inside`` and ``between``, unless a cluster says otherwise. ``assumed`` names
-    the fields that nobody has measured, ``origin`` where the others come from. A device that was
-    calibrated has ``constants`` of its own. ``fresh`` is the rate in bytes/s at which a CPU's
-    system hands out memory; None: buffers are kept between steps.
+    ``driver`` is the name that drivers have for it, in small letters: a device whose name has all
+    its words is this one. ``flops`` are dense peaks in FLOP/s by dtype name, ``memory_bytes`` what
+    the driver shows, ``bandwidth`` that of its memory in bytes/s, ``host_link`` that to the host's.
+    ``sustained`` is the share of the peak that the best large matrix products reach, ``attention``
+    that of the fused attention kernel. ``context_bytes`` is taken by the driver's context. Hosts
+    have ``per_host`` of it with the links ``inside`` and ``between``, unless a cluster says
+    otherwise. ``assumed`` names the fields that nobody has measured, ``origin`` where the others
+    come from. A device that was calibrated has ``constants`` of its own. ``fresh`` is the rate in
+    bytes/s at which a CPU's system hands out memory; None: buffers are kept between steps.
     """
 
     key: str
@@ -75,6 +76,7 @@ class Device:
     cpu: bool = False
     constants: Constants | None = None
     fresh: float | None = None
+    driver: str = ""
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products in ``dtype``."""

@@ -2,6 +2,7 @@
 """Devices and constants from data files: those that come with the package, and calibrations."""
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -17,6 +18,7 @@ __all__ = [
     "Constants",
     "cluster_of",
     "device_names",
+    "device_of_driver",
     "fitted_constants",
     "fitted_spread",
     "named_device",
@@ -36,7 +38,7 @@ def _devices() -> dict[str, Device]:
 def _device(key: str, entry: Mapping[str, Any]) -> Device:
     known = {field.name for field in fields(Device)}
     unknown = sorted(set(entry) - known)
-    missing = sorted(known - {"key", "cpu", "constants", "fresh"} - set(entry))
+    missing = sorted(known - {"key", "driver", "cpu", "constants", "fresh"} - set(entry))
     if unknown or missing:
         raise ConfigurationError(f"device {key!r}: unknown {unknown}, missing {missing}")
     made = dict(entry)
@@ -70,6 +72,17 @@ def named_device(name: str) -> Device:
         f"unknown device {name!r}: {hint}there are {', '.join(_devices())}, and files that "
         "fullshard calibrate writes"
     )
+
+
+def device_of_driver(reported: str) -> Device | None:
+    """The device of a driver's name such as ``NVIDIA H100 80GB HBM3``, or None if unknown.
+
+    Of several that match it is the one with the most words.
+    """
+    words = set(re.split(r"[^a-z0-9]+", reported.lower()))
+    known = [each for each in _devices().values() if each.driver]
+    matching = [each for each in known if words.issuperset(each.driver.split())]
+    return max(matching, key=lambda each: len(each.driver.split()), default=None)
 
 
 def _calibrated(path: Path) -> Device:

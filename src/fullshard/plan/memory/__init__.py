@@ -3,7 +3,6 @@
 
 from fullshard.plan.memory.forecast import (
     CATEGORIES,
-    Engine,
     MemoryForecast,
     Sample,
     forecast_memory,
@@ -14,7 +13,6 @@ from fullshard.plan.memory.resting import Resting, resting_memory
 
 __all__ = [
     "CATEGORIES",
-    "Engine",
     "MemoryForecast",
     "Resting",
     "Sample",

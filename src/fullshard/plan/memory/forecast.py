@@ -8,14 +8,12 @@ communication library take besides is an estimate, see `fullshard.plan.memory.ov
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
+from fullshard.core.forecast import HeldUnits
 from fullshard.core.schedule import Op, OpKind
 from fullshard.core.trace import Trace, TraceRecord
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.memory.activations import Activations
-from fullshard.plan.memory.fsdp2 import HeldByFSDP2
-from fullshard.plan.memory.held import HeldUnits, Holds
 from fullshard.plan.memory.overheads import allocator_slack, context_bytes
 from fullshard.plan.memory.resting import Resting, resting_memory
 from fullshard.plan.model.model import Model
@@ -24,7 +22,6 @@ from fullshard.plan.step.script import Act, Phase, Script
 
 __all__ = [
     "CATEGORIES",
-    "Engine",
     "MemoryForecast",
     "Sample",
     "forecast_memory",
@@ -57,13 +54,6 @@ _WORDS = {
     OpKind.ALL_REDUCE: "all-reduce of",
     OpKind.AWAIT_REDUCE: "delivery of the gradients of",
 }
-
-
-class Engine(Enum):
-    """Whose buffers are counted."""
-
-    FULLSHARD = "fullshard"
-    FSDP2 = "FSDP2"
 
 
 @dataclass(frozen=True)
@@ -129,7 +119,7 @@ class MemoryForecast:
     def timeline(self) -> tuple[Sample, ...]:
         """Memory at every line of the step; made when asked for."""
         told = self._telling
-        return memory_timeline(told.script, told.run, told.cluster, engine=told.engine)
+        return memory_timeline(told.script, told.run, told.cluster)
 
 
 @dataclass(frozen=True)
@@ -139,7 +129,6 @@ class _Telling:
     script: Script
     run: Run
     cluster: Cluster
-    engine: Engine
 
 
 def forecast_memory(
@@ -148,31 +137,29 @@ def forecast_memory(
     run: Run,
     cluster: Cluster,
     *,
-    engine: Engine = Engine.FULLSHARD,
+    held: HeldUnits | None = None,
 ) -> MemoryForecast:
     """What one device holds when it carries out ``script``, and what causes the peak.
 
     Of a step with several micro-batches it is a later one, which finds the gradients of those
-    before it. A micro-batch begins without gradients if it is the only one. Another ``engine`` than
-    our own is told by what is known of it, not to the byte.
+    before it. A micro-batch begins without gradients if it is the only one. ``held`` is the memory
+    of the units as the step begins, if another engine than ours holds it.
     """
-    replay = _Replay(script, run, cluster, engine)
+    replay = _Replay(script, run, cluster, held)
     most, peak, at = -1, (0, 0, 0, 0, 0, 0), 0
-    for line, held in replay.lines():
-        total = sum(held)
+    for line, now in replay.lines():
+        total = sum(now)
         if total > most:
-            most, peak, at = total, held, line
+            most, peak, at = total, now, line
     by_category = _with_overheads(peak, run, cluster, script)
     cause = _cause(script, at, peak)
-    telling = _Telling(script, run, cluster, engine)
+    telling = _Telling(script, run, cluster)
     return MemoryForecast(by_category, cause, replay.resting, at, telling)
 
 
-def memory_timeline(
-    script: Script, run: Run, cluster: Cluster, *, engine: Engine = Engine.FULLSHARD
-) -> tuple[Sample, ...]:
+def memory_timeline(script: Script, run: Run, cluster: Cluster) -> tuple[Sample, ...]:
     """Device memory at every line of ``script`` and in the optimizer's step."""
-    replay = _Replay(script, run, cluster, engine)
+    replay = _Replay(script, run, cluster)
     return tuple(
         Sample(line, label_of(script, line), _with_overheads(held, run, cluster, script))
         for line, held in replay.lines()
@@ -211,7 +198,11 @@ def planned_trace(script: Script, run: Run, cluster: Cluster) -> Trace:
 def _held_by_us(script: Script, run: Run, cluster: Cluster, activations: Activations) -> HeldUnits:
     """Return what units hold as the step, or a later micro-batch, begins."""
     accumulating = run.accumulate > 1
-    held = HeldUnits(script.units, run, accumulating=accumulating, cpu=cluster.device.cpu)
+    held = HeldUnits(
+        {number: unit.cost for number, unit in enumerate(script.units)},
+        accumulating=accumulating and run.sync_each,
+        offloads=run.offload.to_host and not cluster.device.cpu,
+    )
     if accumulating and not run.sync_each:
         for line in script.lines:
             for each in [] if isinstance(line, Op) else activations.given(line):
@@ -233,16 +224,12 @@ def label_of(script: Script, line: int) -> str:
 class _Replay:
     """One pass over the lines of a script."""
 
-    def __init__(self, script: Script, run: Run, cluster: Cluster, engine: Engine):
+    def __init__(self, script: Script, run: Run, cluster: Cluster, held: HeldUnits | None = None):
         self._script = script
         self._run = run
         self.resting = resting_memory(script.units, run, cpu=cluster.device.cpu)
         self._activations = Activations(script, run)
-        self._held: Holds = (
-            _held_by_us(script, run, cluster, self._activations)
-            if engine is Engine.FULLSHARD
-            else HeldByFSDP2(script.units, run)
-        )
+        self._held = held or _held_by_us(script, run, cluster, self._activations)
         state = self.resting
         shards = 0 if state.on_host else state.parameters_bytes
         self._parameters = script.buffers_bytes + state.working_bytes + shards

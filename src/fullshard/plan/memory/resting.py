@@ -9,7 +9,7 @@ from fullshard.core.spec import item_bytes
 from fullshard.plan.run import OPTIMIZERS, Run
 from fullshard.plan.step.units import PlannedUnit
 
-__all__ = ["Resting", "gradient_bytes", "resting_memory"]
+__all__ = ["Resting", "resting_memory"]
 
 _STEP_COUNT_BYTES = {"adamw": 4, "adam": 4}
 """These count the steps of each parameter in a float32 beside their moments."""
@@ -62,19 +62,11 @@ def resting_memory(
     )
     return Resting(
         sum(unit.layout.shard_bytes for unit in units),
-        sum(gradient_bytes(unit, run) for unit in units),
+        sum(unit.cost.rest_bytes for unit in units),
         sum(_optimizer_bytes(s, run, rank) for unit in units for s in unit.layout.segments),
         sum(working) if copies else 0,
         run.offload.to_host and not cpu,
     )
-
-
-def gradient_bytes(unit: PlannedUnit, run: Run) -> int:
-    """Bytes of one rank's gradients of ``unit`` at rest."""
-    if run.precision.keep_low_grads:
-        trained = (each for each in unit.layout.segments if each.trainable)
-        return sum(stored_bytes(each.slice_numel, each.grad_dtype) for each in trained)
-    return unit.layout.grad_shard_bytes
 
 
 def _optimizer_bytes(segment: Segment, run: Run, rank: int) -> int:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.forecast import UnitCost
+from fullshard.core.forecast import UnitCost, unit_cost
 from fullshard.core.grouping import group_parameters
-from fullshard.core.layout import Layout, lay_out
+from fullshard.core.layout import Layout, lay_out, stored_bytes
 from fullshard.core.schedule import UnitPolicy
 from fullshard.core.spec import ParamSpec, item_bytes
 from fullshard.plan.cluster.cluster import Cluster
@@ -98,7 +98,7 @@ def units_of(
         if not cluster.device.cpu:
             widened = layout.grad_copied_bytes > layout.full_bytes
             policy = replace(policy, widened=widened)
-        cost = _cost(layout, replicas, cluster, policy)
+        cost = _cost(layout, run, replicas, cluster, resident=not policy.gathered)
         units.append(PlannedUnit(path, _around(path, paths), layout, policy, cost))
     return tuple(units)
 
@@ -129,24 +129,17 @@ def _shard_is_full(layout: Layout, run: Run) -> bool:
     return layout.shards == 1 and not converted and not run.offload.to_host
 
 
-def _cost(layout: Layout, replicas: int, cluster: Cluster, policy: UnitPolicy) -> UnitCost:
-    shards = layout.shards
-    grad_slice = layout.grad_sent_bytes
-    direct = cluster.device.cpu and shards > 1  # on Gloo, ranks exchange slices and add them up
-    received = (
-        segment.full_numel * item_bytes(segment.grad_dtype) * (shards - 1) // shards
-        for segment in layout.segments
-        if segment.trainable
-    )
-    return UnitCost(
-        full_bytes=layout.full_bytes if policy.gathered else 0,
-        grad_full_bytes=layout.grad_full_bytes,
-        scratch_bytes=sum(received) if direct else 0,
-        gather_bytes=layout.sent_bytes * (shards - 1),
-        reduce_bytes=grad_slice * (shards - 1),
-        all_reduce_bytes=2 * grad_slice * (replicas - 1) // replicas,
-        solo=shards == 1,
-        grad_made_bytes=None if shards == 1 else layout.grad_made_bytes,
-        grad_moved_bytes=0 if shards == 1 else layout.grad_moved_bytes,
-        staged_bytes=layout.staged_bytes if policy.gathered else 0,
+def _cost(layout: Layout, run: Run, replicas: int, cluster: Cluster, *, resident: bool) -> UnitCost:
+    shards, scratch = layout.shards, 0
+    trained = [each for each in layout.segments if each.trainable]
+    if cluster.device.cpu and shards > 1:  # on Gloo, ranks exchange slices and add them up
+        scratch = sum(
+            each.full_numel * item_bytes(each.grad_dtype) * (shards - 1) // shards
+            for each in trained
+        )
+    rests = None
+    if run.precision.keep_low_grads:
+        rests = sum(stored_bytes(each.slice_numel, each.grad_dtype) for each in trained)
+    return unit_cost(
+        layout, replicas=replicas, resident=resident, scratch_bytes=scratch, rest_bytes=rests
     )

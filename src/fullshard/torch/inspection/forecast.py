@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from fullshard.core.forecast import Sent, UnitCost, forecast, step_events
-from fullshard.core.layout import stored_bytes
-from fullshard.core.spec import item_bytes
+from fullshard.core.forecast import Sent, UnitCost, forecast, step_events, unit_cost
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm.compressed import CompressedComm
 from fullshard.torch.step.executor import unit_policy
@@ -104,43 +102,27 @@ def _numbered(
 
 
 def cost_of(unit: Unit) -> UnitCost:
-    """Price the ops on ``unit`` by its layout: bytes held and sent.
-
-    An all-reduce of b bytes over R ranks sends 2 (R-1)/R b, as a ring does; the other collectives
-    send the other ranks' slices, or the slice to the other ranks, whichever way they go.
-    """
+    """Price the ops on ``unit`` as it stands; see `fullshard.core.forecast.unit_cost`."""
     layout, ranks, settings = unit.layout, unit.ranks, unit.settings
-    slices, replicas = ranks.gather.size, ranks.replicas.size
-    block = ranks.block.size if ranks.block is not None else 1
-    parts = [(each.full_numel // block, each.full_dtype) for each in layout.segments]
-    part_sent = sum(numel * item_bytes(dtype) for numel, dtype in parts)
     own = settings.hook is not None  # a communication hook of the user's takes the sums' place
-    grad_slice = layout.grad_sent_bytes
-    all_reduces = replicas > 1 and settings.all_reduce and not own
     fulls = [
         _of_size(each.grad_dtype, each.full_numel, unit)
         for each in layout.segments
         if each.trainable
     ]
     steps, reduce = ranks.gather_of_steps, ranks.reduce
-    gathered, reduced = layout.sent_bytes, grad_slice
+    gathered, reduced = layout.sent_bytes, layout.grad_sent_bytes
     if isinstance(steps, CompressedComm) and isinstance(reduce, CompressedComm):
         shards = [_of_size(each.full_dtype, each.full_numel, unit) for each in layout.segments]
         gathered = sum(map(steps.gather_part_bytes, shards))
         reduced = sum(map(reduce.reduce_part_bytes, fulls))
-    return UnitCost(
-        full_bytes=0 if unit.resident else layout.full_bytes,
-        grad_full_bytes=layout.grad_full_bytes,
-        part_bytes=sum(stored_bytes(numel, dtype) for numel, dtype in parts),
-        scratch_bytes=sum(map(ranks.reduce.reduce_scratch_bytes, fulls)),
-        gather_bytes=gathered * (slices - 1),
-        part_gather_bytes=part_sent * (block - 1),
-        reduce_bytes=0 if own else reduced * (slices - 1),
-        all_reduce_bytes=2 * grad_slice * (replicas - 1) // replicas if all_reduces else 0,
-        solo=slices == 1,
-        grad_made_bytes=None if slices == 1 else layout.grad_made_bytes,
-        grad_moved_bytes=0 if slices == 1 else layout.grad_moved_bytes,
-        staged_bytes=layout.staged_bytes,
+    return unit_cost(
+        layout,
+        replicas=ranks.replicas.size if settings.all_reduce and not own else 1,
+        block=ranks.block.size if ranks.block is not None else 1,
+        resident=unit.resident,
+        scratch_bytes=sum(map(reduce.reduce_scratch_bytes, fulls)),
+        sent_bytes=(gathered, 0 if own else reduced),
     )
 
 

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.core.presets import DEVICES, device_named
 from fullshard.core.strategy import AS_IT_RESTS, Precision
 from fullshard.plan.choose.wrapping import choose_wrapping
 from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.cluster.read import cluster_of, device_names, named_device
+from fullshard.plan.cluster.read import cluster_of, device_of_driver, named_device
 from fullshard.torch.sharding.find import find_parameters
 from fullshard.wrap import CustomPolicy
 
@@ -105,10 +104,6 @@ def _cluster(root: nn.Module) -> Cluster:
     local = min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
     device = named_device("cpu")
     if torch.cuda.is_available():
-        found = device_named(torch.cuda.get_device_name())
-        keys = {name.upper(): name for name in device_names()}
-        name = next((key for key, each in DEVICES.items() if each is found), "H100-SXM")
-        near = name.upper().removesuffix("GB").removesuffix("-SXM")
-        device = named_device(keys.get(near, "h100"))
+        device = device_of_driver(torch.cuda.get_device_name()) or named_device("h100")
     per_host = local if world % max(local, 1) == 0 else 1
     return cluster_of(device, world, per_host=max(1, per_host))

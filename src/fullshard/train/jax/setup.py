@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from fullshard.core.presets import device_named, training_flops_per_token, transformer
+from fullshard.core.presets import training_flops_per_token, transformer
 from fullshard.host_memory import host_total_bytes, resident_bytes
 from fullshard.jax import (
     TrainState,
@@ -23,6 +23,7 @@ from fullshard.jax import (
     torch_names,
 )
 from fullshard.jax.files.torch_names import TorchName
+from fullshard.plan.cluster.read import device_of_driver
 from fullshard.train.config import Config, check_world
 from fullshard.train.data import Batch, Dataset, load
 from fullshard.train.jax.models import GPT, DigitNet, digit_flops
@@ -77,8 +78,8 @@ class Devices:
 
     def peak_flops(self, dtype: str) -> float | None:
         """FLOP/s that one device reaches at most; known for bf16 on some GPUs."""
-        known = device_named(self.mesh.devices.flat[0].device_kind)
-        return known.bf16_flops if known and dtype == "bfloat16" else None
+        known = device_of_driver(self.mesh.devices.flat[0].device_kind)
+        return known.peak("bfloat16") if known and dtype == "bfloat16" else None
 
     def memory_used(self) -> dict[str, int]:
         """The most bytes used so far and how many there are: of a device, or of this host."""

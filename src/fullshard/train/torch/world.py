@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.core.presets import device_named
 from fullshard.distributed import cleanup, get_device, join
+from fullshard.plan.cluster.read import device_of_driver
 from fullshard.torch.inspection.memory import memory_of_rank
 
 __all__ = ["World", "joined"]
@@ -33,8 +33,8 @@ class World:
         """FLOP/s that this rank's device reaches at most; known for bf16 on some GPUs."""
         if self.device.type != "cuda" or dtype is not torch.bfloat16:
             return None
-        device = device_named(torch.cuda.get_device_name(self.device))
-        return device.bf16_flops if device else None
+        device = device_of_driver(torch.cuda.get_device_name(self.device))
+        return device.peak("bfloat16") if device else None
 
     def memory_used(self) -> dict[str, int]:
         """The most bytes used so far and how many there are: of the GPU, or of this host."""

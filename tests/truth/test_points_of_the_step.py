@@ -424,6 +424,48 @@ def test_point_06_modules_added_after_sharding_are_named(door):
     LocalWorld(2).run(body)
 
 
+def thaw_what_was_added_frozen(model):
+    model.add_module("extra", nn.Linear(3, 3).double().requires_grad_(False))
+    yield
+    model.extra.requires_grad_(True)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("align", ["row", "element"])
+@pytest.mark.parametrize("stepped", [False, True], ids=["before the first step", "between steps"])
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda model: model.add_module("extra", nn.Linear(3, 3).double()),
+        lambda model: model[1].add_module("extra", nn.Linear(4, 4).double()),
+        lambda model: setattr(model[2], "bias", nn.Parameter(torch.ones(3).double())),
+        thaw_what_was_added_frozen,
+    ],
+    ids=["child", "child of a leaf", "in the place of None", "frozen, then trained"],
+)
+def test_whatever_is_trained_and_was_added_after_sharding_is_named(door, align, stepped, add):
+    def body(comm):
+        plain = seeded(net)
+        plain[2] = nn.Linear(4, 3, bias=False).double()
+        plain.register_parameter("left", nn.Parameter(torch.ones(2)))
+        ignored = [plain.left]
+        if door == "wrapper":
+            model = FullyShardedDataParallel(plain, comm, ignored_states=ignored, align=align)
+        else:
+            model = fully_shard(plain, mesh=comm, ignored_params=set(ignored), align=align)
+        if stepped:
+            model(X).sum().backward()
+        moments = add(plain)
+        if moments is not None:
+            next(moments)
+            model(X).sum().backward()
+            next(moments, None)
+        with pytest.raises(UsageError, match="'(extra|1.extra|2).*: added to the model"):
+            model(X)
+
+    LocalWorld(2).run(body)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_point_06_a_rank_that_skips_a_step_is_named(world):
     def body(comm):

@@ -23,6 +23,7 @@ from fullshard.torch.sharding.refused_modules import check_modules
 from fullshard.torch.sharding.same_values import values_are_checked, verify_values
 from fullshard.torch.step.autograd_calls import watch_autograd
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
+from fullshard.torch.step.paths import note_left_out
 from fullshard.torch.step.tracker import Tracker, ensure_tracker
 from fullshard.torch.unit.changes import gather_apart, give_up, take_over
 from fullshard.torch.unit.plan import Plan, own_value
@@ -143,7 +144,10 @@ def shard_modules(
     for module in modules:
         module.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
         _mark_managed(module)
-    return ManagedUnit(modules, params, plan, Tracker.adopt)
+    managed = ManagedUnit(modules, params, plan, Tracker.adopt)
+    for module in modules:
+        note_left_out(module)
+    return managed
 
 
 def _mark_managed(module: nn.Module) -> None:

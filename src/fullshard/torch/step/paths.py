@@ -9,15 +9,34 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import UsageError
-from fullshard.torch.step.managed import ManagedUnit, managed_unit_of
+from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.structures import tensors_with_gradients
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.sites import clean_name, holders_in
 from fullshard.torch.unit.unit import owner_of
 
-__all__ = ["Structure", "follow_holders", "leads_to_others", "used_outside_their_unit"]
+__all__ = [
+    "Structure",
+    "follow_holders",
+    "leads_to_others",
+    "note_left_out",
+    "used_outside_their_unit",
+]
 
 _STRUCTURE = "_fullshard_structure"
+_LEFT_OUT = "_fullshard_left_out"
+
+
+def note_left_out(module: nn.Module) -> None:
+    """Note on the modules below ``module``, sharded now, the parameters that no unit has."""
+    for each in module.modules():
+        names = {key for key, param in each._parameters.items() if _is_plain(param)}
+        if names:
+            each.__dict__[_LEFT_OUT] = names
+
+
+def _is_plain(param: Any) -> bool:
+    return param is not None and not isinstance(param, ShardedParameter)
 
 
 class Structure:
@@ -31,21 +50,30 @@ class Structure:
         self._running = running
         self._root = weakref.ref(root)
         root.__dict__[_STRUCTURE] = self
-        self._plain = {id(param) for param in root.parameters()}
         self._listening: set[int] = set()  # modules, by id, whose hooks may take tensors
-        self._note(root)
+        # Looked at in every step: as lists, which are compared without a Python call for each.
+        self._counted: list[Mapping[Any, Any]] = []
+        self._counts: list[int] | None = None
+        self._absent: list[tuple[dict[str, Any], str]] = []  # parameters that are None
+        self._parents: list[dict[str, nn.Module | None]] = []
+        self._children: list[tuple[nn.Module | None, ...]] = []
+        self._frozen: list[nn.Parameter] = []  # of no unit, and not left out when it was sharded
 
-    def _note(self, root: nn.Module) -> None:
+    def _note(self, root: nn.Module, frozen: list[nn.Parameter]) -> None:
         modules = list(root.modules())
         for module in modules:
             own = 0 if managed_unit_of(module) is None else 1
             if len(module._forward_hooks) > own and id(module) not in self._listening:
                 self._listen(module)
-        # Looked at in every step: as lists, which are compared without a Python call for each.
-        self._counted = [held for m in modules for held in (m._parameters, m._forward_hooks)]
+        kinds = (("_parameters", "_forward_hooks", "_modules"), ("_parameters", "_forward_hooks"))
+        self._counted = [getattr(m, kind) for m in modules for kind in kinds[bool(m._modules)]]
         self._counts = list(map(len, self._counted))
+        self._absent = [
+            (m._parameters, key) for m in modules for key, p in m._parameters.items() if p is None
+        ]
         self._parents = [m._modules for m in modules if m._modules]
         self._children = [tuple(each.values()) for each in self._parents]
+        self._frozen = frozen
 
     def _listen(self, module: nn.Module) -> None:
         """Watch what hooks of ``module`` see: a loss may be made of it, inside a unit."""
@@ -66,25 +94,45 @@ class Structure:
         root = self._root()
         if root is None:
             return
-        added = [
-            repr(clean_name(name))
-            for name, param in root.named_parameters()
-            if param.requires_grad
-            and not isinstance(param, ShardedParameter)
-            and id(param) not in self._plain
-        ]
-        if added:
+        added = _added_to(root)
+        trained = [name for name, param in added.items() if param.requires_grad]
+        if trained:
             raise UsageError(
-                f"{', '.join(added[:5])}{f' and {len(added) - 5} more' * (len(added) > 5)}: added "
-                "to the model after it was sharded, so every rank would train its own, unreduced. "
-                "Add modules before sharding, shard the new ones too (fully_shard), or freeze them"
+                f"{', '.join(trained[:5])}{f' and {len(trained) - 5} more' * (len(trained) > 5)}: "
+                "added to the model after it was sharded, so every rank would train its own, "
+                "unreduced. Add modules before sharding, shard the new ones too (fully_shard), or "
+                "freeze them"
             )
-        self._note(root)
+        self._note(root, list(added.values()))
 
     def _as_it_was(self) -> bool:
         if list(map(len, self._counted)) != self._counts:
             return False
+        if any([table[key] is not None for table, key in self._absent]):
+            return False
+        if any([param.requires_grad for param in self._frozen]):
+            return False
         return list(map(tuple, map(dict.values, self._parents))) == self._children
+
+
+def _added_to(root: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters below ``root`` that were neither sharded nor left out of it, by quoted names."""
+    sites = {
+        (id(table), key)
+        for managed in managed_units(root)
+        for param in managed.unit.params
+        for table, key in param.sites
+    }
+    return {
+        repr(clean_name(f"{path}.{key}" if path else key)): param
+        for path, module in root.named_modules()
+        for key, param in module._parameters.items()
+        if param is not None
+        and _is_plain(param)
+        and key not in module.__dict__.get(_LEFT_OUT, ())
+        and (id(module._parameters), key) not in sites
+        and owner_of(param) is None
+    }
 
 
 def used_outside_their_unit(root: nn.Module, owners: Mapping[int, ManagedUnit]) -> list[str]:

@@ -382,9 +382,8 @@ def owner_of(param: Tensor) -> "tuple[Unit, int] | None":
     """The unit that a parameter was given to, if it still exists, and its number there."""
     reference, name = getattr(param, _OWNER, (None, ""))
     unit = None if reference is None else reference()
-    if unit is None:
-        return None
-    return unit, next(i for i, each in enumerate(unit.params) if each.spec.name == name)
+    names = [] if unit is None else [each.spec.name for each in unit.params]
+    return None if unit is None or name not in names else (unit, names.index(name))
 
 
 def set_owner(param: Tensor, unit: "Unit", name: str) -> None:

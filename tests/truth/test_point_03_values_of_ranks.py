@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.core.errors import ConfigurationError
 from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from fullshard.torch.unit.guards.writes import checksum
+from fullshard.torch.tensor.checksum import checksum
 from fullshard.wrap import ModuleWrapPolicy
 
 
@@ -134,3 +134,13 @@ def test_checksum(dtype, numel, offset, random):
         held[place] = not held[place]
         assert checksum(held) != checksum(values)
         assert checksum(values) != checksum(values[:-1]) or values[-1] == 0
+
+
+@given(st.integers(0, 2**31), st.sampled_from([1, 64, 70_001]))
+def test_checksums_of_the_same_elements_in_another_order_differ(seed, columns):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.eye(6).repeat_interleave(columns, 1)  # rows that add up alike
+    order = torch.randperm(6, generator=generator)
+    assert (checksum(values[order]) == checksum(values)) == bool((order == order.sort()[0]).all())
+    words = torch.tensor([1.0, 2.0, 2.0, 1.0], dtype=torch.float64)
+    assert checksum(words) != checksum(words.flip(0).roll(1))

@@ -4,9 +4,8 @@
 [Note: Values of one rank]
 Each rank keeps slices of its own full parameters. If rank 0 has loaded a checkpoint and the others
 have not, 1/N of the sharded model is pretrained and the rest is noise, and nothing fails. So before
-anything is changed the checksums of all parameters are compared, in one all-reduce. A checksum is a
-sum of the bits as integers, weighted by rows of 4 KiB: it does not depend on the device, and reads
-memory as fast as a sum does.
+anything is changed the checksums of all parameters are compared, in one all-reduce. A checksum
+does not depend on the device, see [Note: Weights of places] in `fullshard.torch.tensor.checksum`.
 """
 
 import os
@@ -18,9 +17,9 @@ from torch import Tensor, nn
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.agreement import by_rank, differing_texts
 from fullshard.torch.comm.protocol import Comm
+from fullshard.torch.tensor.checksum import checksum
 from fullshard.torch.tensor.tensor_parallel import held_here
 from fullshard.torch.unit.extensions import is_extended, plain_data
-from fullshard.torch.unit.guards.writes import checksum
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites
 from fullshard.torch.unit.unit import owner_of

@@ -15,29 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fullshard.core.errors import UsageError
-from fullshard.torch.tensor.tensor_parallel import held_here
+from fullshard.torch.tensor.checksum import checksum
 
-__all__ = ["Writes", "checksum"]
-
-_ROW_WORDS = 512
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """A 0-dim int64 of absolute value at most 2**62, on the device of ``tensor``.
-
-    Equal for equal bits, whatever the device and the strides; for others it differs as good as
-    always. Of a DTensor, the part on this rank counts.
-    """
-    data = held_here(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    words = data[: len(data) // 8 * 8].view(torch.int64)
-    rows = words[: len(words) // _ROW_WORDS * _ROW_WORDS].view(-1, _ROW_WORDS).sum(1)
-    ends = torch.stack([words[rows.numel() * _ROW_WORDS :].sum(), data[len(words) * 8 :].sum()])
-    sums = torch.cat([rows, ends])
-    # An odd factor loses no bit; the constant spreads them.
-    weights = torch.arange(1, 2 * len(sums), 2, device=sums.device) * 0x5851F42D4C957F2D
-    return (sums * weights).sum() >> 1
+__all__ = ["Writes"]
 
 
 class Writes:

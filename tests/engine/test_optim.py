@@ -2,21 +2,26 @@
 """Optimizers over sharded parameters do what they do over plain ones, or are refused."""
 
 import copy
+import math
+import traceback
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _default_to_fused_or_foreach
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError, UsageError
 from fullshard.core.layout import lay_out
 from fullshard.core.spec import ParamSpec
 from fullshard.testing import LocalComm, LocalWorld
+from fullshard.torch import fully_shard
 from fullshard.torch.optim.checks import clip_grad_norm_, optimizer_state_bytes, watch_optimizers
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.tensor.reductions import GlobalScalar
+from fullshard.torch.tensor.reductions import GlobalScalar, global_norms, global_sum
 from fullshard.torch.unit.guards.replaced import mark_replaced, name_of_replacement
 
 watch_optimizers()  # as the first sharding does
@@ -337,5 +342,32 @@ def test_unknown_optimizers_are_stopped_by_what_they_call():
         set_grads(params, values(1))
         with pytest.raises(UnshardedOperationError, match=r"aten\.mean.*'p0'.*full_tensor"):
             RowWise(params, {}).step()
+
+    LocalWorld(2).run(body)
+
+
+class Lifted(TorchDispatchMode):
+    """Counts tensors made of Python's numbers: on a device each is a copy that the host awaits."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        makers = {Path(frame.filename).name for frame in traceback.extract_stack(limit=5)}
+        if func.overloadpacket is torch.ops.aten.lift_fresh and "testing.py" not in makers:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("align", ["row", "element"])
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_norms_copy_no_numbers_to_the_device(align, order):
+    def body(comm):
+        model = fully_shard(nn.Linear(3, 5), mesh=comm, align=align)
+        model(torch.ones(2, 3)).sum().backward()
+        grads = [param.grad for param in model.parameters()]
+        with Lifted() as lifted:
+            global_norms([(grad.local, grad.ownership) for grad in grads], order)
+            global_sum(grads[0].local, grads[0].ownership)
+        assert lifted.count == 0
 
     LocalWorld(2).run(body)

@@ -95,9 +95,9 @@ def _checksums(params: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     by_device: dict[torch.device, list[int]] = {}
     for number, each in enumerate(held):
         if each.is_meta:
-            sums[number] = torch.tensor(_NO_VALUE, device=device)
+            sums[number] = torch.full((), _NO_VALUE, device=device)
         elif type(each) not in (Tensor, nn.Parameter):  # of which nobody knows the memory
-            sums[number] = torch.tensor(0, device=device)
+            sums[number] = torch.zeros((), dtype=torch.int64, device=device)
         else:
             by_device.setdefault(each.device, []).append(number)
     for numbers in by_device.values():  # one copy to ``device`` for each

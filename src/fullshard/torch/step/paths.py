@@ -108,9 +108,9 @@ class Structure:
     def _as_it_was(self) -> bool:
         if list(map(len, self._counted)) != self._counts:
             return False
-        if any([table[key] is not None for table, key in self._absent]):
+        if True in [table[key] is not None for table, key in self._absent]:
             return False
-        if any([param.requires_grad for param in self._frozen]):
+        if True in [param.requires_grad for param in self._frozen]:
             return False
         return list(map(tuple, map(dict.values, self._parents))) == self._children
 

@@ -34,7 +34,7 @@ def checksum(tensor: Tensor) -> Tensor:
     whole = len(words) // _ROW_WORDS * _ROW_WORDS
     weights = _weights(min(len(words), _ROW_WORDS), words.device)
     at_once = 1 if data.device.type == "cpu" else _DEVICE_ROWS
-    rows = words[:whole].view(-1, _ROW_WORDS).split(at_once) if whole else ()
+    rows = torch.split(words[:whole].view(-1, _ROW_WORDS), at_once) if whole else ()
     sums = torch.cat([_weighed(each, weights) for each in (*rows, words[whole:].view(1, -1))])
     return _weighed(sums.view(1, -1), _weights(len(sums), sums.device))[0] >> 1
 

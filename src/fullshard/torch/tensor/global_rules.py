@@ -105,6 +105,38 @@ def _sum(func: OpOverload) -> Rule:
     return rule
 
 
+_NONE, _MEAN = 0, 1  # torch's numbers of reductions; 2 is the sum
+
+
+def _loss(func: OpOverload) -> Rule:
+    """Run a loss between tensors cut alike, or its gradient: elementwise, then reduced by all.
+
+    A mean of means, which DTensor takes, is another number where ranks hold unequal parts.
+    """
+    if func._overloadname != "default":
+        return refused(func)
+    elementwise, total, mean = on_spans(func), _sum(_aten.sum.default), _sum(_aten.mean.default)
+    names = [argument.name for argument in func._schema.arguments]
+    position, is_gradient = names.index("reduction"), names[0] == "grad_output"
+
+    def rule(args: Args, kwargs: Kwargs) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        reduction = given.get("reduction", _MEAN)
+        if len(args) > position:
+            args = (*args[:position], _NONE, *args[position + 1 :])
+        else:
+            kwargs = {**kwargs, "reduction": _NONE}
+        if is_gradient and reduction == _MEAN:
+            args = (args[0] / leading_ownership(func, args, kwargs).numel, *args[1:])
+        result = elementwise(args, kwargs)
+        if is_gradient or reduction == _NONE:
+            return result
+        reduced: Tensor = (mean if reduction == _MEAN else total)((result,), {})
+        return reduced
+
+    return rule
+
+
 def _extreme(func: OpOverload) -> Rule:
     largest = func.overloadpacket is _aten.max
     if func._overloadname != "default":
@@ -113,6 +145,21 @@ def _extreme(func: OpOverload) -> Rule:
 
     def rule(args: Args, kwargs: Kwargs) -> Tensor:
         return global_extreme(args[0].local, args[0].ownership, largest=largest)
+
+    return rule
+
+
+def _extreme_of_dims(func: OpOverload) -> Rule:
+    """Take the extreme over all dimensions; over some of them it is not this rank's."""
+
+    def rule(args: Args, kwargs: Kwargs) -> Tensor:
+        names = ("self", "dim", "keepdim")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        tensor, dims = given["self"], given.get("dim") or ()
+        owner = leading_ownership(func, args, kwargs)
+        if given.get("keepdim") or (dims and len(dims) < tensor.dim()) or "out" in given:
+            need_whole(func, owner)
+        return global_extreme(tensor.local, owner, largest=func.overloadpacket is _aten.amax)
 
     return rule
 
@@ -148,7 +195,24 @@ RULES_OF_ALL: dict[Any, Callable[[OpOverload], Rule]] = {
     **dict.fromkeys((_aten.any, _aten.all), _truth),
     **dict.fromkeys((_aten.equal, _aten.allclose), _equal),
     **dict.fromkeys((_aten.sum, _aten.mean), _sum),
+    **dict.fromkeys(
+        (
+            loss
+            for name in (
+                "mse_loss",
+                "smooth_l1_loss",
+                "huber_loss",
+                "soft_margin_loss",
+                "binary_cross_entropy",
+                "binary_cross_entropy_with_logits",
+            )
+            for loss in (getattr(_aten, name), getattr(_aten, f"{name}_backward", None))
+            if loss is not None
+        ),
+        _loss,
+    ),
     **dict.fromkeys((_aten.max, _aten.min), _extreme),
+    **dict.fromkeys((_aten.amax, _aten.amin), _extreme_of_dims),
     **dict.fromkeys(
         (_aten.std, _aten.var, _aten.median, _aten.argmax, _aten.argmin, _aten.prod), _statistic
     ),

@@ -5,7 +5,7 @@ Parameters, gradients and optimizer state are all of this type. `fullshard.torch
 how torch operations run on it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
@@ -27,6 +27,7 @@ from fullshard.torch.tensor.ownership import Ownership
 __all__ = [
     "RULES",
     "Args",
+    "DerivedDTensor",
     "Kwargs",
     "Rule",
     "ShardedDTensor",
@@ -282,26 +283,71 @@ def written_by(func: OpOverload) -> list[str | int]:
     return written
 
 
+class DerivedDTensor(DTensor):
+    """A DTensor that DTensor's own dispatch has made of a `ShardedDTensor`, or of another such.
+
+    Operations on it are DTensor's. In backward, where sums of parameters give plain gradients that
+    all ranks have, these count as replicated. ``view_of`` is the parameter that it is a view of, if
+    it is one: writes are refused, since some views are copies, and none is seen by the unit.
+    """
+
+    view_of: str | None = None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run ``func`` as DTensor does, or by the rules of `ShardedDTensor`s among the operands."""
+        if ShardedDTensor in types:
+            return ShardedDTensor.__torch_dispatch__(func, types, args, kwargs)
+        return _as_dtensor_does(func, args, kwargs or {}, None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a DTensor of PyTorch's own class."""
+        return _own_class(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _own_class(value: DTensor) -> DTensor:
+    if isinstance(value, ShardedDTensor):
+        return value.plain()
+    return DTensor(value._local_tensor, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
 def _as_dtensor_does(
-    func: OpOverload, args: Args, kwargs: Kwargs, refusal: UnshardedOperationError
+    func: OpOverload, args: Args, kwargs: Kwargs, refusal: UnshardedOperationError | None
 ) -> Any:
     """Run ``func`` on DTensors that share the memory of `ShardedDTensor`s.
 
-    Raises ``refusal`` for what DTensor cannot do either, as plain tensors among the operands.
-    Errors of communication, and of memory that runs out, are raised as they come.
+    Raises ``refusal``, or one like it, for what DTensor cannot do either, for plain tensors among
+    the operands, and for writes to views. Errors of communication, and of memory that runs out, are
+    raised as they come.
     """
     flat, rebuild = tree_flatten((args, kwargs))
-    taken: dict[int, ShardedDTensor] = {}
+    written = [args[key] if isinstance(key, int) else kwargs.get(key) for key in written_by(func)]
+    refusal = refusal or UnshardedOperationError(
+        f"{func}: DTensor cannot do that with what was computed from a sharded parameter and these "
+        "operands. Call .full_tensor() (on every rank) first"
+    )
+    in_backward = torch._C._current_graph_task_id() != -1
+    mesh = next(each for each in flat if isinstance(each, DTensor)).device_mesh
+    taken: dict[int, DTensor] = {}
     operands: list[Any] = []
     for each in flat:
-        if isinstance(each, ShardedDTensor):
-            base = each.plain()
+        if isinstance(each, (ShardedDTensor, DerivedDTensor)):
+            base = _own_class(each)
+            if _is_empty_somewhere(base) and not any(each is target for target in written):
+                # What has no answer for nothing would fail on that rank, and others wait for it.
+                base = base.redistribute(placements=[Replicate()] * base.device_mesh.ndim)
             taken[id(base)] = each
             operands.append(base)
         elif isinstance(each, Tensor) and not isinstance(each, DTensor) and each.dim():
-            raise refusal
+            if not in_backward:
+                raise refusal
+            replicated = [Replicate()] * mesh.ndim
+            operands.append(DTensor.from_local(each, mesh, replicated, run_check=False))
         else:
             operands.append(each)
+    _refuse_to_write_to_views(func, written)
     base_args, base_kwargs = tree_unflatten(operands, rebuild)
     try:
         result = func(*base_args, **base_kwargs)
@@ -309,23 +355,59 @@ def _as_dtensor_does(
         raise
     except RuntimeError as error:  # NotImplementedError is one
         raise refusal from error
-    for key in written_by(func):
-        target = args[key] if isinstance(key, int) else kwargs.get(key)
+    for target in written:
         if isinstance(target, ShardedDTensor):
             torch._C._increment_version([target.local])
+    seen = _name_of_viewed(args[0]) if args and _gives_views(func) else None
 
     def handed_back(value: DTensor) -> DTensor:
-        return taken[id(value)] if id(value) in taken else _taken_together(value)
+        return taken[id(value)] if id(value) in taken else _derived(value, seen)
 
     return tree_map_only(DTensor, handed_back, result)
 
 
-def _taken_together(value: DTensor) -> DTensor:
-    """Add up a sum of which each rank has a part: most operations in place refuse that."""
-    if not any(placement.is_partial() for placement in value.placements):
-        return value
-    whole = [Replicate() if each.is_partial() else each for each in value.placements]
-    return value.redistribute(placements=whole)
+def _is_empty_somewhere(value: DTensor) -> bool:
+    """Return True if some rank holds no element of a tensor that has some."""
+    for size, placement in zip(value.device_mesh.shape, value.placements, strict=True):
+        if isinstance(placement, Shard):
+            rows = value.shape[placement.dim]
+            if -(-rows // size) * (size - 1) >= rows > 0 < size - 1:
+                return True
+    return False
+
+
+def _gives_views(func: OpOverload) -> bool:
+    aliases = (returned.alias_info for returned in func._schema.returns)
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _name_of_viewed(value: Any) -> str | None:
+    if isinstance(value, ShardedParameter):
+        return value.ownership.name
+    return value.view_of if isinstance(value, DerivedDTensor) else None
+
+
+def _refuse_to_write_to_views(func: OpOverload, written: Sequence[Any]) -> None:
+    for target in written:
+        if isinstance(target, DerivedDTensor) and target.view_of is not None:
+            raise UnshardedOperationError(
+                f"{func} would write to a view of parameter {target.view_of!r}, and the change "
+                "would be lost: some views of DTensors are copies. Write to rows (param[i:j]), to "
+                "param.to_local(), or to the whole parameter by a mask or copy_()"
+            )
+
+
+def _derived(value: DTensor, view_of: str | None) -> DTensor:
+    """Return ``value`` as a `DerivedDTensor`; a sum of which each rank has a part is added up.
+
+    Most operations in place refuse such sums.
+    """
+    if any(placement.is_partial() for placement in value.placements):
+        whole = [Replicate() if each.is_partial() else each for each in value.placements]
+        value = value.redistribute(placements=whole)
+    made = DerivedDTensor(value._local_tensor, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    made.view_of = view_of
+    return made
 
 
 def _make(local: Tensor, ownership: Ownership, requires_grad: bool) -> ShardedParameter:

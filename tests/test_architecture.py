@@ -72,7 +72,13 @@ LAYERS = {
         without_frameworks=True,
     ),
     "__main__": Layer({"cli"}, without_frameworks=True),
-    "__init__": Layer(without_frameworks=True),
+    "__init__": Layer(  # for type checkers: it loads none of them
+        {
+            *("core", "distributed", "doctor", "jax", "launchers", "testing", "torch"),
+            *("train", "wrap"),
+        },
+        without_frameworks=True,
+    ),
 }
 
 COMING = {"checkpoint"}  # they have their rows before they are there
@@ -615,7 +621,7 @@ SAMPLES = """
     == imports_go_down new/a.py
     import os  #! new has no row in the table of layers
     == imports_go_down __init__.py
-    import fullshard.core  #! __init__ may not import fullshard.core
+    import fullshard.plan  #! __init__ may not import fullshard.plan
     == imports_go_down core/a.py
     import os.path
     from fullshard.core.spec import x
@@ -794,8 +800,8 @@ def test_a_file_and_a_function_have_their_lines():
     def found(text):
         return list(budgets_are_kept(Source("a.py", text)))
 
-    assert found("x = 1\n" * 400) == []
-    assert found("x = 1\n" * 401) == ["a.py:1 401 lines, at most 400"]
+    assert found("x = 1\n" * 500) == []
+    assert found("x = 1\n" * 501) == ["a.py:1 501 lines, at most 500"]
     title, docstring, line = "def f():\n", '    """\n\n\n    """\n', "    x = 1\n"
     assert found(title + docstring + line * 59) == []
     assert found(title + docstring + line * 60) == ["a.py:1 f has 61 lines, at most 60"]

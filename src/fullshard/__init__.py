@@ -9,7 +9,18 @@ Importing this package loads neither torch nor jax. Its submodules load when the
 
 import importlib
 import importlib.metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for checkers and editors; at run time names load when they are used
+    from fullshard import core, distributed, doctor, jax, launchers, testing, torch, train, wrap
+    from fullshard.distributed import cleanup, get_device, initialize_distributed_training, log
+    from fullshard.torch.inspection import communication as communication
+    from fullshard.torch.inspection import describe as describe
+    from fullshard.torch.inspection import memory_of_rank as memory_of_rank
+    from fullshard.torch.inspection import memory_of_ranks as memory_of_ranks
+    from fullshard.torch.inspection import memory_summary as memory_summary
+
+    __version__: str
 
 __all__ = [
     "__version__",
@@ -53,15 +64,17 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return importlib.metadata.version("fullshard")
-    if name in _SUBMODULES:
-        return importlib.import_module(f"fullshard.{name}")
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"fullshard.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker that sees it takes every name for right
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return importlib.metadata.version("fullshard")
+        if name in _SUBMODULES:
+            return importlib.import_module(f"fullshard.{name}")
+        if name in _HOMES:
+            return getattr(importlib.import_module(f"fullshard.{_HOMES[name]}"), name)
+        raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_HOMES})

@@ -92,10 +92,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("restore_state", "save_state"):  # Orbax takes seconds to load
-        return getattr(importlib.import_module("fullshard.jax.files.checkpoint"), name)
-    raise AttributeError(f"module 'fullshard.jax' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker that sees it takes every name for right
+
+    def __getattr__(name: str) -> Any:
+        if name in ("restore_state", "save_state"):  # Orbax takes seconds to load
+            return getattr(importlib.import_module("fullshard.jax.files.checkpoint"), name)
+        raise AttributeError(f"module 'fullshard.jax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

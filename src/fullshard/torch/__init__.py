@@ -3,12 +3,9 @@
 
 `FullyShardedDataParallel` has FSDP1's signature, `fully_shard` FSDP2's; behind both interfaces is
 the same engine. Outside of forward and backward, parameters are `ShardedParameter`s. ``__all__``
-lists what to know first. Every further public name of `fullshard.torch.fsdp1`,
-`fullshard.torch.fsdp2` and `fullshard.torch.inspection` can be imported from here, too.
+lists what to know first. Every further public name of the interfaces, of `inspection`
+and of `checkpoint` is here, too.
 """
-
-import importlib
-from typing import Any
 
 # First of all: it refuses a torch that lacks what the others take from it.
 import fullshard.torch.private_names  # noqa: F401
@@ -40,6 +37,60 @@ from fullshard.torch.sharding.summon import summon_full_params
 from fullshard.torch.state.weights_file import load_full_weights, save_full_weights
 from fullshard.torch.tensor.parameter import ShardedParameter
 
+# Names beside those of __all__; "as" says to type checkers that they are public, too.
+from fullshard.torch.fsdp1 import (  # isort: skip
+    BackwardPrefetch as BackwardPrefetch,
+    FlatParameter as FlatParameter,
+    FullOptimStateDictConfig as FullOptimStateDictConfig,
+    FullStateDictConfig as FullStateDictConfig,
+    LocalOptimStateDictConfig as LocalOptimStateDictConfig,
+    LocalStateDictConfig as LocalStateDictConfig,
+    OptimStateDictConfig as OptimStateDictConfig,
+    OptimStateKeyType as OptimStateKeyType,
+    ShardedOptimStateDictConfig as ShardedOptimStateDictConfig,
+    ShardedStateDictConfig as ShardedStateDictConfig,
+    StateDictConfig as StateDictConfig,
+    StateDictSettings as StateDictSettings,
+    StateDictType as StateDictType,
+)
+from fullshard.torch.fsdp2 import (  # isort: skip
+    DataParallelMeshDims as DataParallelMeshDims,
+    OffloadPolicy as OffloadPolicy,
+    UnshardHandle as UnshardHandle,
+    register_fsdp_forward_method as register_fsdp_forward_method,
+    share_comm_ctx as share_comm_ctx,
+)
+from fullshard.torch.inspection import (  # isort: skip
+    Bytes as Bytes,
+    Communication as Communication,
+    Counted as Counted,
+    DescribedParameter as DescribedParameter,
+    DescribedUnit as DescribedUnit,
+    Description as Description,
+    MemoryOfRank as MemoryOfRank,
+    MemoryOfRanks as MemoryOfRanks,
+    MemorySummary as MemorySummary,
+    RestingBytes as RestingBytes,
+    Trace as Trace,
+    communication as communication,
+    describe as describe,
+    memory_of_rank as memory_of_rank,
+    memory_of_ranks as memory_of_ranks,
+    memory_summary as memory_summary,
+    resting_bytes as resting_bytes,
+)
+from fullshard.torch.checkpoint import (  # isort: skip
+    Background as Background,
+    Keep as Keep,
+    Loaded as Loaded,
+    RunFolder as RunFolder,
+    Saving as Saving,
+)
+from fullshard.torch.comm.uneven_inputs import (  # isort: skip
+    any_rank as any_rank,
+    pad_to_longest as pad_to_longest,
+)
+
 __all__ = [
     "CPUOffload",
     "CPUOffloadPolicy",
@@ -67,18 +118,3 @@ __all__ = [
     "tracing",
     "use_memory_pool",
 ]
-
-# Modules whose ``__all__`` can be imported from here, too, in the order in which they are asked.
-_MORE = ("fsdp1", "fsdp2", "inspection", "checkpoint", "comm.uneven_inputs")
-
-
-def __getattr__(name: str) -> Any:
-    for home in _MORE if not name.startswith("_") else ():
-        module = importlib.import_module(f"fullshard.torch.{home}")
-        if name in module.__all__:
-            return getattr(module, name)
-    raise AttributeError(f"module 'fullshard.torch' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -4,7 +4,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
@@ -36,6 +36,40 @@ __all__ = ["fully_shard"]
 
 
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: Where = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+    compression: CommunicationCompression | None = ...,
+    check_values: bool = ...,
+    align: Align = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: Where = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+    compression: CommunicationCompression | None = ...,
+    check_values: bool = ...,
+    align: Align = ...,
+) -> list[FSDPModule]: ...
 
 
 def fully_shard(

@@ -7,7 +7,7 @@ concerns the module's own unit; with ``recurse`` also those below.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,18 @@ class UnshardHandle:
         self._managed.unit.show_full()
 
 
-class FSDPModule:
+if TYPE_CHECKING:
+
+    class _OwnModule(nn.Module):
+        """The module's own class: Python's types have no word for a class and a subclass of it."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _OwnModule = object
+
+
+class FSDPModule(_OwnModule):
     """The base of every class that `fully_shard` makes."""
 
     def state_dict(
@@ -63,9 +74,7 @@ class FSDPModule:
             destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[:3]
         _show_sharded(_module(self))
         with collecting() as outermost:
-            state = super().state_dict(  # type: ignore[misc]
-                destination=destination, prefix=prefix, keep_vars=keep_vars
-            )
+            state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if outermost and not keep_vars:
             hand_out(state, prefix, AS_DTENSORS)
         return state
@@ -76,7 +85,7 @@ class FSDPModule:
         """Load whole tensors or DTensors. Collective for DTensors."""
         _show_sharded(_module(self))
         ask_before_loading(state_dict.values(), _module(self).parameters())
-        return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
+        return super().load_state_dict(state_dict, strict, assign)
 
     # ---- full parameters by hand ----------------------------------------------------------------
 
@@ -268,7 +277,7 @@ class FSDPModule:
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters under the names that they have in the plain model and its state dict."""
         _take_over_meta(_module(self))  # an optimizer may be made of them
-        for name, param in super().named_parameters(*args, **kwargs):  # type: ignore[misc]
+        for name, param in super().named_parameters(*args, **kwargs):
             yield clean_name(name), param
 
     def reset_iter_state(self) -> None:
@@ -290,7 +299,7 @@ class FSDPModule:
         fn = self._having_moved(fn)
         try:
             with filled_with_nan() if on_meta else nullcontext():
-                applied = super()._apply(fn, recurse)  # type: ignore[misc]
+                applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             take_over_below(module)
         except UsageError:
             for managed in managed_units(module):

@@ -9,7 +9,12 @@ from torch.func import functional_call
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.testing import LocalWorld
-from fullshard.torch import FullyShardedDataParallel, fully_shard, keep_for_double_backward
+from fullshard.torch import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+    keep_for_double_backward,
+)
 from fullshard.wrap import ModuleWrapPolicy
 
 DOORS = ["wrapper", "function"]
@@ -786,3 +791,122 @@ def test_a_gather_under_way_is_awaited_before_an_optimizer_writes():
         return (model[0].weight.full_tensor() - before).abs().max()
 
     assert all(LocalWorld(2).run(body))
+
+
+class Giving(nn.Module):
+    """Returns its output with its weight, or a view of it, for somebody else to read."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.layer, self.view = nn.Linear(3, 3), view
+
+    def forward(self, x):
+        y = self.layer(x)
+        weight = self.view(self.layer.weight)
+        return (y, {"weight": [weight]}) if y.requires_grad else weight
+
+
+class Reading(nn.Module):
+    def __init__(self, view):
+        super().__init__()
+        self.giving, self.last = Giving(view), nn.Linear(3, 3)
+
+    def forward(self, x):
+        given = self.giving(x)
+        if isinstance(given, tuple):
+            return self.last(given[0]) * given[1]["weight"][0].sum()
+        return self.last(x) * given.sum()
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("align", ["row", "element"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "view",
+    [lambda w: w, lambda w: w.t(), lambda w: w.detach(), lambda w: w.data[0], lambda w: w.view(-1)],
+)
+def test_weights_that_a_unit_returns_can_be_read_after_it_was_freed(door, align, mode, view):
+    def body(comm):
+        model, plain = (
+            seeded(lambda: Reading(view)).double(),
+            seeded(lambda: Reading(view)).double(),
+        )
+        if door == "wrapper":
+            policy = ModuleWrapPolicy({Giving})
+            model = FullyShardedDataParallel(model, comm, auto_wrap_policy=policy, align=align)
+        else:
+            fully_shard(model.giving, mesh=comm, align=align)
+            model = fully_shard(model, mesh=comm, align=align)
+        with mode():
+            ours, theirs = model(X), plain(X)
+        torch.testing.assert_close(ours, theirs)
+        if mode is torch.enable_grad:
+            ours.sum().backward()
+            theirs.sum().backward()
+            assert_grads(model, plain)
+
+    LocalWorld(2).run(body)
+
+
+# ---- inference mode, replicas ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("align", ["row", "element"])
+def test_training_goes_on_after_inference_mode_has_seen_a_thawed_parameter(door, align):
+    def body(comm):
+        model, plain = seeded(net), seeded(net)
+        model[0].weight.requires_grad_(False)
+        inner = model
+        if door == "wrapper":
+            model = FullyShardedDataParallel(model, comm, align=align)
+        else:
+            model = fully_shard(model, mesh=comm, align=align)
+        model(X).sum().backward()
+        model.zero_grad()
+        inner[0].weight.requires_grad_(True)
+        with torch.inference_mode():
+            torch.testing.assert_close(model(X), plain(X))
+            whole = {name: param.full_tensor() for name, param in model.named_parameters()}
+            model.load_state_dict(model.state_dict())
+        torch.testing.assert_close(whole, {n: p.detach() for n, p in plain.named_parameters()})
+        ours = torch.optim.SGD(model.parameters(), lr=0.1)
+        theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for _ in range(2):
+            model(X).square().sum().backward()
+            plain(X).square().sum().backward()
+            assert_grads(model, plain)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("align", ["row", "element"])
+@pytest.mark.parametrize("kind", ["NO_SHARD", "HYBRID_SHARD", "function"])
+@pytest.mark.parametrize("alike", [True, False])
+def test_replicas_that_ranks_initialise_differently_are_named(align, kind, alike):
+    def body(comm):
+        model = seeded(net)
+        first, other = comm.rank - comm.rank % 2, comm.rank % 2
+        pair = (comm.subgroup([first, first + 1]), comm.subgroup([other, other + 2]))
+        pair = comm if kind == "NO_SHARD" else pair
+        if kind == "function":
+            model = fully_shard(model, mesh=pair, align=align)
+        else:
+            strategy = ShardingStrategy[kind]
+            model = FullyShardedDataParallel(model, pair, strategy, align=align)
+        seed = 0 if alike else comm.rank
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.normal_(generator=generator)
+        if alike:
+            model(X).sum().backward()
+            return
+        for _ in range(2):
+            with pytest.raises(UsageError, match=r"replicas of '0\.weight'"):
+                model(X)
+
+    LocalWorld(4).run(body)

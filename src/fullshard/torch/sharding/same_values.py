@@ -20,13 +20,12 @@ from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.tensor.checksum import checksum
 from fullshard.torch.tensor.tensor_parallel import held_here
 from fullshard.torch.unit.extensions import is_extended, plain_data
+from fullshard.torch.unit.guards.replicas import SWITCH
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites
 from fullshard.torch.unit.unit import owner_of
 
 __all__ = ["values_are_checked", "verify_values"]
-
-SWITCH = "FULLSHARD_CHECK_VALUES"
 
 _NAMES_SHOWN = 10
 _NO_VALUE = torch.iinfo(torch.int64).min  # of a parameter on the meta device; no checksum is that

@@ -194,6 +194,14 @@ class ManagedUnit:
             self._inside_itself -= 1
             return None
         given, wanted = output, self.unit.plan.precision.output
+        # A weight, or a view of one, would be read after its memory has gone.
+        if type(output) is not Tensor:
+            output = map_tensors(output, self._apart_from_parameters)
+        elif (
+            output.layout is torch.strided
+            and output.untyped_storage()._cdata in self.unit.full.storages
+        ):
+            output = output.clone()
         if wanted is not None:
             dtype = dtype_of(wanted)
             output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
@@ -212,6 +220,11 @@ class ManagedUnit:
             if all_run or self.tracker.runs_alone(self):
                 self.end_forward()
         return None if output is given else output
+
+    def _apart_from_parameters(self, output: Tensor) -> Tensor:
+        plain = type(output) in (Tensor, nn.Parameter) and output.layout is torch.strided
+        shared = plain and output.untyped_storage()._cdata in self.unit.full.storages
+        return output.clone() if shared else output
 
     def watch_inside(self, tensors: Sequence[Tensor]) -> None:
         """Hear of gradients of ``tensors`` too, which somebody has taken inside the unit."""

@@ -32,6 +32,7 @@ from fullshard.torch.step.unit_step import Phase
 from fullshard.torch.step.usage import settle_usage
 from fullshard.torch.unit.changes import check_initialised, follow_requires_grad, take_over
 from fullshard.torch.unit.guards.lent import refuse_transforms
+from fullshard.torch.unit.guards.replicas import check_replicas
 from fullshard.torch.unit.sites import clean_name
 
 __all__ = ["Tracker", "ensure_tracker", "tracker_of"]
@@ -57,6 +58,7 @@ class Tracker:
         self._active: dict[ManagedUnit, None] = {}
         self._marks = UnitMarks()
         self.wait_before_gather: Any = None  # an event of a stream that writes to the shards
+        self.unchecked = True  # no step has begun for which replicas were compared
         self.unresolved: list[str] = []  # tied parameters of which a unit owns but one use
         for number, managed in enumerate(units):
             managed.number = number
@@ -158,10 +160,15 @@ class Tracker:
         structure = self.structure()
         if structure is not None:
             structure.check()
-        if self.executor.begin(training=torch.is_grad_enabled()):
-            self._between_steps()
+        training = torch.is_grad_enabled()
+        if self.executor.begin(training=training):
+            if torch.is_inference_mode_enabled():  # what is made now is for training, too
+                with torch.inference_mode(False):
+                    self._between_steps(training)
+            else:
+                self._between_steps(training)
 
-    def _between_steps(self) -> None:
+    def _between_steps(self, training: bool) -> None:
         """Adopt the changes that users have made since the last step."""
         if self.unresolved:
             raise UsageError(
@@ -178,7 +185,10 @@ class Tracker:
                 changed |= follow_requires_grad(managed.unit)
         if changed:
             self.set_prefetch(self.prefetch)
-            self.executor.go_on(training=torch.is_grad_enabled())
+            self.executor.go_on(training=training)
+        if self.unchecked:
+            check_replicas([managed.unit for managed in self.executor.units])
+            self.unchecked = False
         if self.wait_before_gather is not None:
             self.wait_before_gather.wait()
 

@@ -411,6 +411,9 @@ def _derived(value: DTensor, view_of: str | None) -> DTensor:
 
 
 def _make(local: Tensor, ownership: Ownership, requires_grad: bool) -> ShardedParameter:
+    if torch.is_inference_mode_enabled():  # of a tensor of that mode none can share the version
+        with torch.inference_mode(False):
+            return _make(local, ownership, requires_grad)
     made: ShardedParameter = torch.Tensor._make_wrapper_subclass(
         ShardedParameter if ownership.placed is None else ShardedDTensor,
         ownership.shape,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.comm.protocol import Comm, Together, Work
+from fullshard.torch.tensor.tensor_parallel import held_here
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import Extension
 from fullshard.torch.unit.guards.freed import Freed
@@ -75,6 +76,7 @@ class FullParameters:
         self.working: FlatBuffer | None = None  # the shard on the device, if it rests elsewhere
         self.working_version = -1
         self.params: list[nn.Parameter] = []
+        self.storages: frozenset[int] = frozenset()  # of what `drop` frees, by address
         if shards.device.type != "meta":
             self._make_buffer()
         if not self.resident:
@@ -104,6 +106,9 @@ class FullParameters:
             else self._as_parameter(index, view_of(self._flats, place).data)
             for index, place in enumerate(shards.places)
         ]
+        if not self.resident:
+            held = [held_here(param) for param in self.params if param is not _NOT_YET]
+            self.storages = frozenset(each.untyped_storage()._cdata for each in held)
         # Views are made once: they stay valid while the memory comes and goes.
         # Extensions make others of them.
         self._freed = Freed([] if self._extensions else self.params)
@@ -196,8 +201,9 @@ class FullParameters:
             if not self._plan.offload.params and self.working is None:
                 segments = self._shards.layout.segments
                 sizes = [(s.slice_numel, dtype_of(s.full_dtype)) for s in segments]
-                # On the compute stream, like all.
-                self.working = FlatBuffer(sizes, self._plan.device)
+                # On the compute stream, like all; for later steps, too.
+                with torch.inference_mode(False):
+                    self.working = FlatBuffer(sizes, self._plan.device)
             with self._fetch.behind_compute():
                 offloaded = self._plan.offload.params
                 source = self._shards.flats if offloaded else self._refreshed_working()
@@ -256,6 +262,8 @@ class FullParameters:
                 assert extension.full is not None
                 self.params[index] = self._as_parameter(index, extension.full)
                 extension.full = self.params[index]
+                if type(extension.full) is nn.Parameter:
+                    self.storages |= {extension.full.untyped_storage()._cdata}
 
     # ---- what there is --------------------------------------------------------------------------
 

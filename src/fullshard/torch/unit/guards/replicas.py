@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fullshard.core.errors import UsageError
 from fullshard.torch.comm.protocol import Comm
@@ -27,7 +28,7 @@ def check_replicas(units: Sequence[Unit]) -> None:
     for unit in units:
         if unit.replicas_unchecked:
             unit.replicas_unchecked = False
-            if os.environ.get(SWITCH, "1") != "0" and unit.sharded:
+            if os.environ.get(SWITCH, "1") != "0" and _has_values(unit):
                 comms = unit.ranks.replicas, unit.ranks.gather
                 by_comms.setdefault(comms, []).append(unit)
     for (replicas, slices), together in by_comms.items():
@@ -50,3 +51,7 @@ def check_replicas(units: Sequence[Unit]) -> None:
                 "have seeded differently, or were loaded from different files. Seed alike "
                 "(torch.manual_seed(0) on all ranks), or give all ranks the values of one"
             )
+
+
+def _has_values(unit: Unit) -> bool:
+    return bool(unit.sharded) and not isinstance(unit.sharded[0].local, FakeTensor)

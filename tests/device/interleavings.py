@@ -87,12 +87,14 @@ class Recorder(Machine):
             self.allocations.append((self._memories[id(memory)][0], home, memory.size))
         return self._memories[id(memory)][0]
 
-    def touch(self, memory, span, write, timeline, what):
+    def touch(self, memory, span, write, timeline, what, *, again=False):
         if span[0] < span[1] and not memory.gone:
             task = self.tasks[self._last[timeline]]
             task.what = what
             task.accesses.append((self._number(memory), *span, write))
-        super().touch(memory, span, write, timeline, what)
+            if again:
+                task.accesses.append((self._number(memory), *span, False))
+        super().touch(memory, span, write, timeline, what, again=again)
 
 
 def placed(allocations, seed):

@@ -75,8 +75,21 @@ class Memory:
     pinned: bool = False
     known: bool = False  # was there before the simulation looked: it has been written
     gone: bool = False
+    weights: bool = False  # what an optimizer writes to: each write makes a new version
     accesses: list[Access] = field(default_factory=list)
     written: list[tuple[int, int]] = field(default_factory=list)
+    versions: list[tuple[int, int, int]] = field(default_factory=list)  # begin, end, version
+
+    def version(self, span, choose=max):
+        """The version of the weights of which bytes ``span`` were made, or 0."""
+        begin, end = span
+        return choose((v for b, e, v in self.versions if b < end and begin < e), default=0)
+
+    def put_version(self, span, version):
+        begin, end = span
+        kept = [(b, min(e, begin), v) for b, e, v in self.versions if b < begin]
+        kept += [(max(b, end), e, v) for b, e, v in self.versions if e > end]
+        self.versions = [*kept, (begin, end, version)]
 
 
 class Held:
@@ -126,6 +139,8 @@ class Machine:
         self.running = False
         self._freed = []
         self.held = Held()
+        self.rest_bytes = 0  # what a step has left behind
+        self._version = 0
 
     # ---- order ----------------------------------------------------------------------------------
 
@@ -217,8 +232,11 @@ class Machine:
         if fitting:
             self._freed.remove(min(fitting, key=lambda m: m.size))
 
-    def touch(self, memory, span, write, timeline, what):
-        """An access of bytes ``span`` by what has just been stepped on ``timeline``."""
+    def touch(self, memory, span, write, timeline, what, *, again=False):
+        """An access of bytes ``span`` by what has just been stepped on ``timeline``.
+
+        What is written ``again`` is as good as it was: what nobody has written stays so.
+        """
         begin, end = span
         if begin == end:
             return
@@ -237,12 +255,24 @@ class Machine:
             if not covered or (access.write and not write and access.timeline != timeline):
                 kept.append(access)
         memory.accesses = kept
-        if write:
+        if again:
+            pass
+        elif write:
             _cover(memory.written, begin, end)
         elif not memory.known and not _is_covered(memory.written, begin, end):
             self.find(f"{what} on {timeline} reads {memory.label}, which nobody has written")
         tick = clock[timeline]
         memory.accesses.append(Access(timeline, tick, begin, end, write, what))
+
+    def derive(self, read, written):
+        """What is ``written`` (memory, span) is made of what was ``read``."""
+        version = max((memory.version(span) for memory, span in read), default=0)
+        for memory, span in written:
+            if memory.weights:
+                self._version += 1
+            made = self._version if memory.weights else version
+            if made or memory.versions:
+                memory.put_version(span, made)
 
     def find(self, text):
         if self.running:

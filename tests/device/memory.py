@@ -6,6 +6,7 @@ stream is given what another one has freed, as the caching allocator does it, wi
 by cutting blocks. In units of what a block takes in full, in the dtype of computation.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,32 +26,38 @@ DTYPES = {
     "bf16, reduced in fp32": (torch.bfloat16, torch.float32),
 }
 CONDITIONS = {"at once": True, "when waited for": False}
+MODES = {"sharded": (RANKS,), "hybrid": (2, RANKS // 2), "offloaded": (RANKS,)}  # and its mesh
 _OURS = partial(ours.fully_shard, check_values=False)
 ENGINES = {
-    "fullshard, by row": (_OURS, ours.MixedPrecisionPolicy),
-    "fullshard, by element": (partial(_OURS, align="element"), ours.MixedPrecisionPolicy),
-    "FSDP2": (theirs.fully_shard, theirs.MixedPrecisionPolicy),
+    "fullshard, by row": (_OURS, ours),
+    "fullshard, by element": (partial(_OURS, align="element"), ours),
+    "FSDP2": (theirs.fully_shard, theirs),
 }
 
 
-def memory_of(engine, dtypes, condition):
+def memory_of(engine, dtypes, condition, mode="sharded"):
     """The third step's memory, forward and backward, on one token."""
     at_once = CONDITIONS[condition]
-    door, policy = ENGINES[engine]
+    door, policies = ENGINES[engine]
     param_dtype, reduce_dtype = DTYPES[dtypes]
-    precision = policy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    precision = policies.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    away = mode == "offloaded"
+    options = {"offload_policy": policies.CPUOffloadPolicy()} if away else {}
+    options |= {"mp_policy": precision}
     with rank_of_job(0, RANKS, Machine(lambda: at_once, completes_at_once=at_once)) as machine:
-        mesh = init_device_mesh("cuda", (RANKS,), mesh_dim_names=("shard",))
-        ranks.ranks_of(mesh, FULL_SHARD)
+        shape = MODES[mode]
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+        ranks.ranks_of(mesh, replace(FULL_SHARD, replicated=mesh.ndim == 2))
         with on_device(machine):
-            with torch.device("cuda"):
+            with torch.device("cpu" if away else "cuda"):
                 model = Blocks(*(Block(torch.float32) for _ in range(BLOCKS)))
             unit_bytes = sum(p.numel() for p in model[0].parameters())
             unit_bytes *= (param_dtype or torch.float32).itemsize
             model.order = range(BLOCKS)
             for block in model:
-                door(block, mesh=mesh, mp_policy=precision)
-            door(model, mesh=mesh, mp_policy=precision)
+                door(block, mesh=mesh, **options)
+            door(model, mesh=mesh, **options)
             for _ in range(3):
                 x = torch.zeros(1, 1, 4096, device="cuda")
                 for param in model.parameters():
@@ -58,19 +65,28 @@ def memory_of(engine, dtypes, condition):
                 machine.held.watch()
                 model(x).float().square().mean().backward()
                 rest_bytes = machine.held.total_bytes
+            grads = [param.grad for param in model.parameters()]
+            left = machine.memories.bytes_beyond([*model.parameters(), *grads])
         assert not machine.findings, machine.findings
     return {
         "engine": engine,
         "dtypes": dtypes,
         "reduces complete": condition,
+        "mode": mode,
+        "left_units": round(left / unit_bytes, 2),
         "allocated_units": round((machine.held.peak_bytes - rest_bytes) / unit_bytes, 2),
         "reserved_units": round((machine.held.reserved_bytes - rest_bytes) / unit_bytes, 2),
     }
 
 
-CASES = [(e, dtypes, condition) for dtypes in DTYPES for condition in CONDITIONS for e in ENGINES]
+LATE = "when waited for"
+CASES = [
+    *((e, dtypes, when, "sharded") for dtypes in DTYPES for when in CONDITIONS for e in ENGINES),
+    *((e, dtypes, LATE, "hybrid") for dtypes in DTYPES for e in ENGINES),
+    *((e, dtypes, LATE, "offloaded") for dtypes in DTYPES for e in list(ENGINES)[:2]),
+]
 FEW_CASES = [
-    (engine, dtypes, "when waited for")
-    for dtypes in ("fp32", "bf16, reduced in fp32")
+    (engine, *case)
+    for case in (("fp32", LATE, "sharded"), ("bf16, reduced in fp32", LATE, "hybrid"))
     for engine in ("fullshard, by row", "FSDP2")
 ]

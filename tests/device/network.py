@@ -8,7 +8,7 @@ kept until then. One that is issued to block runs on the current stream.
 
 import torch.distributed as dist
 
-from device.machine import COMPUTE, HOST
+from device.machine import COMPUTE, HOST, where
 
 
 class Network:
@@ -26,6 +26,7 @@ class Network:
             "reduce_scatter_single_coalesced": self._method(
                 "reduce_scatter", lambda o, i, *_: (o, i)
             ),
+            "scatter": self._method("scatter", lambda ts, of, *_: (ts, of[0] if of else [])),
             "barrier": self._method("barrier", lambda *_: ([], [])),
         }
         older = {
@@ -51,11 +52,14 @@ class Network:
     def issue(self, kind, group, outputs, inputs, beside):
         machine = self.machine
         shapes = tuple((t.numel(), str(t.dtype)) for t in (*outputs, *inputs))
+        if kind == "scatter":  # the source alone has inputs
+            shapes = shapes[: len(outputs)]
         if machine.running:
             machine.collectives.append((group.group_name, kind, machine.label, shapes))
         machine.label = ""
         on_device = any(tensor.is_cuda for tensor in (*outputs, *inputs))
-        if on_device and not beside and machine.current == COMPUTE:
+        by_engine = where() != "the program"
+        if on_device and not beside and machine.current == COMPUTE and by_engine:
             machine.find(f"{kind} holds up the stream of computation")
         timeline = machine.current if on_device else HOST
         if on_device and beside:
@@ -66,6 +70,8 @@ class Network:
             self.memories.touch(tensor, False, timeline, kind)
         for tensor in outputs:
             self.memories.touch(tensor, True, timeline, kind)
+        for pair in zip(inputs, outputs, strict=False) if kind == "all_gather" else ():
+            self.memories.derive(*([tensor] for tensor in pair))
         sent = sum(t.numel() * t.element_size() for t in inputs)
         received = sum(t.numel() * t.element_size() for t in outputs)
         ways = 2 if kind == "all_reduce" else 1

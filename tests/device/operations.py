@@ -61,10 +61,33 @@ class Memories:
     def knows(self, tensor):
         return tensor.untyped_storage()._cdata in self._of
 
-    def touch(self, tensor, write, timeline, what):
+    def touch(self, tensor, write, timeline, what, *, again=False):
         if isinstance(tensor, FakeTensor) and tensor.numel():
             memory = self.of(tensor)
-            self._machine.touch(memory, _span(tensor), write, timeline, what)
+            self._machine.touch(memory, _span(tensor), write, timeline, what, again=again)
+
+    def bytes_beyond(self, tensors):
+        """Return the bytes that the device holds beside the memories of ``tensors``."""
+        plain = (getattr(t, "local", getattr(t, "_local_tensor", t)) for t in tensors)
+        of = [self.of(t) for t in plain if isinstance(t, FakeTensor) and t.is_cuda]
+        return self._machine.held.total_bytes - sum({id(m): m.size for m in of}.values())
+
+    def derive(self, reads, writes):
+        """The versions of weights that ``writes`` are made of are those of ``reads``."""
+        read, written = (
+            [(self.of(t), _span(t)) for t in tensors if isinstance(t, FakeTensor) and t.numel()]
+            for tensors in (reads, writes)
+        )
+        self._machine.derive(read, written)
+
+    def check_fresh(self, unit):
+        """Find full parameters that are not made of the shards as they are now."""
+        for sharded, full in zip(unit.sharded, unit.full.params, strict=True):
+            shard, full = sharded.local, full.data
+            if isinstance(full, FakeTensor) and shard.numel():
+                wanted = self.of(shard).version(_span(shard))
+                if self.of(full).version(_span(full), min) < wanted:
+                    self._machine.find(f"{sharded.ownership.name} is used as it was before a step")
 
     def resize(self, storage, size):
         """A storage gets memory, or gives it back."""
@@ -77,6 +100,7 @@ class Memories:
         if size:
             home = HOST if memory.home == HOST else self._machine.current
             new = self._machine.allocate(size, home, memory.label, pinned=memory.pinned)
+        new.weights = memory.weights
         self._of[storage._cdata] = new
 
     def _died(self, key):
@@ -118,6 +142,8 @@ class Operations(TorchDispatchMode):
         fresh = [t for t in outputs if not _shares(t, (*reads, *writes))]
         if not writes and not fresh:
             return result  # a view, or nothing
+        if any(t.is_meta for t in (*reads, *writes, *fresh)):
+            return result  # somebody works out a shape
         self._carry_out(func, args, kwargs, reads, (writes, fresh), pin)
         return result
 
@@ -136,16 +162,20 @@ class Operations(TorchDispatchMode):
         machine.step(timeline)
         host_reads = []
         for tensor in reads:
+            if any(tensor is each for each in writes):
+                continue  # changed in place
             if crosses and not tensor.is_cuda and not self.memories.of(tensor).pinned:
                 host_reads.append(tensor)  # staged before the call returns
             else:
                 self.memories.touch(tensor, False, timeline, name)
         for tensor in (*writes, *fresh):
-            self.memories.touch(tensor, True, timeline, name)
+            again = any(tensor is each for each in reads)
+            self.memories.touch(tensor, True, timeline, name, again=again)
         if host_reads:
             machine.step(HOST)
             for tensor in host_reads:
                 self.memories.touch(tensor, False, HOST, name)
+        self.memories.derive(reads, (*writes, *fresh))
         sizes = [t.numel() * t.element_size() for t in (*reads, *writes, *fresh)]
         flops = 0
         if func.overloadpacket in flop_registry:

@@ -11,6 +11,7 @@ from support.models import GPT, Nested, Odd, loss_of
 from torch import nn
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 
 from device.machine import Machine
@@ -29,15 +30,16 @@ class Program:
     shape: tuple[int, ...] = (4,)  # of the mesh
     steps: int = 2
     syncs: frozenset[str] = frozenset()  # the functions in which the host may wait
+    kept_bytes: int = 0  # on the device from step to step, beyond parameters and their states
 
 
 PROGRAMS: dict[str, Program] = {}
 CONTROLS: dict[str, Program] = {}
 
 
-def program(name, *, shape=(4,), steps=2, syncs=(), into=PROGRAMS):
+def program(name, *, shape=(4,), steps=2, syncs=(), kept_bytes=0, into=PROGRAMS):
     def add(body):
-        into[name] = Program(body, shape, steps, frozenset(syncs))
+        into[name] = Program(body, shape, steps, frozenset(syncs), kept_bytes)
         return body
 
     return add
@@ -68,6 +70,13 @@ class Job:
                 before_step(number)
             optimizer.step()
             optimizer.zero_grad()
+            self.at_rest(model, optimizer)
+
+    def at_rest(self, model, *optimizers):
+        """Note what the device holds beyond parameters, buffers and optimizer state."""
+        tensors = [*model.parameters(), *model.buffers()]
+        tensors += [each for optimizer in optimizers for each in tree_iter(dict(optimizer.state))]
+        self.machine.rest_bytes = self.machine.memories.bytes_beyond(tensors)
 
     def train_by_two(self, model, setting):
         """Train with two micro-batches a step: ``setting`` is False for the first, then True."""
@@ -129,11 +138,13 @@ def wrapped(model, mesh, **options):
 # ---- ways to shard ------------------------------------------------------------------------------
 
 # The host reads gradients and writes shards that rest in its memory.
-_FETCHES = ("event.synchronize in streams.py:synchronize",)
+FETCHES = ("event.synchronize in streams.py:synchronize",)
 
 
-def _simple(name, *, shape=(4,), syncs=(), into=PROGRAMS, door=None, device="cuda", **options):
-    @program(name, shape=shape, syncs=syncs, into=into)
+def _simple(
+    name, *, shape=(4,), syncs=(), kept_bytes=0, into=PROGRAMS, door=None, device="cuda", **options
+):
+    @program(name, shape=shape, syncs=syncs, kept_bytes=kept_bytes, into=into)
     def body(job):
         job.train(shard(gpt(device), job.mesh, door, **options))
 
@@ -153,13 +164,13 @@ _simple(
 )
 _simple("fp16 reduces", mp_policy=ours.MixedPrecisionPolicy(reduce_dtype=torch.float16))
 _simple("bf16 hybrid", shape=(2, 2), mp_policy=ours.MixedPrecisionPolicy(**BF16))
-_offload = {"device": "cpu", "syncs": _FETCHES}
+_offload = {"device": "cpu", "syncs": FETCHES}
 _simple("offload replicas", shape=(4, 1), **_offload, offload_policy=ours.CPUOffloadPolicy())
 _simple("offload", **_offload, offload_policy=ours.CPUOffloadPolicy())
 _simple(
     "offload unpinned",
     device="cpu",
-    syncs=(*_FETCHES, "a blocking copy_ in gradients.py:_evict"),
+    syncs=(*FETCHES, "a blocking copy_ in gradients.py:_evict"),
     offload_policy=ours.CPUOffloadPolicy(pin_memory=False),
 )
 _simple("offload hybrid", shape=(2, 2), **_offload, offload_policy=ours.CPUOffloadPolicy())
@@ -174,6 +185,7 @@ for _kind in ("bf16", "int8", "fp8"):
 for _kind in ("bf16", "int8"):
     _simple(
         f"reduces in {_kind}",
+        kept_bytes=230_400,  # what rounding has left out, for the next reduce
         compression=ours.CommunicationCompression(reduce=_kind, error_feedback=True),
     )
 _simple("FSDP2", into=CONTROLS, door=theirs.fully_shard)
@@ -187,8 +199,8 @@ _simple(
 )
 
 
-def _first_door(name, *, shape=(4,), syncs=(), **options):
-    @program(name, shape=shape, syncs=syncs)
+def _first_door(name, *, shape=(4,), syncs=(), kept_bytes=0, **options):
+    @program(name, shape=shape, syncs=syncs, kept_bytes=kept_bytes)
     def body(job):
         job.train(wrapped(gpt("cpu"), job.mesh, device_id=0, **options))
 
@@ -197,15 +209,18 @@ for _strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
     _first_door(_strategy, sharding_strategy=ours.ShardingStrategy[_strategy])
 for _strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
     _first_door(_strategy, shape=(2, 2), sharding_strategy=ours.ShardingStrategy[_strategy])
-_first_door("CPUOffload", syncs=_FETCHES, cpu_offload=ours.CPUOffload(offload_params=True))
+_first_door("CPUOffload", syncs=FETCHES, cpu_offload=ours.CPUOffload(offload_params=True))
 _first_door(
     "NO_SHARD offloaded",
-    syncs=_FETCHES,
+    syncs=FETCHES,
     sharding_strategy=ours.ShardingStrategy.NO_SHARD,
     cpu_offload=ours.CPUOffload(offload_params=True),
 )
 _first_door(
-    "offload optimizer", syncs=_FETCHES, cpu_offload=ours.CPUOffload(offload_optimizer=True)
+    "offload optimizer",
+    syncs=FETCHES,
+    kept_bytes=227_712,  # the shards on the device
+    cpu_offload=ours.CPUOffload(offload_optimizer=True),
 )
 _first_door(
     "FULL_SHARD in bf16",
@@ -249,7 +264,7 @@ def _(job):
     job.train(model, each_step=lambda _: [job.loss(model).backward() for _ in range(2)])
 
 
-@program("accumulation offloaded", syncs=_FETCHES)
+@program("accumulation offloaded", syncs=FETCHES)
 def _(job):
     model = shard(gpt("cpu"), job.mesh, offload_policy=ours.CPUOffloadPolicy())
     job.train(model, each_step=lambda _: [job.loss(model).backward() for _ in range(2)])
@@ -293,7 +308,7 @@ def _(job):
     job.train(model, optimizer)
 
 
-@program("optimizer in backward, offloaded", syncs=_FETCHES)
+@program("optimizer in backward, offloaded", syncs=FETCHES)
 def _(job):
     model = shard(gpt("cpu"), job.mesh, offload_policy=ours.CPUOffloadPolicy())
     optimizer = adamw(model)
@@ -393,7 +408,7 @@ def _(job):
     _failing_backward(job, shard(gpt(), job.mesh))
 
 
-@program("an exception in an offloaded backward", syncs=_FETCHES)
+@program("an exception in an offloaded backward", syncs=FETCHES)
 def _(job):
     offloaded = shard(gpt("cpu"), job.mesh, offload_policy=ours.CPUOffloadPolicy())
     _failing_backward(job, offloaded)
@@ -435,7 +450,7 @@ def _(job):
     job.train(model, before_step=evaluate)
 
 
-@program("evaluation offloaded", syncs=_FETCHES)
+@program("evaluation offloaded", syncs=FETCHES)
 def _(job):
     model = shard(gpt("cpu"), job.mesh, offload_policy=ours.CPUOffloadPolicy())
     job.begin()
@@ -448,7 +463,8 @@ def _(job):
 
 @program("a stream of the user's")
 def _(job):
-    model, optimizer = shard(gpt(), job.mesh), adamw(shard(gpt(), job.mesh))
+    model = shard(gpt(), job.mesh)
+    optimizer = adamw(model)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -508,13 +524,14 @@ def _(job):
 @program("blocks dropped and in changing order", steps=6)
 def _(job):
     with torch.device("cuda"):
-        model = Stack([nn.Linear(8, 8) for _ in range(5)])
+        # So wide that memory counts: units that are given up are seen.
+        model = Stack([nn.Linear(256, 256) for _ in range(5)])
     shard(model, job.mesh)
     orders = [(0, 1, 2, 3, 4), (0, 2, 3), (0, 1, 2, 3, 4), (4, 1, 0, 3), (3, 4), (0, 1, 2, 4)]
 
     def each_step(number):
         model.order = orders[number]
-        model(torch.zeros(2, 8, device="cuda")).sum().backward()
+        model(torch.zeros(2, 256, device="cuda")).sum().backward()
 
     job.train(model, each_step=each_step)
 
@@ -611,3 +628,4 @@ def _(job):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+    job.at_rest(model, optimizer)

@@ -9,7 +9,7 @@ import time
 import traceback
 from contextlib import nullcontext
 
-from device import cost, memory
+from device import by_hand, cost, memory  # noqa: F401 - by_hand has programs
 from device.interleavings import Recorder, Trace
 from device.machine import Machine
 from device.mutants import EQUIVALENT, MUTANTS, applied
@@ -37,6 +37,7 @@ SAMPLE = (
     *("units in units", "full parameters between steps", "scaled losses", "FSDP2 bf16"),
 )
 AS_TWO = ("bf16 hybrid", "blocks of 2", "offload", "branches that only some ranks use")
+LEAST_BYTES = 1024  # what a step may leave: factors that divide gradients
 FEW = 4  # of so many faults one is tried every day
 
 
@@ -58,13 +59,16 @@ def report(name, wanted, rank, kind):
         machine = run(wanted, rank, Machine(answers(kind)))
     except Exception:
         return result | nothing | {"failure": traceback.format_exc(limit=-6)}
+    rest = machine.rest_bytes - wanted.kept_bytes
+    left = [f"a step leaves {rest} bytes behind"] if not -LEAST_BYTES < rest < LEAST_BYTES else []
     return result | {
-        "findings": list(machine.findings),
+        "findings": list(machine.findings) + left,
         "syncs": dict(machine.syncs),
         "unexpected": unexpected(machine, wanted),
         "collectives": in_order(machine.collectives),
         "urgent": by_priority(machine),
         "questions": machine.questions,
+        "rest": rest,
         "launches": len(machine.launches),
         "seconds": round(time.process_time() - begin, 2),
     }

@@ -3,6 +3,7 @@
 
 import itertools
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import torch
 
@@ -102,6 +103,8 @@ class Streams:
             "set_device": lambda device: None,
             "device": lambda device: nullcontext(),
             "_lazy_init": lambda: None,
+            "MemPool": lambda allocator=None: SimpleNamespace(),
+            "use_mem_pool": lambda pool, device=None: nullcontext(),
             "is_current_stream_capturing": lambda: False,
             "mem_get_info": lambda device=None: (2**36, 2**37),
             "memory_allocated": lambda device=None: 0,

@@ -22,9 +22,12 @@ from fullshard.torch.comm import ranks
 from fullshard.torch.comm.watch.watchdog import Watchdog, Witness
 from fullshard.torch.sharding import summon
 from fullshard.torch.step import usage
+from fullshard.torch.tensor import placements
 from fullshard.torch.unit import full_parameters, shards
 from fullshard.torch.unit import streams as engine_streams
+from fullshard.torch.unit.buffers import MemorySource
 from fullshard.torch.unit.sites import notes_on
+from fullshard.torch.unit.unit import Unit
 
 
 @contextmanager
@@ -62,22 +65,44 @@ def rank_of_job(rank, size, machine=None):
 
         stack.enter_context(mock.patch.object(Witness, "issues", labelled))
         stack.enter_context(mock.patch.dict(engine_streams._streams, clear=True))
+        stack.enter_context(mock.patch.dict(MemorySource._of, clear=True))
+        stack.enter_context(mock.patch.object(MemorySource, "is_set", False))
         shapes = _unwatched(memories, ShardingPropagator._propagate_tensor_meta_non_cached)
         name = "_propagate_tensor_meta_non_cached"
         stack.enter_context(mock.patch.object(ShardingPropagator, name, shapes))
         stack.enter_context(mock.patch.object(ranks, "_has_nccl", return_value=True))
-        settle = _with_values(usage._settle)
-        stack.enter_context(mock.patch.object(usage, "_settle", settle))
+        for module, name in ((usage, "_settle"), (placements, "_joined")):
+            real = _with_values(getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, real))
         for module in (full_parameters, shards, summon):
             stack.enter_context(mock.patch.object(module, "notes_on", _notes_of_users))
         # A fake tensor cannot become of another class.
         same = mock.patch.object(FakeTensor, "as_subclass", lambda self, kind: self, create=True)
         stack.enter_context(same)
+        stack.enter_context(_units_with_versions(memories))
         stack.enter_context(_groups_with_options(machine))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         stack.callback(dist.destroy_process_group)
         machine.memories = memories
         yield machine
+
+
+@contextmanager
+def _units_with_versions(memories):
+    """Units tell where weights rest, and each use of full parameters is looked at."""
+    use, rest_in = Unit.use, Unit.rest_in
+
+    def used(unit):
+        use(unit)
+        memories.check_fresh(unit)
+
+    def resting(unit, shards):
+        rest_in(unit, shards)
+        if isinstance(shards.buffer.memory, FakeTensor):
+            memories.of(shards.buffer.memory).weights = True
+
+    with mock.patch.object(Unit, "use", used), mock.patch.object(Unit, "rest_in", resting):
+        yield
 
 
 def _options():

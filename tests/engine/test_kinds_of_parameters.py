@@ -277,6 +277,7 @@ def test_classes_that_decide_what_travels(frozen):
         model = seeded(WithHalved)
         model.weight.requires_grad_(not frozen)
         fully_shard(model, mesh=comm)
+        assert "inner" not in model.weight.__dict__  # the whole parameter
         found = []
         for _ in range(2):
             out = model(torch.ones(2, 7))

@@ -72,11 +72,15 @@ class Extension:
         self._arrived: FlatBuffer | None = None
         self._notes: Any = None
         self.full: Tensor | None = None
+        # Memory of the full parameter that the class made beside what arrived, and its bytes.
+        self._made: list[tuple[torch.UntypedStorage, int]] = []
 
     @property
     def bytes(self) -> int:
-        """The bytes of what has arrived and is still held."""
-        return self._arrived.bytes if self._arrived is not None and self._arrived.allocated else 0
+        """The bytes of what has arrived and is still held, and of what was made of it."""
+        arrived = self._arrived is not None and self._arrived.allocated
+        held = self._arrived.bytes if self._arrived is not None and arrived else 0
+        return held + sum(storage.nbytes() for storage, _ in self._made)
 
     def send(self, shard: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Make the pairs for `Comm.all_gather` from this rank's slice."""
@@ -122,12 +126,19 @@ class Extension:
         outputs = tuple(flat[: spec.numel].view(spec.shape) for flat in self._arrived.flats)
         after = self._template.fsdp_post_all_gather  # type: ignore[attr-defined]
         if self.full is not None:
+            for storage, size in self._made:
+                storage.resize_(size)
             after(outputs, self._notes, self._dtype, out=self.full)
             return False
-        self.full, _ = after(outputs, self._notes, self._dtype)
+        self.full, inner = after(outputs, self._notes, self._dtype)
+        storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in inner}
+        storages.pop(self._arrived.memory.untyped_storage()._cdata, None)
+        self._made = [(storage, storage.nbytes()) for storage in storages.values()]
         return True
 
     def release(self) -> None:
-        """Give the memory of what has arrived back."""
+        """Give back the memory of what has arrived, and of what the class made of it."""
         if self._arrived is not None:
             self._arrived.release()
+        for storage, _ in self._made:
+            storage.resize_(0)

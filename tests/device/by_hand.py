@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of users who gather, read, reduce or wait by hand, between steps or within one."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from support.models import GPT
+from torch import nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from device.programs import (
+    BF16,
+    FETCHES,
+    Branches,
+    Stack,
+    adamw,
+    gpt,
+    program,
+    shard,
+    wrapped,
+)
+from fullshard import torch as ours
+
+
+def layers(kind, count, width=8):
+    with torch.device("cuda"):
+        return kind([nn.Linear(width, width) for _ in range(count)])
+
+
+def run_layers(model, order):
+    model.order = order
+    return model(torch.zeros(2, model.blocks[0].in_features, device="cuda")).sum()
+
+
+# ---- gathers ------------------------------------------------------------------------------------
+
+
+@program("an optimizer before gathers are there", kept_bytes=315_392)
+def _(job):
+    model = shard(gpt(), job.mesh)
+    # Gathers that are under way then, of a forward without a backward and by hand.
+    job.train(model, before_step=lambda _: (job.loss(model), model.blocks[1].unshard(True)))
+
+
+@program("kept after backward", kept_bytes=614_400)
+def _(job):
+    model = shard(gpt(), job.mesh)
+    model.set_reshard_after_backward(False)
+    job.train(model, each_step=lambda _: [job.loss(model).backward() for _ in range(2)])
+
+
+@program("an event after the optimizer")
+def _(job):
+    model = shard(gpt(), job.mesh)
+    optimizer, beside = torch.optim.SGD(model.parameters(), lr=1.0), torch.cuda.Stream()
+    job.begin()
+    for _ in range(job.steps):
+        job.loss(model).backward()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            optimizer.step()
+            model.set_post_optim_event(beside.record_event())
+    torch.cuda.current_stream().wait_stream(beside)
+    optimizer.zero_grad()
+    job.at_rest(model)
+
+
+@program("unshard by handle")
+def _(job):
+    model = shard(gpt(), job.mesh)
+
+    def look(_):
+        handle = model.blocks[0].unshard(async_op=True)
+        weight = torch.zeros(96, 96, device="cuda")  # meanwhile
+        handle.wait()
+        (model.blocks[0].mlp[0].weight[:96] + weight).sum()
+        model.blocks[0].reshard()
+
+    job.train(model, before_step=look)
+
+
+@program("use after a reshard by hand")
+def _(job):
+    model = shard(gpt(), job.mesh, reshard_after_forward=False)
+
+    def each_step(_):
+        loss = job.loss(model)
+        model.blocks[0].reshard()
+        model.reshard()
+        loss.backward()
+
+    job.train(model, each_step=each_step)
+
+
+@program("gathers ahead by lists", steps=3)
+def _(job):
+    model = gpt()
+    ours.fully_shard(model.embed, mesh=job.mesh, check_values=False)
+    shard(model, job.mesh)
+    first, last = model.blocks
+    first.set_modules_to_forward_prefetch([last])
+    last.set_modules_to_backward_prefetch([first, model.embed])
+    model.embed.set_unshard_in_backward(False)
+    job.train(model)
+
+
+@program("a pool of memory")
+def _(job):
+    model = shard(gpt(), job.mesh, mp_policy=ours.MixedPrecisionPolicy(**BF16))
+    ours.use_memory_pool(model)
+    job.train(model)
+
+
+@program("two dtypes in a unit")
+def _(job):
+    model = layers(Stack, 3, 256)
+    for layer in model.blocks:
+        layer.bias = nn.Parameter(layer.bias.detach().double())
+        layer.forward = partial(_widened, layer)
+    shard(model, job.mesh)
+    job.train(model, each_step=lambda _: run_layers(model, range(3)).backward())
+
+
+def _widened(layer, x):
+    return (x @ layer.weight + layer.bias).float()
+
+
+def _through(collective):
+    """``collective`` as a user's own, whose work the engine waits for."""
+
+    def call(output_tensor, input_tensor, group, async_op, **options):
+        return collective(output_tensor, input_tensor, group=group, async_op=async_op, **options)
+
+    return call
+
+
+@program("collectives of the user's", shape=(2, 2))
+def _(job):
+    model = shard(gpt(), job.mesh)
+    for block in model.blocks:
+        block.set_custom_all_gather(_through(dist.all_gather_into_tensor))
+        block.set_custom_reduce_scatter(_through(dist.reduce_scatter_tensor))
+    job.train(model)
+
+
+@program("communication hooks")
+def _(job):
+    model = wrapped(gpt("cpu"), job.mesh, device_id=0)
+
+    def hook(group, flat, shard):
+        dist.reduce_scatter_tensor(shard, flat, group=group, async_op=True).wait()
+        shard.div_(4)
+
+    model.register_comm_hook(job.mesh.get_group(), hook)
+    job.train(model)
+
+
+class Half(torch.Tensor):
+    """Rests in fp32 and travels in bf16, by FSDP2's protocol for tensor classes."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, shape, stride):
+        return Half(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(func(args[0].inner))
+
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.inner.bfloat16(),), None
+
+    def fsdp_post_all_gather(self, outputs, notes, dtype, *, out=None):
+        if out is not None:
+            out.data.copy_(outputs[0])
+            return None
+        made = outputs[0].to(dtype)
+        return made, (made,)
+
+
+@program("a class that decides what travels")
+def _(job):
+    model = layers(Stack, 3, 16)
+    for layer in model.blocks:
+        layer.weight = nn.Parameter(Half(layer.weight.detach()))
+    shard(model, job.mesh)
+    job.train(model, each_step=lambda _: run_layers(model, range(3)).backward())
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+@program("hooks on parameters", syncs=FETCHES)
+def _(job):
+    model = shard(gpt("cpu"), job.mesh, offload_policy=ours.CPUOffloadPolicy())
+    for param in model.blocks[0].parameters():
+        param.register_hook(lambda grad: grad * 2)
+    for param in model.blocks[1].parameters():
+        param.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
+    job.train(model)
+
+
+@program("optimizer in backward, units gathered ahead", steps=8)
+def _(job):
+    model = shard(layers(Stack, 5), job.mesh)
+    optimizer = adamw(model)
+    ours.overlap_optimizer(model, optimizer)
+    orders = [(0, 1, 2, 3, 4), (0, 2, 3), (0, 1, 2, 3, 4), (4, 1, 0, 3), (3, 4), (0, 1, 2, 4)]
+
+    def each_step(number):
+        run_layers(model, [*orders, (0, 1, 0, 2), (2, 1, 2, 0)][number]).backward()
+
+    job.train(model, optimizer, each_step=each_step)
+
+
+@program("units left over at the end of backward", steps=3)
+def _(job):
+    """Branches that nobody uses, or only in the first of two micro-batches."""
+    model = shard(layers(Branches, 4), job.mesh)
+
+    def each_step(number):
+        model.set_requires_gradient_sync(False)
+        run_layers(model, (0, 1, 3)).backward()
+        model.set_requires_gradient_sync(True)
+        run_layers(model, (1, 2 + number % 2)).backward()
+
+    job.train(model, each_step=each_step)
+
+
+@program("hybrid sums in bf16 that wait", shape=(2, 2))
+def _(job):
+    policy = ours.MixedPrecisionPolicy(**BF16)
+    model = shard(gpt(), job.mesh, mp_policy=policy)
+    job.train_by_two(model, model.set_requires_all_reduce)
+
+
+@program("scaled losses, unscaled and clipped", syncs=("_local_scalar_dense in the program",))
+def _(job):
+    model = shard(gpt(), job.mesh)
+    optimizer, scaler = adamw(model), torch.amp.GradScaler("cuda")
+    job.begin()
+    for _ in range(job.steps):
+        scaler.scale(job.loss(model)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    job.at_rest(model, optimizer)
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+@program("full tensors between steps")
+def _(job):
+    model = shard(gpt(), job.mesh)
+    job.train(model, before_step=lambda _: [p.full_tensor().sum() for p in model.parameters()])
+
+
+def _sizes_of(params):
+    values = [param.sum() + param.norm() + param.abs().max() + param.mean() for param in params]
+    values += [(param.grad != 0).any() for param in params]
+    return sum(values) + sum(param.std() for param in params)
+
+
+@program("sums of parameters")
+def _(job):
+    model = shard(gpt(), job.mesh)
+    job.train(model, before_step=lambda _: _sizes_of(list(model.blocks.parameters())))
+
+
+@program("sums of parameters at the first door")
+def _(job):
+    model = wrapped(gpt("cpu"), job.mesh, device_id=0, use_orig_params=True)
+    job.train(model, before_step=lambda _: _sizes_of(list(model.parameters())))
+
+
+@program("penalties on parameters")
+def _(job):
+    model = shard(gpt(), job.mesh)
+
+    def loss(model):
+        return job.loss(model) + sum(param.square().sum() for param in model.blocks.parameters())
+
+    job.train(model, loss=loss)
+
+
+@program("changes by hand between steps", shape=(2, 2))
+def _(job):
+    model = shard(gpt(), job.mesh)
+
+    @torch.no_grad()
+    def change(_):
+        averages = [param.detach().clone() for param in model.parameters()]
+        torch._foreach_lerp_(averages, list(model.parameters()), 0.1)
+        for param, average in zip(model.parameters(), averages, strict=True):
+            param.copy_(average)
+            param.clamp_(-1, 1).mul_(0.5)
+            nn.init.normal_(param)
+
+    job.train(model, before_step=change)
+
+
+@program("tensor parallelism", shape=(2, 2))
+def _(job):
+    model = gpt()
+    for block in model.blocks:
+        cut = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
+        parallelize_module(block, job.mesh["shard"], cut)
+    shard(model, job.mesh["replicate"])
+    clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
+    job.train(model, before_step=lambda _: clip())
+
+
+@program("units by element")
+def _(job):
+    with torch.device("cuda"):
+        model = GPT(width=256, blocks=2, tied=True)
+    shard(model, job.mesh, align="element")
+    job.train(model)

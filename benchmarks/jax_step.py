@@ -18,6 +18,7 @@ device, exchange over Gloo on local ports.
 """
 
 import argparse
+import functools
 import json
 import os
 import socket
@@ -48,12 +49,11 @@ from fullshard.jax import (
     gathered,
     make_train_step,
     shardings,
-    which_needs_less,
 )
 from fullshard.jax.analysis.hlo import communication_of, memory_of
 
 DEVICES = 8
-OURS = "fullshard, auto"
+BY_HAND, OURS = "shard_map by hand", "fullshard, helpers"
 MODELS = {  # width, layers, words, heads, rows and tokens in a row of the global batch
     "small": (256, 8, 4096, 8, 8, 128),
     "words": (768, 8, 50_257, 12, 8, 64),
@@ -200,12 +200,103 @@ def jitted_forms(model, mesh):
         "honest jit": Jitted(model, mesh, loss_of(model)),
         "activations cut": Jitted(model, mesh, loss_of(model, cut)),
         "vocabulary cut": Jitted(model, mesh, loss_of(model, cut, losses)),
+        BY_HAND: Jitted(model, mesh, loss_of(model, **by_hand(mesh))),
     }
 
 
-def step_of(model, mesh):
-    loss = loss_of(model, losses=cross_entropy, look_up=embed, around=gathered)
-    return make_train_step(lambda: make(model), OPTIMIZER, loss, mesh)
+# ---- the same by hand: what one writes in JAX who knows where the bytes go ----------------------
+
+
+def by_hand(mesh):
+    """Layers, lookups and losses inside of `jax.shard_map`."""
+    rows, count = PartitionSpec("fsdp"), mesh.shape["fsdp"]
+    mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+
+    def whole(slices, cuts):
+        small = [n for n, x in slices.items() if x.nbytes * count < 1 << 19]
+        packed = jnp.concatenate([slices[n].reshape(-1) for n in small])
+        packed = lax.all_gather(packed, "fsdp")
+        full, start = {}, 0
+        for name, x in slices.items():
+            if name not in small:
+                full[name] = lax.all_gather(x, "fsdp", axis=cuts[name], tiled=True)
+                continue
+            part = packed[:, start : start + x.size].reshape(count, *x.shape)
+            part = jnp.moveaxis(part, 0, cuts[name])
+            shape = list(x.shape)
+            shape[cuts[name]] *= count
+            full[name], start = part.reshape(shape), start + x.size
+        return full
+
+    def around(layer):
+        def gathered_layer(weights, x):
+            specs = {name: at.spec for name, at in shardings(weights, mesh).items()}
+            cuts = {name: spec.index("fsdp") for name, spec in specs.items()}
+
+            def local(slices, x):
+                return layer(whole(slices, cuts), x)
+
+            return mapped(local, in_specs=(specs, rows), out_specs=rows)(weights, x)
+
+        return gathered_layer
+
+    def mine(tokens, size):
+        places = tokens - lax.axis_index("fsdp") * size
+        there = (places >= 0) & (places < size)
+        return jnp.where(there, places, 0), there
+
+    def look_up(table, tokens):
+        def local(table, tokens):
+            places, there = mine(lax.all_gather(tokens, "fsdp", tiled=True), table.shape[0])
+            found = jnp.where(there[..., None], table[places], 0)
+            return lax.psum_scatter(found, "fsdp", tiled=True)
+
+        table = jnp.pad(table, [(0, -table.shape[0] % count), (0, 0)])
+        return mapped(local, in_specs=(rows, rows), out_specs=rows)(table, tokens)
+
+    def losses(hidden, head, targets):
+        words = head.shape[1]
+
+        def local(head, hidden, targets):
+            @jax.checkpoint
+            def one(_, chunk):
+                hidden, targets = (lax.all_gather(x, "fsdp", tiled=True) for x in chunk)
+                logits = hidden @ head
+                first = lax.axis_index("fsdp") * head.shape[1]
+                logits = jnp.where(first + jnp.arange(head.shape[1]) < words, logits, -jnp.inf)
+                most = lax.stop_gradient(logits).max(-1)
+                most = lax.all_gather(most, "fsdp").max(0)
+                places, there = mine(targets, head.shape[1])
+                picked = jnp.take_along_axis(logits, places[..., None], -1)[..., 0]
+                total = jnp.exp(logits - most[..., None]).sum(-1)
+                sums = jnp.stack([total, jnp.where(there, picked, 0)], 1)
+                sums = lax.psum_scatter(sums, "fsdp", tiled=True)
+                size = sums.shape[0]
+                most = lax.dynamic_slice_in_dim(most, lax.axis_index("fsdp") * size, size)
+                return None, jnp.log(sums[:, 0]) + most - sums[:, 1]
+
+            chunks = [
+                jnp.moveaxis(x.reshape(x.shape[0], 8, -1, *x.shape[2:]), 1, 0)
+                for x in (hidden, targets)
+            ]
+            return jnp.moveaxis(lax.scan(one, None, tuple(chunks))[1], 0, 1).reshape(targets.shape)
+
+        head = jnp.pad(head, [(0, 0), (0, -words % count)])
+        specs = (PartitionSpec(None, "fsdp"), rows, rows)
+        return mapped(local, in_specs=specs, out_specs=rows)(head, hidden, targets)
+
+    return {"around": around, "look_up": look_up, "losses": losses}
+
+
+# ---- ours ---------------------------------------------------------------------------------------
+
+
+def engine_forms(model, mesh):
+    def step(loss):
+        return Engine(make_train_step(lambda: make(model), OPTIMIZER, loss, mesh))
+
+    helped = loss_of(model, losses=cross_entropy, look_up=embed, around=gathered)
+    return {"fullshard, no helper": step(loss_of(model)), OURS: step(helped)}
 
 
 def with_sharding(shape, sharding):
@@ -231,24 +322,6 @@ def figures(form, model, mesh, batch):
         "sent_bytes": sent,
         "compile_s": time.perf_counter() - begin,
     }
-
-
-def forms_of(model, mesh, batch):
-    """All forms by name; ours last, as mode "auto" chooses."""
-    step = step_of(model, mesh)
-    found = which_needs_less(step, batch)
-    least = found.least.name
-    mode, _, way = least.partition(", ")
-    chosen = step.variant(mode=mode, vocabulary=way or "whole")
-    rows = [
-        {
-            "form": f"fullshard, {row.name}",
-            "peak_bytes": row.peak_bytes,
-            "sent_bytes": row.sent_bytes,
-        }
-        for row in found.rows
-    ]
-    return {**jitted_forms(model, mesh), OURS: Engine(chosen)}, rows, least
 
 
 def take_turns(forms, model, mesh, rounds):
@@ -300,21 +373,14 @@ def over_processes(rounds):
 
 def rows_of(name, model, mesh, rounds):
     batch = batch_of(model, mesh)
-    forms, ours, least = forms_of(model, mesh, batch)
+    forms = {**jitted_forms(model, mesh), **engine_forms(model, mesh)}
     rows = [
         {"model": name, "form": form, **figures(each, model, mesh, batch)}
         for form, each in forms.items()
     ]
-    unit = 16 * rows[0]["parameters"]
-    for row in ours:
-        row["peak_of_4p_over_n"] = row["peak_bytes"] / (unit / mesh.size)
-        row["sent_of_p"] = row["sent_bytes"] / (unit / 4)
-        rows.append({"model": name, **row})
     if rounds:
         times = take_turns(forms, model, mesh, rounds)
-        rows = [{**row, **times.get(row["form"], {})} for row in rows]
-    for row in rows:
-        row["chosen"] = least if row["form"] == OURS else None
+        rows = [{**row, **times[row["form"]]} for row in rows]
     return rows
 
 
@@ -343,7 +409,7 @@ def measure(options):
 
 
 def printed(rows):
-    columns = ("peak_of_4p_over_n", "sent_of_p", "median_s", "our_time_over_it", "chosen")
+    columns = ("peak_of_4p_over_n", "sent_of_p", "compile_s", "median_s", "our_time_over_it")
     table = Table("model", "form", *columns)
     for row in rows:
         cells = [row.get(key) for key in columns]

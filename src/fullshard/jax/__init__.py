@@ -34,6 +34,7 @@ from fullshard.jax.checkpoint_runs import (
     torch_layout,
 )
 from fullshard.jax.compute.gathered import gathered
+from fullshard.jax.compute.layers import scan_layers
 from fullshard.jax.compute.vocabulary import cross_entropy, embed
 from fullshard.jax.files.torch_names import torch_names
 from fullshard.jax.files.weights import load_weights, save_weights
@@ -82,6 +83,7 @@ __all__ = [
     "save_checkpoint",
     "save_state",
     "save_weights",
+    "scan_layers",
     "selective",
     "shard",
     "shardings",

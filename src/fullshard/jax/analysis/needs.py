@@ -17,7 +17,7 @@ from fullshard.core.text import in_columns
 from fullshard.jax.analysis.hlo import Communication, communication_of, memory_of
 from fullshard.jax.arrays.mesh import create_mesh
 from fullshard.jax.arrays.rule import Rule
-from fullshard.jax.training.choice import best, candidates
+from fullshard.jax.training.options import MODES
 from fullshard.jax.training.step import TrainStep
 
 __all__ = [
@@ -67,12 +67,6 @@ class NeedsTable:
                 return row
         raise KeyError(f"{name!r}; there are {', '.join(row.name for row in self.rows)}")
 
-    @property
-    def least(self) -> Needs:
-        """The row that sends least, of those whose peak is within 2% of the lowest."""
-        found = {row.name: (row.peak_bytes, row.sent_bytes) for row in self.rows}
-        return self[best(found)]
-
     def __str__(self) -> str:
         head = ("bytes per device", "devices", "state", "temporary", "peak", "sent in a step")
         rows: list[tuple[object, ...]] = [head]
@@ -103,13 +97,10 @@ def memory_analysis(step: TrainStep, batch: Any) -> NeedsTable:
 
 
 def which_needs_less(step: TrainStep, batch: Any) -> NeedsTable:
-    """``step`` in every mode, and with every way to compute over a vocabulary if its loss has one.
-
-    A row is called by its mode, as "weights", and with another way than "whole" by both, as
-    "weights, cut"; ``which_needs_less(...).least`` is what mode "auto" takes. Each row is compiled.
-    """
-    rows = [_needs(name, each, batch) for name, each in candidates(step, batch).items()]
-    return NeedsTable(tuple(rows))
+    """``step`` in every mode, to be weighed: "weights", "activations", "jit". Each is compiled."""
+    own = step.options.mode
+    steps = {mode: step if mode == own else step.variant(mode=mode) for mode in MODES}
+    return NeedsTable(tuple(_needs(mode, each, batch) for mode, each in steps.items()))
 
 
 def compare(step: TrainStep, batch: Any, meshes: Mapping[str, Mesh] | None = None) -> NeedsTable:

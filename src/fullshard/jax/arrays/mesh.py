@@ -27,7 +27,7 @@ from fullshard.launchers import launcher_environment
 
 __all__ = [
     "AXES",
-    "Layout",
+    "MeshAxes",
     "create_mesh",
     "describe_mesh",
     "devices_of_process",
@@ -43,8 +43,8 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A mesh and what its axes are for: ``shard`` cuts parameters, ``batch`` examples."""
+class MeshAxes:
+    """A mesh, and the use of its axes: ``shard`` cuts parameters, ``batch`` examples."""
 
     mesh: Mesh | AbstractMesh
     shard: str
@@ -72,28 +72,18 @@ class Layout:
 
     @property
     def alone(self) -> tuple[str, ...]:
-        """Axes of one device, which may be named or left out anywhere."""
+        """Axes of one device; what names them in `jax.shard_map` is not summed over them."""
         return tuple(n for n, size in self.sizes.items() if size == 1 and n != self.shard)
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """What cuts a weight in `jax.shard_map`: what is not named there is summed over."""
+        """The axes that cut a weight in `jax.shard_map`."""
         return (self.shard, *self.alone)
 
     @property
     def examples(self) -> tuple[str, ...]:
-        """The same of examples."""
+        """The axes that cut examples in `jax.shard_map`."""
         return (*self.batch, *(name for name in self.alone if name not in self.batch))
-
-    @property
-    def explicit(self) -> AbstractMesh:
-        """A mesh with axes that types of arrays tell, for questions to JAX's own rules.
-
-        All have one device, which divides any dimension.
-        """
-        count = len(self.sizes)
-        kinds = (AxisType.Explicit,) * count
-        return AbstractMesh((1,) * count, tuple(self.sizes), axis_types=kinds)
 
     def count(self, axis: str | tuple[str, ...] | None) -> int:
         """The number of parts into which this cuts a dimension."""
@@ -105,21 +95,21 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def of_batch(self, leaf: Any) -> NamedSharding:
-        """How an array of a batch lies: dimension 0 is cut, a scalar is on all devices."""
+        """Where an array of a batch lies: dimension 0 is cut, a scalar is on all devices."""
         return self.sharding(self.batch) if np.ndim(leaf) else self.sharding()
 
 
 def read_mesh(
     mesh: Mesh | AbstractMesh, shard: str | None = None, batch: Sequence[str] | None = None
-) -> Layout:
-    """What the axes of ``mesh`` are for; what is not said is read from their names.
+) -> MeshAxes:
+    """Read from their names what the axes of ``mesh`` are for, unless it is said.
 
     The shard axis is "fsdp", or the only axis that there is. The batch is cut along "data" and the
-    shard axis.
+    shard axis. Explicit axes, as ``jax.make_mesh`` makes them, are taken as Auto: ordinary models
+    need that.
 
     Raises:
-        ConfigurationError: if that is undecided, a name is no axis of the mesh, or an axis is of
-            another type than Auto.
+        ConfigurationError: if that is undecided, or a name is no axis of the mesh.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ConfigurationError(
@@ -137,11 +127,10 @@ def read_mesh(
         if name not in names:
             raise ConfigurationError(f"{name!r} is no axis of the mesh, which has {names}")
     if any(kind is not AxisType.Auto for kind in mesh.axis_types):
-        raise ConfigurationError(
-            f"the mesh has axes of types {mesh.axis_types}: ordinary models need Auto, as "
-            "create_mesh gives, or jax.make_mesh(..., axis_types=(AxisType.Auto,) * n)"
-        )
-    return Layout(mesh, shard, chosen)
+        auto = (AxisType.Auto,) * len(names)
+        of = mesh.devices if isinstance(mesh, Mesh) else tuple(mesh.shape.values())
+        mesh = type(mesh)(of, names, axis_types=auto)  # type: ignore[arg-type]
+    return MeshAxes(mesh, shard, chosen)
 
 
 def create_mesh(
@@ -153,8 +142,7 @@ def create_mesh(
     """A mesh of ``data`` x ``fsdp`` x ``tensor`` devices, with those axis names, all of type Auto.
 
     ``fsdp`` is what the others leave if it is None. Fewer devices than there are may be asked for:
-    the first ones are taken, and the log says so. ``jax.make_mesh`` would give Explicit axes, which
-    break ordinary Flax modules.
+    the first ones are taken, and the log says so.
 
     Raises:
         ConfigurationError: if an axis is smaller than 1, the product is larger than the number of

@@ -13,8 +13,8 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 from fullshard.core.text import bytes_text, in_columns
 from fullshard.jax.arrays.leaves import is_array, is_key, path_name
-from fullshard.jax.arrays.mesh import Layout, read_mesh
-from fullshard.jax.arrays.rule import Axis, Rule, place, refuse_low_coverage
+from fullshard.jax.arrays.mesh import MeshAxes, read_mesh
+from fullshard.jax.arrays.rule import Axis, Placement, Rule, place, refuse_low_coverage
 
 __all__ = [
     "annotation",
@@ -36,7 +36,7 @@ Tree = TypeVar("Tree")
 def shardings(
     tree: Any, mesh: Mesh | AbstractMesh, rule: Rule | None = None, shard_axis: str | None = None
 ) -> Any:
-    """A `NamedSharding` for each array of ``tree``, in the same structure.
+    """Return a `NamedSharding` for each array of ``tree``, in the same structure.
 
     ``tree`` is an `nnx.Module`, its state, or any pytree of arrays or of what only has a shape and
     a dtype; of a module the result has the structure of ``nnx.state``. The shard axis cuts each
@@ -46,22 +46,18 @@ def shardings(
     Raises:
         ConfigurationError: for a rule or a mesh that cannot be, as `make_train_step`.
     """
-    layout = read_mesh(mesh, shard_axis)
-    state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
-    found = _placements(state, layout, rule)
-    whole = layout.sharding()
-
-    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        each = found.get(path_name(path))
-        return whole if each is None else layout.sharding(*each.axes)
-
-    return jax.tree_util.tree_map_with_path(sharding, state)
+    axes = read_mesh(mesh, shard_axis)
+    state = _state_of(tree)
+    by_name = {each.name: each.axes for each in _placements(state, axes, rule)}
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: axes.sharding(*by_name.get(path_name(path), ())), state
+    )
 
 
 def shard(
     tree: Tree, mesh: Mesh, rule: Rule | None = None, at_most_unsharded: float = 0.02
 ) -> Tree:
-    """The arrays of ``tree`` placed as `shardings` says.
+    """Place the arrays of ``tree`` as `shardings` says.
 
     ``tree`` is an `nnx.Module`, which is changed and returned, or any pytree of arrays.
 
@@ -69,17 +65,15 @@ def shard(
         ConfigurationError: if more than the share ``at_most_unsharded`` of the bytes would be on
             every device, or the rule cannot be. Nothing has been placed then.
     """
-    state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
-    refuse_low_coverage(list(_placements(state, read_mesh(mesh), rule).values()), at_most_unsharded)
-    placed = jax.tree.map(_put, state, shardings(state, mesh, rule))
-    return _updated(tree, placed)
+    state = _state_of(tree)
+    refuse_low_coverage(_placements(state, read_mesh(mesh), rule), at_most_unsharded)
+    return _updated(tree, jax.tree.map(_put, state, shardings(state, mesh, rule)))
 
 
 def replicate(tree: Tree, mesh: Mesh) -> Tree:
-    """The arrays of ``tree`` whole on every device; a module is changed and returned."""
-    whole = NamedSharding(mesh, PartitionSpec())
-    state = nnx.state(tree) if isinstance(tree, nnx.Module) else tree
-    return _updated(tree, jax.tree.map(lambda x: _put(x, whole), state))
+    """Place the arrays of ``tree`` whole on every device; a module is changed and returned."""
+    whole = read_mesh(mesh).sharding()
+    return _updated(tree, jax.tree.map(lambda x: _put(x, whole), _state_of(tree)))
 
 
 def gather(tree: Any) -> Any:
@@ -88,16 +82,14 @@ def gather(tree: Any) -> Any:
     An `nnx.Module` gives nested dicts. With several processes all of them must call it; each gets
     everything.
     """
-    state = nnx.to_pure_dict(nnx.state(tree)) if isinstance(tree, nnx.Module) else tree
-    return jax.tree.map(lambda x: to_host(x) if _is_array(x) else x, state)
+    return jax.tree.map(lambda x: to_host(x) if _is_array(x) else x, _plain(tree))
 
 
 def describe(tree: Any) -> str:
     """A table of ``tree``'s arrays: path, shape, how it is cut, and the bytes on each device."""
     rows: list[tuple[object, ...]] = [("array", "shape", "sharding", "bytes per device")]
-    state = nnx.to_pure_dict(nnx.state(tree)) if isinstance(tree, nnx.Module) else tree
     total = 0
-    for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
+    for path, x in jax.tree.leaves_with_path(_plain(tree)):
         if not _is_array(x):
             continue
         sharding = getattr(x, "sharding", None)
@@ -112,8 +104,8 @@ def describe(tree: Any) -> str:
 
 def batch_sharding(mesh: Mesh, leaf: Any = None, shard_axis: str | None = None) -> NamedSharding:
     """How an array of a batch lies on ``mesh``: dimension 0 cut, a scalar on every device."""
-    layout = read_mesh(mesh, shard_axis)
-    return layout.sharding(layout.batch) if leaf is None else layout.of_batch(leaf)
+    axes = read_mesh(mesh, shard_axis)
+    return axes.sharding(axes.batch) if leaf is None else axes.of_batch(leaf)
 
 
 def global_batch(mesh: Mesh, local: Any, shard_axis: str | None = None) -> Any:
@@ -169,8 +161,7 @@ def _is_array(x: Any) -> bool:
     return is_array(x) and not is_key(x)
 
 
-def _placements(state: Any, layout: Layout, rule: Rule | None) -> dict[str, Any]:
-    """Placements by the path of each array, without padding."""
+def _placements(state: Any, axes: MeshAxes, rule: Rule | None) -> list[Placement]:
     specs, names = [], {}
     for name, x, box, _ in named_leaves(state):
         if _is_array(x):
@@ -178,11 +169,19 @@ def _placements(state: Any, layout: Layout, rule: Rule | None) -> dict[str, Any]
             names[name] = annotation(box)
     if not specs:
         raise ConfigurationError(f"{type(state).__name__} has no arrays")
-    return {each.name: each for each in place(specs, layout, rule, names, pad=False)}
+    return place(specs, axes, rule, names)
 
 
 def _put(x: Any, sharding: Any) -> Any:
     return jax.device_put(x, sharding) if _is_array(x) else x
+
+
+def _state_of(tree: Any) -> Any:
+    return nnx.state(tree) if isinstance(tree, nnx.Module) else tree
+
+
+def _plain(tree: Any) -> Any:
+    return nnx.to_pure_dict(nnx.state(tree)) if isinstance(tree, nnx.Module) else tree
 
 
 def _updated(tree: Any, placed: Any) -> Any:

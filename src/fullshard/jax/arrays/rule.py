@@ -3,15 +3,9 @@
 
 [Note: One rule]
 An array keeps its shape. The shard axis of the mesh cuts its largest dimension that divides; of
-equal ones the first, and in an array of three dimensions or more the first dimension only if no
-other divides, since that is where stacked layers lie. Matrices of layers are then cut so that
-either way of computing with them is near: gathering them, or leaving them where they are and moving
-activations, as column- and row-parallel products (arXiv:1909.08053) do.
-
-Where nothing divides (3, 5, 7 devices) the dimension that needs the least padding is padded at its
-end while the array rests; of those that need the same, that of stacked layers comes last, too. A
-program sees the true shape: it cuts the padding off where it begins and puts it back where it ends,
-which moves nothing between devices.
+equal ones the first, and in an array of three dimensions or more the first only if no other
+divides, since that is where stacked layers lie. Where nothing divides the array is whole on every
+device: nothing is padded, so a state is what users, files and the other engine expect.
 
 What a user has said goes first: patterns of a `Rule`, and axis names that a variable carries
 (``nnx.with_partitioning``), which name axes of the mesh or are translated by ``Rule.logical``.
@@ -19,14 +13,13 @@ What a user has said goes first: patterns of a `Rule`, and axis names that a var
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.spec import ParamSpec, item_bytes
+from fullshard.core.spec import ParamSpec
 from fullshard.core.text import bytes_text
-from fullshard.jax.arrays.mesh import Layout
+from fullshard.jax.arrays.mesh import MeshAxes
 
 __all__ = [
     "Axis",
@@ -97,9 +90,6 @@ class Rule:
                 )
 
 
-DEFAULT_RULE = Rule()
-
-
 def threshold(min_numel: int = 1024) -> Rule:
     """Replicate arrays of fewer than ``min_numel`` elements, shard all others."""
     return Rule(min_numel=min_numel)
@@ -115,16 +105,13 @@ def selective(size_threshold: int = 10_000_000) -> Rule:
 
 @dataclass(frozen=True)
 class Placement:
-    """How one array rests.
+    """One array's cut: ``axes`` by dimension, into ``shards`` different pieces.
 
-    ``axes`` says what cuts each of its dimensions. ``rest_shape`` is its shape at rest, which
-    differs from ``spec.shape`` where a dimension is padded at its end. ``shards`` counts the
-    different pieces; ``reason`` says why the shard axis cuts nothing, if so.
+    ``reason`` says why the shard axis cuts nothing, if so.
     """
 
     spec: ParamSpec
     axes: tuple[Axis, ...]
-    rest_shape: tuple[int, ...]
     shards: int
     sharded: bool
     reason: str = ""
@@ -135,145 +122,117 @@ class Placement:
         return self.spec.name
 
     @property
-    def padded(self) -> bool:
-        """Whether it rests in another shape than its own."""
-        return self.rest_shape != self.spec.shape
-
-    @property
     def rest_bytes(self) -> int:
-        """Bytes on one device, padding included."""
-        return math.prod(self.rest_shape) * item_bytes(self.spec.dtype) // self.shards
+        """Bytes on one device."""
+        return self.spec.bytes // self.shards
 
 
 def place(
     specs: Sequence[ParamSpec],
-    layout: Layout,
+    mesh: MeshAxes,
     rule: Rule | None = None,
     annotations: Mapping[str, Sequence[Axis]] | None = None,
-    *,
-    pad: bool = True,
 ) -> list[Placement]:
-    """How each array rests; [Note: One rule].
+    """Where each array rests; [Note: One rule].
 
-    ``annotations`` gives by path the axis names that a variable carries. Without ``pad`` an array
-    of which no dimension divides is replicated.
+    ``annotations`` gives by path the axis names that a variable carries.
 
     Raises:
         ConfigurationError: if a pattern of the rule matches nothing, if it or an annotation names a
             dimension that is not there or that the axis does not divide.
     """
-    rule = DEFAULT_RULE if rule is None else rule
+    rule = Rule() if rule is None else rule
     if not isinstance(rule, Rule):
         raise ConfigurationError(f"rule={rule!r}: expected a fullshard.jax.Rule")
     rule.check(specs)
     annotated = annotations or {}
-    return [_place(spec, layout, rule, annotated.get(spec.name, ()), pad) for spec in specs]
+    return [_place(spec, mesh, rule, annotated.get(spec.name, ())) for spec in specs]
 
 
-def _place(
-    spec: ParamSpec, layout: Layout, rule: Rule, names: Sequence[Axis], pad: bool
-) -> Placement:
-    axes = _axes_given(spec, layout, rule, names)
-    rest, reason = list(spec.shape), ""
-    if layout.shard not in _used(axes):
+def _place(spec: ParamSpec, mesh: MeshAxes, rule: Rule, names: Sequence[Axis]) -> Placement:
+    axes = _axes_asked(spec, mesh, rule, names)
+    reason = ""
+    if mesh.shard not in _used(axes):
         reason = rule.why_replicated(spec)
-        dim = (
-            None if reason else _choose(spec, layout.shards, axes, rule.named_dim(rule.dims, spec))
-        )
-        if dim is not None and (pad or spec.shape[dim] % layout.shards == 0):
-            axes[dim] = layout.shard
-            rest[dim] = -(-spec.shape[dim] // layout.shards) * layout.shards
+        dim = None if reason else _choose(spec.shape, mesh, axes)
+        if dim is not None:
+            axes[dim] = mesh.shard
         elif not reason:
             reason = (
                 "a scalar" if not spec.shape
-                else "has no elements" if not spec.numel
-                else f"{layout.shards} divides no dimension of {spec.shape}"
+                else f"{mesh.shards} divides no dimension of {spec.shape}"
             )  # fmt: skip
-    shards = math.prod(layout.sizes[axis] for axis in _used(axes))
-    sharded = layout.shard in _used(axes)
-    return Placement(spec, tuple(axes), tuple(rest), shards, sharded, reason)
+    shards = math.prod(mesh.sizes[axis] for axis in _used(axes))
+    return Placement(spec, tuple(axes), shards, mesh.shard in _used(axes), reason)
 
 
-def _axes_given(spec: ParamSpec, layout: Layout, rule: Rule, names: Sequence[Axis]) -> list[Axis]:
-    """What the user has said of each dimension, checked."""
+def _axes_asked(
+    spec: ParamSpec, mesh: MeshAxes, rule: Rule, names: Sequence[Axis]
+) -> list[Axis]:
+    """The cuts that the user has asked for, checked."""
     axes: list[Axis] = [None] * len(spec.shape)
     for dim, name in enumerate(names):
-        each = tuple(_translated(part, layout, rule) for part in _parts(name))
-        known = tuple(part for part in each if part is not None)
+        parts = [_translated(part, mesh, rule) for part in _parts(name)]
+        known = tuple(part for part in parts if part is not None)
         axes[dim] = known[0] if len(known) == 1 else known or None
-    tensor = rule.named_dim(rule.tensor, spec)
+    tensor, asked = rule.named_dim(rule.tensor, spec), rule.named_dim(rule.dims, spec)
     if tensor is not None:
-        if rule.tensor_axis not in layout.sizes:
+        if rule.tensor_axis not in mesh.sizes:
             raise ConfigurationError(
                 f"the rule cuts {spec.name!r} along {rule.tensor_axis!r}, which is no axis of the "
-                f"mesh: it has {', '.join(layout.sizes)}; name one by Rule(tensor_axis=)"
+                f"mesh: it has {', '.join(mesh.sizes)}; name one by Rule(tensor_axis=)"
             )
         axes[tensor] = rule.tensor_axis
+    if asked is not None and axes[asked] is None and mesh.shard not in _used(axes):
+        axes[asked] = mesh.shard
     for dim, axis in enumerate(axes):
-        size = math.prod(layout.sizes[part] for part in _parts(axis))
-        if spec.shape[dim] % size:
+        if spec.shape[dim] % mesh.count(axis):
             raise ConfigurationError(
-                f"{'x'.join(_parts(axis))}={size} does not divide dimension {dim} of "
+                f"{'x'.join(_parts(axis))}={mesh.count(axis)} does not divide dimension {dim} of "
                 f"{spec.name!r}, whose shape is {spec.shape}: change the rule or the mesh"
             )
     return axes
 
 
-def _translated(name: str, layout: Layout, rule: Rule) -> str | None:
-    found = rule.logical.get(name, name if name in layout.sizes else None)
-    if found is not None and found not in layout.sizes:
+def _translated(name: str, mesh: MeshAxes, rule: Rule) -> str | None:
+    axis = rule.logical.get(name, name if name in mesh.sizes else None)
+    if axis is not None and axis not in mesh.sizes:
         raise ConfigurationError(
-            f"the rule translates {name!r} to {found!r}, which is no axis of the mesh: it has "
-            f"{', '.join(layout.sizes)}"
+            f"the rule translates {name!r} to {axis!r}, which is no axis of the mesh: it has "
+            f"{', '.join(mesh.sizes)}"
         )
-    return found
+    return axis
 
 
-def _choose(spec: ParamSpec, shards: int, axes: Sequence[Axis], asked: int | None) -> int | None:
-    """The dimension to cut, to be padded if it does not divide; None if there is none."""
-    shape = spec.shape
-    free = [dim for dim, axis in enumerate(axes) if axis is None]
-    if not free or not spec.numel:
-        return None
-    if asked is not None and asked in free:
-        return asked
-
-    def merit(dim: int) -> tuple[bool, bool, float, bool, int]:
-        divides = shape[dim] % shards == 0
-        stacked = dim == 0 and len(shape) >= 3
-        waste = -(-shape[dim] // shards) * shards / shape[dim]
-        size = shape[dim] if divides else -waste
-        return divides, not (divides and stacked), size, not stacked, -dim
-
-    return max(free, key=merit)
+def _choose(shape: Sequence[int], mesh: MeshAxes, axes: Sequence[Axis]) -> int | None:
+    """The dimension that the shard axis cuts; None if it divides none."""
+    dims = [dim for dim, size in enumerate(shape)
+            if axes[dim] is None and size and size % mesh.shards == 0]  # fmt: skip
+    last = len(shape) >= 3
+    return max(dims, key=lambda dim: (not (last and dim == 0), shape[dim], -dim), default=None)
 
 
 def _parts(axis: Axis) -> tuple[str, ...]:
-    if axis is None:
-        return ()
-    return (axis,) if isinstance(axis, str) else axis
+    return () if axis is None else (axis,) if isinstance(axis, str) else axis
 
 
 def _used(axes: Iterable[Axis]) -> set[str]:
     return {part for axis in axes for part in _parts(axis)}
 
 
-def coverage(placements: Iterable[Placement], held: Collection[str] = ()) -> float:
-    """The share of all bytes that the shard axis cuts, from 0 to 1; 1 if there are none.
-
-    Arrays whose names are in ``held`` do not count: they are whole while a step runs.
-    """
+def coverage(placements: Iterable[Placement]) -> float:
+    """The share of all bytes that the shard axis cuts, from 0 to 1; 1 if there are none."""
     total = sharded = 0
     for each in placements:
         total += each.spec.bytes
-        sharded += each.spec.bytes if each.sharded and each.name not in held else 0
+        sharded += each.spec.bytes if each.sharded else 0
     return sharded / total if total else 1.0
 
 
-def refuse_idle_axes(placements: Sequence[Placement], layout: Layout) -> None:
+def refuse_idle_axes(placements: Sequence[Placement], mesh: MeshAxes) -> None:
     """Raise `ConfigurationError` for an axis along which all devices would do the same."""
-    used = {*layout.batch, *(axis for each in placements for axis in _used(each.axes))}
-    for axis, size in layout.sizes.items():
+    used = {*mesh.batch, *(axis for each in placements for axis in _used(each.axes))}
+    for axis, size in mesh.sizes.items():
         if size > 1 and axis not in used and any(each.sharded for each in placements):
             raise ConfigurationError(
                 f"the mesh has {axis}={size}, but no rule says what to cut along it: give "
@@ -282,34 +241,18 @@ def refuse_idle_axes(placements: Sequence[Placement], layout: Layout) -> None:
             )
 
 
-def refuse_low_coverage(
-    placements: Sequence[Placement],
-    at_most_unsharded: float,
-    held: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Raise `ConfigurationError` if more than that share of the bytes is not sharded.
-
-    ``held`` are arrays that are whole from the beginning of a step to its end, with the reason.
-    """
-    missing = 1 - coverage(placements, held)
+def refuse_low_coverage(placements: Sequence[Placement], at_most_unsharded: float) -> None:
+    """Raise `ConfigurationError` if more than that share of the bytes is not sharded."""
+    missing = 1 - coverage(placements)
     if missing <= at_most_unsharded:
         return
-    kept = [each for each in placements if not each.sharded or each.name in held]
-    kept.sort(key=lambda each: -each.spec.numel)
+    whole = sorted((each for each in placements if not each.sharded), key=lambda x: -x.spec.numel)
     lines = [
-        f"  {each.name} {each.spec.shape}, {bytes_text(each.spec.bytes)}: "
-        f"{each.reason or 'gathered from beginning to end: ' + held[each.name]}"
-        for each in kept[:5]
+        f"  {each.name} {each.spec.shape}, {bytes_text(each.spec.bytes)}: {each.reason}"
+        for each in whole[:5]
     ]
     raise ConfigurationError(
         f"{missing:.1%} of all bytes would be on every device, more than "
-        f"{at_most_unsharded:.0%}; the largest:\n"
-        + "\n".join(lines)
-        + "\n"
-        + (
-            "cut another dimension by Rule(dims={pattern: dimension})"
-            if held
-            else "make_train_step pads and shards any shape"
-        )
-        + "; or allow it with at_most_unsharded=1.0"
+        f"{at_most_unsharded:.0%}; the largest:\n" + "\n".join(lines) + "\ntake a number of "
+        "devices that divides a dimension, or allow it with at_most_unsharded=1.0"
     )

@@ -1,273 +1,319 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gathered`: one layer whose weights are gathered, in one piece, where it is computed.
+"""`gathered`: one layer whose weights are gathered, together, where it is computed.
 
-[Note: One collective for a layer]
-The slices of a layer's weights are laid one behind the other, gathered by one collective for each
-dtype, and taken apart again; gradients go back the same way, through one reduce-scatter, in the
-dtype of reduction. Weights of half a MiB and more travel alone: no message gets faster by being
-larger, and packing copies. That happens inside `jax.shard_map`, where each device computes the
-layer for its own examples, so it is done only where that is the same mathematics: see
-[Note: Two traces in step].
+[Note: A layer apart]
+Inside of `jax.shard_map` each device gathers the layer's slices and computes the layer for its own
+examples. Small slices of a dtype are laid one behind the other and travel in one collective;
+weights of half a MiB and more travel alone: no message gets faster by being larger, and packing
+copies. Autodiff turns the gathers into reduce-scatters. `jax.checkpoint` around all of it makes
+backward gather again, so that no full weight waits for it.
+
+That is the layer's own mathematics only if it treats examples apart, which the user says by writing
+`gathered`. Seen from shapes, and left to XLA with a note, is a layer that has a result without
+examples, changes its own state (statistics of a batch, counts of random numbers), or draws random
+numbers for all examples from one key. Statistics that are only used inside are seen by
+``make_train_step(check=True)``.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import Array, lax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from fullshard.core.errors import NotSupportedError
 from fullshard.jax.arrays.leaves import is_array
-from fullshard.jax.arrays.mesh import Layout
-from fullshard.jax.compute.context import Program, current
-from fullshard.jax.compute.jaxprs import call
-from fullshard.jax.compute.jaxprs import part as part_of
-from fullshard.jax.compute.per_example import Dim, Mixed, example_dims
+from fullshard.jax.arrays.mesh import MeshAxes
+from fullshard.jax.arrays.rule import Axis
+from fullshard.jax.compute.context import Tracing, current, tracing
 
-__all__ = ["gathered", "padded"]
-
+__all__ = ["call_module", "gathered", "jaxprs_in", "reduced_gather"]
 
 _ALONE_BYTES = 1 << 19
+_POLICIES = {"matmuls": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """One call of a layer: its program over one device's examples, and where examples are.
-
-    ``given`` and ``found`` are the dimensions of examples of its operands (constants, weights,
-    arguments) and results.
-    """
-
-    part: Any  # jax.extend.core.Jaxpr, without constants
-    given: tuple[Dim, ...]
-    found: tuple[Dim, ...]
-
-
-def gathered(layer: Any) -> Callable[..., Any]:
+def gathered(layer: Any, *, remat: Any = None) -> Callable[..., Any]:
     """``layer``, with weights that are gathered where it is called and dropped after.
 
     ``layer`` is a function of ``(weights, *args, **kwargs)``, ``weights`` being a pytree, or an
-    `nnx.Module` or a method of one, which is called without its weights. Call it in the body of a
-    scan over stacked layers, or wherever a layer is called. Arrays in ``args`` whose first
-    dimension is the batch are examples; pass them as arguments rather than closing over them.
+    `nnx.Module` or a method of one, which is called without its weights. The leading dimension of
+    the first argument's arrays, and of all results, are examples; so is it of other arguments that
+    must grow with them (masks, caches), which is seen from shapes. Everything else is the same for
+    all examples. The layer must treat examples apart; see [Note: A layer apart].
 
-    In a step of `fullshard.jax.make_train_step` a layer that provably treats examples apart is
-    computed by each device for its own, with one gather and one reduce-scatter for each dtype.
-    Any other is left to XLA, with a note that says why; the mathematics is that of the whole batch
-    either way. Outside of such a step it is the layer itself. To compute it again in backward, put
-    `jax.checkpoint` around the scan's body as always.
+    ``remat`` says what backward finds of forward: True (unless the step says otherwise) only what
+    goes in, "matmuls" also products, False everything, full weights too; or a policy of
+    `jax.checkpoint`. Outside of a step of `fullshard.jax.make_train_step` this is the layer itself.
     """
     module = layer if isinstance(layer, nnx.Module) else getattr(layer, "__self__", None)
     if isinstance(module, nnx.Module):
         method = type(module).__call__ if layer is module else layer.__func__
-        return functools.partial(_call_module, method, module)
+        return functools.partial(call_module, method, module, remat)
     name = getattr(layer, "__name__", type(layer).__name__)
 
-    def function(weights: Any, args: Any, kwargs: Any) -> Any:
-        return layer(weights, *args, **kwargs)
+    def call(weights: Any, *args: Any, **kwargs: Any) -> Any:
+        now = current()
+        if now is None:
+            return layer(weights, *args, **kwargs)
+        return _Call(now, layer, name, remat, (weights, args, kwargs)).carried_out(layer)
 
-    return lambda weights, *args, **kwargs: _call(function, name, weights, args, kwargs)
+    return call
 
 
-def _call_module(method: Any, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-    program = current()
-    if program is None or program.mode != "weights":
+def call_module(method: Any, module: nnx.Module, remat: Any, *args: Any, **kwargs: Any) -> Any:
+    """``method(module, *args, **kwargs)`` as `gathered` calls it."""
+    now = current()
+    if now is None:
         return method(module, *args, **kwargs)
     split: Any = nnx.split(module, nnx.Param, ...)
     graph, weights, rest = split
 
-    def function(weights: Any, rest: Any, args: Any, kwargs: Any) -> Any:
-        here = nnx.merge(graph, weights, rest)
+    def pure(parts: Any, *args: Any, **kwargs: Any) -> Any:
+        here = nnx.merge(graph, *parts)
+        before = jax.tree.leaves(nnx.state(here, nnx.Not(nnx.Param)))
         result = method(here, *args, **kwargs)
-        return result, nnx.state(here, nnx.Not(nnx.Param))
+        after = jax.tree.leaves(nnx.state(here, nnx.Not(nnx.Param)))
+        if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
+            raise NotSupportedError("it changes its own state, as of statistics or random numbers")
+        return result
 
-    result, after = _call(function, type(module).__name__, weights, rest, args, kwargs)
-    nnx.update(module, after)
-    return result
-
-
-def _call(layer: Callable[..., Any], name: str, weights: Any, *args: Any) -> Any:
-    program = current()
-    if program is None or program.mode != "weights":
-        return layer(weights, *args)
-    layout = program.layout
-    if not layout.only_batch or layout.parts == 1 or program.rows % layout.parts:
-        return layer(weights, *args)
-    leaves, treedef = jax.tree.flatten((weights, args))
-    places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
-    count = len([leaf for leaf in jax.tree.leaves(weights) if is_array(leaf)])
-    arrays = [leaves[place] for place in places]
-    trees: list[Any] = []
-
-    def flat(*arrays: Any) -> list[Any]:
-        full = list(leaves)
-        for place, array in zip(places, arrays, strict=True):
-            full[place] = array
-        weights, args = jax.tree.unflatten(treedef, full)
-        results, tree = jax.tree.flatten(layer(weights, *args))
-        trees.append(tree)
-        return results
-
-    site = _prove(program, flat, arrays, count, name)
-    if site is None:
-        return layer(weights, *args)
-    found, consts, whole = site
-    plain = functools.partial(call, whole)
-    own = functools.partial(_carry_out, found)
-    results = program.mark(f"gathered_{name}", own, plain, *consts, *arrays)
-    return jax.tree.unflatten(trees[0], results)
+    call = _Call(now, pure, type(module).__name__, remat, ((weights, rest), args, kwargs))
+    return call.carried_out(lambda _, *args, **kwargs: method(module, *args, **kwargs))
 
 
-def _prove(
-    program: Program, flat: Callable[..., Any], arrays: Sequence[Any], weights: int, name: str
-) -> tuple[_Layer, list[Any], Any] | None:
-    """The site, the constants that come before its operands, and its program over all examples."""
-    shapes = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in arrays]
-    whole = jax.make_jaxpr(flat)(*shapes)
-    like = [at for at, x in enumerate(shapes) if at >= weights and x.shape[:1] == (program.rows,)]
-    # What is as long as the batch by chance comes behind the first argument.
-    for examples in (like, like[:1]):
-        dims: list[Dim] = [0 if at in examples else None for at in range(len(shapes))]
+class _Call:
+    """One call of a layer in a step: its arrays in the order of the tree of all arguments."""
+
+    def __init__(
+        self, now: Tracing, layer: Callable[..., Any], name: str, remat: Any, given: Any
+    ) -> None:
+        self.now, self.layer, self.name, self.given = now, layer, name, given
+        self.remat = now.remat if remat is None else remat
+        self.leaves, self.treedef = jax.tree.flatten(given)
+        self.places = [at for at, x in enumerate(self.leaves) if is_array(x)]
+        self.arrays = [self.leaves[at] for at in self.places]
+        self.weights = sum(map(is_array, jax.tree.leaves(given[0])))
+
+    def carried_out(self, plain: Callable[..., Any]) -> Any:
+        """The layer's results; ``plain`` is the layer for all examples, as it was given."""
+        weights, args, kwargs = self.given
+        axes = self.now.axes
+        if axes.parts == 1:
+            return plain(weights, *args, **kwargs)
+        if not axes.only_batch:
+            return plain(_constrained(self.now, weights), *args, **kwargs)
         try:
-            part, found = _apart(flat, shapes, dims, whole, program.layout.parts)
-            break
+            apart = self._apart()
         except Exception as error:
-            # Tracing with fewer examples may fail in any way; with all of them it has worked.
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
-    else:
-        program.findings.note(f"{name} is left to XLA: {said}")
-        return None
-    dims = [*(None for _ in whole.consts), *dims]
-    closed = [_without_constants(each) for each in (whole.jaxpr, part)]
-    return _Layer(closed[1], tuple(dims), tuple(found)), list(whole.consts), closed[0]
+            # Tracing with fewer examples may fail in any way; what fails with all of them, too,
+            # does so in the next line.
+            result = plain(weights, *args, **kwargs)
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            self.now.note(f"{self.name} is left to XLA: {said}")
+            return result
+        if self.now.mixing is None:
+            return apart()
+        result = plain(weights, *args, **kwargs)
+        self._compare(result, apart())
+        return result
+
+    def _flat(self, *arrays: Any) -> Any:
+        """The layer as a function of arrays alone; what it calls is computed as it stands."""
+        leaves = list(self.leaves)
+        for at, x in zip(self.places, arrays, strict=True):
+            leaves[at] = x
+        weights, args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+        with tracing(None):
+            return self.layer(weights, *args, **kwargs)
+
+    def _apart(self) -> Callable[[], Any]:
+        """The layer's results, of which each device computes those of its own examples."""
+        parts = self.now.axes.parts
+        first = next((x for x in self.arrays[self.weights :] if x.ndim), None)
+        if first is None or first.shape[0] % parts:
+            raise NotSupportedError(f"{parts} devices do not divide the examples")
+        rows = int(first.shape[0])
+        twice, batched = self._batched(rows)
+        own = self._resized(batched, rows // parts)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a device's own, in any mesh
+            jaxpr, shapes = jax.make_jaxpr(self._flat, return_shape=True)(*own)
+        _refuse_shared_draws(jaxpr.jaxpr)
+        out = [
+            _dim_of_examples(a.shape, b.shape, 2 * parts)
+            for a, b in zip(jax.tree.leaves(shapes), jax.tree.leaves(twice), strict=True)
+        ]
+        mapped = self._mapped(jaxpr_as_fun(jaxpr), batched, out)
+        return lambda: jax.tree.unflatten(jax.tree.structure(shapes), mapped(*self.arrays))
+
+    def _batched(self, rows: int) -> tuple[Any, list[bool]]:
+        """Results for twice the examples, and which arrays have examples.
+
+        Those of the first argument have; those of another that has as many rows, if the layer
+        cannot be traced with more examples unless it has more rows, too.
+        """
+        arguments = [*self.given[1], *self.given[2].values()]
+        alike = [at for at, x in enumerate(arguments) if _has_rows(x, rows)]
+        error: Exception = NotSupportedError("its first argument has no examples")
+        for count in range(len(alike)):
+            for more in itertools.combinations(alike[1:], count):
+                flags = [
+                    jax.tree.map(lambda y, grows=at in (alike[0], *more): grows and y.ndim > 0, x)
+                    for at, x in enumerate(map(_only_arrays, arguments))
+                ]
+                named = dict(zip(self.given[2], flags[len(self.given[1]) :], strict=True))
+                batched = [False] * self.weights
+                batched += jax.tree.leaves((flags[: len(self.given[1])], named))
+                try:
+                    return jax.eval_shape(self._flat, *self._resized(batched, 2 * rows)), batched
+                except Exception as failed:
+                    error = failed
+        raise error
+
+    def _resized(self, batched: Sequence[bool], rows: int) -> list[Any]:
+        """Shapes of the arrays, with so many rows where there are examples."""
+        return [
+            jax.ShapeDtypeStruct((rows, *x.shape[1:]) if flag else x.shape, x.dtype)
+            for x, flag in zip(self.arrays, batched, strict=True)
+        ]
+
+    def _mapped(self, run: Any, batched: Sequence[bool], out: Sequence[int]) -> Any:
+        now = self.now
+        cuts = [_cut_dim(now, x) if at < self.weights else None
+                for at, x in enumerate(self.arrays)]  # fmt: skip
+        examples = PartitionSpec(now.axes.examples)
+        specs = [
+            PartitionSpec(*(None,) * cut, now.axes.weights) if cut is not None
+            else examples if flag else PartitionSpec()
+            for cut, flag in zip(cuts, batched, strict=True)
+        ]  # fmt: skip
+        mapped = jax.shard_map(
+            lambda *arrays: run(*_gather_all(now, arrays, cuts)),
+            mesh=now.axes.mesh,
+            in_specs=tuple(specs),
+            out_specs=[PartitionSpec(*(None,) * dim, now.axes.examples) for dim in out],
+            check_vma=False,
+        )
+        if self.remat in (False, "none"):
+            return mapped
+        policy = self.remat if callable(self.remat) else _POLICIES.get(self.remat)
+        return jax.checkpoint(mapped, policy=policy)
+
+    def _compare(self, whole: Any, apart: Any) -> None:
+        """Remember how far the layer's results for a part are from those for all examples."""
+        mixing, name = self.now.mixing, self.name
+
+        def remember(far: Any) -> None:
+            assert mixing is not None
+            mixing[name] = max(mixing.get(name, 0.0), float(far))
+
+        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(apart), strict=True):
+            if jnp.issubdtype(a.dtype, jnp.inexact):
+                a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+                most = jnp.maximum(jnp.abs(a).max(), 1e-30)
+                jax.debug.callback(remember, jnp.abs(a - b).max() / most)
 
 
-def _apart(
-    flat: Callable[..., Any], shapes: Sequence[Any], dims: Sequence[Dim], whole: Any, parts: int
-) -> tuple[Any, list[Dim]]:
-    """The program over one device's examples, and where examples are in its results."""
-    own = [
-        x if dim is None else jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype)
-        for x, dim in zip(shapes, dims, strict=True)
-    ]
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a device's own, in any mesh
-        part = jax.make_jaxpr(flat)(*own)
-    same = len(whole.consts) == len(part.consts)
-    if not same or not all(map(_same_constant, whole.consts, part.consts)):
-        raise Mixed("its constants depend on the number of examples")
-    return part.jaxpr, example_dims(whole.jaxpr, part.jaxpr, dims, parts)
-
-
-def _carry_out(
-    site: _Layer, operands: Sequence[Any], axes: Sequence[Any], program: Program
-) -> list[Any]:
-    """The layer's results, computed by each device for its own examples."""
-    layout, precision = program.layout, program.precision
-    shapes = [x.shape for x in operands]
-    cut = [_dim_of(layout, each) for each in axes]
-    operands = [
-        x if dim is None else padded(x, dim, layout.shards)
-        for x, dim in zip(operands, cut, strict=True)
-    ]
-
-    def local(*operands: Any) -> list[Any]:
-        full = list(operands)
-        groups: dict[Any, list[int]] = {}
-        for number, dim in enumerate(cut):
-            if dim is not None:
-                dtype = operands[number].dtype
-                alone = operands[number].nbytes * layout.shards >= _ALONE_BYTES
-                groups.setdefault((dtype, number if alone else None), []).append(number)
-        for (dtype, _), numbers in groups.items():
-            gather = _packed_gather(
-                layout,
-                tuple((shapes[number], cut[number]) for number in numbers),
-                jnp.dtype(precision.reduce) if precision.reduce else dtype,
-            )
-            for number, each in zip(numbers, gather(*(full[n] for n in numbers)), strict=True):
-                full[number] = each
-        return call(site.part, *full)
-
-    def spec(dim: Dim) -> PartitionSpec:
-        return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, layout.examples)
-
-    in_specs = tuple(
-        PartitionSpec(*(None,) * dim, layout.weights) if dim is not None else spec(given)
-        for dim, given in zip(cut, site.given, strict=True)
-    )
-    mapped = jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=in_specs,
-        out_specs=[spec(dim) for dim in site.found],
-        check_vma=False,
-    )
-    return mapped(*operands)
-
-
-def _packed_gather(layout: Layout, pieces: tuple[Any, ...], reduce: Any) -> Callable[..., Any]:
-    """Whole arrays of slices, by one collective; ``pieces`` are shapes and the dimensions cut."""
-    count, axis = layout.shards, layout.shard
-
-    def full(slices: Sequence[Array]) -> list[Array]:
-        packed = jnp.concatenate([x.reshape(-1) for x in slices])
-        rows = lax.all_gather(packed, axis)
-        found, start = [], 0
-        for x, (shape, dim) in zip(slices, pieces, strict=True):
-            piece = rows[:, start : start + x.size].reshape(count, *x.shape)
-            piece = jnp.moveaxis(piece, 0, dim)
-            whole = piece.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
-            found.append(lax.slice_in_dim(whole, 0, shape[dim], axis=dim))
+def _gather_all(now: Tracing, leaves: Sequence[Any], cuts: Sequence[int | None]) -> list[Any]:
+    """The layer's operands with whole weights; inside of `jax.shard_map`."""
+    full = list(leaves)
+    groups: dict[Any, list[int]] = {}
+    for at, cut in enumerate(cuts):
+        if cut is not None:
+            alone = leaves[at].nbytes * now.axes.shards >= _ALONE_BYTES
+            groups.setdefault((leaves[at].dtype, at if alone else None), []).append(at)
+    for (_, alone), places in groups.items():
+        slices = [leaves[at] for at in places]
+        if alone is not None:
+            full[alone] = reduced_gather(slices[0], now.axes.shard, cuts[alone] or 0, now.reduce)
+            continue
+        packed = jnp.concatenate([x.reshape(-1) for x in slices])[None]
+        rows = reduced_gather(packed, now.axes.shard, 0, now.reduce)
+        start = 0
+        for at, x in zip(places, slices, strict=True):
+            dim = cuts[at] or 0
+            pieces = rows[:, start : start + x.size].reshape(-1, *x.shape)
+            shape = (*x.shape[:dim], -1, *x.shape[dim + 1 :])
+            full[at] = jnp.moveaxis(pieces, 0, dim).reshape(shape)
             start += x.size
-        return found
-
-    @jax.custom_vjp
-    def gather(*slices: Array) -> list[Array]:
-        return full(slices)
-
-    def backward(slices: Any, gradients: Sequence[Array]) -> tuple[Array, ...]:
-        rows, shapes = [], []
-        for gradient, (_, dim) in zip(gradients, pieces, strict=True):
-            x = padded(gradient, dim, count)
-            x = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
-            x = jnp.moveaxis(x, dim, 0)
-            shapes.append(x.shape[1:])
-            rows.append(x.reshape(count, -1).astype(reduce))
-        dtype = gradients[0].dtype
-        summed = lax.psum_scatter(jnp.concatenate(rows, 1), axis).astype(dtype)
-        ends = np.cumsum([each.shape[1] for each in rows])[:-1]
-        parts = jnp.split(summed, ends)
-        return tuple(x.reshape(shape) for x, shape in zip(parts, shapes, strict=True))
-
-    # Forward must show its collective to the policy of `jax.checkpoint`, so it calls `full` itself.
-    gather.defvjp(lambda *slices: (full(slices), None), backward)
-    return gather
+    return full
 
 
-def padded(x: Array, dim: int, count: int) -> Array:
-    """``x`` with zeros at the end of ``dim``, so that ``count`` divides it."""
-    missing = -x.shape[dim] % count
-    if not missing:
-        return x
-    return jnp.pad(x, [(0, missing if at == dim else 0) for at in range(x.ndim)])
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def reduced_gather(x: Array, axis: str, dim: int, reduce: Any) -> Array:
+    """The whole of ``x``, cut along ``dim``; its gradient is summed in the dtype ``reduce``."""
+    return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
-def _dim_of(layout: Layout, axes: Any) -> int | None:
-    return axes.index(layout.shard) if axes is not None and layout.shard in axes else None
+def _gather_forward(x: Array, axis: str, dim: int, reduce: Any) -> tuple[Array, None]:
+    return lax.all_gather(x, axis, axis=dim, tiled=True), None
 
 
-def _without_constants(jaxpr: Any) -> Any:
-    return part_of(jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+def _gather_backward(axis: str, dim: int, reduce: Any, _: None, grad: Array) -> tuple[Array]:
+    wide = grad.astype(reduce or grad.dtype)
+    summed = lax.psum_scatter(wide, axis, scatter_dimension=dim, tiled=True)
+    return (summed.astype(grad.dtype),)
 
 
-def _same_constant(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, jax.core.Tracer) or isinstance(other, jax.core.Tracer):
-        return False
-    return bool(np.array_equal(one, other))
+reduced_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _constrained(now: Tracing, weights: Any) -> Any:
+    """Weights whole along the shard axis, for XLA to gather, on a mesh with a tensor axis."""
+
+    def one(x: Any) -> Any:
+        if not is_array(x) or not x.ndim:
+            return x
+        axes = [None if a == now.axes.shard else a for a in now.rests(x.shape, x.dtype)]
+        return lax.with_sharding_constraint(x, now.axes.sharding(*axes))
+
+    return jax.tree.map(one, weights)
+
+
+def _cut_dim(now: Tracing, x: Any) -> int | None:
+    axes: tuple[Axis, ...] = now.rests(x.shape, x.dtype)
+    return axes.index(now.axes.shard) if now.axes.shard in axes else None
+
+
+def _has_rows(argument: Any, rows: int) -> bool:
+    leaves = [x for x in jax.tree.leaves(argument) if is_array(x) and x.ndim]
+    return bool(leaves) and all(x.shape[0] == rows for x in leaves)
+
+
+def _only_arrays(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x if is_array(x) else None, tree)
+
+
+def _dim_of_examples(own: Sequence[int], twice: Sequence[int], factor: int) -> int:
+    differ = [dim for dim, (a, b) in enumerate(zip(own, twice, strict=True)) if a != b]
+    if len(differ) != 1 or twice[differ[0]] != factor * own[differ[0]]:
+        raise NotSupportedError(
+            f"a result {tuple(own)} has no dimension of examples: a sum or a mean over them belongs "
+            "outside of gathered"
+        )
+    return differ[0]
+
+
+def jaxprs_in(eqn: Any) -> list[Any]:
+    """The jaxprs among the parameters of an operation, without their constants."""
+    parts = [x for value in eqn.params.values()
+             for x in (value if isinstance(value, tuple | list) else (value,))]  # fmt: skip
+    inner = [getattr(x, "jaxpr", x) for x in parts]
+    return [x for x in inner if hasattr(x, "eqns")]
+
+
+def _refuse_shared_draws(jaxpr: Any) -> None:
+    """Raise for random numbers that are drawn for all examples from one key."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "random_bits" and not eqn.invars[0].aval.shape:
+            raise NotSupportedError(
+                "it draws random numbers of all examples from one key: give a key for each example"
+            )
+        for inner in jaxprs_in(eqn):
+            _refuse_shared_draws(inner)

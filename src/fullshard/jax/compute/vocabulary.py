@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings and cross-entropy over many classes, whose tables may be the largest arrays there are.
 
-[Note: Cut along the classes]
-A table of V classes is cut so that each of N devices has V/N of them. To look rows up, tokens are
-gathered, each device gives the rows that it has, and a reduce-scatter brings the sums to where
-tokens came from. For a loss, hidden states are gathered, each device computes the logits of its
-classes, and devices exchange a maximum and two sums for each token (arXiv:1909.08053, section 3).
-Tables never travel; their gradients are complete where they rest.
+[Note: Tables stay]
+A table has V classes of width W, and N devices that share T tokens each have a part of it. Rows are
+looked up in columns: every device has W/N columns of all classes and looks all tokens up in them;
+an all-to-all brings each token's columns to where it came from. For a loss hidden states are
+gathered, each device computes the logits of V/N classes, and devices exchange a maximum and two
+sums for each token (arXiv:1909.08053, section 3). A table that rests cut along the other dimension
+is turned by an all-to-all, a 1/N of it for each device. Where tokens are many and classes few it is
+less to gather the table; what sends fewer elements is done.
+
+[Note: Classes in chunks]
+Logits are computed for some classes at a time, forward and again in backward, so that those of all
+classes are never there at once, and each chunk's gradient is written where it stays.
 """
 
-from collections.abc import Sequence
-from functools import partial
+import functools
 from typing import Any
 
 import jax
@@ -19,29 +24,41 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.jax.arrays.mesh import Layout
-from fullshard.jax.compute.at_use import gather
-from fullshard.jax.compute.context import Program, current
-from fullshard.jax.compute.gathered import padded
+from fullshard.jax.compute.context import Tracing, current
+from fullshard.jax.compute.gathered import reduced_gather
 
 __all__ = ["cross_entropy", "embed"]
 
-_CHUNKS = 8
+_CHUNKS = 16
+_CHUNK_BYTES = 1 << 21
 
 
 def embed(table: Array, tokens: Array) -> Array:
     """Rows of ``table`` (classes, width) by ``tokens`` (batch, ...): (batch, ..., width).
 
-    In a step of `make_train_step` with ``vocabulary="cut"`` the table stays where it rests; see
-    [Note: Cut along the classes]. Anywhere else this is ``table[tokens]``.
+    In a step of `make_train_step` the table is not gathered where that would send more; see
+    [Note: Tables stay]. Anywhere else this is ``table[tokens]``.
     """
-    program = _asked()
-    if program is None or program.vocabulary != "cut" or not _can_cut(program, tokens):
+    now = _acting(tokens)
+    if now is None:
         return table[tokens]
-    if program.mode != "weights":
-        return _constrained(program, table, 0)[tokens]
-    (rows,) = program.mark("embed", _embed, lambda t, i: [t[i]], table, tokens)
-    return rows
+    axis, count = now.axes.shard, now.axes.shards
+    classes, width = table.shape
+    rests = now.rests(table.shape, table.dtype)
+    turned = rests[0] == axis
+    in_group = tokens.size // (now.axes.parts // count)
+    travel = (in_group + turned * classes) // count
+    by_columns = width % count == 0 and travel < classes
+
+    def local(table: Array, tokens: Array) -> Array:
+        if not by_columns:
+            return reduced_gather(table, axis, rests.index(axis), now.reduce)[tokens]
+        rows = table[lax.all_gather(tokens, axis, tiled=True)]
+        return lax.all_to_all(rows, axis, 0, rows.ndim - 1, tiled=True)
+
+    if not by_columns and axis not in rests:
+        return table[tokens]
+    return _mapped(now, local, 1 if by_columns else rests.index(axis))(table, tokens)
 
 
 def cross_entropy(
@@ -51,179 +68,173 @@ def cross_entropy(
 
     ``hidden`` is (batch, ..., width), ``head`` (width, classes), or with ``classes_first``
     (classes, width), as a tied embedding is. The loss is that of ``softmax(hidden @ head)``; means
-    and masks are the caller's. In a step of `make_train_step` the option ``vocabulary`` says how it
-    is computed, with the same result.
+    and masks are the caller's. In a step of `make_train_step` logits of all classes are never there
+    at once; see [Note: Tables stay].
 
     Raises:
         ConfigurationError: if the shapes do not fit each other.
     """
-    width = head.shape[1] if classes_first else head.shape[0]
+    dim = 0 if classes_first else 1
+    width, classes = head.shape[1 - dim], head.shape[dim]
     if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != width:
         raise ConfigurationError(
             f"cross_entropy of hidden {hidden.shape}, head {head.shape} and targets "
             f"{targets.shape}: expected (..., width), (width, classes) and (...)"
         )
-    program = _asked()
-    way = program.vocabulary if program is not None else "whole"
-    if program is not None and way == "cut" and _can_cut(program, targets):
-        if program.mode == "weights":
-            site = partial(_cross_entropy, classes_first)
-            (losses,) = program.mark(
-                "cross_entropy",
-                site,
-                lambda h, w, t: [_plain(h, w, t, classes_first)],
-                *(hidden, head, targets),
-            )
-            return losses
-        head = _constrained(program, head, 0 if classes_first else 1)
-    if way == "chunks" and targets.ndim > 1:
-        return _chunked(hidden, head, targets, classes_first)
-    return _plain(hidden, head, targets, classes_first)
-
-
-def _asked() -> Program | None:
-    """The program that is being traced, which learns that it has a vocabulary."""
-    program = current()
-    if program is not None:
-        program.findings.has_vocabulary = True
-    return program
-
-
-def _plain(hidden: Array, head: Array, targets: Array, classes_first: bool) -> Array:
-    logits = (hidden @ (head.T if classes_first else head)).astype(jnp.float32)
-    # A sum over a mask and no lookup, so that logits may be cut along the classes.
-    classes = lax.broadcasted_iota(targets.dtype, logits.shape, logits.ndim - 1)
-    picked = jnp.where(classes == targets[..., None], logits, 0).sum(-1)
-    return jax.nn.logsumexp(logits, axis=-1) - picked
-
-
-def _chunked(hidden: Array, head: Array, targets: Array, classes_first: bool) -> Array:
-    """Position by position, so that logits of all of them are never there at once."""
-    positions = targets.shape[1]
-    program = current()
-    if program is not None and program.mode == "weights":
-        (head,) = program.mark("head", _once, lambda x: [x], head)
-    count = max(n for n in range(1, _CHUNKS + 1) if positions % n == 0)
-
-    def chunks(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], count, -1, *x.shape[2:]), 1, 0)
-
-    @jax.checkpoint
-    def one(_: None, chunk: tuple[Array, Array]) -> tuple[None, Array]:
-        return None, _plain(chunk[0], head, chunk[1], classes_first)
-
-    _, losses = lax.scan(one, None, (chunks(hidden), chunks(targets)))
-    return jnp.moveaxis(losses, 0, 1).reshape(targets.shape)
-
-
-def _can_cut(program: Program, tokens: Array) -> bool:
-    layout = program.layout
-    return layout.only_batch and tokens.ndim > 0 and tokens.shape[0] % layout.parts == 0
-
-
-def _constrained(program: Program, table: Array, dim: int) -> Array:
-    layout = program.layout
-    axes = tuple(layout.shard if at == dim else None for at in range(table.ndim))
-    return lax.with_sharding_constraint(table, layout.sharding(*axes))
-
-
-def _embed(operands: Sequence[Any], _: Sequence[Any], program: Program) -> list[Any]:
-    """A lookup in a table that is cut along its classes."""
-    layout = program.layout
-
-    def local(table: Array, tokens: Array) -> Array:
-        tokens = lax.all_gather(tokens, layout.shard, tiled=True)
-        places, mine = _places(tokens, table.shape[0], layout)
-        rows = jnp.where(mine[..., None], table[places], 0)
-        return lax.psum_scatter(rows, layout.shard, tiled=True)
-
-    table = padded(operands[0], 0, layout.shards)
-    examples = PartitionSpec(layout.examples)
-    mapped = jax.shard_map(
-        local,
-        mesh=layout.mesh,
-        in_specs=(PartitionSpec(layout.weights), examples),
-        out_specs=examples,
-        check_vma=False,
-    )
-    return [mapped(table, operands[1])]
-
-
-def _once(operands: Sequence[Any], axes: Sequence[Any], program: Program) -> list[Any]:
-    """A weight that is gathered before a scan, once for all of its turns."""
-    (array,), (cut,) = operands, axes
-    whole = array if cut is None else gather(program, array, cut)
-    return [whole * jnp.ones((), whole.dtype)]  # what is computed stays for backward
-
-
-def _cross_entropy(
-    classes_first: bool, operands: Sequence[Any], _: Sequence[Any], program: Program
-) -> list[Any]:
-    """Losses from a head that is cut along its classes."""
-    layout = program.layout
-    hidden, head, targets = operands
-    dim = 0 if classes_first else 1
-    examples = PartitionSpec(layout.examples)
-    mapped = jax.shard_map(
-        _losses(layout, head.shape[dim], classes_first),
-        mesh=layout.mesh,
-        in_specs=(examples, PartitionSpec(*(None,) * dim, layout.weights), examples),
-        out_specs=examples,
-        check_vma=False,
-    )
-    return [mapped(hidden, padded(head, dim, layout.shards), targets)]
-
-
-def _losses(layout: Layout, classes: int, classes_first: bool) -> Any:
-    """Losses of this device's examples, from its part of the head; inside `jax.shard_map`."""
-    axis = layout.shard
-
-    def everyones(*arrays: Array) -> list[Array]:
-        return [lax.all_gather(x, axis, tiled=True) for x in arrays]
-
-    def logits_of(hidden: Array, head: Array) -> Array:
+    now = _acting(targets)
+    if now is None:
         logits = (hidden @ (head.T if classes_first else head)).astype(jnp.float32)
-        first = lax.axis_index(axis) * logits.shape[-1]
-        there = first + jnp.arange(logits.shape[-1]) < classes  # the rest is padding
-        return jnp.where(there, logits, -jnp.inf)
+        picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        return jax.nn.logsumexp(logits, axis=-1) - picked
+    axis, count = now.axes.shard, now.axes.shards
+    rests = now.rests(head.shape, head.dtype)
+    in_group = targets.size // (now.axes.parts // count)
+    turned = classes // count if rests[dim] != axis else 0
+    by_classes = in_group + turned < classes
+    at_once = in_group if by_classes else in_group // count
+    own = -(-classes // count) if by_classes else classes
+    chunks = _chunk_count(own, at_once)
+    padded = -(-own // chunks) * chunks * (count if by_classes else 1)
 
-    def forward(hidden: Array, head: Array, targets: Array) -> tuple[Array, Any]:
-        every, their = everyones(hidden, targets)
-        logits = logits_of(every, head)
-        highest = lax.pmax(logits.max(-1), axis)
-        places, mine = _places(their, logits.shape[-1], layout)
-        picked = jnp.where(mine, jnp.take_along_axis(logits, places[..., None], -1)[..., 0], 0)
-        sums = jnp.stack([jnp.exp(logits - highest[..., None]).sum(-1), picked], axis=1)
-        sums = lax.psum_scatter(sums, axis, tiled=True)
-        rows = targets.shape[0]
-        highest = lax.dynamic_slice_in_dim(highest, lax.axis_index(axis) * rows, rows)
-        normaliser = jnp.log(sums[:, 0]) + highest
-        return normaliser - sums[:, 1], (hidden, head, targets, normaliser)
+    def local(head: Array, hidden: Array, targets: Array) -> Array:
+        states, labels = hidden.reshape(-1, width), targets.reshape(-1)
+        if not by_classes:
+            if axis in rests:
+                head = reduced_gather(head, axis, rests.index(axis), now.reduce)
+            head = _padded(head, dim, padded)
+            return _losses(states, head, labels, dim, classes, chunks, None).reshape(targets.shape)
+        states = reduced_gather(states, axis, 0, now.reduce)
+        labels = lax.all_gather(labels, axis, tiled=True)
+        losses = _losses(states, head, labels, dim, classes, chunks, axis)
+        mine = lax.axis_index(axis) * targets.size
+        return lax.dynamic_slice_in_dim(losses, mine, targets.size).reshape(targets.shape)
 
-    def backward(kept: Any, gradient: Array) -> tuple[Array, Array, None]:
-        hidden, head, targets, normaliser = kept
-        every, their, normaliser, gradient = everyones(hidden, targets, normaliser, gradient)
-        logits = logits_of(every, head)
-        places, mine = _places(their, logits.shape[-1], layout)
-        hit = (jnp.arange(logits.shape[-1]) == places[..., None]) & mine[..., None]
-        chances = jnp.exp(logits - normaliser[..., None])
-        slopes = ((chances - hit) * gradient[..., None]).astype(hidden.dtype)
-        of_hidden = slopes @ (head if classes_first else head.T)
-        of_hidden = lax.psum_scatter(of_hidden, axis, tiled=True)
-        flat = every.reshape(-1, every.shape[-1]), slopes.reshape(-1, slopes.shape[-1])
-        of_head = flat[1].T @ flat[0] if classes_first else flat[0].T @ flat[1]
-        return of_hidden, of_head.astype(head.dtype), None
-
-    @jax.custom_vjp
-    def losses(hidden: Array, head: Array, targets: Array) -> Array:
-        return forward(hidden, head, targets)[0]
-
-    losses.defvjp(forward, backward)
-    return losses
+    if by_classes:
+        head = _padded(head, dim, padded)
+        return _mapped(now, local, dim)(head, hidden, targets)
+    cut = rests.index(axis) if axis in rests else None
+    return _mapped(now, local, cut)(head, hidden, targets)
 
 
-def _places(tokens: Array, count: int, layout: Layout) -> tuple[Array, Array]:
-    """Where in this device's classes each token is, and whether it is there."""
-    places = tokens - lax.axis_index(layout.shard) * count
-    mine = (places >= 0) & (places < count)
-    return jnp.where(mine, places, 0), mine
+def _acting(tokens: Array) -> Tracing | None:
+    """The step that is being traced, if its devices share these tokens."""
+    now = current()
+    if now is None or now.axes.parts == 1 or not now.axes.only_batch:
+        return None
+    return now if tokens.ndim and tokens.shape[0] % now.axes.parts == 0 else None
+
+
+def _mapped(now: Tracing, local: Any, cut: int | None) -> Any:
+    """``local`` of a table, cut along that dimension, and of examples, giving examples."""
+    examples = PartitionSpec(now.axes.examples)
+    table = PartitionSpec() if cut is None else PartitionSpec(*(None,) * cut, now.axes.weights)
+
+    def mapped(*args: Array) -> Array:
+        made: Array = jax.shard_map(
+            local,
+            mesh=now.axes.mesh,
+            in_specs=(table, *(examples for _ in args[1:])),
+            out_specs=examples,
+            check_vma=False,
+        )(*args)
+        return made
+
+    return mapped
+
+
+def _chunk_count(classes: int, tokens: int) -> int:
+    """Chunks of classes whose logits are of some MiB; a divisor, unless that makes few of them."""
+    wanted = max(1, min(_CHUNKS, classes, classes * tokens * 4 // _CHUNK_BYTES))
+    exact = max(n for n in range(1, wanted + 1) if classes % n == 0)
+    return exact if 2 * exact >= wanted else wanted
+
+
+def _padded(head: Array, dim: int, size: int) -> Array:
+    widths = [(0, size - n if at == dim else 0) for at, n in enumerate(head.shape)]
+    return jnp.pad(head, widths) if size != head.shape[dim] else head
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _losses(
+    hidden: Array, head: Array, targets: Array, dim: int, classes: int, chunks: int, axis: Any
+) -> Array:
+    """Losses (tokens,) from hidden states (tokens, width); inside of `jax.shard_map`.
+
+    ``dim`` of ``head`` has this device's classes, of ``classes`` in all; with ``axis`` None it has
+    all of them.
+    """
+    return _forward(hidden, head, targets, dim, classes, chunks, axis)[0]
+
+
+def _forward(
+    hidden: Array, head: Array, targets: Array, dim: int, classes: int, chunks: int, axis: Any
+) -> tuple[Array, Any]:
+    tokens = targets.shape[0]
+    part = _Chunks(hidden, head, targets, dim, classes, chunks, axis)
+
+    def step(number: int, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        highest, total, picked = sums
+        logits, hit, _ = part(number)
+        now = jnp.maximum(highest, logits.max(-1))
+        total = total * jnp.exp(highest - now) + jnp.exp(logits - now[:, None]).sum(-1)
+        return now, total, picked + jnp.where(hit, logits, 0).sum(-1)
+
+    zeros = jnp.zeros(tokens)
+    highest, total, picked = lax.fori_loop(0, chunks, step, (zeros - 1e30, zeros, zeros))
+    if axis is not None:
+        most = lax.pmax(highest, axis)
+        total, picked = lax.psum(jnp.stack([total * jnp.exp(highest - most), picked]), axis)
+        highest = most
+    normaliser = jnp.log(total) + highest
+    return normaliser - picked, (hidden, head, targets, normaliser)
+
+
+def _backward(
+    dim: int, classes: int, chunks: int, axis: Any, kept: Any, grad: Array
+) -> tuple[Array, Array, None]:
+    hidden, head, targets, normaliser = kept
+    grad = grad if axis is None else lax.psum(grad, axis)
+    part = _Chunks(hidden, head, targets, dim, classes, chunks, axis)
+
+    def step(number: int, grads: tuple[Array, Array]) -> tuple[Array, Array]:
+        of_hidden, of_head = grads
+        logits, hit, piece = part(number)
+        slopes = (jnp.exp(logits - normaliser[:, None]) - hit) * grad[:, None]
+        slopes = slopes.astype(hidden.dtype)
+        of_hidden += _dot(slopes, piece, dim).astype(jnp.float32)
+        both = (slopes, hidden) if dim == 0 else (hidden, slopes)
+        of_piece = lax.dot_general(*both, (((0,), (0,)), ((), ())))
+        start = number * part.size
+        return of_hidden, lax.dynamic_update_slice_in_dim(of_head, of_piece, start, dim)
+
+    zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)
+    of_hidden, of_head = lax.fori_loop(0, chunks, step, zeros)
+    return of_hidden.astype(hidden.dtype), of_head, None
+
+
+_losses.defvjp(_forward, _backward)
+
+
+class _Chunks:
+    """Logits of one chunk of classes after the other."""
+
+    def __init__(
+        self, hidden: Array, head: Array, targets: Array, dim: int, classes: int, chunks: int,
+        axis: Any,
+    ) -> None:  # fmt: skip
+        self.hidden, self.head, self.targets, self.dim = hidden, head, targets, dim
+        self.classes, self.size = classes, head.shape[dim] // chunks
+        self.first = 0 if axis is None else lax.axis_index(axis) * head.shape[dim]
+
+    def __call__(self, number: int) -> tuple[Array, Array, Array]:
+        """Logits (tokens, classes), where targets are among them, and the chunk of the head."""
+        piece = lax.dynamic_slice_in_dim(self.head, number * self.size, self.size, self.dim)
+        logits = _dot(self.hidden, piece, 1 - self.dim).astype(jnp.float32)
+        there = self.first + number * self.size + jnp.arange(self.size)
+        logits = jnp.where(there < self.classes, logits, -1e30)  # the rest is padding
+        return logits, there == self.targets[:, None], piece
+
+
+def _dot(x: Array, piece: Array, dim: int) -> Array:
+    """The product of ``x`` (tokens, n) with the dimension of ``piece`` that has n."""
+    return lax.dot_general(x, piece, (((1,), (dim,)), ((), ())))

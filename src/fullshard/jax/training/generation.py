@@ -51,7 +51,7 @@ def generate(
             f"generate wants a prompt of shape (rows, length) and a count of at least 1, got "
             f"{prompt.shape} and {count}"
         )
-    drawing = _Drawing(count, *(decoder or (_decode, _cache)))
+    drawing = _Decoding(count, *(decoder or (_decode, _cache)))
     arguments = (prompt, np.float32(temperature), np.uint32(seed))
     return to_host(step.apply(state, drawing, *arguments))
 
@@ -75,7 +75,7 @@ def _cache(model: Any, rows: int, length: int) -> Any:
 
 
 @dataclass(frozen=True)
-class _Drawing:
+class _Decoding:
     """One program that draws; equal for equal functions, so that it is compiled once."""
 
     count: int

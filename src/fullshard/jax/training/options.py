@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of a train step."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
@@ -10,33 +11,27 @@ import numpy as np
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import AS_IT_RESTS, Precision
+from fullshard.jax.arrays.leaves import path_name
 from fullshard.jax.arrays.rule import Rule
-from fullshard.jax.compute.context import MODES
 
-__all__ = ["REMAT", "VOCABULARY", "Options", "StepOptions", "read_options"]
+__all__ = ["MODES", "Options", "StepOptions", "read_options"]
 
-REMAT = ("block", "matmuls", "none")
-VOCABULARY = ("whole", "cut", "chunks")
+MODES = ("weights", "activations", "jit")
 
 
 class StepOptions(TypedDict, total=False):
     """Keywords of `fullshard.jax.make_train_step`.
 
-    - ``mode``: what travels: "weights" (the default) gathers each where it is used, "activations"
-      leaves weights where they rest, "jit" leaves all to XLA, "auto" compiles them all for the
-      first batch and takes what needs least.
-    - ``vocabulary``: how `fullshard.jax.embed` and `fullshard.jax.cross_entropy` compute where the
-      model calls them: with "whole" tables, with each device's part of the classes ("cut"), or with
-      whole tables and positions chunk by chunk ("chunks"). Mode "auto" chooses this, too.
-    - ``scan``: roll equal layers that follow each other into a scan (the default).
-    - ``remat``: what backward finds of a rolled layer's forward: "block" (the default) its input,
-      "matmuls" also products with its weights, "none" everything, gathered weights too, which then
-      holds for the whole model.
+    - ``mode``: what travels: "weights" (the default) where `gathered`, `scan_layers`, `embed` and
+      `cross_entropy` are called; with "jit" these do nothing and XLA decides, with "activations"
+      neither, and examples are on every device of the shard axis, so that weights stay.
+    - ``remat``: what backward finds of the forward of a layer that is gathered, unless its call
+      says so: "block" (the default) its input, "matmuls" also products, "none" all.
     - ``accumulate``: micro-batches in a step; the loss is the mean of theirs.
     - ``gather``: with several, "each" gathers for every micro-batch anew, "once" for all of them,
       which moves less and holds all parameters and gradients whole.
-    - ``precision``: dtype of full parameters, as "bfloat16" or ``jnp.bfloat16`` (in layers that
-      `gathered` is asked for gradients are summed in float32), or a
+    - ``precision``: dtype of full parameters, as "bfloat16" or ``jnp.bfloat16`` (where
+      `gathered` is called gradients are summed in float32), or a
       `fullshard.core.strategy.Precision` for both.
     - ``donate``: reuse the memory of the state given; it must not be used again then.
     - ``has_aux``: the loss function returns (loss, tree of arrays).
@@ -44,14 +39,16 @@ class StepOptions(TypedDict, total=False):
     - ``rule``: which arrays are sharded (`fullshard.jax.Rule`).
     - ``at_most_unsharded``: the share of bytes that may be on every device; a rule given counts as
       asking for it.
+    - ``whole``: patterns of paths of the batch: arrays that are the same for all examples, as
+      positions.
+    - ``check``: before the first step, compare each gathered layer on a whole and on a cut batch,
+      and refuse one that mixes examples.
     - ``key``: a random key; the loss function then takes a third argument, one that differs between
       steps.
     - ``shard_axis``, ``batch_axes``: the axes of a mesh whose names do not say what they are for.
     """
 
     mode: str
-    vocabulary: str
-    scan: bool
     remat: str
     accumulate: int
     gather: str
@@ -61,6 +58,8 @@ class StepOptions(TypedDict, total=False):
     wrt: Any
     rule: Rule | None
     at_most_unsharded: float | None
+    whole: Sequence[str]
+    check: bool
     key: Any
     shard_axis: str | None
     batch_axes: Sequence[str] | None
@@ -71,8 +70,6 @@ class Options:
     """The same, complete and checked."""
 
     mode: str = "weights"
-    vocabulary: str = "whole"
-    scan: bool = True
     remat: str = "block"
     accumulate: int = 1
     gather: str = "each"
@@ -82,6 +79,8 @@ class Options:
     wrt: Any = None
     rule: Rule | None = None
     at_most_unsharded: float = 0.02
+    whole: Sequence[str] = ()
+    check: bool = False
     key: Any = None
     shard_axis: str | None = None
     batch_axes: Sequence[str] | None = None
@@ -90,6 +89,17 @@ class Options:
         """These options as keywords."""
         found: Any = {each.name: getattr(self, each.name) for each in fields(self)}
         return found
+
+    def is_whole(self, path: Any, leaf: Any) -> bool:
+        """Whether an array of a batch, at ``path``, is the same for all examples."""
+        name = path_name(path)
+        return not np.ndim(leaf) or any(re.search(pattern, name) for pattern in self.whole)
+
+
+_GONE = {
+    "vocabulary": "embed and cross_entropy choose what sends least",
+    "scan": "write scan_layers(blocks)(x) where equal layers follow each other",
+}
 
 
 def read_options(given: StepOptions) -> Options:
@@ -101,17 +111,19 @@ def read_options(given: StepOptions) -> Options:
     known = StepOptions.__annotations__
     for name in given:
         if name not in known:
-            raise ConfigurationError(f"unknown option {name!r}; known: {', '.join(known)}")
+            gone = f"; {_GONE[name]}" if name in _GONE else ""
+            raise ConfigurationError(f"unknown option {name!r}; known: {', '.join(known)}{gone}")
     complete: dict[str, Any] = {**given}
     complete["precision"] = _precision(given.get("precision"))
     if given.get("at_most_unsharded") is None:
         complete["at_most_unsharded"] = 0.02 if given.get("rule") is None else 1.0
     options = Options(**complete)
-    _one_of("mode", options.mode, (*MODES, "auto"))
-    _one_of("vocabulary", options.vocabulary, VOCABULARY)
-    _one_of("scan", options.scan, (True, False))
-    _one_of("remat", options.remat, REMAT)
-    _one_of("gather", options.gather, ("each", "once"))
+    for name, values in (
+        ("mode", MODES), ("remat", ("block", "matmuls", "none")), ("gather", ("each", "once")),
+    ):  # fmt: skip
+        value = getattr(options, name)
+        if value not in values:
+            raise ConfigurationError(f"{name}={value!r} is none of {', '.join(map(repr, values))}")
     if not isinstance(options.accumulate, int) or options.accumulate < 1:
         raise ConfigurationError(
             f"accumulate={options.accumulate!r}: expected a whole number, at least 1 micro-batch"
@@ -131,8 +143,3 @@ def _precision(given: Any) -> Precision:
     name = given if isinstance(given, str) else np.dtype(given).name
     item_bytes(name)
     return Precision(compute=name, reduce="float32")
-
-
-def _one_of(name: str, value: Any, known: tuple[Any, ...]) -> None:
-    if not any(value is each or value == each for each in known):
-        raise ConfigurationError(f"{name}={value!r} is none of {', '.join(map(repr, known))}")

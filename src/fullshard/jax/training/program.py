@@ -3,12 +3,12 @@
 
 [Note: One mathematics]
 The loss function sees the whole batch, as on one device: a masked mean, a contrastive loss, the
-statistics of a BatchNorm are those of all examples, in every mode and on every mesh. Modes differ
-in what they constrain, and in nothing that has a value.
+statistics of a BatchNorm are those of all examples, on every mesh. What is said to XLA is where
+arrays rest, and in `gathered`, `embed` and `cross_entropy` what each device computes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -20,12 +20,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text
-from fullshard.jax.arrays.mesh import Layout
-from fullshard.jax.arrays.rule import Placement
-from fullshard.jax.compute.at_use import run
-from fullshard.jax.compute.context import Findings, Program, tracing
-from fullshard.jax.compute.pieces import Weight
-from fullshard.jax.model.reading import Model
+from fullshard.jax.compute.context import Tracing, tracing
+from fullshard.jax.compute.outside import used_outside
+from fullshard.jax.training.model import ModelArrays
 from fullshard.jax.training.options import Options
 from fullshard.jax.training.state import StateArrays, TrainState, by_path
 
@@ -41,50 +38,69 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class StepProgram:
-    """Everything that the step's function is made of."""
+    """Everything that the step's function is made of, and what is found while it is traced.
 
-    model: Model
+    ``outside`` has the call to write for each array that XLA gathers where it likes.
+    """
+
+    model: ModelArrays
     arrays: StateArrays
     loss_fn: Callable[..., Any]
     options: Options
-    findings: Findings
-
-    @property
-    def layout(self) -> Layout:
-        """The mesh, and what its axes are for."""
-        return self.arrays.layout
-
-    @property
-    def _mode(self) -> str:
-        """The kind that travels; before it was decided, weights."""
-        return "weights" if self.options.mode == "auto" else self.options.mode
+    notes: list[str] = field(default_factory=list)
+    outside: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, Any]:
         """State after the step, loss, and what else the loss function returned."""
-        state = self.arrays.true(state)
         params = by_path(state.params)
-        trained = {n: x for n, x in params.items() if self._placement(n).spec.trainable}
+        trained = {n: x for n, x in params.items() if self.arrays.params[n].spec.trainable}
         frozen = {n: x for n, x in params.items() if n not in trained}
         grads, loss, aux, other = self._gradients(trained, frozen, state.other, state.step, batch)
         tree = self.model.tree
-        tx = self.arrays.tx
-        updates, kept = tx.update(tree(grads), state.optimizer, tree(trained), value=loss)
+
+        def again(tree: Any) -> Any:
+            """The loss elsewhere, for optimizers that search."""
+            return self._gradients(by_path(tree), frozen, state.other, state.step, batch)
+
+        more = {"value_fn": lambda tree: again(tree)[1], "value": loss, "grad": tree(grads),
+                "grad_fn": lambda at, _=0: tree(again(at)[0])}  # fmt: skip
+        updates, kept = self.arrays.tx.update(tree(grads), state.optimizer, tree(trained), **more)
         moved = by_path(optax.apply_updates(tree(trained), updates))
-        after = TrainState(tree({**params, **moved}), kept, other, state.step + 1)
-        return self.arrays.at_rest(after), loss, aux
+        return TrainState(tree({**params, **moved}), kept, other, state.step + 1), loss, aux
 
     def apply(self, function: Callable[..., Any], state: TrainState, *args: Any) -> Any:
         """``function(model, *args)`` with the model of ``state``; nothing is trained."""
-        state = self.arrays.true(state)
         params = self._computed(by_path(state.params))
-        names = list(params)
         other = {name: x for name, x in state.other.items() if name != KEY}
+        with tracing(self._tracing([])):
+            return function(self.model.rebuild({**params, **other}), *args)
 
-        def flat(params: Any, other: Arrays, args: Any) -> Any:
-            model = self.model.rebuild({**dict(zip(names, params, strict=True)), **other})
-            return function(model, *args)
+    def mixing(self, state: TrainState, batch: Any) -> dict[str, float]:
+        """How far each gathered layer is from itself on a cut batch, by name."""
+        far: dict[str, float] = {}
+        params, other = by_path(state.params), state.other
 
-        return self._carried_out(flat, params, (other, args), self._rows(args), Findings())
+        def forward(params: Arrays, other: Arrays, batch: Any) -> Any:
+            now = self._tracing([])
+            now.mixing = far
+            with tracing(now):
+                return self._result(self._computed(params), other, (0, 0), batch)[0]
+
+        jax.block_until_ready(jax.jit(forward)(params, other, batch))
+        jax.effects_barrier()
+        return far
+
+    def _tracing(self, notes: list[str]) -> Tracing:
+        options = self.options
+        once = options.gather == "once" and options.accumulate > 1
+        return Tracing(
+            self.arrays.axes,
+            self.arrays.params,
+            jnp.dtype(options.precision.reduce) if options.precision.reduce else None,
+            {"block": True, "none": False}.get(options.remat, options.remat),
+            once or options.mode != "weights",
+            notes,
+        )
 
     def _gradients(
         self, trained: Arrays, frozen: Arrays, other: Arrays, step: Any, batch: Any
@@ -93,159 +109,104 @@ class StepProgram:
         once = self.options.gather == "once" and count > 1
         if once:
             trained, frozen = self._whole(trained), self._whole(frozen)
-        batch = self._placed(batch)
 
         def one(other: Arrays, batch: Any, number: Any) -> tuple[Arrays, Any, Any, Arrays]:
             def loss_of(trained: Arrays) -> tuple[Any, tuple[Any, Arrays]]:
-                loss, aux, after = self._loss(trained, frozen, other, (step, number), batch, once)
+                loss, aux, after = self._loss({**trained, **frozen}, other, (step, number), batch)
                 return loss / count, (aux, after)
 
             (loss, (aux, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
-            if not once:
-                grads = {name: self._at_rest(name, grad) for name, grad in grads.items()}
-            return grads, loss, aux, after
+            return grads if once else self._at_rest(grads), loss, aux, after
 
         if count == 1:
             return one(other, batch, 0)
-        parts = jax.tree.map(lambda x: self._parts(x, count), batch)
-        turns = parts, jnp.arange(count)
-        first = jax.tree.map(lambda x: _shape(x[0]), turns)
+        turns = jax.tree_util.tree_map_with_path(self._parts, batch), jnp.arange(count)
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), turns)
         traced, shapes = jax.make_jaxpr(one, return_shape=True)(other, *first)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _sum_dtype(x.dtype)), shapes[:2])
 
         def micro(carry: Any, xs: Any) -> tuple[Any, Any]:
             sums, other = carry
-            found = jaxpr_as_fun(traced)(*jax.tree.leaves((other, *xs)))
-            grads, loss, aux, after = jax.tree.unflatten(jax.tree.structure(shapes), found)
+            results = jaxpr_as_fun(traced)(*jax.tree.leaves((other, *xs)))
+            grads, loss, aux, after = jax.tree.unflatten(jax.tree.structure(shapes), results)
             sums = jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums, (grads, loss))
             return (sums, after), aux
 
         (sums, after), aux = lax.scan(micro, (zeros, other), turns)
-        grads = {name: self._at_rest(name, grad) for name, grad in sums[0].items()}
-        rows = self._rows(parts, 1)
-        return grads, sums[1], jax.tree.map(lambda x: self._joined(x, rows), aux), after
+        rows = max((x.shape[0] for x in jax.tree.leaves(first[0]) if x.ndim), default=0)
+        aux = jax.tree.map(lambda x: self._joined(x, rows), aux)
+        return self._at_rest(sums[0]), sums[1], aux, after
 
-    def _loss(
-        self, trained: Arrays, frozen: Arrays, other: Arrays, at: Any, batch: Any, whole: bool
-    ) -> tuple[Any, Any, Arrays]:
-        """Loss, what is returned beside it, and the other state after it."""
-        options = self.options
-        key = None
-        if options.key is not None:
-            key = jax.random.fold_in(jax.random.fold_in(other[KEY], at[0]), at[1])
+    def _loss(self, params: Arrays, other: Arrays, at: Any, batch: Any) -> tuple[Any, Any, Arrays]:
+        """Loss, what is returned beside it, and the other state after it; traced once."""
+
+        def flat(params: list[Any], *args: Any) -> Any:
+            with tracing(self._tracing(self.notes)):
+                return self._result(dict(zip(names, params, strict=True)), *args)
+
+        computed = self._computed(params)
+        names = list(computed)
+        operands = (list(computed.values()), other, at, batch)
+        traced, shapes = jax.make_jaxpr(flat, return_shape=True)(*operands)
+        self._look(traced, names)
+        results = jaxpr_as_fun(traced)(*jax.tree.leaves(operands))
+        loss, aux, after = jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)), aux, after
+
+    def _result(self, params: Arrays, other: Arrays, at: Any, batch: Any) -> Any:
         kept = {name: x for name, x in other.items() if name != KEY}
-        trained = self._computed(trained)
-        frozen = self._computed(frozen)
-        names = [*trained, *frozen]
+        model = self.model.rebuild({**params, **kept})
+        keys = []
+        if KEY in other:
+            keys = [jax.random.fold_in(jax.random.fold_in(other[KEY], at[0]), at[1])]
+        loss, aux = _checked(self.loss_fn(model, batch, *keys), self.options.has_aux)
+        return loss, aux, {**other, **self.model.read_state(model, kept)}
 
-        def flat(params: Any, other: Arrays, batch: Any, key: Any) -> Any:
-            model = self.model.rebuild({**dict(zip(names, params, strict=True)), **other})
-            result = self.loss_fn(model, batch, *(() if key is None else (key,)))
-            after = self.model.read_state(model, other)
-            return (*_checked(result, options.has_aux), after)
-
-        rows = self._rows(batch)
-        loss, aux, after = self._carried_out(
-            flat, {**trained, **frozen}, (kept, batch, key), rows, self.findings, whole
-        )
-        if options.key is not None:
-            after = {**after, KEY: other[KEY]}
-        loss = loss.astype(jnp.promote_types(loss.dtype, jnp.float32))
-        return loss, aux, after
-
-    def _carried_out(
-        self,
-        function: Callable[..., Any],
-        params: Arrays,
-        args: tuple[Any, ...],
-        rows: int,
-        findings: Findings,
-        whole: bool = False,
-    ) -> Any:
-        """The results of ``function(params, *args)`` in the step's mode."""
-        options = self.options
-        mode = "jit" if whole else self._mode
-        program = Program(
-            self.layout,
-            mode,
-            rows,
-            options.vocabulary,
-            options.remat,
-            options.scan,
-            options.precision,
-            findings,
-        )
-        shapes = jax.tree.map(_shape, (list(params.values()), *args))
-        with tracing(program):
-            traced, shape = jax.make_jaxpr(function, return_shape=True)(*shapes)
+    def _look(self, traced: Any, names: list[str]) -> None:
+        """Remember which weights XLA gathers as it likes, and what the loss closes over."""
+        if self.options.mode == "weights":
+            self.outside.update(used_outside(traced.jaxpr, names))
         closed_over = sum(x.nbytes for x in traced.consts if isinstance(x, jax.Array | np.ndarray))
         if closed_over >= _SAID_BYTES:
-            findings.note(
-                f"{bytes_text(closed_over)} of arrays that the function closes over are on every "
+            self.notes.append(
+                f"{bytes_text(closed_over)} of arrays that the loss closes over are on every "
                 "device from beginning to end: make them a part of the model, which wrt leaves out"
             )
-        leaves = jax.tree.leaves(args)
-        treedef = jax.tree.structure(shape)
-
-        weights = [Weight(x, self._placement(name).axes, name) for name, x in params.items()]
-        results = run(traced.jaxpr, traced.consts, [*weights, *leaves], program)
-        return jax.tree.unflatten(treedef, results)
 
     def _computed(self, arrays: Arrays) -> Arrays:
         """In the dtype of computation."""
-        precision = self.options.precision
-        return {
-            name: x.astype(precision.full_dtype(self._placement(name).spec.dtype))
-            for name, x in arrays.items()
-        }
+        full = self.options.precision.full_dtype
+        return {n: x.astype(full(self.arrays.params[n].spec.dtype)) for n, x in arrays.items()}
 
     def _whole(self, arrays: Arrays) -> Arrays:
         """On every device of the shard axis, for all micro-batches."""
-        layout = self.layout
+        axes = self.arrays.axes
+        cuts = {n: [None if a == axes.shard else a for a in self.arrays.params[n].axes]
+                for n in arrays}  # fmt: skip
+        return {n: lax.with_sharding_constraint(x, axes.sharding(*cuts[n]))
+                for n, x in arrays.items()}  # fmt: skip
 
-        def gathered(name: str, x: Any) -> Any:
-            axes = tuple(None if a == layout.shard else a for a in self._placement(name).axes)
-            return lax.with_sharding_constraint(x, layout.sharding(*axes))
+    def _at_rest(self, arrays: Arrays) -> Arrays:
+        axes, params = self.arrays.axes, self.arrays.params
+        return {n: lax.with_sharding_constraint(x, axes.sharding(*params[n].axes))
+                for n, x in arrays.items()}  # fmt: skip
 
-        return {name: gathered(name, x) for name, x in arrays.items()}
-
-    def _at_rest(self, name: str, x: Any) -> Any:
-        return lax.with_sharding_constraint(x, self.layout.sharding(*self._placement(name).axes))
-
-    def _placement(self, name: str) -> Placement:
-        return self.arrays.params[name]
-
-    def _placed(self, batch: Any) -> Any:
-        """The batch where the mode wants it: cut, or the same along the shard axis."""
-        layout = self.layout
-        if self._mode != "activations":
-            return batch
-        axes = tuple(axis for axis in layout.batch if axis != layout.shard) or None
-        return jax.tree.map(
-            lambda x: lax.with_sharding_constraint(
-                x, layout.sharding(*((axes,) if x.ndim else ()))
-            ),
-            batch,
-        )
-
-    def _rows(self, batch: Any, dim: int = 0) -> int:
-        return next((x.shape[dim] for x in jax.tree.leaves(batch) if jnp.ndim(x) > dim), 0)
-
-    def _parts(self, x: Any, count: int) -> Any:
+    def _parts(self, path: Any, x: Any) -> Any:
         """Micro-batches in front, each made of a part of every device's examples."""
-        if x.ndim == 0:
-            return jnp.broadcast_to(x, (count,))
-        parts = x.reshape(self.layout.parts, count, -1, *x.shape[1:]).swapaxes(0, 1)
+        count, axes = self.options.accumulate, self.arrays.axes
+        if self.options.is_whole(path, x):
+            return jnp.broadcast_to(x, (count, *x.shape))
+        parts = x.reshape(axes.parts, count, -1, *x.shape[1:]).swapaxes(0, 1)
         parts = parts.reshape(count, -1, *x.shape[1:])
-        if self._mode == "activations":
+        if self.options.mode == "activations":
             return parts
-        return lax.with_sharding_constraint(parts, self.layout.sharding(None, self.layout.batch))
+        return lax.with_sharding_constraint(parts, axes.sharding(None, axes.batch))
 
     def _joined(self, x: Any, rows: int) -> Any:
         """Join what micro-batches returned: examples in the batch's order, means of all else."""
         if x.ndim == 1 or x.shape[1] != rows:
             return x.mean(0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[-1]
-        x = x.reshape(x.shape[0], self.layout.parts, -1, *x.shape[2:]).swapaxes(0, 1)
+        x = x.reshape(x.shape[0], self.arrays.axes.parts, -1, *x.shape[2:]).swapaxes(0, 1)
         return x.reshape(-1, *x.shape[3:])
 
 
@@ -264,12 +225,6 @@ def _checked(result: Any, has_aux: bool) -> tuple[Any, Any]:
             f"{got}; with something beside it give has_aux=True"
         )
     return loss, aux
-
-
-def _shape(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(
-        jnp.shape(x), jnp.result_type(x) if not hasattr(x, "dtype") else x.dtype
-    )
 
 
 def _sum_dtype(dtype: Any) -> Any:

@@ -14,7 +14,8 @@ from jax.sharding import Mesh
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text, in_columns
 from fullshard.jax.arrays.leaves import as_key
-from fullshard.jax.arrays.mesh import Layout, read_mesh
+from fullshard.jax.arrays.mesh import MeshAxes, read_mesh
+from fullshard.jax.arrays.placing import put
 from fullshard.jax.arrays.rule import (
     Placement,
     coverage,
@@ -22,10 +23,7 @@ from fullshard.jax.arrays.rule import (
     refuse_idle_axes,
     refuse_low_coverage,
 )
-from fullshard.jax.compute.context import Findings
-from fullshard.jax.model.reading import Model, read_model
-from fullshard.jax.training.batches import check_batch, dtype_on_device, on_device, read_arrays
-from fullshard.jax.training.choice import choose
+from fullshard.jax.training.model import ModelArrays, read_model
 from fullshard.jax.training.options import Options, StepOptions, read_options
 from fullshard.jax.training.program import KEY, StepProgram
 from fullshard.jax.training.state import StateArrays, StateSpec, TrainState
@@ -33,6 +31,8 @@ from fullshard.jax.training.state import StateArrays, StateSpec, TrainState
 __all__ = ["TrainState", "TrainStep", "make_train_step"]
 
 _log = logging.getLogger(__name__)
+
+_LARGE_BYTES = 1 << 20
 
 
 def make_train_step(
@@ -63,37 +63,35 @@ def make_train_step(
         ConfigurationError: for options that do not go together, a rule or ``wrt`` that matches
             nothing, or too many bytes unsharded.
     """
-    layout = read_mesh(mesh, options.get("shard_axis"), options.get("batch_axes"))
+    axes = read_mesh(mesh, options.get("shard_axis"), options.get("batch_axes"))
     chosen = read_options(options)
-    found = read_model(model, chosen.wrt)
+    read = read_model(model, chosen.wrt)
     if chosen.key is not None:
-        found.other[KEY] = jax.ShapeDtypeStruct(chosen.key.shape, chosen.key.dtype)
-    return TrainStep(layout, found, chosen, (optimizer, loss_fn))
+        read.other[KEY] = jax.ShapeDtypeStruct(chosen.key.shape, chosen.key.dtype)
+    return TrainStep(axes, read, chosen, (optimizer, loss_fn))
 
 
 class TrainStep:
     """A compiled train step over a sharded state; made by `make_train_step`.
 
     ``placements`` says how the parameters rest, ``notes`` what was found while the loss was traced:
-    equal layers that were rolled into a scan, layers that were left to XLA. ``rivals`` are the
-    programs among which mode "auto" has still to choose, if it was asked for them before.
+    layers that were left to XLA, and large arrays that XLA gathers as it likes, with the call to
+    write.
     """
 
     def __init__(
-        self, layout: Layout, model: Model, options: Options, functions: tuple[Any, Any]
+        self, axes: MeshAxes, model: ModelArrays, options: Options, functions: tuple[Any, Any]
     ) -> None:
-        placements = place(model.specs, layout, options.rule, model.annotations)
+        placements = place(model.specs, axes, options.rule, model.annotations)
         refuse_low_coverage(placements, options.at_most_unsharded)
-        refuse_idle_axes(placements, layout)
-        self.layout = layout
+        refuse_idle_axes(placements, axes)
+        self.axes = axes
         self.options = options
         self.placements: tuple[Placement, ...] = tuple(placements)
         self._model = model
         self._functions = functions
-        self._arrays = StateArrays(layout, model, placements, functions[0])
-        self._findings = Findings()
-        self._program = StepProgram(model, self._arrays, functions[1], options, self._findings)
-        self.rivals: dict[str, TrainStep] = {}
+        self._arrays = StateArrays(axes, model, placements, functions[0])
+        self._program = StepProgram(model, self._arrays, functions[1], options)
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._apply = jax.jit(
             lambda function, *args: self._program.apply(function, *args), static_argnums=0
@@ -102,36 +100,33 @@ class TrainStep:
     @property
     def mesh(self) -> Mesh:
         """The devices."""
-        mesh: Any = self.layout.mesh
+        mesh: Any = self.axes.mesh
         return mesh
 
     @property
     def notes(self) -> list[str]:
-        """The decisions made while the loss was traced, and why."""
-        return self._findings.notes
+        """Findings of the trace of the loss: what is gathered otherwise than asked for, and why."""
+        return self._program.notes
 
     @property
-    def has_vocabulary(self) -> bool:
-        """Whether the loss was seen to call `fullshard.jax.embed` or `cross_entropy`."""
-        return self._findings.has_vocabulary
+    def outside(self) -> dict[str, str]:
+        """The call to write for each array that XLA gathers as it likes, once the loss is traced."""
+        return self._program.outside
 
     @property
     def specs(self) -> tuple[StateSpec, ...]:
-        """All arrays of a state in their true shapes, in the order of its leaves."""
+        """All arrays of a state, in the order of its leaves."""
         return self._arrays.specs
 
     @property
     def compilations(self) -> int:
-        """How often the step was compiled: once for each shape of batch."""
+        """Count of compilations of the step: one for each shape of batch."""
         return len(self._compiled)
 
     @property
     def coverage(self) -> float:
-        """The share of the parameters' bytes that the shard axis cuts.
-
-        Once the loss was traced, without arrays that are gathered from beginning to end.
-        """
-        return coverage(self.placements, self._findings.held)
+        """The share of the parameters' bytes that the shard axis cuts."""
+        return coverage(self.placements)
 
     def variant(self, mesh: Mesh | None = None, **options: Unpack[StepOptions]) -> "TrainStep":
         """A step of the same model, optimizer and loss on another mesh, or with other options.
@@ -149,38 +144,31 @@ class TrainStep:
         if "rule" in options:
             given["at_most_unsharded"] = None
         given.update(options)
-        layout = read_mesh(mesh or self.mesh, given.get("shard_axis"), given.get("batch_axes"))
-        return TrainStep(layout, self._model, read_options(given), self._functions)
+        axes = read_mesh(mesh or self.mesh, given.get("shard_axis"), given.get("batch_axes"))
+        return TrainStep(axes, self._model, read_options(given), self._functions)
 
     def init(self) -> TrainState:
         """The state before the first step; with several processes all must call it."""
-        shardings = self._arrays.shardings()
-        if self._model.made:
-            state = jax.jit(self._make, out_shardings=shardings)()
-        else:
+        make, values = self._begin, {}
+        if not self._model.made:
             values = self._arrays.from_host(self._model.initial())
-            state = jax.jit(self._fill, out_shardings=shardings)(values)
+        with jax.set_mesh(self.mesh):
+            state = jax.jit(make, out_shardings=self._arrays.shardings)(values)
         if self.options.key is not None:
             state.other.update(self._arrays.from_host({KEY: self.options.key}))
         return state
 
-    def _make(self) -> TrainState:
-        return self._begin(self._model.initial())
-
-    def _fill(self, rest: dict[str, Any]) -> TrainState:
-        """A state of arrays that rest already."""
-        return self._begin({n: self._arrays.of_model(n).true(x) for n, x in rest.items()})
-
     def _begin(self, values: dict[str, Any]) -> TrainState:
-        """A state of these arrays in their true shapes."""
         arrays, model = self._arrays, self._model
-        values = {KEY: self.options.key, **values}
-        values |= {n: arrays.of_model(n).constrained(values[n]) for n in arrays.params}
-        trained = {n: values[n] for n, each in arrays.params.items() if each.spec.trainable}
+        values = {KEY: self.options.key, **(values or model.initial())}
+        params = {
+            name: jax.lax.with_sharding_constraint(values[name], self.axes.sharding(*each.axes))
+            for name, each in arrays.params.items()
+        }
+        trained = {n: x for n, x in params.items() if arrays.params[n].spec.trainable}
+        other = {name: values[name] for name in model.other}
         kept = arrays.tx.init(model.tree(trained))
-        params = model.tree({n: values[n] for n in arrays.params})
-        other = {n: values[n] for n in model.other}
-        return arrays.at_rest(TrainState(params, kept, other, jnp.zeros((), jnp.int32)))
+        return TrainState(model.tree(params), kept, other, jnp.zeros((), jnp.int32))
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, Any]:
         """One step: the new state, the loss, and what the loss function returned beside it, or {}.
@@ -191,27 +179,35 @@ class TrainStep:
         that); arrays that were put in it and lie elsewhere, as on the host, are moved first.
 
         Raises:
-            ConfigurationError: if the batch does not divide by devices and micro-batches, or
-                ``state`` was made for another step.
+            ConfigurationError: if the batch does not divide by devices and micro-batches,
+                ``state`` was made for another step, or with ``check`` a layer mixes examples.
         """
         state, batch = self._arrays.fitted(state), self._checked(batch)
-        compiled = self.compiled(batch)
-        placed = jax.tree.map(lambda leaf: on_device(leaf, self.layout), batch)
-        result: tuple[TrainState, Any, Any] = compiled(state, placed)
+        placed = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: _on_device(leaf, self._lies(path, leaf)), batch
+        )
+        if self.options.check and not self._compiled:
+            self._refuse_mixing(state, placed)
+        result: tuple[TrainState, Any, Any] = self.compiled(batch)(state, placed)
         return result
 
     def apply(self, state: TrainState, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(model, *args)`` with the model of ``state``; its weights are gathered at use.
+        """``function(model, *args)`` with the model of ``state``, gathered as in a step.
 
         For evaluation, sampling, features: any computation without gradients. It is compiled once
         for each function and each shape of ``args``, whose arrays are cut as a batch is if their
         first dimension divides; the function sees whole arrays. The state stays as it is, and what
         the function changes of the model is dropped. With several processes all of them must call.
         """
-        placed = jax.tree.map(
-            lambda leaf: on_device(leaf, self.layout, whole_if_uneven=True), read_arrays(args)
-        )
-        return self._apply(function, self._arrays.fitted(state), *placed)
+        parts = self.axes.parts
+
+        def placed(leaf: Any) -> Any:
+            cut = np.ndim(leaf) and np.shape(leaf)[0] % parts == 0
+            return _on_device(leaf, self.axes.sharding(*((self.axes.batch,) if cut else ())))
+
+        args = jax.tree.map(placed, _read_arrays(args))
+        with jax.set_mesh(self.mesh):
+            return self._apply(function, self._arrays.fitted(state), *args)
 
     def evaluate(
         self, state: TrainState, batch: Any, function: Callable[[Any, Any], Any] | None = None
@@ -227,49 +223,41 @@ class TrainStep:
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The program for batches like this one (arrays or shapes); compiled when first asked."""
         leaves, treedef = jax.tree.flatten(batch)
-        key = (treedef, *((tuple(leaf.shape), dtype_on_device(leaf)) for leaf in leaves))
-        if key not in self._compiled:
-            self._decide(batch)
+        key = (treedef, *((tuple(leaf.shape), _dtype_on_device(leaf)) for leaf in leaves))
         if key not in self._compiled:
             self._compiled[key] = self.lowered(batch).compile()
         return self._compiled[key]
 
     def lowered(self, batch: Any) -> jax.stages.Lowered:
         """The program before compilation, for batches like this one; nothing is allocated."""
-        batch = self._checked(batch)
-        self._decide(batch)
-        abstract = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, dtype_on_device(leaf), sharding=self.layout.of_batch(leaf)
-            ),
-            batch,
+
+        def shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, _dtype_on_device(x), sharding=self._lies(path, x))
+
+        abstract = jax.tree_util.tree_map_with_path(shape, self._checked(batch))
+        jitted = jax.jit(
+            # A new function each time: a trace that failed must not be found again.
+            lambda state, batch: self._program(state, batch),
+            donate_argnums=(0,) if self.options.donate else (),
+            out_shardings=(self._arrays.shardings, self.axes.sharding(), None),
         )
-        before = list(self.notes)
-        try:
-            traced = self._jitted().trace(self.abstract_state(), abstract)
-            refuse_low_coverage(
-                self.placements, self.options.at_most_unsharded, self._findings.held
-            )
-        except Exception:
-            self.notes[:] = before
-            raise
-        for note in self.notes[len(before) :]:
-            whole = "from beginning to end" in note or "left to XLA" in note
-            _log.log(logging.WARNING if whole else logging.INFO, "%s", note)
+        self.notes.clear()
+        self.outside.clear()
+        with jax.set_mesh(self.mesh):
+            traced = jitted.trace(self.abstract_state(), abstract)
+        for each in self.placements:
+            if each.spec.bytes >= _LARGE_BYTES and each.sharded and each.name in self.outside:
+                self.notes.append(
+                    f"{each.name}, {bytes_text(each.spec.bytes)}, is gathered where XLA likes: "
+                    f"write {self.outside[each.name]}"
+                )
+        for note in self.notes:
+            _log.warning("%s", note)
         return traced.lower()
 
-    def _decide(self, batch: Any) -> None:
-        """Take the program that needs least, once, if that is asked for."""
-        if self.options.mode == "auto":
-            chosen = choose(self, batch)
-            self.options, self._program = chosen.options, chosen._program
-            self._findings, self._compiled = chosen._findings, chosen._compiled
-            self.rivals = {}
-            _log.info("%s, vocabulary %s", self.options.mode, self.options.vocabulary)
-
     def abstract_state(self) -> TrainState:
-        """A state's shapes at rest, dtypes and shardings; nothing is allocated."""
-        return self._arrays.abstract()
+        """A state's shapes, dtypes and shardings; nothing is allocated."""
+        return self._arrays.abstract
 
     def gather_array(self, state: TrainState, key: str) -> np.ndarray[Any, Any]:
         """The array ``key`` (of `specs`), whole; with several processes all must call it."""
@@ -300,35 +288,83 @@ class TrainStep:
         return self._model.rebuild(whole)
 
     def describe(self) -> str:
-        """A table of the parameters: path, shape, how they rest, bytes on each device."""
+        """A table of the parameters: path, shape, cut, bytes on each device; and the notes."""
         rows: list[tuple[object, ...]] = [("array", "shape", "rests as", "bytes per device")]
         for each in self.placements:
-            rest = f"{each.rest_shape} " if each.padded else ""
-            how = f"{rest}P({', '.join(map(repr, each.axes))}) {each.reason}".rstrip()
+            how = f"P({', '.join(map(repr, each.axes))}) {each.reason}".rstrip()
             rows.append((each.name, str(each.spec.shape), how, each.rest_bytes))
         together = bytes_text(sum(each.rest_bytes for each in self.placements))
-        held = sum(x.spec.bytes for x in self.placements if x.name in self._findings.held)
-        whole = f", {bytes_text(held)} gathered from beginning to end" if held else ""
-        return "\n".join(
-            (
-                in_columns(rows, right=(3,)),
-                f"together {together} per device; {self.coverage:.1%} of all bytes sharded{whole}",
-                *self.notes,
-            )
-        )
+        last = f"together {together} per device; {self.coverage:.1%} of all bytes sharded"
+        return "\n".join((in_columns(rows, right=(3,)), last, *self.notes))
 
-    def _jitted(self) -> Any:
-        # A new function each time: a trace that failed must not be found again.
-        return jax.jit(
-            lambda state, batch: self._program(state, batch),
-            donate_argnums=(0,) if self.options.donate else (),
-            out_shardings=(self._arrays.shardings(), self.layout.sharding(), None),
-        )
+    def _refuse_mixing(self, state: TrainState, batch: Any) -> None:
+        with jax.set_mesh(self.mesh):
+            far = self._program.mixing(state, batch)
+        for name, share in far.items():
+            if share > _ROUNDING:
+                raise ConfigurationError(
+                    f"{name} mixes examples: on a part of the batch its results differ by "
+                    f"{share:.1%} from those on all of it. Leave gathered away for it, or take the "
+                    "part that mixes (statistics over the batch, one random key for all) out of it"
+                )
+
+    def _lies(self, path: Any, leaf: Any) -> Any:
+        cut = not self.options.is_whole(path, leaf)
+        axes = self.axes.batch
+        if self.options.mode == "activations":
+            axes = tuple(axis for axis in axes if axis != self.axes.shard)
+        return self.axes.sharding(*((axes,) if cut and axes else ()))
 
     def _checked(self, batch: Any) -> Any:
-        batch = read_arrays(batch)
-        check_batch(batch, self.layout.parts, self.options.accumulate)
+        """``batch`` as arrays that the devices can share."""
+        batch = _read_arrays(batch)
+        parts, accumulate = self.axes.parts, self.options.accumulate
+        first: tuple[str, int] | None = None
+        for path, leaf in jax.tree.leaves_with_path(batch):
+            name = f"batch{jax.tree_util.keystr(path)}"
+            if not hasattr(leaf, "shape"):
+                raise ConfigurationError(f"{name} is a {type(leaf).__name__}, expected an array")
+            if self.options.is_whole(path, leaf):
+                continue
+            rows, shape = leaf.shape[0], tuple(leaf.shape)
+            if not rows or rows % (parts * accumulate):
+                raise ConfigurationError(
+                    f"{name} has shape {shape}: {parts} devices x accumulate={accumulate} do not "
+                    f"divide its {rows} rows; {_WHOLE}"
+                )
+            first = first or (name, rows)
+            if rows != first[1]:
+                raise ConfigurationError(
+                    f"{name} has shape {shape}, but {first[0]} has {first[1]} rows; {_WHOLE}"
+                )
         return batch
+
+
+_ROUNDING = 1e-3
+_WHOLE = "if it is the same for all examples, name it by whole=(pattern,)"
+
+
+def _read_arrays(tree: Any) -> Any:
+    """``tree`` with what is no array of JAX or NumPy, but can become one, as such."""
+
+    def read(leaf: Any) -> Any:
+        other = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array | np.generic)
+        return np.asarray(leaf) if other else leaf
+
+    return jax.tree.map(read, tree)
+
+
+def _on_device(leaf: Any, sharding: Any) -> Any:
+    """An array of a batch where it lies; each process gives all of it, or its shards."""
+    if isinstance(leaf, jax.Array):
+        return leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
+    leaf = np.asarray(leaf)
+    return put(leaf.astype(_dtype_on_device(leaf)), sharding)
+
+
+def _dtype_on_device(leaf: Any) -> Any:
+    """The dtype that an array has on devices: of 64 bits only where JAX is told to."""
+    return jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a model: its parameters, its other state, and how values are put back into it.
+"""Read a model: its parameters, its other state, and the way values are put back into it.
 
 A model is any pytree of arrays (Equinox modules, variables of Linen and Haiku), or an `nnx.Module`,
 whose state is one.
@@ -23,11 +23,11 @@ from fullshard.jax.arrays.leaves import is_array, is_key
 from fullshard.jax.arrays.placing import annotation, named_leaves
 from fullshard.jax.arrays.rule import Axis
 
-__all__ = ["Model", "read_model"]
+__all__ = ["ModelArrays", "read_model"]
 
 
 @dataclass
-class Model:
+class ModelArrays:
     """A model's arrays by path, as far as the engine needs to know it.
 
     ``other`` is state that no gradient reaches: statistics, random keys and counts, constants.
@@ -74,7 +74,7 @@ class Model:
         return {name: found[name] for name in names}
 
 
-def read_model(model: Any, wrt: Any) -> Model:
+def read_model(model: Any, wrt: Any) -> ModelArrays:
     """The structure of ``model``: a module, a pytree, or a function that makes one of them.
 
     Nothing is allocated for a function: it is traced, now and once more to initialise.
@@ -85,7 +85,7 @@ def read_model(model: Any, wrt: Any) -> Model:
     module = isinstance(model, nnx.Module)
     made = callable(model) and not module and not any(map(is_array, jax.tree.leaves(model)))
     abstract = _made_of_shapes(model) if made else model
-    found = Model(model, made)
+    found = ModelArrays(model, made)
     if isinstance(abstract, nnx.Module):
         found.graph, tree = nnx.split(abstract)
         trained: Any = nnx.filterlib.to_predicate(nnx.Param if wrt is None else wrt)
@@ -115,7 +115,7 @@ def read_model(model: Any, wrt: Any) -> Model:
     return found
 
 
-def _check(found: Model, kind: str, wrt: Any) -> None:
+def _check(found: ModelArrays, kind: str, wrt: Any) -> None:
     for spec in found.specs:
         if spec.trainable and not jnp.issubdtype(spec.dtype, np.inexact):
             raise ConfigurationError(

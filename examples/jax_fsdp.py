@@ -26,10 +26,10 @@ from fullshard.jax import (
     communication,
     create_mesh,
     describe_mesh,
-    gathered,
     make_train_step,
     memory_analysis,
     save_weights,
+    scan_layers,
     selective,
     threshold,
 )
@@ -68,9 +68,7 @@ class Transformer(nnx.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         mask = nnx.make_causal_mask(tokens)
-        for block in self.blocks:
-            x = gathered(block)(x, mask)
-        return self.out(self.norm(x))
+        return self.out(self.norm(scan_layers(self.blocks)(x, mask)))
 
 
 def loss_and_accuracy(model: Transformer, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from fullshard.jax import Rule, compare, create_mesh, describe_mesh, make_train_step
+from fullshard.jax import Rule, compare, create_mesh, describe_mesh, make_train_step, scan_layers
 
 WIDTH, INNER, LAYERS = 64, 256, 3
 ROWS = 4  # for each device
@@ -44,9 +44,7 @@ class Network(nnx.Module):
         self.layers = nnx.List([Layer(rngs) for _ in range(LAYERS)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return scan_layers(self.layers)(x)
 
 
 def squared_error(model: Network, batch: dict[str, jax.Array]) -> jax.Array:

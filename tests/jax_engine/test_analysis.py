@@ -5,8 +5,6 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from support import jax_models as models
@@ -17,8 +15,6 @@ from fullshard.jax import (
     communication,
     compare,
     create_mesh,
-    cross_entropy,
-    embed,
     make_train_step,
     memory_analysis,
     overlap_flags,
@@ -26,20 +22,19 @@ from fullshard.jax import (
     which_needs_less,
 )
 from fullshard.jax.analysis.hlo import communication_of, instructions
-from fullshard.jax.training.choice import best
 
 VECTORS = next(models.vector_batches(1, 48, 12))
 
 
 def tree_step(**options):
     """A small step: quick to compile."""
-    mesh = options.pop("mesh", None) or create_mesh(fsdp=8)
+    mesh = options.pop("mesh", None) or create_mesh(fsdp=4)
     tx = optax.adam(1e-2)
     return make_train_step(models.make_tree, tx, models.tree_error, mesh, **options)
 
 
 @functools.cache
-def step_on_8():
+def step_on_4():
     return tree_step()
 
 
@@ -138,19 +133,19 @@ def test_the_installed_xla_writes_programs_that_are_read():
 
 
 def test_memory_with_and_without_sharding():
-    step = step_on_8()
+    step = step_on_4()
     found = memory_analysis(step, VECTORS)
     sharded, whole = found["sharded"], found["unsharded"]
     memory = step.compiled(VECTORS).memory_analysis()
     assert sharded.temporary_bytes == memory.temp_size_in_bytes
-    batch = 2 * 48 * 12 * 4 // 8
+    batch = 2 * 48 * 12 * 4 // 4
     assert sharded.state_bytes == memory.argument_size_in_bytes - batch
     numel = sum(each.spec.numel for each in step.placements)
     assert whole.state_bytes == 3 * 4 * numel + 8  # counts of adam and of the step
-    assert sharded.state_bytes < whole.state_bytes / 6
+    assert sharded.state_bytes < whole.state_bytes / 3.5
     # Of data parallel an all-reduce of all gradients and of the loss: 2(N-1)/N.
-    assert whole.sent_bytes == pytest.approx(2 * 7 / 8 * 4 * (numel + 1), rel=0.02)
-    assert str(found).splitlines()[2].split()[:2] == ["sharded", "8"]
+    assert whole.sent_bytes == pytest.approx(2 * 3 / 4 * 4 * (numel + 1), rel=0.02)
+    assert str(found).splitlines()[2].split()[:2] == ["sharded", "4"]
     with pytest.raises(KeyError, match="there are sharded, unsharded"):
         found["other"]
 
@@ -158,41 +153,10 @@ def test_memory_with_and_without_sharding():
 # ---- ways to run the same step -------------------------------------------------------------------
 
 
-def loss_with_vocabulary(params, batch):
-    hidden = jnp.tanh(embed(params["embed"], batch["x"]))
-    return cross_entropy(hidden, params["embed"], batch["y"], classes_first=True).mean()
-
-
-def test_the_program_is_chosen_by_what_it_needs():
-    def make():
-        return {"embed": jnp.ones((1003, 16))}
-
-    batch = {name: jax.ShapeDtypeStruct((16, 4), np.int32) for name in "xy"}
-    step = make_train_step(
-        make, optax.adam(1e-2), loss_with_vocabulary, create_mesh(fsdp=8), mode="auto"
-    )
-    found = which_needs_less(step, batch)
-    ways = ("", ", cut", ", chunks")
-    modes = ("weights", "activations", "jit")
-    assert {row.name for row in found.rows} == {mode + way for mode in modes for way in ways}
-    assert len({row.state_bytes for row in found.rows}) == 1
-    assert "cut" in found.least.name
-    assert found.least.peak_bytes < found["jit"].peak_bytes / 2
-    assert found.least.sent_bytes < 0.2 * found["jit"].sent_bytes
-    step.compiled(batch)
-    name = f"{step.options.mode}, {step.options.vocabulary}"
-    assert name == found.least.name
-    assert step.compilations == 1
-
-
-def test_the_best_sends_least_of_what_is_near_the_lowest_peak():
-    needs = {"a": (100, 9), "b": (101, 3), "c": (103, 1), "d": (101, 3)}
-    assert best(needs) == "b"
-
-
-def test_without_a_vocabulary_there_are_three_programs():
-    found = which_needs_less(step_on_8(), VECTORS)
+def test_every_mode_is_weighed():
+    found = which_needs_less(step_on_4(), VECTORS)
     assert [row.name for row in found.rows] == ["weights", "activations", "jit"]
+    assert len({row.state_bytes for row in found.rows}) == 1
 
 
 def test_compare_lays_the_model_out_in_other_ways():
@@ -203,7 +167,7 @@ def test_compare_lays_the_model_out_in_other_ways():
     names = [row.name for row in found.rows]
     assert names == ["data parallel", "FSDP over 8", "hybrid, 2 x 4", "as it is"]
     state = {row.name: row.state_bytes for row in found.rows}
-    assert state["FSDP over 8"] < state["hybrid, 2 x 4"] < state["data parallel"]
+    assert state["hybrid, 2 x 4"] < state["data parallel"]  # 8 divides nothing
     groups = {each.group for each in found["hybrid, 2 x 4"].communication.of("all-gather")}
     assert groups == {4}
 
@@ -234,7 +198,7 @@ def test_flags_for_overlap_are_told_and_set():
 
 
 def test_profile_has_the_shares_of_collectives():
-    step = step_on_8()
+    step = step_on_4()
     state, found = profile(step, step.init(), VECTORS, steps=2)
     assert int(state.step) == 3
     assert {"all-gather", "all-reduce", "computation"} <= set(found.by_kind)

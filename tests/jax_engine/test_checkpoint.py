@@ -42,7 +42,8 @@ def step_on(devices, model=Net, tx=None):
     def loss(model, batch):
         return jnp.square(model(batch)).mean()
 
-    return make_train_step(model, tx or optax.adam(0.1), loss, create_mesh(fsdp=devices))
+    mesh = create_mesh(fsdp=devices)
+    return make_train_step(model, tx or optax.adam(0.1), loss, mesh)
 
 
 def arrays(step, state):
@@ -83,7 +84,8 @@ def test_what_has_no_elements_is_there_again(tmp_path):
             "w": jnp.ones(4, jnp.bfloat16),
             "mask": jnp.ones((2, 0), bool),
         }
-        return make_train_step(tree, optax.adam(0.1), None, create_mesh(fsdp=devices))
+        mesh = create_mesh(fsdp=devices)
+        return make_train_step(tree, optax.adam(0.1), None, mesh)
 
     one, other = step_on_tree(2), step_on_tree(3)
     save_state(tmp_path / "a", one, one.init())
@@ -96,7 +98,8 @@ def tree_step(tree=TREE, tx=None):
     def loss(tree, batch):
         return sum(x.sum() for x in tree.values()) + 0 * batch.mean()
 
-    return make_train_step(tree, tx or optax.sgd(0.1), loss, create_mesh(fsdp=3))
+    mesh = create_mesh(fsdp=3)
+    return make_train_step(tree, tx or optax.sgd(0.1), loss, mesh)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a layer may be computed apart, what is rolled up, and what is said of either."""
+"""Layers that are gathered and computed apart, those left to XLA, and what is said of either."""
 
 import jax
 import jax.numpy as jnp
@@ -7,400 +7,100 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support import jax_models as models
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.jax import communication, create_mesh, cross_entropy, gathered, make_train_step
-from fullshard.jax.compute.per_example import Mixed, example_dims
-
-B, N = 8, 4
-
-
-def dims_of(function, *shapes):
-    """Where examples are in the results of a function, of which all arguments are examples."""
-    whole = jax.make_jaxpr(function)(*(jnp.zeros((B, *shape)) for shape in shapes))
-    part = jax.make_jaxpr(function)(*(jnp.zeros((B // N, *shape)) for shape in shapes))
-    return example_dims(whole.jaxpr, part.jaxpr, [0] * len(shapes), N)
-
-
-W = jnp.ones((6, 6))
-
-
-@jax.custom_jvp
-def normed_in_backward(x):
-    return x
-
-
-@normed_in_backward.defjvp
-def _(primals, tangents):
-    return primals[0], tangents[0] / jnp.linalg.norm(primals[0])
-
-
-def attention(x):
-    heads = (x @ W).reshape(*x.shape[:2], 2, 3)
-    mixed = jax.nn.dot_product_attention(heads, heads, heads, is_causal=True)
-    return mixed.reshape(x.shape)
-
-
-def convolution(x):
-    kernel = jnp.ones((3, 6, 6))
-    x = jax.lax.conv_general_dilated(
-        x, kernel, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
-    )
-    return nnx.max_pool(x[:, :, None], (2, 1))
-
-
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (lambda x: jax.nn.softmax(x, -1) + jnp.zeros((x.shape[0], 1, 6)), [0]),
-        (lambda x: x.reshape(x.shape[0] * 5, 6) @ W, [0]),
-        (lambda x: x.transpose(1, 0, 2).mean(0), [0]),
-        (lambda x: jnp.eye(6)[jnp.zeros(6, int)] + x.sum(1)[:, None], [0]),
-        (lambda x: W[x[:, :, 0].astype(int)], [0]),
-        (lambda x: (jnp.arange(5), x.swapaxes(0, 1)), [None, 1]),
-        (lambda x: jax.lax.scan(lambda c, y: (c + y, c), x[:, 0], x.swapaxes(0, 1)), [0, 1]),
-        (jax.checkpoint(lambda x: jax.nn.relu(jnp.sort(x, 1))), [0]),
-        (attention, [0]),
-        (convolution, [0]),
-    ],
-)  # fmt: skip
-def test_what_treats_examples_apart_is_seen(function, expected):
-    assert dims_of(function, (5, 6)) == expected
-
-
-@pytest.mark.parametrize(
-    ("function", "why"),
-    [
-        (lambda x: x - x.mean(0), "reduce_sum over the examples"),
-        (lambda x: x / x.shape[0], "takes other values with fewer examples"),
-        (lambda x: jnp.sort(x, axis=0), "sort over the examples"),
-        (lambda x: jnp.cumsum(x, axis=0), "cumsum over the examples"),
-        (lambda x: jnp.einsum("bij,cij->bc", x, x), "of examples with each other"),
-        (lambda x: x[::-1], "nothing is known of rev"),
-        (lambda x: x[:1] + x, "a slice of the examples"),
-        (lambda x: x.swapaxes(0, 1).reshape(-1, 6), "spreads the examples"),
-        (normed_in_backward, "reduce_sum over the examples"),
-        (lambda x: x.reshape(2, -1), "spreads the examples"),
-        (lambda x: jnp.ones(x.shape[0]) @ x[:, 0], "over the examples"),
-        (lambda x: x + jax.random.normal(jax.random.key(0), x.shape), "random"),
-        (lambda x: x + jnp.arange(x.shape[0])[:, None, None], "by the number of examples"),
-        (lambda x: jax.lax.cond(x.sum() > 0, lambda: x, lambda: -x), "over the examples"),
-        (lambda x: x if len(x) == B else x + 1, "it does something else"),
-        (lambda x: jax.lax.scan(lambda c, y: (c + y, c), x[0], x), "over the examples|a slice"),
-    ],
+from fullshard.jax import (
+    communication,
+    create_mesh,
+    cross_entropy,
+    embed,
+    gathered,
+    make_train_step,
+    scan_layers,
 )
-def test_what_mixes_examples_is_not_claimed(function, why):
-    with pytest.raises(Mixed, match=why):
-        dims_of(function, (5, 6))
-
-
-class Normed(nnx.Module):
-    """A layer whose statistics are of the whole batch."""
-
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(6, 6, rngs=rngs)
-        self.norm = nnx.BatchNorm(6, rngs=rngs)
-
-    def __call__(self, x):
-        return self.norm(self.linear(x))
-
-
-class Plain(nnx.Module):
-    def __init__(self, layer, count=2):
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List([layer(rngs) for _ in range(count)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = x + gathered(layer)(x)
-        return x
-
-
-def linear(rngs):
-    return nnx.Linear(6, 6, rngs=rngs)
-
+from fullshard.jax.compute.context import Tracing, tracing
+from fullshard.jax.compute.outside import used_outside
 
 VECTORS = next(models.vector_batches(1, 8, 6))
 
 
-def test_a_layer_that_mixes_examples_is_left_to_xla_and_right():
-    model = Plain(Normed)
-    expected, _ = models.train_alone(Plain(Normed), optax.sgd(0.1), models.squared_error, [VECTORS])
-    step = make_train_step(model, optax.sgd(0.1), models.squared_error, create_mesh(fsdp=4))
-    state, loss, _ = step(step.init(), VECTORS)
-    assert float(loss) == pytest.approx(expected[0], rel=1e-5)
-    assert any("Normed is left to XLA: reduce_sum over the examples" in n for n in step.notes)
-    assert not communication(step, VECTORS).of("reduce-scatter")
-    alone = Plain(Normed)
-    models.train_alone(alone, optax.sgd(0.1), models.squared_error, [VECTORS])
-    found = step.gather_array(state, "other/layers.0.norm.mean")
-    np.testing.assert_allclose(found, alone.layers[0].norm.mean[...], atol=1e-6)
-
-
-def test_modules_that_treat_examples_apart_reduce_in_one_piece():
-    step = make_train_step(
-        Plain(linear, 3), optax.sgd(0.1), models.squared_error, create_mesh(fsdp=4)
-    )
-    expected, _ = models.train_alone(
-        Plain(linear, 3), optax.sgd(0.1), models.squared_error, [VECTORS]
-    )
-    _, loss, _ = step(step.init(), VECTORS)
-    assert float(loss) == pytest.approx(expected[0], rel=1e-5)
-    assert step.notes == ["layers.0 to layers.2 are 3 equal layers"]
-    assert [each.count for each in communication(step, VECTORS).of("reduce-scatter")] == [3]
-
-
-class Varied(nnx.Module):
-    def __init__(self, widths, factors=None):
-        rngs = nnx.Rngs(0)
-        self.factors = factors or [1.0] * len(widths)
-        self.layers = nnx.List(
-            [
-                nnx.Sequential(nnx.Linear(6, w, rngs=rngs), nnx.Linear(w, 6, rngs=rngs))
-                for w in widths
-            ]
-        )
-
-    def __call__(self, x):
-        outputs = []
-        for factor, layer in zip(self.factors, self.layers, strict=True):
-            x = x + factor * jnp.tanh(layer(x))
-            outputs.append(x)
-        return sum(outputs)
-
-
-@pytest.mark.parametrize(
-    ("model", "notes"),
-    [
-        (lambda: Varied([7, 7, 7]), ["layers.0 to layers.2 are 3 equal layers"]),
-        (lambda: Varied([7, 7, 8]), ["layers.0 to layers.1 are 2 equal layers"]),
-        (lambda: Varied([7, 7, 7], [1.0, 2.0, 3.0]), []),
-    ],
-)
-def test_what_is_rolled_up_is_equal(model, notes):
-    """Also where every layer's output is used behind the loop."""
-    step = make_train_step(model(), optax.sgd(0.1), models.squared_error, create_mesh(fsdp=3))
-    batch = {name: x[:6] for name, x in VECTORS.items()}
-    expected, after = models.train_alone(model(), optax.sgd(0.1), models.squared_error, [batch])
-    losses, params, _ = models.train_sharded(step, [batch])
-    assert step.notes == notes
-    assert losses == pytest.approx(expected, rel=1e-5)
-    for name, x in params.items():
-        np.testing.assert_allclose(x, after[name], atol=1e-5)
-
-
-def test_a_fault_of_the_loss_function_is_its_own_and_comes_first():
-    traces = []
-
-    def loss_fn(model, batch):
-        traces.append(batch)
-        return model(batch["x"]).no_such_method()
-
-    def step_with(loss_fn, **options):
-        model = models.Attention(nnx.Rngs(0))
-        return make_train_step(model, optax.sgd(0.1), loss_fn, create_mesh(), **options)
-
-    batch = next(models.vector_batches(1, 8, 2, 12))
-    with pytest.raises(AttributeError, match="no_such_method"):
-        step_with(loss_fn).lowered(batch)
-    assert len(traces) == 1
-    with pytest.raises(ConfigurationError, match=r"one number, .* got shape \(8, 12\)"):
-        step_with(lambda model, batch: model(batch["x"])).lowered(batch)
-    with pytest.raises(ConfigurationError, match=r"must return \(loss, tree of arrays\), got"):
-        step_with(models.squared_error, has_aux=True).lowered(batch)
-    with pytest.raises(ConfigurationError, match=r"expected \(\.\.\., width\), \(width, classes\)"):
-        cross_entropy(jnp.ones((2, 3)), jnp.ones((4, 5)), jnp.ones(2, int))
-
-
-def test_functions_within_functions_are_seen_through():
-    """`jax.jit`, `nnx.jit` and `nnx.remat` around parts of a loss change nothing."""
-
-    @jax.jit
-    def loss_fn(params, batch):
-        x, layers = batch["x"], params["layers"]
-        inner = jax.checkpoint(lambda w, x: jnp.tanh(x @ w))
-        for number in range(3):
-            x = x + inner(layers[number], x)
-        return ((x - batch["y"]) ** 2).mean()
-
-    params = {"layers": jax.random.normal(jax.random.key(0), (3, 6, 6)) / 3}
-    step = make_train_step(params, optax.sgd(0.1), loss_fn, create_mesh(fsdp=3))
-    batch = {name: x[:6] for name, x in VECTORS.items()}
-    expected, after = models.train_alone(params, optax.sgd(0.1), loss_fn, [batch])
-    losses, found, _ = models.train_sharded(step, [batch])
-    assert losses == pytest.approx(expected, rel=1e-5)
-    np.testing.assert_allclose(found["layers"], after["layers"], atol=1e-5)
-    largest = max(e.arrays[0][1] for e in communication(step, batch).of("all-gather"))
-    assert largest <= 6 * 6
-
-
-def test_stacks_that_are_changed_before_their_scan_stay_cut():
-    """As users do: transposed, masked, merged with adapters, stacked by hand, penalised, in jit."""
-    mask = np.tril(np.ones((16, 16), np.float32))
-
-    def through(stack, x):
-        body = jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None))
-        return jax.lax.scan(body, x, stack)[0]
-
-    def loss_fn(params, x):
-        w, other = params["w"], params["other"]
-        x = through(jnp.swapaxes(w, 1, 2) * 0.5, x) + through(w * mask, x)
-        x = through(w / jnp.linalg.norm(w, axis=2, keepdims=True), x)
-        x = through(other + params["a"] @ params["b"], x) + through(other[::-1], x)
-        x = through(w.reshape(3, 1, 16, 16)[:, 0], x) + through(other[jnp.array([2, 0])], x)
-        x = through(jax.jit(lambda p: jnp.stack(p))(params["list"]), x)
-        x = through(jnp.concatenate([w, other]), x)
-        return (x**2).mean() + 1e-3 * sum((w**2).sum() for w in jax.tree.leaves(params))
-
-    keys = iter(jax.random.split(jax.random.key(0), 7))
-    shapes = {"w": (3, 16, 16), "other": (3, 16, 16), "a": (3, 16, 2), "b": (3, 2, 16)}
-    params = {name: jax.random.normal(next(keys), shape) / 4 for name, shape in shapes.items()}
-    params["list"] = [jax.random.normal(next(keys), (16, 16)) / 4 for _ in range(3)]
-    batch = VECTORS["x"].repeat(3, 1)[:, :16]
-    step = make_train_step(params, optax.sgd(0.1), loss_fn, create_mesh())
-    expected, after = models.train_alone(params, optax.sgd(0.1), loss_fn, [batch])
-    losses, found, _ = models.train_sharded(step, [batch])
-    assert losses == pytest.approx(expected, rel=1e-5)
-    for name, x in found.items():
-        np.testing.assert_allclose(x, after[name], atol=2e-5)
-    assert not any("gathered from" in note for note in step.notes)
-    assert step.coverage == 1.0
-    assert max(e.arrays[0][1] for e in communication(step, batch).of("all-gather")) <= 16 * 16
-
-
-class LoRAParam(nnx.Param):
-    pass
-
-
-class Adapted(nnx.Module):
-    """A frozen layer with a trained low-rank part beside it."""
-
-    def __init__(self, rngs):
-        self.base = nnx.Linear(6, 6, rngs=rngs)
-        self.a = LoRAParam(jax.random.normal(rngs.params(), (6, 2)))
-        self.b = LoRAParam(jnp.zeros((2, 6)))
-
-    def __call__(self, x):
-        return self.base(x) + x @ self.a @ self.b
-
-
-def test_frozen_parameters_rest_and_stay():
-    loss = models.squared_error
-    step = make_train_step(
-        Adapted(nnx.Rngs(0)), optax.adam(0.1), loss, create_mesh(fsdp=4), wrt=LoRAParam
-    )
-    losses, params, state = models.train_sharded(step, [VECTORS] * 2)
-    expected, after = models.train_alone(
-        Adapted(nnx.Rngs(0)), optax.adam(0.1), loss, [VECTORS] * 2, LoRAParam
-    )
-    assert losses == pytest.approx(expected, rel=1e-5)
-    for name, x in params.items():
-        np.testing.assert_allclose(x, after[name], atol=1e-5)
-    assert {spec.path for spec in step.specs if spec.trainable} == {"a", "b"}
-    assert set(state.optimizer[0].mu) == {"a", "b"}
-
-
-def test_random_keys_are_those_of_one_device_and_differ_between_steps():
-    def loss_fn(params, batch, key):
-        noise = jax.random.uniform(key, batch.shape)
-        return params["w"].sum() * noise.mean(), noise
-
-    batch = np.ones(8, np.float32)
-    key = jax.random.key(5)
-    step = make_train_step(
-        {"w": jnp.ones(3)}, optax.sgd(0.1), loss_fn, create_mesh(), has_aux=True, key=key
-    )
-    state, _, first = step(step.init(), batch)
-    _, _, second = step(state, batch)
-    assert (first != second).all()
-    alone = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 0), 0), (8,))
-    np.testing.assert_array_equal(first, alone)
-
-
-def test_equinox_is_a_pytree():
-    eqx = pytest.importorskip("equinox", reason="its modules are needed")
-    model = eqx.nn.MLP(12, 12, 10, 2, key=jax.random.key(0))
-
-    def loss_fn(model, batch):
-        return ((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2).mean()
-
-    batch = next(models.vector_batches(1, 14, 12))
-    step = make_train_step(model, optax.sgd(0.1), loss_fn, create_mesh(fsdp=7))
+def in_step(function, *args, params=None, devices=4, **options):
+    """Result and gradient, in a step and alone, of a loss over ``params``; and the step."""
+    tx, mesh = optax.sgd(1.0), create_mesh(fsdp=devices)
+    step = make_train_step(params, tx, function, mesh, **options)
+    batch = args[0] if len(args) == 1 else args
     state, loss, _ = step(step.init(), batch)
-    assert float(loss) == pytest.approx(float(loss_fn(model, batch)), rel=1e-5)
-    after = step.merged(state)
-    assert isinstance(after, eqx.nn.MLP)
-    assert float(loss_fn(after, batch)) < float(loss)
+    expected, grads = jax.value_and_grad(lambda p: function(p, batch))(params)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    moved = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), params, state.params)
+    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    return step, batch
 
 
-def test_arrays_that_cannot_be_are_refused():
-    def tree_step(tree):
-        return make_train_step(tree, optax.sgd(0.1), models.tree_error, create_mesh())
-
-    with pytest.raises(ConfigurationError, match=r"2 arrays of the model would be called 'a\.b'"):
-        tree_step({"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2)})
-    whole = nnx.Dict(n=nnx.Param(jnp.arange(3)))
-    with pytest.raises(ConfigurationError, match=r"'n' \(3,\) is int32, which cannot be trained"):
-        tree_step(whole)
+def weights(*shape, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape) / 4
 
 
-def test_what_stays_gathered_is_said_by_array():
-    def loss_fn(params, batch):
-        first, _ = jax.lax.scan(lambda x, w: (x + w.sum(), None), batch.sum(), params["rows"])
-        factor = jax.lax.stop_gradient(params["factor"])
-        step = lambda x: x * factor.mean()  # noqa: E731
-        return first + jax.lax.while_loop(lambda x: x < 1, step, jax.lax.stop_gradient(first))
-
-    params = {"rows": jnp.ones((64, 3)), "factor": jnp.full(8, 2.0)}
-    batch = np.ones(8, np.float32)
-    step = make_train_step(params, optax.sgd(0.1), loss_fn, create_mesh(fsdp=4))
-    assert step.coverage == 1.0
-    why = r"100.0% of all bytes .*\n  rows \(64, 3\), 768 B: gathered .*: a scan takes"
-    with pytest.raises(ConfigurationError, match=why):
-        step.lowered(batch)
-    step = step.variant(at_most_unsharded=1.0)
-    step.lowered(batch)
-    assert any(
-        "rows, 768 B, is gathered from beginning to end: a scan takes" in n for n in step.notes
-    )
-    assert any(n.endswith("a while loop uses it") for n in step.notes), step.notes
-    assert step.coverage == 0.0
-    assert "800 B gathered from beginning to end" in step.describe()
+# ---- layers that are computed apart ----------------------------------------------------------
 
 
-def test_a_mesh_that_the_user_has_set_changes_nothing():
-    """`jax.set_mesh` puts a mesh into each operation of a trace."""
+def test_arguments_with_examples_are_told_from_others_by_shapes():
+    """Eight rows, eight positions, eight heads: only what must have as many rows is cut."""
+    x = np.random.default_rng(0).normal(size=(8, 8, 16)).astype(np.float32)
+    positions, heads = np.arange(64.0).reshape(8, 8) / 64, np.arange(8.0)[:, None, None] / 8
+    mask = np.arange(8)[:, None, None] > np.arange(8)[None, :, None]
 
-    def loss_fn(params, batch):
-        x = jax.lax.with_sharding_constraint(batch, jax.P("fsdp"))
-        layers = params.swapaxes(1, 2)  # on the pieces
-        body = lambda x, w: (gathered(lambda w, x: jax.nn.relu(x @ w))(w, x), None)  # noqa: E731
-        return (jax.lax.scan(jax.checkpoint(body), x, layers)[0] ** 2).mean()
+    def layer(w, x, positions, mask, heads, factor, *, more):
+        x = jnp.where(mask, x + (positions @ positions)[:, :1], 0) * factor
+        scores = jnp.einsum("btw,bsw->bts", x, x)[:, None] * heads
+        return x + jax.nn.softmax(scores.sum(1), -1) @ (x @ w) + more.sum(), x[..., :2]
 
-    mesh, batch = create_mesh(fsdp=5), np.ones((10, 12), np.float32)  # 5 divides no weight
-    with jax.set_mesh(mesh):
-        params = jax.random.normal(jax.random.key(0), (3, 12, 12)) / 4
-        step = make_train_step(np.asarray(params), optax.sgd(1.0), loss_fn, mesh)
-        after, _, _ = step(step.init(), batch)
-        expected = np.asarray(params - jax.grad(loss_fn)(params, batch))
-        _, found = next(step.arrays(after))
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    def loss(w, x):
+        args = (jnp.asarray(positions), jnp.asarray(mask), jnp.asarray(heads), 0.5)
+        y, z = gathered(layer)(w, x, *args, more=jnp.ones((8, 3)))
+        return (y**2).mean() + z.mean()
+
+    step, batch = in_step(loss, x, params=weights(16, 16), devices=8)
     assert step.notes == []
     assert communication(step, batch).of("reduce-scatter")
 
 
-def test_large_arrays_that_a_loss_closes_over_are_told(caplog):
-    teacher = np.ones((512, 1024), np.float32)
+def test_keys_and_caches_of_each_example_pass():
+    def layer(w, x, keys, cache):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (6,)))(keys)
+        return x @ w + noise, {"k": cache["k"].at[:, 1].set(x)}
 
-    def loss_fn(params, batch):
-        return ((batch @ params["w"] - batch @ jnp.asarray(teacher)) ** 2).mean()
+    def loss(w, x):
+        keys = jax.random.split(jax.random.key(0), len(x))
+        y, cache = gathered(layer)(w, x, keys, {"k": jnp.zeros((8, 3, 6))})
+        return (y**2).mean() + (cache["k"] ** 2).mean()
 
-    step = make_train_step(
-        {"w": np.zeros((512, 1024), np.float32)}, optax.sgd(1.0), loss_fn, create_mesh(fsdp=2)
-    )
-    step.lowered(np.ones((2, 512), np.float32))
-    assert "2.00 MiB of arrays that the function closes over are on every device" in caplog.text
+    step, _ = in_step(loss, VECTORS["x"], params=weights(6, 8)[:, :6])
+    assert step.notes == []
+
+
+def test_a_scan_over_time_in_a_layer_gathers_once():
+    """As an LSTM's: its weights are constants of the scan."""
+
+    def recurrent(w, xs):
+        def cell(h, x):
+            h = jnp.tanh(x @ w["x"] + h @ w["h"])
+            return h, None
+
+        return jax.lax.scan(cell, xs[:, 0], xs.swapaxes(0, 1))[0]
+
+    xs = np.random.default_rng(0).normal(size=(8, 20, 8)).astype(np.float32)
+    params = {"x": weights(8, 8), "h": weights(8, 8, seed=1)}
+    step, batch = in_step(lambda w, x: (gathered(recurrent)(w, x) ** 2).mean(), xs, params=params)
+    found = communication(step, batch)
+    assert {each.count for each in found.collectives} == {1}
+    assert step.outside == {}
+    plain, batch = in_step(lambda w, x: (recurrent(w, x) ** 2).mean(), xs, params=params)
+    assert set(plain.outside) == {"x", "h"}
 
 
 def test_methods_and_keywords_of_layers():
@@ -425,33 +125,351 @@ def test_methods_and_keywords_of_layers():
     assert len(communication(step, batch).of("reduce-scatter")) == 2
 
 
-def test_layers_whose_gradients_differ_are_no_scan():
-    """Forward is the same for all; what a rule of differentiation closes over is not."""
+def test_a_mesh_that_the_user_has_set_changes_nothing():
+    """`jax.set_mesh` puts a mesh into each operation of a trace."""
 
-    def scaled(by):
-        identity = jax.custom_vjp(lambda x: x)
-        identity.defvjp(lambda x: (x, None), lambda _, gradient: (gradient * by,))
-        return identity
+    def loss_fn(params, batch):
+        x = jax.lax.with_sharding_constraint(batch, jax.P("fsdp"))
+        layers = params.swapaxes(1, 2)
+        body = lambda x, w: (gathered(lambda w, x: jax.nn.relu(x @ w))(w, x), None)  # noqa: E731
+        return (jax.lax.scan(jax.checkpoint(body), x, layers)[0] ** 2).mean()
 
-    def loss_of(scales):
-        def loss_fn(params, batch):
-            x = batch
-            for weights, scale in zip(params, scales, strict=True):
-                x = scaled(scale)(jax.nn.relu(x @ weights) + x)
-            return (x**2).mean()
+    mesh, batch = create_mesh(fsdp=4), np.ones((8, 12), np.float32)
+    with jax.set_mesh(mesh):
+        params = jax.random.normal(jax.random.key(0), (3, 12, 12)) / 4
+        step = make_train_step(np.asarray(params), optax.sgd(1.0), loss_fn, mesh)
+        after, _, _ = step(step.init(), batch)
+        expected = np.asarray(params - jax.grad(loss_fn)(params, batch))
+        _, found = next(step.arrays(after))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert step.notes == []
+    assert communication(step, batch).of("reduce-scatter")
 
-        return loss_fn
 
-    params = list(jax.random.normal(jax.random.key(0), (3, 8, 8)) / 4)
-    batch = np.ones((8, 8), np.float32)
-    alike, other = (
-        make_train_step(params, optax.sgd(1.0), loss_of(scales), create_mesh(fsdp=2))
-        for scales in ((0.5,) * 3, (0.5, 1.0, 2.0))
+# ---- layers that are left to XLA -------------------------------------------------------------
+
+
+class Normed(nnx.Module):
+    """A layer whose statistics are of the whole batch."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(6, 6, rngs=rngs)
+        self.norm = nnx.BatchNorm(6, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+class Noisy(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(6, 6, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.linear(x))
+
+
+@pytest.mark.parametrize("layer", [Normed, Noisy])
+def test_a_module_that_changes_its_own_state_is_left_to_xla_and_right(layer):
+    def loss(model, batch):
+        x = batch["x"]
+        for block in model.layers:
+            x = x + gathered(block)(x)
+        return ((x - batch["y"]) ** 2).mean()
+
+    def make():
+        rngs = nnx.Rngs(0)
+        return nnx.Dict(layers=nnx.List([layer(rngs), layer(rngs)]))
+
+    alone = make()
+    expected, _ = models.train_alone(alone, optax.sgd(0.1), loss, [VECTORS])
+    step = make_train_step(make(), optax.sgd(0.1), loss, create_mesh(fsdp=2), at_most_unsharded=1.0)
+    state, found, _ = step(step.init(), VECTORS)
+    assert float(found) == pytest.approx(expected[0], rel=1e-5)
+    assert step.notes == [f"{layer.__name__} is left to XLA: it changes its own state, as of "
+                          "statistics or random numbers"]  # fmt: skip
+    if layer is Normed:
+        mean = step.gather_array(state, "other/layers.0.norm.mean")
+        np.testing.assert_allclose(mean, alone.layers[0].norm.mean[...], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (lambda w, x: (x @ w, (x @ w).mean()), r"a result \(\) has no dimension of examples"),
+        (lambda w, x: (x @ w).reshape(4, 2, 6), "shape|reshape"),
+        (
+            lambda w, x: x @ w + jax.random.normal(jax.random.key(0), x.shape),
+            "random numbers of all examples from one key",
+        ),
+        (lambda w, x: x[:6] @ w, "divide the examples|no dimension"),
+    ],
+)
+def test_what_is_no_layer_apart_is_left_to_xla_and_right(layer, why):
+    def loss(w, x):
+        return sum((y**2).mean() for y in jax.tree.leaves(gathered(layer)(w, x)))
+
+    step, _ = in_step(loss, VECTORS["x"], params=weights(6, 6), devices=2)
+    (note,) = step.notes
+    assert note.startswith("<lambda> is left to XLA: ")
+    assert __import__("re").search(why, note)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda w, x: x @ w - (x @ w).mean(0),
+        lambda w, x: x @ w / len(x),
+        lambda w, x: jnp.cumsum(x @ w, axis=0),
+        lambda w, x: (x @ w)[::-1],
+    ],
+)
+def test_a_layer_that_mixes_examples_is_named_by_the_check(layer):
+    def loss(w, x):
+        x = gathered(lambda w, x: jnp.tanh(x @ w))(w, x)
+        return (gathered(layer)(w, x) ** 2).mean()
+
+    layer.__name__ = "mixer"
+    step = make_train_step(weights(6, 6), optax.sgd(1.0), loss, create_mesh(fsdp=2), check=True)
+    with pytest.raises(ConfigurationError, match=r"^mixer mixes examples: .* differ by \d+"):
+        step(step.init(), VECTORS["x"])
+
+
+# ---- equal layers ----------------------------------------------------------------------------
+
+
+def test_lists_stacks_and_equinox_modules_are_scanned():
+    eqx = pytest.importorskip("equinox", reason="its modules are needed")
+    keys = jax.random.split(jax.random.key(0), 3)
+    blocks = [eqx.nn.MLP(6, 6, 8, 1, key=key) for key in keys]
+
+    def loss(blocks, batch):
+        layer = lambda block, x, by: x + jax.vmap(block)(x) * by  # noqa: E731
+        return ((scan_layers(blocks, layer)(batch["x"], 0.5) - batch["y"]) ** 2).mean()
+
+    arrays = eqx.filter(blocks, eqx.is_array)
+    step = make_train_step(blocks, optax.sgd(0.1), loss, create_mesh(fsdp=2))
+    losses, _, _ = models.train_sharded(step, [VECTORS])
+    expected = blocks[0](VECTORS["x"][0]) is not None and loss(blocks, VECTORS)
+    assert losses == pytest.approx([float(expected)], rel=1e-5)
+    assert [each.count for each in communication(step, VECTORS).of("reduce-scatter")] == [3]
+    assert jax.tree.leaves(arrays)
+    assert step.notes == []
+
+
+@pytest.mark.parametrize(
+    ("blocks", "where"),
+    [
+        ([{"w": jnp.ones((6, 6))}, {"w": jnp.ones((6, 7))}], "blocks 0 and 1 differ in w"),
+        ([{"w": jnp.ones(6), "by": 1.0}, {"w": jnp.ones(6), "by": 2.0}], "differ in by"),
+        ([{"w": jnp.ones(6)}, {"v": jnp.ones(6)}], "differ in structure"),
+        ([], "no blocks"),
+    ],
+)
+def test_blocks_that_differ_are_refused(blocks, where):
+    with pytest.raises(ConfigurationError, match=where):
+        scan_layers(blocks, lambda block, x: x)(jnp.ones((2, 6)))
+
+
+def test_modules_that_differ_are_refused():
+    rngs = nnx.Rngs(0)
+    blocks = [nnx.Dropout(rate, rngs=rngs) for rate in (0.1, 0.2)]
+    with pytest.raises(ConfigurationError, match=r"gathered\(block\)\(x\), one by one"):
+        scan_layers(blocks)(jnp.ones((2, 6)))
+
+
+# ---- tables ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from([(16, 8), (15, 8), (16, 6), (7, 5), (400, 8), (401, 4)]),
+    st.sampled_from([1, 3, 40]),
+    st.booleans(),
+    st.sampled_from([{"fsdp": 4}, {"fsdp": 2, "data": 2}]),
+)
+def test_tables_give_what_they_give_whole(table, positions, tied, mesh):
+    classes, width = table
+    draw = np.random.default_rng(0)
+    params = {"table": weights(classes, width), "head": weights(width, classes, seed=1)}
+    x, y = (draw.integers(0, classes, (8, positions)) for _ in "xy")
+    head = "table" if tied else "head"
+
+    def loss(params):
+        hidden = jnp.tanh(embed(params["table"], x))
+        losses = cross_entropy(hidden, params[head], y, classes_first=tied)
+        return (losses * (y % 3 == 0)).sum()
+
+    expected = jax.value_and_grad(loss)(params)
+    step = make_train_step(
+        params, optax.sgd(1.0), lambda *_: None, create_mesh(**mesh), at_most_unsharded=1.0
     )
-    alike.lowered(batch)
-    assert alike.notes == ["0 to 2 are 3 equal layers"]
-    after, _, _ = other(other.init(), batch)
-    assert other.notes == []
-    expected = jax.grad(loss_of((0.5, 1.0, 2.0)))(params, batch)
-    for new, old, gradient in zip(after.params, params, expected, strict=True):
-        np.testing.assert_allclose(old - new, gradient, atol=1e-5)
+    here = step.init().params
+
+    def traced(params):
+        with tracing(Tracing(step.axes, {each.name: each for each in step.placements})):
+            return jax.value_and_grad(loss)(params)
+
+    found = jax.jit(traced)(here)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_tables_do_not_travel_where_tokens_are_fewer():
+    batch = {name: np.zeros((8, 2), np.int32) for name in "xy"}
+    params = {"table": weights(1000, 16), "head": weights(16, 1001)}
+
+    def loss(params, batch):
+        hidden = embed(params["table"], batch["x"])
+        return cross_entropy(hidden, params["head"], batch["y"]).mean()
+
+    step, batch = in_step(loss, batch, params=params)
+    found = communication(step, batch)
+    # A quarter of each is turned, there and back.
+    assert found.sent_bytes < 0.5 * (params["head"].nbytes + params["table"].nbytes)
+    assert max(numel for e in found.of("all-gather") for _, numel in e.arrays) <= 16 * 16
+    assert step.outside == {}
+
+
+# ---- arrays outside, and what a step may hold ------------------------------------------------
+
+
+def test_arrays_that_xla_gathers_are_named_with_the_call_to_write():
+    def loss(params, batch):
+        x = jax.jit(lambda t, i: t.T.T[i] * 2)(params["table"], batch)
+        body = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w.T), None))
+        x, _ = jax.lax.scan(body, x, params["stack"].astype(jnp.float32))
+        x = gathered(lambda w, x: x @ w)(params["apart"], x)
+        x = jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x + params["loop"][0], x)
+        return (x @ params["head"]).mean() + (params["bias"] ** 2).sum()
+
+    names = ["apart", "bias", "head", "loop", "stack", "table"]
+    shapes = {"table": (32, 16), "stack": (3, 16, 16), "apart": (16, 16), "head": (16, 32),
+              "bias": (32,), "loop": (16,)}  # fmt: skip
+    params = {name: jax.ShapeDtypeStruct(shapes[name], np.float32) for name in names}
+    step = make_train_step(params, optax.sgd(1.0), loss, create_mesh(fsdp=2))
+
+    def flat(*leaves):
+        with tracing(Tracing(step.axes, {each.name: each for each in step.placements})):
+            return loss(dict(zip(names, leaves[:-1], strict=True)), leaves[-1])
+
+    traced = jax.make_jaxpr(flat)(*params.values(), jax.ShapeDtypeStruct((4,), np.int32))
+    outside = used_outside(traced.jaxpr, names)
+    assert set(outside) == {"table", "stack", "head", "loop"}
+    assert outside["table"] == "embed(table, tokens)"
+    assert "cross_entropy(hidden, head, targets)" in outside["head"]
+
+
+def test_large_arrays_that_a_loss_closes_over_are_told(caplog):
+    teacher = np.ones((512, 1024), np.float32)
+
+    def loss_fn(params, batch):
+        return ((batch @ params["w"] - batch @ jnp.asarray(teacher)) ** 2).mean()
+
+    step = make_train_step(
+        {"w": np.zeros((512, 1024), np.float32)}, optax.sgd(1.0), loss_fn, create_mesh(fsdp=2)
+    )
+    step.lowered(np.ones((2, 512), np.float32))
+    assert "2.00 MiB of arrays that the loss closes over are on every device" in caplog.text
+
+
+def test_a_fault_of_the_loss_function_is_its_own_and_comes_first():
+    traces = []
+
+    def loss_fn(model, batch):
+        traces.append(batch)
+        return model(batch["x"]).no_such_method()
+
+    def step_with(loss_fn, **options):
+        model = models.Attention(nnx.Rngs(0))
+        return make_train_step(model, optax.sgd(0.1), loss_fn, create_mesh(fsdp=2), **options)
+
+    batch = next(models.vector_batches(1, 8, 2, 12))
+    with pytest.raises(AttributeError, match="no_such_method"):
+        step_with(loss_fn).lowered(batch)
+    assert len(traces) == 1
+    with pytest.raises(ConfigurationError, match=r"one number, .* got shape \(8, 12\)"):
+        step_with(lambda model, batch: model(batch["x"])).lowered(batch)
+    with pytest.raises(ConfigurationError, match=r"must return \(loss, tree of arrays\), got"):
+        step_with(models.squared_error, has_aux=True).lowered(batch)
+    with pytest.raises(ConfigurationError, match=r"expected \(\.\.\., width\), \(width, classes\)"):
+        cross_entropy(jnp.ones((2, 3)), jnp.ones((4, 5)), jnp.ones(2, int))
+
+
+# ---- what is trained -------------------------------------------------------------------------
+
+
+class LoRAParam(nnx.Param):
+    pass
+
+
+class Adapted(nnx.Module):
+    """A frozen layer with a trained low-rank part beside it."""
+
+    def __init__(self, rngs):
+        self.base = nnx.Linear(6, 6, rngs=rngs)
+        self.a = LoRAParam(jax.random.normal(rngs.params(), (6, 2)))
+        self.b = LoRAParam(jnp.zeros((2, 6)))
+
+    def __call__(self, x):
+        return self.base(x) + x @ self.a @ self.b
+
+
+def test_frozen_parameters_rest_and_stay():
+    loss = models.squared_error
+    step = make_train_step(
+        Adapted(nnx.Rngs(0)), optax.adam(0.1), loss, create_mesh(fsdp=2), wrt=LoRAParam
+    )
+    losses, params, state = models.train_sharded(step, [VECTORS] * 2)
+    expected, after = models.train_alone(
+        Adapted(nnx.Rngs(0)), optax.adam(0.1), loss, [VECTORS] * 2, LoRAParam
+    )
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, x in params.items():
+        np.testing.assert_allclose(x, after[name], atol=1e-5)
+    assert {spec.path for spec in step.specs if spec.trainable} == {"a", "b"}
+    assert set(state.optimizer[0].mu) == {"a", "b"}
+
+
+def test_random_keys_are_those_of_one_device_and_differ_between_steps():
+    def loss_fn(params, batch, key):
+        noise = jax.random.uniform(key, batch.shape)
+        return params["w"].sum() * noise.mean(), noise
+
+    batch = np.ones(8, np.float32)
+    key = jax.random.key(5)
+    step = make_train_step(
+        {"w": jnp.ones(8)}, optax.sgd(0.1), loss_fn, create_mesh(), has_aux=True, key=key
+    )
+    state, _, first = step(step.init(), batch)
+    _, _, second = step(state, batch)
+    assert (first != second).all()
+    alone = jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, 0), 0), (8,))
+    np.testing.assert_array_equal(first, alone)
+
+
+def test_equinox_is_a_pytree():
+    eqx = pytest.importorskip("equinox", reason="its modules are needed")
+    model = eqx.nn.MLP(12, 12, 10, 2, key=jax.random.key(0))
+
+    def loss_fn(model, batch):
+        return ((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2).mean()
+
+    batch = next(models.vector_batches(1, 14, 12))
+    step = make_train_step(model, optax.sgd(0.1), loss_fn, create_mesh(fsdp=2))
+    state, loss, _ = step(step.init(), batch)
+    assert float(loss) == pytest.approx(float(loss_fn(model, batch)), rel=1e-5)
+    after = step.merged(state)
+    assert isinstance(after, eqx.nn.MLP)
+    assert float(loss_fn(after, batch)) < float(loss)
+
+
+def test_arrays_that_cannot_be_are_refused():
+    def tree_step(tree):
+        return make_train_step(tree, optax.sgd(0.1), models.tree_error, create_mesh())
+
+    with pytest.raises(ConfigurationError, match=r"2 arrays of the model would be called 'a\.b'"):
+        tree_step({"a": {"b": jnp.ones(2)}, "a.b": jnp.ones(2)})
+    whole = nnx.Dict(n=nnx.Param(jnp.arange(3)))
+    with pytest.raises(ConfigurationError, match=r"'n' \(3,\) is int32, which cannot be trained"):
+        tree_step(whole)

@@ -15,7 +15,7 @@ def test_blocks_run(capsys):
     program = "\n".join(blocks)
     exec(compile(program, str(PAGE), "exec"), {"__name__": "page"})
     printed = capsys.readouterr().out
-    assert "blocks.0 to blocks.2 are 3 equal layers" in printed
+    assert "blocks.0.up.kernel" in printed
     assert "P('fsdp')" in printed
 
 

@@ -16,7 +16,15 @@ from flax import linen, nnx
 from support import jax_models as models
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.jax import Rule, create_mesh, cross_entropy, embed, gathered, make_train_step
+from fullshard.jax import (
+    Rule,
+    create_mesh,
+    cross_entropy,
+    embed,
+    gathered,
+    make_train_step,
+    scan_layers,
+)
 
 WIDTH = 12
 LINEN = linen.Sequential([linen.Dense(7), jnp.tanh, linen.Dense(12)])
@@ -90,6 +98,58 @@ def contrastive(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(scores))).mean()
 
 
+def scanned(model, batch):
+    x = model.embed(batch["x"])
+    x = scan_layers(model.blocks)(x, nnx.make_causal_mask(batch["x"]))
+    return cross_entropy(model.norm(x), model.out.kernel[...], batch["y"]).mean()
+
+
+def one_by_one(model, batch):
+    x = embed(model.embed.embedding[...], batch["x"])
+    for block in model.blocks:
+        x = gathered(block)(x, mask=nnx.make_causal_mask(batch["x"]))
+    return cross_entropy(model.norm(x), model.out.kernel[...], batch["y"]).mean()
+
+
+def tied(model, batch):
+    table = model.embed.embedding[...]
+    x = embed(table, batch["x"])
+    x = scan_layers(model.blocks)(x, nnx.make_causal_mask(batch["x"]))
+    return cross_entropy(model.norm(x), table, batch["y"], classes_first=True).mean()
+
+
+def stacked_error(model, batch):
+    x = scan_layers(model.layers, lambda layer, x: x + jnp.tanh(layer(x)))(batch["x"])
+    return ((model.out(x) - batch["y"]) ** 2).mean()
+
+
+def experts():
+    keys = jax.random.split(jax.random.key(3), 3)
+    return {
+        "router": jax.random.normal(keys[0], (12, 4)),
+        "up": jax.random.normal(keys[1], (4, 12, 8)) / 4,
+        "down": jax.random.normal(keys[2], (4, 8, 12)) / 4,
+    }
+
+
+def experts_loss(params, batch):
+    """Each example goes to one of four experts, by `jax.lax.ragged_dot`."""
+
+    def layer(weights, x):
+        chances = jax.nn.softmax(x @ weights["router"])
+        chosen = chances.argmax(-1)
+        order = jnp.argsort(chosen)
+        sizes = jnp.bincount(chosen, length=4)
+        hidden = jax.nn.silu(jax.lax.ragged_dot(x[order], weights["up"], sizes))
+        mixed = jax.lax.ragged_dot(hidden, weights["down"], sizes)
+        back = jnp.zeros_like(x).at[order].set(mixed)
+        return x + back * chances.max(-1, keepdims=True), chances
+
+    x, chances = gathered(layer)(params, batch["x"])
+    balance = (chances.mean(0) ** 2).sum()  # over all examples
+    return ((x - batch["y"]) ** 2).mean() + 0.1 * balance
+
+
 def linen_init():
     """Variables of Flax Linen: nested dicts under the names of their modules."""
     return LINEN.init(jax.random.key(4), jnp.ones((1, 12)))
@@ -109,24 +169,25 @@ IMAGES = functools.partial(models.image_batches, 3)
 CE, SE = models.cross_entropy, models.squared_error
 
 CASES = {
-    "list": (lambda: gpt(dropout=0.3), CE, TOKENS, 8, {}),
-    "tied": (lambda: gpt(tied=True), CE, TOKENS, 3, {"remat": "matmuls"}),
-    "nnx.scan": (lambda: Stacked(nnx.Rngs(0)), SE, lambda n: VECTORS(n, WIDTH), 7, {}),
+    "list": (lambda: gpt(dropout=0.3), CE, TOKENS, 6, {}),
+    "list, scanned": (lambda: gpt(dropout=0.3), scanned, TOKENS, 6, {}),
+    "list, gathered": (gpt, one_by_one, TOKENS, 4, {"remat": "matmuls", "check": True}),
+    "tied": (lambda: gpt(tied=True), tied, TOKENS, 3, {"remat": "none"}),
+    "nnx.scan": (lambda: Stacked(nnx.Rngs(0)), SE, lambda n: VECTORS(n, WIDTH), 4, {}),
+    "stacked module": (
+        lambda: Stacked(nnx.Rngs(0)), stacked_error, lambda n: VECTORS(n, WIDTH), 4, {},
+    ),
     "stack": (stack, stack_loss, TOKENS, 7, {}),
-    "stack, cut": (stack, stack_loss, TOKENS, 8, {"vocabulary": "cut"}),
-    "stack, chunks": (stack, stack_loss, TOKENS, 2, {"vocabulary": "chunks"}),
-    "stack, activations": (
-        stack, stack_loss, TOKENS, 6, {"mode": "activations", "vocabulary": "cut"},
-    ),
-    "stack, auto": (stack, stack_loss, TOKENS, 2, {"mode": "jit"}),
+    "stack, 8": (stack, stack_loss, TOKENS, 2, {"check": True}),
+    "stack, activations": (stack, stack_loss, TOKENS, 6, {"mode": "activations"}),
+    "stack, jit": (stack, stack_loss, TOKENS, 2, {"mode": "jit"}),
     "tree": (models.make_tree, models.tree_error, lambda n: VECTORS(n, 12), 3, {}),
-    "linen": (linen_init, linen_loss, lambda n: VECTORS(n, 12), 5, {"remat": "none"}),
+    "linen": (linen_init, linen_loss, lambda n: VECTORS(n, 12), 6, {}),
     "batch norm": (conv_net, CE, IMAGES, 5, {}),
-    "masked": (stack, masked, TOKENS, 8, {}),
+    "masked": (stack, masked, TOKENS, 6, {}),
     "contrastive": (models.make_tree, contrastive, lambda n: VECTORS(n, 12), 6, {}),
-    "accumulated": (
-        models.make_tree, models.tree_error, lambda n: VECTORS(n, 12), 7, {"accumulate": 3},
-    ),
+    "experts": (experts, experts_loss, lambda n: VECTORS(n, 12), 4, {"check": True}),
+    "accumulated": (stack, stack_loss, TOKENS, 4, {"accumulate": 3}),
     "gathered once": (
         models.make_tree, models.tree_error, lambda n: VECTORS(n, 12), 2,
         {"accumulate": 3, "gather": "once"},
@@ -140,7 +201,8 @@ def assert_trains_alike(name, mesh=None, rows=None, **more):
     rows = rows or 2 * mesh.size * options.get("accumulate", 1)
     batches = list(batches(rows))
     expected_losses, expected = models.train_alone(make(), adam(), loss_fn, batches)
-    step = make_train_step(make(), adam(), loss_fn, mesh, **{**options, **more})
+    options = {**options, **more}
+    step = make_train_step(make(), adam(), loss_fn, mesh, **options)
     losses, params, state = models.train_sharded(step, batches)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     assert params.keys() <= expected.keys()
@@ -148,20 +210,19 @@ def assert_trains_alike(name, mesh=None, rows=None, **more):
         size = max(np.abs(expected[key]).max(), 1e-2)  # some have no gradient but noise
         np.testing.assert_allclose(x, expected[key], atol=1e-5 * size, err_msg=key)
     assert step.compilations == 1
-    assert step.coverage > 0.99
     return step, state
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_training_is_that_of_one_device(name):
     step, _ = assert_trains_alike(name)
-    if name == "list":
-        assert step.notes == ["blocks.0 to blocks.1 are 2 equal layers"]
+    left = [note for note in step.notes if "left to XLA" in note]
+    assert len(left) == (name == "list, scanned"), left  # dropout
 
 
 def test_hybrid_and_tensor_meshes_give_the_same():
     step, _ = assert_trains_alike("stack", create_mesh(data=2, fsdp=3))
-    assert step.layout.batch == ("data", "fsdp")
+    assert step.axes.batch == ("data", "fsdp")
     mesh = create_mesh(fsdp=4, tensor=2)
     with pytest.raises(ConfigurationError, match="tensor=2 does not divide dimension 1 of 'layers"):
         assert_trains_alike("tree", mesh, rule=Rule(tensor={r"0\.w": 1}))
@@ -176,9 +237,10 @@ def test_a_users_own_mesh():
     with pytest.raises(ConfigurationError, match="say which one cuts parameters, as shard_axis="):
         assert_trains_alike("tree", mesh)
     assert_trains_alike("tree", mesh, shard_axis="model", batch_axes=("replica", "model"))
-    explicit = jax.make_mesh((8,), ("x",))
-    with pytest.raises(ConfigurationError, match="ordinary models need Auto"):
-        assert_trains_alike("tree", explicit)
+    explicit = jax.make_mesh((6,), ("x",), devices=jax.devices()[:6])
+    assert_trains_alike("stack", explicit)
+    with jax.set_mesh(explicit):
+        assert_trains_alike("list, gathered", explicit)
 
 
 def test_bf16_is_that_of_one_device():
@@ -201,7 +263,7 @@ def test_a_haiku_model_is_a_pytree(monkeypatch):
     def loss_fn(params, batch):
         return ((net.apply(params, batch["x"]) - batch["y"]) ** 2).mean()
 
-    case = lambda: begin, loss_fn, lambda n: VECTORS(n, 12), 5, {}
+    case = lambda: begin, loss_fn, lambda n: VECTORS(n, 12), 4, {}
     monkeypatch.setitem(CASES, "haiku", case)
     assert_trains_alike("haiku")
 
@@ -219,7 +281,12 @@ def test_results_of_each_example_come_in_order():
     expected = loss_fn(tree, batch)[1]
     for accumulate in (1, 2):
         step = make_train_step(
-            tree, optax.sgd(0.1), loss_fn, create_mesh(fsdp=3), has_aux=True, accumulate=accumulate
+            tree,
+            optax.sgd(0.1),
+            loss_fn,
+            create_mesh(fsdp=3),
+            has_aux=True,
+            accumulate=accumulate,
         )
         traces.clear()
         _, _, aux = step(step.init(), batch)

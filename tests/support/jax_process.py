@@ -22,7 +22,9 @@ from fullshard.jax import (
 
 def train(mesh):
     """Numbers of devices and processes, the losses, and the sum of all parameters."""
-    step = make_train_step(models.make_tree, optax.adam(1e-2), models.tree_error, mesh)
+    step = make_train_step(
+        models.make_tree, optax.adam(1e-2), models.tree_error, mesh, at_most_unsharded=0.1
+    )
     losses, params, state = models.train_sharded(step, models.vector_batches(3, 12, 12))
     moved = step.load_arrays(state, ((f"parameters/{name}", 2 * x) for name, x in params.items()))
     doubled = step.gather_array(moved, "parameters/layers.0.w")

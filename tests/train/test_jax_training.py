@@ -250,7 +250,7 @@ def test_what_is_not_finite_is_not_saved(by_jax, tmp_path, capsys):
     assert not checkpoints.there
 
 
-def test_padding_of_other_devices_is_not_kept(by_jax, config, tmp_path):
+def test_a_checkpoint_goes_over_devices_that_divide_nothing(by_jax, config, tmp_path):
     run, state, _ = by_jax
     three = make_train_step(
         run.plain.make,
@@ -258,10 +258,9 @@ def test_padding_of_other_devices_is_not_kept(by_jax, config, tmp_path):
         loss_of,
         create_mesh(3, devices=jax.devices()[:3]),
     )
-    padded = dataclasses.replace(run, step=three)
-    assert any(each.padded for each in three.placements)
+    assert any(not each.sharded for each in three.placements)
     save_checkpoint(tmp_path / "4", state, step=1, names=layout(run)[0])
-    names = layout(padded)[0]
+    names = layout(dataclasses.replace(run, step=three))[0]
     moved = load_checkpoint(tmp_path / "4", three.abstract_state(), names=names).state
     save_checkpoint(tmp_path / "3", moved, step=1, names=names)
     back = load_checkpoint(tmp_path / "3", run.step.abstract_state(), names=layout(run)[0]).state

@@ -166,9 +166,7 @@ def _place(spec: ParamSpec, mesh: MeshAxes, rule: Rule, names: Sequence[Axis]) -
     return Placement(spec, tuple(axes), shards, mesh.shard in _used(axes), reason)
 
 
-def _axes_asked(
-    spec: ParamSpec, mesh: MeshAxes, rule: Rule, names: Sequence[Axis]
-) -> list[Axis]:
+def _axes_asked(spec: ParamSpec, mesh: MeshAxes, rule: Rule, names: Sequence[Axis]) -> list[Axis]:
     """The cuts that the user has asked for, checked."""
     axes: list[Axis] = [None] * len(spec.shape)
     for dim, name in enumerate(names):
@@ -241,12 +239,14 @@ def refuse_idle_axes(placements: Sequence[Placement], mesh: MeshAxes) -> None:
             )
 
 
-def refuse_low_coverage(placements: Sequence[Placement], at_most_unsharded: float) -> None:
-    """Raise `ConfigurationError` if more than that share of the bytes is not sharded."""
-    missing = 1 - coverage(placements)
-    if missing <= at_most_unsharded:
-        return
+def refuse_low_coverage(
+    placements: Sequence[Placement], at_most_unsharded: float, at_most_bytes: int = 0
+) -> None:
+    """Raise `ConfigurationError` if more than that share, and more bytes, are not sharded."""
     whole = sorted((each for each in placements if not each.sharded), key=lambda x: -x.spec.numel)
+    missing = 1 - coverage(placements)
+    if missing <= at_most_unsharded or sum(x.spec.bytes for x in whole) <= at_most_bytes:
+        return
     lines = [
         f"  {each.name} {each.spec.shape}, {bytes_text(each.spec.bytes)}: {each.reason}"
         for each in whole[:5]

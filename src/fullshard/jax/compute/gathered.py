@@ -29,7 +29,6 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from fullshard.core.errors import NotSupportedError
 from fullshard.jax.arrays.leaves import is_array
-from fullshard.jax.arrays.mesh import MeshAxes
 from fullshard.jax.arrays.rule import Axis
 from fullshard.jax.compute.context import Tracing, current, tracing
 
@@ -294,8 +293,8 @@ def _dim_of_examples(own: Sequence[int], twice: Sequence[int], factor: int) -> i
     differ = [dim for dim, (a, b) in enumerate(zip(own, twice, strict=True)) if a != b]
     if len(differ) != 1 or twice[differ[0]] != factor * own[differ[0]]:
         raise NotSupportedError(
-            f"a result {tuple(own)} has no dimension of examples: a sum or a mean over them belongs "
-            "outside of gathered"
+            f"a result {tuple(own)} has no dimension of examples: a sum or a mean over them "
+            "belongs outside of gathered"
         )
     return differ[0]
 

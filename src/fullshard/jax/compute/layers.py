@@ -76,11 +76,12 @@ def _through_modules(
 def _stacked(items: list[Any], listed: bool) -> tuple[list[Any], Callable[[Any], Any]]:
     """The arrays of equal trees, stacked, and how one of the trees is made of its own."""
     leaves, treedef = jax.tree.flatten(items[0])
+    structure: Any = treedef
     places = [at for at, x in enumerate(leaves) if is_array(x)]
     rows = [leaves]
     for number, item in enumerate(items[1:], 1):
         others, other = jax.tree.flatten(item)
-        if other != treedef:
+        if other != structure:
             raise ConfigurationError(_unequal(number, "in structure"))
         for (path, a), b in zip(jax.tree.leaves_with_path(items[0]), others, strict=True):
             same = is_array(a) and is_array(b) and (a.shape, a.dtype) == (b.shape, b.dtype)

@@ -46,7 +46,7 @@ def _walk(jaxpr: Any, named: dict[Any, str], outside: dict[str, str]) -> list[st
                 theirs = weights[max(0, len(weights) - len(one.invars)) :]
                 pairs = zip(one.invars, theirs, strict=False)
                 results = _walk(one, {a: b for a, b in pairs if b}, outside)
-        elif all(w or not getattr(x.aval, "shape", ()) for w, x in zip(weights, eqn.invars)):
+        elif not any(x.aval.shape for x in eqn.invars if not name(x)):
             results = [next(filter(None, weights))] * len(eqn.outvars)
         named.update((x, n) for x, n in zip(eqn.outvars, results, strict=False) if n)
     return [name(atom) for atom in jaxpr.outvars]

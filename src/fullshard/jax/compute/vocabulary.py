@@ -202,8 +202,8 @@ def _backward(
         slopes = (jnp.exp(logits - normaliser[:, None]) - hit) * grad[:, None]
         slopes = slopes.astype(hidden.dtype)
         of_hidden += _dot(slopes, piece, dim).astype(jnp.float32)
-        both = (slopes, hidden) if dim == 0 else (hidden, slopes)
-        of_piece = lax.dot_general(*both, (((0,), (0,)), ((), ())))
+        a, b = (slopes, hidden) if dim == 0 else (hidden, slopes)
+        of_piece = lax.dot_general(a, b, (((0,), (0,)), ((), ())))
         start = number * part.size
         return of_hidden, lax.dynamic_update_slice_in_dim(of_head, of_piece, start, dim)
 

@@ -37,8 +37,8 @@ class StepOptions(TypedDict, total=False):
     - ``has_aux``: the loss function returns (loss, tree of arrays).
     - ``wrt``: what is trained: an NNX filter, or for a pytree a predicate on paths.
     - ``rule``: which arrays are sharded (`fullshard.jax.Rule`).
-    - ``at_most_unsharded``: the share of bytes that may be on every device; a rule given counts as
-      asking for it.
+    - ``at_most_unsharded``: the share of bytes that may be on every device; by default 2%, or a
+      MiB, or with a rule what that asks for.
     - ``whole``: patterns of paths of the batch: arrays that are the same for all examples, as
       positions.
     - ``check``: before the first step, compare each gathered layer on a whole and on a cut batch,
@@ -78,7 +78,7 @@ class Options:
     has_aux: bool = False
     wrt: Any = None
     rule: Rule | None = None
-    at_most_unsharded: float = 0.02
+    at_most_unsharded: float | None = None
     whole: Sequence[str] = ()
     check: bool = False
     key: Any = None
@@ -115,8 +115,6 @@ def read_options(given: StepOptions) -> Options:
             raise ConfigurationError(f"unknown option {name!r}; known: {', '.join(known)}{gone}")
     complete: dict[str, Any] = {**given}
     complete["precision"] = _precision(given.get("precision"))
-    if given.get("at_most_unsharded") is None:
-        complete["at_most_unsharded"] = 0.02 if given.get("rule") is None else 1.0
     options = Options(**complete)
     for name, values in (
         ("mode", MODES), ("remat", ("block", "matmuls", "none")), ("gather", ("each", "once")),

@@ -7,6 +7,7 @@ statistics of a BatchNorm are those of all examples, on every mesh. What is said
 arrays rest, and in `gathered`, `embed` and `cross_entropy` what each device computes.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,9 +63,13 @@ class StepProgram:
             """The loss elsewhere, for optimizers that search."""
             return self._gradients(by_path(tree), frozen, state.other, state.step, batch)
 
-        more = {"value_fn": lambda tree: again(tree)[1], "value": loss, "grad": tree(grads),
-                "grad_fn": lambda at, _=0: tree(again(at)[0])}  # fmt: skip
-        updates, kept = self.arrays.tx.update(tree(grads), state.optimizer, tree(trained), **more)
+        update = self.arrays.tx.update
+        more = {"value": loss, "grad": tree(grads), "value_fn": lambda tree: again(tree)[1]}
+        asked = inspect.signature(update).parameters
+        if not any(each.kind is each.VAR_KEYWORD for each in asked.values()):
+            more["grad_fn"] = lambda at, _=0: tree(again(at)[0])
+            more = {name: x for name, x in more.items() if name in asked}
+        updates, kept = update(tree(grads), state.optimizer, tree(trained), **more)
         moved = by_path(optax.apply_updates(tree(trained), updates))
         return TrainState(tree({**params, **moved}), kept, other, state.step + 1), loss, aux
 

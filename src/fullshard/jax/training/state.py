@@ -79,9 +79,9 @@ class StateArrays:
         step = jax.ShapeDtypeStruct((), np.int32)
         bare = TrainState(model.tree(shapes), kept, dict(model.other), step)
         self.treedef: Any = jax.tree.structure(bare)
-        read = {s.key: (s, x) for s, x in map(self._read, *zip(*jax.tree.leaves_with_path(bare)))}
-        self._abstract = {key: x for key, (_, x) in read.items()}
-        self._specs = {key: spec for key, (spec, _) in read.items()}
+        read = [self._read(path, leaf) for path, leaf in jax.tree.leaves_with_path(bare)]
+        self._abstract = {spec.key: x for spec, x in read}
+        self._specs = {spec.key: spec for spec, _ in read}
         self.specs = tuple(self._specs.values())
         self.abstract: TrainState = self._tree(self._abstract.values())
         self.shardings: TrainState = jax.tree.map(lambda x: x.sharding, self.abstract)

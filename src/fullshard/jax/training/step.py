@@ -83,7 +83,10 @@ class TrainStep:
         self, axes: MeshAxes, model: ModelArrays, options: Options, functions: tuple[Any, Any]
     ) -> None:
         placements = place(model.specs, axes, options.rule, model.annotations)
-        refuse_low_coverage(placements, options.at_most_unsharded)
+        if options.at_most_unsharded is not None:
+            refuse_low_coverage(placements, options.at_most_unsharded)
+        elif options.rule is None:
+            refuse_low_coverage(placements, 0.02, _LARGE_BYTES)
         refuse_idle_axes(placements, axes)
         self.axes = axes
         self.options = options
@@ -110,7 +113,7 @@ class TrainStep:
 
     @property
     def outside(self) -> dict[str, str]:
-        """The call to write for each array that XLA gathers as it likes, once the loss is traced."""
+        """The call to write, by array that XLA gathers as it likes, once the loss is traced."""
         return self._program.outside
 
     @property

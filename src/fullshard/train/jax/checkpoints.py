@@ -5,7 +5,6 @@ They have the names of the torch engine's, so that either engine goes on where t
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +71,8 @@ class Checkpoints(RunCheckpoints):
 
 
 def layout(run: Run) -> tuple[Mapping[str, StoredAs], Mapping[str, Any]]:
-    """Names under which the state is what the torch engine stores, without padding."""
-    state = run.step.abstract_state()
-    names, about = torch_layout(state, run.plain.names(), _group)
-    paths = (leaf.path for leaf in leaves_of(state, None))
-    for path, spec, rests in zip(paths, run.step.specs, jax.tree.leaves(state), strict=True):
-        if spec.kind != "other" and rests.shape != spec.shape:
-            names[path] = replace(names[path], shape=spec.shape)
-    return names, about
+    """Names under which the state is what the torch engine stores."""
+    return torch_layout(run.step.abstract_state(), run.plain.names(), _group)
 
 
 def _emptied(state: TrainState, names: Mapping[str, StoredAs]) -> TrainState:

@@ -38,7 +38,7 @@ def conclude(run: Run, state: TrainState, reporter: Reporter) -> None:
 def bytes_of(run: Run) -> list[tuple[str, int, int | None]]:
     """What each device holds, by what for, and one process without shards would (None: unknown).
 
-    Parameters, gradients and optimizer state by their layout, padding included. The rest is the
+    Parameters, gradients and optimizer state by their layout. The rest is the
     compiler's account of the whole step, gradients, full parameters and activations among it.
     """
     places, state = run.step.placements, run.step.abstract_state()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The models of `fullshard train` in Flax NNX, with the arithmetic of `train/torch/models.py`.
 
-Plain NNX, but for one word: `gathered` marks the layers whose weights travel together. Layers have
-the names of the torch models, so that `fullshard.jax.torch_names` can tell which array is which.
+Plain NNX, but for one word: `scan_layers` goes through layers whose weights travel together. They
+have the names of the torch models, so that `fullshard.jax.torch_names` tells which array is which.
 From equal weights the GPTs of both engines give equal losses; `DigitNet` does so without dropout
 only, since JAX and torch draw other random numbers.
 """
@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 
 from fullshard.core.presets import Transformer
-from fullshard.jax import gathered
+from fullshard.jax import scan_layers
 
 __all__ = ["GPT", "Attention", "Block", "DigitNet", "FeedForward", "digit_flops", "rotary"]
 
@@ -154,9 +154,7 @@ class GPT(nnx.Module):
         """Logits (batch, positions, vocab) of the next token from ``tokens`` (batch, positions)."""
         angles = rotary(tokens.shape[-1], self.shape.head_width, self.shape.rope_theta)
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = gathered(block)(x, angles)
-        return self._logits(x)
+        return self._logits(scan_layers(self.blocks)(x, angles))
 
     def _logits(self, x: Array) -> Array:
         x = self.norm(x)

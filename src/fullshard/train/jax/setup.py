@@ -129,7 +129,12 @@ def prepare(config: Config, devices: list[jax.Device]) -> tuple[Run, TrainState]
     mesh = create_mesh(fsdp=len(devices) // replicas, data=replicas, devices=devices)
     plain = build_model(config)
     step = make_train_step(
-        plain.make, adamw(config.optim, config.train.steps), loss_of, mesh, remat=_remat(config)
+        plain.make,
+        adamw(config.optim, config.train.steps),
+        loss_of,
+        mesh,
+        remat=_remat(config),
+        at_most_unsharded=1.0,  # any number of devices will do; the table of memory tells
     )
     state = step.init()
     if config.train.initial_weights:

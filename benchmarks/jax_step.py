@@ -200,19 +200,37 @@ def jitted_forms(model, mesh):
         "honest jit": Jitted(model, mesh, loss_of(model)),
         "activations cut": Jitted(model, mesh, loss_of(model, cut)),
         "vocabulary cut": Jitted(model, mesh, loss_of(model, cut, losses)),
-        BY_HAND: Jitted(model, mesh, loss_of(model, **by_hand(mesh))),
+        BY_HAND: Jitted(model, mesh, ByHand(mesh).loss(model)),
     }
 
 
 # ---- the same by hand: what one writes in JAX who knows where the bytes go ----------------------
 
 
-def by_hand(mesh):
+class ByHand:
     """Layers, lookups and losses inside of `jax.shard_map`."""
-    rows, count = PartitionSpec("fsdp"), mesh.shape["fsdp"]
-    mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
 
-    def whole(slices, cuts):
+    def __init__(self, mesh):
+        self.mesh, self.rows, self.count = mesh, PartitionSpec("fsdp"), mesh.shape["fsdp"]
+        self.mapped = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+
+    def loss(self, model):
+        return loss_of(model, losses=self.losses, look_up=self.look_up, around=self.around)
+
+    def around(self, layer):
+        def gathered_layer(weights, x):
+            specs = {name: at.spec for name, at in shardings(weights, self.mesh).items()}
+            cuts = {name: spec.index("fsdp") for name, spec in specs.items()}
+
+            def local(slices, x):
+                return layer(self.whole(slices, cuts), x)
+
+            return self.mapped(local, in_specs=(specs, self.rows), out_specs=self.rows)(weights, x)
+
+        return gathered_layer
+
+    def whole(self, slices, cuts):
+        count = self.count
         small = [n for n, x in slices.items() if x.nbytes * count < 1 << 19]
         packed = jnp.concatenate([slices[n].reshape(-1) for n in small])
         packed = lax.all_gather(packed, "fsdp")
@@ -228,52 +246,26 @@ def by_hand(mesh):
             full[name], start = part.reshape(shape), start + x.size
         return full
 
-    def around(layer):
-        def gathered_layer(weights, x):
-            specs = {name: at.spec for name, at in shardings(weights, mesh).items()}
-            cuts = {name: spec.index("fsdp") for name, spec in specs.items()}
-
-            def local(slices, x):
-                return layer(whole(slices, cuts), x)
-
-            return mapped(local, in_specs=(specs, rows), out_specs=rows)(weights, x)
-
-        return gathered_layer
-
-    def mine(tokens, size):
-        places = tokens - lax.axis_index("fsdp") * size
-        there = (places >= 0) & (places < size)
-        return jnp.where(there, places, 0), there
-
-    def look_up(table, tokens):
+    def look_up(self, table, tokens):
         def local(table, tokens):
             places, there = mine(lax.all_gather(tokens, "fsdp", tiled=True), table.shape[0])
             found = jnp.where(there[..., None], table[places], 0)
             return lax.psum_scatter(found, "fsdp", tiled=True)
 
-        table = jnp.pad(table, [(0, -table.shape[0] % count), (0, 0)])
-        return mapped(local, in_specs=(rows, rows), out_specs=rows)(table, tokens)
+        table = jnp.pad(table, [(0, -table.shape[0] % self.count), (0, 0)])
+        specs = (self.rows, self.rows)
+        return self.mapped(local, in_specs=specs, out_specs=self.rows)(table, tokens)
 
-    def losses(hidden, head, targets):
+    def losses(self, hidden, head, targets):
         words = head.shape[1]
 
         def local(head, hidden, targets):
             @jax.checkpoint
             def one(_, chunk):
                 hidden, targets = (lax.all_gather(x, "fsdp", tiled=True) for x in chunk)
-                logits = hidden @ head
                 first = lax.axis_index("fsdp") * head.shape[1]
-                logits = jnp.where(first + jnp.arange(head.shape[1]) < words, logits, -jnp.inf)
-                most = lax.stop_gradient(logits).max(-1)
-                most = lax.all_gather(most, "fsdp").max(0)
-                places, there = mine(targets, head.shape[1])
-                picked = jnp.take_along_axis(logits, places[..., None], -1)[..., 0]
-                total = jnp.exp(logits - most[..., None]).sum(-1)
-                sums = jnp.stack([total, jnp.where(there, picked, 0)], 1)
-                sums = lax.psum_scatter(sums, "fsdp", tiled=True)
-                size = sums.shape[0]
-                most = lax.dynamic_slice_in_dim(most, lax.axis_index("fsdp") * size, size)
-                return None, jnp.log(sums[:, 0]) + most - sums[:, 1]
+                there = first + jnp.arange(head.shape[1]) < words
+                return None, cut_losses(jnp.where(there, hidden @ head, -jnp.inf), targets)
 
             chunks = [
                 jnp.moveaxis(x.reshape(x.shape[0], 8, -1, *x.shape[2:]), 1, 0)
@@ -281,11 +273,28 @@ def by_hand(mesh):
             ]
             return jnp.moveaxis(lax.scan(one, None, tuple(chunks))[1], 0, 1).reshape(targets.shape)
 
-        head = jnp.pad(head, [(0, 0), (0, -words % count)])
-        specs = (PartitionSpec(None, "fsdp"), rows, rows)
-        return mapped(local, in_specs=specs, out_specs=rows)(head, hidden, targets)
+        head = jnp.pad(head, [(0, 0), (0, -words % self.count)])
+        specs = (PartitionSpec(None, "fsdp"), self.rows, self.rows)
+        return self.mapped(local, in_specs=specs, out_specs=self.rows)(head, hidden, targets)
 
-    return {"around": around, "look_up": look_up, "losses": losses}
+
+def mine(tokens, size):
+    places = tokens - lax.axis_index("fsdp") * size
+    there = (places >= 0) & (places < size)
+    return jnp.where(there, places, 0), there
+
+
+def cut_losses(logits, targets):
+    """Losses of this device's examples, from everybody's logits of its classes."""
+    most = lax.all_gather(lax.stop_gradient(logits).max(-1), "fsdp").max(0)
+    places, there = mine(targets, logits.shape[-1])
+    picked = jnp.take_along_axis(logits, places[..., None], -1)[..., 0]
+    total = jnp.exp(logits - most[..., None]).sum(-1)
+    sums = jnp.stack([total, jnp.where(there, picked, 0)], 1)
+    sums = lax.psum_scatter(sums, "fsdp", tiled=True)
+    size = sums.shape[0]
+    most = lax.dynamic_slice_in_dim(most, lax.axis_index("fsdp") * size, size)
+    return jnp.log(sums[:, 0]) + most - sums[:, 1]
 
 
 # ---- ours ---------------------------------------------------------------------------------------

@@ -214,8 +214,8 @@ def test_jax_step_memory_and_communication(losses_alone):
     found = memory_analysis(step, next(jax_blocks.data_loader(1)))
     sharded, whole = found["sharded"], found["unsharded"]
     assert whole.state_bytes > 6 * sharded.state_bytes  # small biases are whole
-    # 1.5 times for blocks, whose gradients are reduce-scattered, and not twice for the rest.
-    assert 1.2 < sharded.sent_bytes / whole.sent_bytes < 1.6
+    # 1.5 times for blocks, whose gradients are reduce-scattered, and less for what XLA gathers.
+    assert 1.0 < sharded.sent_bytes / whole.sent_bytes < 1.6
     assert sharded.communication.of("all-gather")
     assert sharded.communication.of("reduce-scatter")
     assert step.compilations == 1

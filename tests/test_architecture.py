@@ -58,7 +58,7 @@ LAYERS = {
     "distributed": Layer({"core", "launchers"}, {"torch"}),
     "testing": Layer({"core", "torch"}, {"torch", "numpy"}),
     "drop_in": Layer({"core", "wrap", "torch"}, {"torch"}),
-    "run": Layer({"core", "launchers", "distributed"}, {"torch"}),
+    "run": Layer({"core", "launchers", "distributed", "local_ranks"}, {"torch"}),
     "doctor": Layer(
         {"core", "host_memory", "launchers", "distributed", "local_ranks", "torch"},
         {"torch", "rich"},

@@ -55,7 +55,7 @@ def test_help_says_what_there_is():
     [
         (["train", "optim.rate=1"], "fullshard train: unknown key 'optim.rate'"),
         (["train", "a.toml", "--nproc", "2", "b.toml"], "one settings file at most"),
-        (["trian"], "invalid choice: 'trian'"),
+        (["trian"], "no command 'trian': did you mean 'train'"),
     ],
 )
 def test_nonsense_ends_with_2_and_one_line_that_says_why(arguments, message):

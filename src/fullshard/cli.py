@@ -2,7 +2,9 @@
 """The command ``fullshard``: parses, then delegates. Loads torch or jax when it starts to work."""
 
 import argparse
+import difflib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,17 +46,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--version", action="version", version=f"fullshard {_version()}", help="show it and exit"
     )
-    parser.add_argument("command", choices=sorted(_COMMANDS), metavar="COMMAND", help="see below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("command", metavar="COMMAND", help="see below")
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help()
         return 0
-    chosen = parser.parse_args(argv)
+    command, *arguments = sys.argv[1:] if argv is None else argv
+    if command not in _COMMANDS:
+        command = parser.parse_args([command]).command
+        near = difflib.get_close_matches(command, _COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        parser.error(f"no command {command!r}: {hint}there are {', '.join(_COMMANDS)}")
     try:
-        return _COMMANDS[chosen.command](chosen.arguments)
+        if any("\0" in text for text in arguments):
+            raise ConfigurationError("an argument has a zero byte, which no path or name can have")
+        status = _COMMANDS[command](arguments)
+        sys.stdout.flush()
+        return status
     except FullshardError as error:
-        print(f"fullshard {chosen.command}: {error}", file=sys.stderr)
+        print(f"fullshard {command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigurationError) else 1
+    except BrokenPipeError:  # as of "| head": who reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # SIGPIPE
+    except (OSError, OverflowError) as error:
+        print(f"fullshard {command}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -163,7 +179,7 @@ def _needing(extras: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"{error.name} is not installed: pip install 'fullshard[{extras}]'"
+            f"{error.name} is not installed: from the repository, pip install -e '.[{extras}]'"
         ) from error
 
 

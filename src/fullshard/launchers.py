@@ -14,6 +14,7 @@ from pathlib import Path
 from fullshard.core.errors import ConfigurationError
 
 __all__ = [
+    "check_nproc",
     "first_host",
     "launcher_environment",
     "local_rank_of",
@@ -21,6 +22,8 @@ __all__ = [
     "threads_per_rank",
     "usable_cores",
 ]
+
+_MOST_LOCAL_RANKS = 1024  # on one machine
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _FIRST_PORT, _PORTS = 20_000, 20_000
@@ -152,3 +155,11 @@ def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
 def _port(job: int) -> str:
     """Any port that all ranks work out alike and that two jobs on one node hardly share."""
     return str(_FIRST_PORT + job % _PORTS)
+
+
+def check_nproc(nproc: int, option: str = "--nproc") -> int:
+    """Return ``nproc``, the number of ranks to start here; raise `ConfigurationError` if absurd."""
+    if not 1 <= nproc <= _MOST_LOCAL_RANKS:
+        limit = "at least 1" if nproc < 1 else f"at most {_MOST_LOCAL_RANKS}"
+        raise ConfigurationError(f"{option} must be {limit}, got {nproc}")
+    return nproc

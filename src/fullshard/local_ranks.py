@@ -24,13 +24,29 @@ from torch.multiprocessing.spawn import start_processes
 
 from fullshard.core.errors import CommunicationError, FullshardError
 
-__all__ = ["run_local_ranks"]
+__all__ = ["LOOPBACK", "run_local_ranks", "serve_store", "stay_on_loopback"]
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _GRACE_S = 5.0  # between asking a rank to end and killing it
 _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
 )
+
+
+def serve_store() -> TCPStore:
+    """Open a store at which ranks of this machine meet, on the loopback interface alone."""
+    listening = socket.create_server((LOOPBACK, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+
+
+def stay_on_loopback() -> None:
+    """Tell Gloo in this process and those that it starts to use the loopback interface."""
+    own = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
+    if own:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", own.pop())
 
 
 def run_local_ranks(
@@ -52,11 +68,8 @@ def run_local_ranks(
         CommunicationError: if a rank fails, in the words of the first that did, or if the ranks
             take longer than ``timeout_s`` seconds. All ranks have ended by then.
     """
-    listening = socket.create_server((_LOOPBACK, 0))
-    port = listening.getsockname()[1]
-    store = TCPStore(
-        _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
+    store = serve_store()
+    port = store.port
     start: Any = start_processes  # has no types
     sys.stdout.flush()
     processes: Sequence[BaseProcess] = ()
@@ -91,23 +104,21 @@ def _rank_main(
     os.environ.update({name: str(number) for name, number in numbers.items()})
     # The last one tells torch that the store is there, and not for rank 0 to open.
     os.environ.update(
-        MASTER_ADDR=_LOOPBACK, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True"
+        MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True"
     )
-    own = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
-    if own:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", own.pop())
+    stay_on_loopback()
     try:
         result = function(*arguments)
     except Exception as error:
         text = str(error) if isinstance(error, FullshardError) else traceback.format_exc()
-        store = TCPStore(_LOOPBACK, port, is_master=False)
+        store = TCPStore(LOOPBACK, port, is_master=False)
         store.set(f"failure {store.add('failures', 1)}", f"{rank}\n{text}")
         # One failing rank makes the others fail at their next collective. The wait lets the
         # launcher see one that was killed, and wrote no report, before those that noticed.
         time.sleep(0.5)
         os._exit(1)
     if rank == 0 and result is not None:
-        TCPStore(_LOOPBACK, port, is_master=False).set("result", result)
+        TCPStore(LOOPBACK, port, is_master=False).set("result", result)
 
 
 def _first_failure(processes: Sequence[BaseProcess], timeout_s: float | None) -> int | None:

@@ -9,15 +9,40 @@ from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import get_args_parser, run
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.run import config_from_args, get_args_parser, run
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.distributed import default_nproc
-from fullshard.launchers import launcher_environment, threads_per_rank, usable_cores
+from fullshard.launchers import (
+    check_nproc,
+    launcher_environment,
+    rank_of,
+    threads_per_rank,
+    usable_cores,
+)
+from fullshard.local_ranks import LOOPBACK, serve_store, stay_on_loopback
 
 __all__ = ["main"]
 
 _DROP_IN = "fullshard.drop_in"
+_LOCAL = "fullshard-local"
+# Where torchrun's ranks meet if nobody says.
+_NOWHERE: dict[str, tuple[object, ...]] = {
+    "nnodes": ("1:1", "1"),
+    "rdzv_backend": ("static",),
+    "rdzv_endpoint": ("",),
+    "rdzv_conf": ("",),
+    "master_addr": ("127.0.0.1",),
+    "master_port": (None, 29500),  # by the version of torch
+    "node_rank": (0,),
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigurationError("a Python script is run: leave out --no-python and --run-path")
     if not options.module and not os.path.isfile(options.training_script):
         raise ConfigurationError(f"there is no file {options.training_script!r}")
-    script = [options.training_script, *options.training_script_args]
+    own = options.training_script_args
+    script = [options.training_script, *(own[1:] if own[:1] == ["--"] else own)]
     if options.module:
         script.insert(0, "-m")
     if options.no_launch and options.nproc_per_node is not None:
@@ -40,23 +66,37 @@ def main(argv: Sequence[str]) -> int:
     found = launcher_environment(os.environ, local_only=options.nproc_per_node is not None)
     if found is not None or options.no_launch:
         os.environ.update(found or {})
+        if rank_of(os.environ) == 0:
+            _say_what_is_in_place()
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", _DROP_IN, *script])
     if options.nproc_per_node is None:
         options.nproc_per_node = str(default_nproc())
-    if re.fullmatch(r"0+|-\d+", options.nproc_per_node):
-        raise ConfigurationError(f"--nproc must be at least 1, got {options.nproc_per_node}")
+    if re.fullmatch(r"-?\d{1,9}", options.nproc_per_node):
+        check_nproc(int(options.nproc_per_node))
     _share_cores(options.nproc_per_node)
+    _check_hosts(options.nnodes)
+    if options.standalone or all(
+        getattr(options, key) in values for key, values in _NOWHERE.items()
+    ):
+        options.standalone, options.rdzv_backend = False, _LOCAL
+        stay_on_loopback()
     # Ranks that torchrun restarts would find the store of those before them, and wait for their
     # addresses: https://github.com/pytorch/pytorch/issues/135712
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     options.module, options.training_script, options.training_script_args = True, _DROP_IN, script
+    try:
+        config_from_args(options)
+    except Exception as error:  # whatever torchrun's own options can be wrong in
+        raise ConfigurationError(f"torchrun refuses these options: {error}") from error
+    _say_what_is_in_place()
     return _start(options)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "fullshard run"
+    parser.allow_abbrev = False  # or a script's --run would be torchrun's --run-path
     parser.usage = "fullshard run [--nproc N] [torchrun options] [-m] script.py [args]"
     parser.description = (
         "Start a script written for torch.distributed.fsdp, unchanged, on fullshard. Takes the "
@@ -78,6 +118,61 @@ def _parser() -> argparse.ArgumentParser:
     if "PET_NPROC_PER_NODE" not in os.environ:  # torchrun's own way to set it
         parser.set_defaults(nproc_per_node=None)
     return parser
+
+
+def _check_hosts(nnodes: str) -> None:
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", nnodes)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        raise ConfigurationError(f"--nnodes must be hosts, as in 2, or 1:4, got {nnodes!r}")
+
+
+def _say_what_is_in_place() -> None:
+    print("fullshard is in place of torch.distributed.fsdp", file=sys.stderr, flush=True)
+
+
+class _LocalRendezvous(RendezvousHandler):
+    """The meeting of ranks of this machine: for each start of them a new store, on loopback.
+
+    Ranks that torchrun restarts would find in its own store what those before them have left, and
+    wait for their addresses: https://github.com/pytorch/pytorch/issues/135712
+    """
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        self._run_id = params.run_id
+
+    use_agent_store = True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open the store of the next start."""
+        store = serve_store()
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, store.port))
+
+    def get_backend(self) -> str:
+        """Return the name under which torchrun knows it."""
+        return _LOCAL
+
+    def get_run_id(self) -> str:
+        """Return the run's name."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """Return False: another start is always possible."""
+        return False
+
+    def set_closed(self) -> None:
+        """Do nothing."""
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: there is no other host."""
+        return 0
+
+    def shutdown(self) -> bool:
+        """Return True: stores close with this process."""
+        return True
+
+
+rendezvous_handler_registry.register(_LOCAL, _LocalRendezvous)
 
 
 def _share_cores(nproc: str) -> None:

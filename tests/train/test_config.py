@@ -45,7 +45,7 @@ def test_an_override_is_read_as_its_field_wants_it(override, section, key, value
         ("optimm.lr=1", "did you mean 'optim'?"),
         ("optim.lr=fast", "optim.lr must be a number, got 'fast'"),
         ("optim.lr=true", "optim.lr must be a number, got True"),
-        ("optim.lr=nan", "optim.lr must be at least 0"),
+        ("optim.lr=nan", "optim.lr must be a number, got nan"),
         ("train.steps=1.5", "train.steps must be a whole number, got 1.5"),
         ("train.steps=0", "train.steps must be at least 1, got"),
         ("log.trace=1", "log.trace must be true or false, got 1"),

@@ -220,7 +220,7 @@ def _dcp() -> Any:
         return importlib.import_module("fullshard.torch.checkpoint.dcp")
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"--format dcp needs torch ({error.name} is missing): pip install 'fullshard[torch]'"
+            f"--format dcp needs torch ({error.name} is missing): pip install -e '.[torch]'"
         ) from error
 
 

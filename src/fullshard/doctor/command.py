@@ -20,6 +20,7 @@ from fullshard.doctor.machine.snapshot import Machine, facts, read_machine
 from fullshard.doctor.output import Report, print_report, to_json
 from fullshard.doctor.scripts import check_scripts
 from fullshard.launchers import (
+    check_nproc,
     launcher_environment,
     local_rank_of,
     rank_of,
@@ -27,6 +28,8 @@ from fullshard.launchers import (
 )
 
 __all__ = ["check_hosts", "main", "parse_size"]
+
+_MOST_BYTES = 16 << 30  # of a measured buffer
 
 _EXAMPLES = """\
 examples:
@@ -99,10 +102,12 @@ def _parser() -> argparse.ArgumentParser:
 def parse_size(text: str) -> int:
     """Bytes of a text such as ``4MiB``, ``64k`` or ``1048576``; units are powers of 1024."""
     match = re.fullmatch(r"(\d+)\s*([kmg]?)(i?b)?", text.strip().lower())
-    size_bytes = int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]] if match else 0
-    if size_bytes < 4:
+    digits = match[1] if match and len(match[1]) < 20 else "0"
+    size_bytes = int(digits) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]] if match else 0
+    if not 4 <= size_bytes <= _MOST_BYTES:
         raise ConfigurationError(
-            f"--size must be at least 4 bytes, as in 256KiB or 16MiB, got {text!r}"
+            "--size must be at least 4 bytes and at most 16 GiB, as in 256KiB or 16MiB, "
+            f"got {text!r}"
         )
     return size_bytes
 
@@ -117,9 +122,7 @@ def _launched(nproc: int | None) -> Mapping[str, str] | None:
 
 
 def _alone(nproc: int | None, with_links: bool, sizes_bytes: Sequence[int]) -> Report:
-    ranks = nproc if nproc is not None else default_nproc()
-    if ranks < 1:
-        raise ConfigurationError(f"--nproc must be at least 1, got {ranks}")
+    ranks = check_nproc(nproc) if nproc is not None else default_nproc()
     machine = read_machine(ranks, ranks, os.environ)
     report = _of_host(machine)
     if not with_links or ranks < 2:

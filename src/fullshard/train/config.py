@@ -42,6 +42,8 @@ _LIMITS = {
 
 
 def _option(default: Any, meaning: str, **limits: float) -> Any:
+    if type(default) is int:
+        limits = {"most": 2**31 - 1, **limits}  # what both engines and NumPy count with
     return field(default=default, metadata={"meaning": meaning, "limits": limits})
 
 
@@ -234,7 +236,7 @@ class _Text(str):
             return self[1:-1] if quoted else str(self)
         try:
             parsed = tomllib.loads(f"value = {self}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, KeyError, RecursionError):
             parsed = str(self)
         if get_origin(wanted) is tuple and not isinstance(parsed, list):
             return [str(self)]  # one path, even if it reads like a number
@@ -244,7 +246,7 @@ class _Text(str):
 def _read_toml(path: Path) -> Settings:
     try:
         read = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot read the settings file {str(path)!r}: {error}") from error
     for section, values in read.items():
         if not isinstance(values, dict):
@@ -259,9 +261,35 @@ def _merge(into: Settings, more: Mapping[str, Mapping[str, Any]]) -> None:
         into.setdefault(section, {}).update(values)
 
 
-def _unknown(what: str, name: str, known: Iterable[str]) -> ConfigurationError:
+# Words of other trainers for settings.
+_ALIASES = {
+    "learning_rate": "optim.lr",
+    "batch_size": "train.batch",
+    "max_steps": "train.steps",
+    "iterations": "train.steps",
+    "max_grad_norm": "optim.clip_norm",
+    "sharding_strategy": "shard.strategy",
+    "seq_len": "model.context",
+    "output_dir": "log.folder",
+}
+
+
+def _unknown_key(key: str) -> ConfigurationError:
+    sections = get_type_hints(Config)
+    keys = [
+        f"{section}.{name}" for section, cls in sections.items() for name in get_type_hints(cls)
+    ]
+    section, _, name = key.partition(".")
+    known = [known for known in keys if known.startswith(f"{section}.")]
+    same = [known for known in keys if known.endswith(f".{name}")]  # in another section
+    return _unknown("key", key, known, _ALIASES.get(name) or next(iter(same), None))
+
+
+def _unknown(
+    what: str, name: str, known: Iterable[str], meant: str | None = None
+) -> ConfigurationError:
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    near = [meant] if meant else difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ConfigurationError(f"unknown {what} {name!r}: {hint}there are {', '.join(known)}")
 
@@ -273,7 +301,7 @@ def _build(section: str, cls: Any, given: Mapping[str, Any]) -> Any:
     for name, value in given.items():
         key = f"{section}.{name}"
         if name not in wanted:
-            raise _unknown("key", key, [f"{section}.{each}" for each in wanted])
+            raise _unknown_key(key)
         values[name] = _fit(key, value, wanted[name])
         for limit, bound in cls.__dataclass_fields__[name].metadata["limits"].items():
             holds, words = _LIMITS[limit]
@@ -303,8 +331,8 @@ def _fit(key: str, value: Any, wanted: Any) -> Any:
         expected = "a list of texts"
     else:
         if wanted is float and type(value) is int:
-            return float(value)
-        if type(value) is wanted:
+            value = float(value) if abs(value) < 2**1000 else math.inf
+        if type(value) is wanted and (wanted is not float or math.isfinite(value)):
             return value
         expected = _KINDS[wanted]
     raise ConfigurationError(f"{key} must be {expected}, got {value!r}")

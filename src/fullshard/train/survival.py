@@ -49,9 +49,19 @@ def folder_to_resume(config: Config) -> Path | None:
     """
     wanted = config.checkpoint.resume
     if wanted and wanted != "auto":
-        if not Path(wanted).is_dir():
-            raise ConfigurationError(f"checkpoint.resume={wanted!r} is no run folder")
-        return Path(wanted)
+        folder = Path(wanted)
+        if not folder.is_dir():
+            raise ConfigurationError(f"checkpoint.resume={wanted!r}: there is no such folder")
+        if not (folder / "config.toml").is_file():
+            raise ConfigurationError(
+                f"checkpoint.resume={wanted!r} is no run folder: it has no config.toml"
+            )
+        if (folder / FINISHED).exists() and not _has_steps(folder):
+            raise ConfigurationError(
+                f"checkpoint.resume={wanted!r} is finished ({FINISHED}) and has no checkpoint to "
+                "go on from: start a new run, with train.initial_weights for its weights"
+            )
+        return folder
     if not wanted and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
     name = re.compile(re.escape(config.run_name) + r"(-\d+)?")

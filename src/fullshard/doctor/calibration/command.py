@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
+from fullshard.core.errors import ConfigurationError
 from fullshard.distributed import get_device
 from fullshard.doctor.calibration.measure import calibrate
 from fullshard.doctor.links.ranks import joined
-from fullshard.launchers import launcher_environment
+from fullshard.launchers import check_nproc, launcher_environment
 from fullshard.local_ranks import run_local_ranks
 
 __all__ = ["main"]
@@ -28,6 +29,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--nproc", type=int, default=1, help="ranks to start on this machine")
     parser.add_argument("--threads", type=int, default=0, help="of each rank on a CPU")
     given = parser.parse_args(argv)
+    check_nproc(given.nproc)
+    if not 0 <= given.threads <= 4096:
+        raise ConfigurationError(
+            f"--threads must be 0 (torch's choice) to 4096, got {given.threads}"
+        )
+    if given.out.is_dir() or not given.out.absolute().parent.is_dir():
+        raise ConfigurationError(f"--out must be a file in a folder that is there, got {given.out}")
     text: str | None
     environment = launcher_environment(os.environ)
     if environment is not None:

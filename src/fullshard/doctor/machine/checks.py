@@ -45,7 +45,7 @@ def _versions(machine: Machine) -> Iterator[Finding]:
             "severe",
             "numpy is not installed",
             "Weights cannot be written or read.",
-            "pip install 'fullshard[torch]'",
+            "pip install -e '.[torch]'",
         )
     version = machine.packages.get("torch") or ""
     match = re.match(r"(\d+)\.(\d+)", version)

@@ -23,7 +23,7 @@ def write_png(drawing: Drawing, path: str | FilePath, *, scale: float = 2.0) -> 
         from PIL import Image, ImageDraw, ImageFont  # noqa: PLC0415 - optional
     except ImportError as error:
         raise ConfigurationError(
-            "PNG needs Pillow: pip install 'fullshard[plots]', or write SVG, which needs nothing"
+            "PNG needs Pillow: pip install -e '.[plots]', or write SVG, which needs nothing"
         ) from error
     size = (round(drawing.width * scale), round(drawing.height * scale))
     image = Image.new("RGB", size, "#ffffff")

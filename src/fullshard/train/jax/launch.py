@@ -8,7 +8,7 @@ import jax
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.jax import initialize
-from fullshard.launchers import launcher_environment
+from fullshard.launchers import check_nproc, launcher_environment
 from fullshard.train.config import Config
 from fullshard.train.jax.loop import train
 
@@ -28,8 +28,8 @@ def launch(config: Config, nproc: int | None = None) -> int:
         ConfigurationError: for more devices than there are, a batch they cannot share, or data that
             are not there.
     """
-    if nproc is not None and nproc < 1:
-        raise ConfigurationError(f"--nproc must be at least 1, got {nproc}")
+    if nproc is not None:
+        check_nproc(nproc)
     if launcher_environment(os.environ, local_only=nproc is not None) is not None:
         initialize()
         devices = jax.devices()

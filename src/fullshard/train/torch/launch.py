@@ -8,7 +8,7 @@ import torch
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.distributed import default_nproc
-from fullshard.launchers import launcher_environment, threads_per_rank, usable_cores
+from fullshard.launchers import check_nproc, launcher_environment, threads_per_rank, usable_cores
 from fullshard.local_ranks import run_local_ranks
 from fullshard.train.config import Config, check_world
 from fullshard.train.data import load
@@ -32,9 +32,7 @@ def launch(config: Config, nproc: int | None = None) -> int:
         check_world(config, int(os.environ["WORLD_SIZE"]))
         _train_here(config)
         return 0
-    nproc = default_nproc() if nproc is None else nproc
-    if nproc < 1:
-        raise ConfigurationError(f"--nproc must be at least 1, got {nproc}")
+    nproc = default_nproc() if nproc is None else check_nproc(nproc)
     gpus = torch.cuda.device_count()
     if torch.cuda.is_available() and nproc > gpus:
         raise ConfigurationError(f"--nproc {nproc} ranks need a GPU each, but there are {gpus}")

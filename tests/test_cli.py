@@ -94,7 +94,7 @@ def test_two_ranks_train_and_leave_everything_behind(tmp_path):
     assert stored["train"]["steps"] == 3
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     kinds = [json.loads(line)["kind"] for line in lines]
-    assert kinds == ["train", "validation", "train", "validation"]
+    assert kinds == ["train", "train", "validation", "train", "validation"]
     assert (folder / "trace.jsonl").stat().st_size > 0
     found = load_file(folder / "model.safetensors")
     assert found.keys() == plain.state_dict().keys()

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.limits import PROCESS_S
@@ -121,6 +122,29 @@ def test_torchruns_options_and_the_scripts_own_are_told_apart(script, started):
     assert options.training_script_args == [str(script), "--nproc", "5", "--help"]
 
 
+def test_a_scripts_flags_are_never_torchruns(script, started):
+    for own in (["--run", "5", "--r"], ["--", "--run", "5", "--r"]):
+        assert command(["run", str(script), *own]) == 0
+    for options in started:
+        assert options.training_script_args == [str(script), "--run", "5", "--r"]
+
+
+@pytest.mark.parametrize(
+    ("options", "backend"),
+    [([], "fullshard-local"), (["--standalone"], "fullshard-local"), (["--nnodes", "2"], "static")],
+)
+def test_ranks_of_one_host_meet_on_loopback(started, options, backend, capsys):
+    assert command(["run", *options, "-m", "some.module"]) == 0
+    assert started[0].rdzv_backend == backend
+    assert capsys.readouterr().err == "fullshard is in place of torch.distributed.fsdp\n"
+    if not options:
+        handler = fullshard.run._LocalRendezvous(SimpleNamespace(run_id="1"))
+        first, second = handler.next_rendezvous(), handler.next_rendezvous()
+        first.store.set("left", "by the ranks before")
+        assert not second.store.check(["left"])
+        assert first.bootstrap_store_info.master_addr == "127.0.0.1"
+
+
 @pytest.mark.parametrize("option", ["--nproc", "--nproc-per-node", "--nproc_per_node"])
 def test_the_number_of_ranks(started, option):
     assert command(["run", option, "3", "-m", "some.module", "-m"]) == 0
@@ -145,6 +169,9 @@ def test_a_launchers_rank_is_joined(script, started, monkeypatch):
         (["--no-launch", "--nproc", "2", "-m", "x"], "leave --nproc out"),
         (["--nproc", "0", "-m", "x"], "at least 1, got 0"),
         (["--nproc", "-1", "-m", "x"], "at least 1, got -1"),
+        (["--nproc", "99999", "-m", "x"], "at most 1024, got 99999"),
+        (["--nnodes", "0", "-m", "x"], "--nnodes must be hosts, as in 2, or 1:4, got '0'"),
+        (["--rdzv-conf", "x", "-m", "x"], "torchrun refuses these options"),
     ],
 )
 def test_what_cannot_be_is_refused(started, arguments, message):

@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import threading
+import time
 
 import pytest
 import torch
@@ -183,6 +184,8 @@ def test_metrics_are_json_even_where_a_value_is_not_finite(tmp_path):
     reporter.record("train", 1, {"loss": float("nan"), "grad_norm": 2.5})
     reporter.validation(2, 1.25, 0.5)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    times = [line.pop("time") for line in lines]
+    assert time.time() - 60 < times[0] <= times[1] <= time.time()
     assert lines == [
         {"kind": "train", "step": 1, "loss": None, "grad_norm": 2.5},
         {"kind": "validation", "step": 2, "loss": 1.25, "accuracy": 0.5},

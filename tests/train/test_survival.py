@@ -243,7 +243,15 @@ def test_which_folder_goes_on(tmp_path, monkeypatch):
     named = replace(config, checkpoint=replace(config.checkpoint, resume=str(tmp_path / "a")))
     assert folder_to_resume(named) == tmp_path / "a"
     missing = replace(config, checkpoint=replace(config.checkpoint, resume=str(tmp_path / "x")))
-    with pytest.raises(ConfigurationError, match="is no run folder"):
+    with pytest.raises(ConfigurationError, match="there is no such folder"):
+        folder_to_resume(missing)
+    (tmp_path / "x").mkdir()
+    with pytest.raises(ConfigurationError, match=r"is no run folder: it has no config\.toml"):
+        folder_to_resume(missing)
+    (tmp_path / "x" / "config.toml").write_text(to_toml(config))
+    assert folder_to_resume(missing) == tmp_path / "x"  # ended before its first checkpoint
+    (tmp_path / "x" / "model.safetensors").write_text("")
+    with pytest.raises(ConfigurationError, match=r"is finished .* and has no checkpoint"):
         folder_to_resume(missing)
 
 

@@ -91,11 +91,13 @@ class Speed:
         """Begin a step's time."""
         self._since = time.perf_counter()
 
-    def stop(self, tokens: int) -> None:
-        """End a step's time, in which all ranks together processed ``tokens``."""
+    def stop(self, tokens: int) -> float:
+        """End a step's time, in which all ranks together processed ``tokens``; return seconds."""
         assert self._since is not None
-        self.seconds += time.perf_counter() - self._since
+        seconds = time.perf_counter() - self._since
+        self.seconds += seconds
         self.tokens += tokens
+        return seconds
 
     def take(self) -> dict[str, float]:
         """Rates since the last call, over all ranks; MFU is the share of their peak (0 to 1)."""
@@ -141,18 +143,24 @@ class Reporter:
         self.console.print(text, markup=False)
 
     def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Append one line to ``metrics.jsonl``."""
+        """Append one line to ``metrics.jsonl``; its time is in seconds since 1970."""
         if self.folder is None:
             return
         # JSON has no NaN; null stands for it.
         plain = {key: value if abs(value) < float("inf") else None for key, value in values.items()}
-        line = json.dumps({"kind": kind, "step": step, **plain})
+        line = json.dumps({"kind": kind, "step": step, "time": round(time.time(), 3), **plain})
         path = self.folder / "metrics.jsonl"
         with writing(path), open(path, "a", encoding="utf-8") as lines:
             lines.write(line + "\n")
 
     def step(self, step: int, values: Mapping[str, float], token: str = "tokens") -> None:
-        """Show and record one training step; ``token`` names what is counted, in the plural."""
+        """Record one training step, and show it if memory and rates are among its values.
+
+        ``token`` names what is counted, in the plural.
+        """
+        self.record("train", step, values)
+        if "memory_bytes" not in values:
+            return
         used, total = values["memory_bytes"], values["memory_total_bytes"]
         parts = [
             f"step {step}",
@@ -166,7 +174,6 @@ class Reporter:
         if "mfu" in values:
             parts.append(f"MFU {values['mfu']:.1%}")
         self.say("  ".join(parts))
-        self.record("train", step, values)
 
     def validation(self, step: int, loss: float, accuracy: float) -> None:
         """Show and record one validation."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.core.errors import FullshardError
-from fullshard.train.config import Config, to_toml
+from fullshard.train.config import Config, resolve, to_toml
 from fullshard.train.data import Dataset
 from fullshard.train.metrics import Reporter, Speaker, new_run_folder, writing
 from fullshard.train.survival import folder_to_resume
@@ -55,11 +55,16 @@ def open_folder(config: Config, world: Speaker) -> Path | None:
 
 
 def introduce(config: Config, facts: Facts, reporter: Reporter) -> None:
-    """Print the settings and what will roughly happen."""
+    """Print the settings that were chosen and what will roughly happen."""
     train, data = config.train, facts.data
-    for section, values in vars(config).items():
-        settings = " ".join(f"{key}={value!r}" for key, value in vars(values).items())
-        reporter.say(f"[{section}] {settings}")
+    usual = resolve(model=config.model.name)
+    chosen = [
+        f"{section}.{key}={value}"
+        for section, values in vars(config).items()
+        for key, value in vars(values).items()
+        if value != getattr(getattr(usual, section), key)
+    ]
+    reporter.say(f"settings: {', '.join(chosen) or 'all as usual'}")
     tokens = train.batch * data.tokens_per_sample
     reporter.say(
         f"\n{config.run_name}: {facts.parameters_numel:,} parameters ({train.dtype}, "

@@ -54,12 +54,18 @@ def bytes_of(run: Run) -> list[tuple[str, int, int | None]]:
     state_and_batch = compiled.argument_size_in_bytes
     written_apart = compiled.output_size_in_bytes - compiled.alias_size_in_bytes
     temporary = compiled.temp_size_in_bytes
+    gradients = sum(each.rest_bytes for each in trained)
+    at_rest = (
+        parameters + gradients + optimizer,
+        _true_bytes(places) + _true_bytes(trained) + unsharded_optimizer,
+    )
     return [
         ("parameters", parameters, _true_bytes(places)),
-        ("gradients", sum(each.rest_bytes for each in trained), _true_bytes(trained)),
+        ("gradients", gradients, _true_bytes(trained)),
         ("optimizer state", optimizer, unsharded_optimizer),
-        ("temporary in a step, at most", temporary, None),
-        ("peak of a step", state_and_batch + written_apart + temporary, None),
+        ("all of these, at rest", *at_rest),
+        ("full units and activations in a step, at most", temporary, None),
+        ("peak, with activations", state_and_batch + written_apart + temporary, None),
     ]
 
 

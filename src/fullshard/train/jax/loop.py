@@ -58,12 +58,12 @@ def fit(run: Run, state: TrainState, reporter: Reporter, checkpoints: Checkpoint
     for step in range(first, config.steps):
         speed.start()
         state, values = train_step(run, state, step, reporter)
-        speed.stop(config.batch * run.data.tokens_per_sample)
+        values["step_s"] = speed.stop(config.batch * run.data.tokens_per_sample)
         reporter.advance()
         done = step + 1
         if done % log.every == 0 or done in (first + 1, config.steps):
-            measured = {**values, **run.devices.memory_used(), **speed.take()}
-            reporter.step(done, measured, run.data.token)
+            values |= {**run.devices.memory_used(), **speed.take()}
+        reporter.step(done, values, run.data.token)
         if done % config.eval_every == 0 and done < config.steps:
             reporter.validation(done, *evaluate(run, state))
         checkpoints.after_step(state, done)

@@ -26,6 +26,7 @@ from fullshard.jax.files.torch_names import TorchName
 from fullshard.plan.cluster.read import device_of_driver
 from fullshard.train.config import Config, check_world
 from fullshard.train.data import Batch, Dataset, load
+from fullshard.train.fits import check_memory
 from fullshard.train.jax.models import GPT, DigitNet, digit_flops
 from fullshard.train.jax.optimizer import adamw
 from fullshard.train.summary import Facts
@@ -124,6 +125,9 @@ def prepare(config: Config, devices: list[jax.Device]) -> tuple[Run, TrainState]
     that cannot be read, or a batch that does not divide.
     """
     check_world(config, len(devices))
+    told = devices[0].memory_stats() or {}
+    simulated = host_total_bytes() // len(jax.local_devices())
+    check_memory(config, len(devices), told.get("bytes_limit", simulated))
     data = load(config)
     replicas = len(devices) if config.shard.strategy == "NO_SHARD" else 1
     mesh = create_mesh(fsdp=len(devices) // replicas, data=replicas, devices=devices)

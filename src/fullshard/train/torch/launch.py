@@ -8,10 +8,12 @@ import torch
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.distributed import default_nproc
+from fullshard.host_memory import host_total_bytes
 from fullshard.launchers import check_nproc, launcher_environment, threads_per_rank, usable_cores
 from fullshard.local_ranks import run_local_ranks
 from fullshard.train.config import Config, check_world
 from fullshard.train.data import load
+from fullshard.train.fits import check_memory
 from fullshard.train.survival import COME_AGAIN
 from fullshard.train.torch.loop import train
 from fullshard.train.torch.world import joined
@@ -29,7 +31,9 @@ def launch(config: Config, nproc: int | None = None) -> int:
     found = launcher_environment(os.environ, local_only=nproc is not None)
     if found is not None:
         os.environ.update(found)
-        check_world(config, int(os.environ["WORLD_SIZE"]))
+        size = int(os.environ["WORLD_SIZE"])
+        check_world(config, size)
+        check_memory(config, size, _memory_bytes(int(os.environ.get("LOCAL_WORLD_SIZE", size))))
         _train_here(config)
         return 0
     nproc = default_nproc() if nproc is None else check_nproc(nproc)
@@ -37,8 +41,16 @@ def launch(config: Config, nproc: int | None = None) -> int:
     if torch.cuda.is_available() and nproc > gpus:
         raise ConfigurationError(f"--nproc {nproc} ranks need a GPU each, but there are {gpus}")
     check_world(config, nproc)
+    check_memory(config, nproc, _memory_bytes(nproc))
     load(config)  # only to see that it can be: a missing corpus is refused here, once
     return _start_local(config, nproc)
+
+
+def _memory_bytes(ranks: int) -> int:
+    """Return the memory of one of ``ranks`` ranks on this host: that of a GPU, or its share."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return host_total_bytes() // ranks
 
 
 def _start_local(config: Config, nproc: int) -> int:

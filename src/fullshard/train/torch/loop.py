@@ -57,12 +57,12 @@ def fit(run: Run, reporter: Reporter, checkpoints: Checkpoints) -> Trace:
         traced = step == min(first + 1, config.steps - 1)
         with tracing(run.model) if traced else nullcontext(trace) as trace:
             values = train_step(run, step, reporter)
-        speed.stop(config.batch * run.data.tokens_per_sample)
+        values["step_s"] = speed.stop(config.batch * run.data.tokens_per_sample)
         reporter.advance()
         done = step + 1
         if done % log.every == 0 or done in (first + 1, config.steps):
-            measured = {**values, **run.world.memory_used(), **speed.take()}
-            reporter.step(done, measured, run.data.token)
+            values |= {**run.world.memory_used(), **speed.take()}
+        reporter.step(done, values, run.data.token)
         if done % config.eval_every == 0 and done < config.steps:
             reporter.validation(done, *evaluate(run))
         checkpoints.after_step(done)

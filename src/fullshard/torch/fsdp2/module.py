@@ -28,6 +28,7 @@ from fullshard.torch.sharding.shard import (
 )
 from fullshard.torch.state.forms import AS_DTENSORS, ask_before_loading, collecting, hand_out
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
+from fullshard.torch.step.paths import make_ties
 from fullshard.torch.step.tracker import ensure_tracker, tracker_of
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.changes import rest_on, take_over
@@ -107,7 +108,7 @@ class FSDPModule(_OwnModule):
         unit = _managed(self).unit
         if not unit.resident:
             unit.do(OpKind.FREE)
-        unit.show_sharded()
+        unit.hide_full()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose if full parameters are dropped after forward and gathered again in backward."""
@@ -295,6 +296,7 @@ class FSDPModule(_OwnModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # to() and its kin, and to_empty(), which gives units on the meta device their memory
         module = _module(self)
+        make_ties(module)
         on_meta = any(m.unit.shards.device.type == "meta" for m in managed_units(module))
         fn = self._having_moved(fn)
         try:
@@ -368,11 +370,13 @@ def _show_sharded(module: nn.Module) -> None:
         if managed.unit.on_meta:
             continue  # modules inside may have been given memory by themselves: it stays
         if not managed.summoned and (managed.tracker is None or managed.tracker.idle):
-            managed.unit.show_sharded()
+            managed.unit.hide_full()
 
 
 def _take_over_meta(module: nn.Module) -> None:
     """Take over what modules inside units on the meta device have been given one by one."""
+    if any(managed.unit.on_meta for managed in managed_units(module)):
+        make_ties(module)
     for managed in managed_units(module):
         if managed.unit.on_meta:
             take_over(managed.unit)

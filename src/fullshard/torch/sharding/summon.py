@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.step.managed import ManagedUnit, managed_units
+from fullshard.torch.step.paths import make_ties
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.shards import span_of
 from fullshard.torch.unit.sites import notes_on
@@ -65,6 +66,10 @@ def summon_full_params(
                 "summon full parameters between steps"
             )
     call_roll([managed.unit.ranks.gather for managed in chosen], "summon_full_params()", _INSTEAD)
+    make_ties(module)
+    for managed in chosen:
+        if not managed.unit.on_meta:
+            managed.unit.check_shown()
     summoned: list[_Summoned] = []
     try:
         for managed in chosen:

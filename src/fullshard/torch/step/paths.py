@@ -3,22 +3,25 @@
 
 import weakref
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard.core.errors import UsageError
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.structures import tensors_with_gradients
 from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.unit.changes import tie
 from fullshard.torch.unit.sites import clean_name, holders_in
-from fullshard.torch.unit.unit import owner_of
+from fullshard.torch.unit.unit import Unit, is_of_a_unit, owner_of
 
 __all__ = [
     "Structure",
     "follow_holders",
     "leads_to_others",
+    "make_ties",
     "note_left_out",
     "used_outside_their_unit",
 ]
@@ -58,6 +61,11 @@ class Structure:
         self._parents: list[dict[str, nn.Module | None]] = []
         self._children: list[tuple[nn.Module | None, ...]] = []
         self._frozen: list[nn.Parameter] = []  # of no unit, and not left out when it was sharded
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The root, if it still exists."""
+        return self._root()
 
     def _note(self, root: nn.Module, frozen: list[nn.Parameter]) -> None:
         modules = list(root.modules())
@@ -133,6 +141,80 @@ def _added_to(root: nn.Module) -> dict[str, nn.Parameter]:
         and (id(module._parameters), key) not in sites
         and owner_of(param) is None
     }
+
+
+def make_ties(root: nn.Module) -> bool:
+    """Make one parameter of those that modules below ``root`` show as one object.
+
+    So weights are tied after sharding (``head.weight = embed.weight``): the unit whose module
+    contains all uses gets it. Parameters without such a unit below ``root`` stay as they are.
+    Collective, if there are any and they have values. Returns True if something was changed.
+    """
+    changed, passed_over = False, 0
+    while passed_over < len(tied := _tied_slots(root)):
+        slots = tied[passed_over]
+        around = _units_around(root)
+        sites = [
+            place
+            for unit, index in slots
+            for table, key in unit.params[index].sites
+            for place in around.get((id(table), key), [])
+        ]
+        inner = [unit for unit in reversed(sites[0][1]) if all(unit in units for _, units in sites)]
+        if inner:
+            path = next(m for m, units in around[_ROOTS] if units and units[-1] is inner[0])
+            names = [name.removeprefix(f"{path}.") for name, _ in sites]
+            if tie(inner[0], slots, names):
+                changed = True
+                continue
+        passed_over += 1
+    return changed
+
+
+_Slot = tuple[Unit, int]
+
+
+def _tied_slots(root: nn.Module) -> list[list[_Slot]]:
+    """Slots of units below ``root`` whose modules show one object, its owner's first."""
+    groups: dict[int, list[tuple[bool, _Slot]]] = {}
+    all_slots = [
+        (managed.unit, index)
+        for managed in managed_units(root)
+        for index in range(len(managed.unit.params))
+    ]
+    shown = {slot: slot[0].params[slot[1]].shown_everywhere for slot in all_slots}
+    for (unit, index), value in shown.items():
+        if not isinstance(value, Tensor):
+            continue
+        slot, owned = (unit, index), owner_of(value)
+        if value is unit.sharded[index]:
+            owned = slot
+        elif not (unit.on_meta or is_of_a_unit(value)):
+            continue
+        # What the owner's module shows instead, until the unit takes it over, is the same one.
+        one = value if owned is None else shown.get(owned, value)
+        groups.setdefault(id(one), []).append((owned not in (None, slot), slot))
+    owners_first = [sorted(each, key=itemgetter(0)) for each in groups.values() if len(each) > 1]
+    return [[slot for _, slot in each] for each in owners_first]
+
+
+_ROOTS = (0, "")  # no place of a parameter: the modules themselves
+
+
+def _units_around(root: nn.Module) -> dict[tuple[int, str], list[tuple[str, tuple[Unit, ...]]]]:
+    """Paths to each place of a parameter, with the units around it, outermost first."""
+    places: dict[tuple[int, str], list[tuple[str, tuple[Unit, ...]]]] = {_ROOTS: []}
+    around: dict[str, tuple[Unit, ...]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        managed = managed_unit_of(module)
+        outer = around.get(path.rpartition(".")[0], ()) if path else ()
+        around[path] = outer if managed is None else (*outer, managed.unit)
+        if managed is not None:
+            places[_ROOTS].append((clean_name(path), around[path]))
+        for key in module._parameters:
+            name = clean_name(f"{path}.{key}" if path else key)
+            places.setdefault((id(module._parameters), key), []).append((name, around[path]))
+    return places
 
 
 def used_outside_their_unit(root: nn.Module, owners: Mapping[int, ManagedUnit]) -> list[str]:

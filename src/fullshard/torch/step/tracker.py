@@ -87,15 +87,31 @@ class Tracker:
                     )
             managed.unit.rename(path)
         tracker = cls(list(found), prefetch)
-        owners = {id(param): managed for managed in found for param in managed.unit.sharded}
-        tracker.unresolved = paths.used_outside_their_unit(root, owners)
-        paths.follow_holders(root, owners)
         tracker.structure = weakref.ref(paths.Structure(root, tracker._running))
+        tracker._look_at_uses(root)
+        return tracker
+
+    def _look_at_uses(self, root: nn.Module) -> None:
+        """Look where modules below ``root`` use the parameters of units."""
+        units = self.executor.units
+        owners = {id(param): managed for managed in units for param in managed.unit.sharded}
+        self.unresolved = paths.used_outside_their_unit(root, owners)
+        paths.follow_holders(root, owners)
         for module in root.modules():
             managed = managed_unit_of(module)
             if managed is not None:
                 managed.ends_with_backward |= paths.leads_to_others(module, owners)
-        return tracker
+
+    def _before_first_step(self) -> None:
+        """Take up what users have tied since the model was sharded."""
+        structure = self.structure()
+        root = None if structure is None else structure.root
+        if root is not None and paths.make_ties(root):
+            for managed in self.executor.units:
+                name = managed.unit.name
+                managed.unit.rename("" if name == "(root)" else name)
+            self._look_at_uses(root)
+            self.set_prefetch(self.prefetch)
 
     @property
     def idle(self) -> bool:
@@ -121,6 +137,8 @@ class Tracker:
                 "shows its parameters to you; leave the context first"
             )
         refuse_transforms(managed.unit.name)
+        if self.unchecked and not self._running:
+            self._before_first_step()
         if managed.unit.on_meta:
             take_over(managed.unit)
         managed.unit.check_shown()

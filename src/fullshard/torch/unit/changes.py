@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of a unit between steps: parameters thawed, given up, cast, materialised or assigned."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from weakref import ref
 
 import torch
@@ -16,8 +17,8 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import dtype_name, dtype_of
 from fullshard.torch.unit.guards.replaced import Successor, mark_replaced, put_back
 from fullshard.torch.unit.shards import Shards
-from fullshard.torch.unit.sites import notes_on
-from fullshard.torch.unit.unit import Unit, UnitState
+from fullshard.torch.unit.sites import ParamSites, notes_on
+from fullshard.torch.unit.unit import Unit, UnitState, owner_of, set_owner
 
 __all__ = [
     "LOW_PRECISION",
@@ -28,6 +29,7 @@ __all__ = [
     "rest_in_float32",
     "rest_on",
     "take_over",
+    "tie",
 ]
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -153,9 +155,16 @@ def rest_on(unit: Unit, device: torch.device) -> bool:
 
 
 def _lay_out_anew(
-    unit: Unit, regroup: Callable[[list[ParamSpec]], list[list[ParamSpec]]]
+    unit: Unit,
+    regroup: Callable[[list[ParamSpec]], list[list[ParamSpec]]],
+    further: Sequence[tuple[ParamSites, Tensor]] = (),
+    sites: Mapping[str, ParamSites] = MappingProxyType({}),
 ) -> dict[str, Tensor]:
-    """Lay out anew by ``regroup``, per segment; return full values by name. Collective."""
+    """Lay out anew by ``regroup``, per segment; return full values by name. Collective.
+
+    ``further`` parameters, with values, get segments of their own; ``sites`` has those that are
+    used elsewhere from now on, by name.
+    """
     full = unit.full_views(unit.gather_values())
     values = {each.spec.name: view for each, view in zip(unit.params, full, strict=True)}
     known = {each.spec.name: p for each, p in zip(unit.params, unit.sharded, strict=True)}
@@ -163,22 +172,89 @@ def _lay_out_anew(
     groups = [group for specs in old for group in regroup(specs) if group]
     specs = {spec.name: spec for group in groups for spec in group}
     params = [
-        replace(each, spec=specs[each.spec.name]) for each in unit.params if each.spec.name in specs
+        replace(sites.get(each.spec.name, each), spec=specs[each.spec.name])
+        for each in unit.params
+        if each.spec.name in specs
     ]
+    for each, value in further:
+        groups.append([each.spec])
+        params.append(each)
+        values[each.spec.name] = value
+        if isinstance(value, ShardedParameter) and value.ownership.comm is unit.ranks.gather:
+            known[each.spec.name] = value
     layout = lay_out_segments(groups, unit.ranks.gather.size, unit.plan.precision, unit.plan.align)
     plan = replace(unit.plan, values=lambda each: values[each.spec.name])
-    unit.rest_in(Shards(params, layout, plan, unit.shards.device, known))
+    device = unit.shards.device if params else unit.plan.resting_device
+    unit.rest_in(Shards(params, layout, plan, device, known))
     return values
+
+
+def tie(home: Unit, slots: Sequence[tuple[Unit, int]], names: Sequence[str]) -> bool:
+    """Make one parameter, of ``home``, of those in ``slots``, which modules show as one object.
+
+    ``names`` are theirs from the home's module on; the first of ``slots`` gives shape and dtype.
+    Collective, unless the units are on the meta device. Returns False if the object is on the meta
+    device and the home's parameters are not: it will have values later. Raises `NotSupportedError`
+    for DTensors and classes with ``fsdp_pre_all_gather``.
+    """
+    units = list(dict.fromkeys([home, *(unit for unit, _ in slots)]))
+    leader = slots[0][0].params[slots[0][1]]
+    everywhere = tuple(site for unit, index in slots for site in unit.params[index].sites)
+    shown = leader.shown
+    if shown.is_meta and not home.on_meta:
+        return False
+    if any(u.params[i].spec.apart or u.params[i].tensor_parallel is not None for u, i in slots):
+        raise NotSupportedError(
+            f"{' and '.join(map(repr, names))} were tied after sharding, and are DTensors or have "
+            "fsdp_pre_all_gather; tie them before sharding"
+        )
+    before = [(table, key, table[key]) for u in units for p in u.params for table, key in p.sites]
+    gone = {unit: {u.params[i].spec.name for u, i in slots if u is unit} for unit in units}
+    stays = slots[0][0] is home
+    if stays:
+        gone[home].remove(leader.spec.name)
+    unchecked = any(unit.unchecked for unit in units)
+    aliases = tuple(name for name in names if name != names[0])
+    one = replace(
+        leader, spec=replace(leader.spec, name=names[0], aliases=aliases), sites=everywhere
+    )
+    if stays:
+        one = replace(one, spec=replace(one.spec, name=leader.spec.name))
+
+    def without(names_of_unit: set[str]) -> Callable[[list[ParamSpec]], list[list[ParamSpec]]]:
+        def regroup(specs: list[ParamSpec]) -> list[list[ParamSpec]]:
+            left = [one.spec if stays and s is leader.spec else s for s in specs]
+            return [[spec for spec in left if spec.name not in names_of_unit]]
+
+        return regroup
+
+    for unit in units:
+        if unit is not home and gone[unit]:
+            _lay_out_anew(unit, without(gone[unit]))
+    meta = torch.empty(leader.spec.shape, dtype=shown.dtype, device="meta")
+    value = meta if home.on_meta and not shown.is_meta else shown
+    further = [] if stays else [(one, value)]
+    _lay_out_anew(home, without(gone[home]), further, {one.spec.name: one} if stays else {})
+    home.unchecked = unchecked
+    still_on_meta = {
+        id(table) for u in units if u.on_meta for p in u.params for table, _ in p.sites
+    }
+    for table, key, value in [*before, *((*site, shown) for site in everywhere)]:
+        if id(table) in still_on_meta:
+            table[key] = value
+    return True
 
 
 def take_over(unit: Unit) -> None:
     """Take over what modules show in place of the sharded parameters.
 
     They do so after ``to_empty`` and after ``load_state_dict(assign=True)``. While some of the
-    unit's parameters are still on the meta device, nothing happens.
+    unit's parameters are still on the meta device, nothing happens. What another slot has, in this
+    unit or in another, stays where it is shown: see `tie`.
     """
     shown = unit.shards.shown()
-    if all(a is b for a, b in zip(shown, unit.sharded, strict=True)):
+    ties = _ties(unit, shown)
+    if all(a is b or n in ties for n, (a, b) in enumerate(zip(shown, unit.sharded, strict=True))):
         return
     if any(tensor.is_meta for tensor in shown):
         if unit.shards.device.type == "meta":
@@ -192,17 +268,38 @@ def take_over(unit: Unit) -> None:
     if unit.shards.device.type == "meta":
         for name, on_meta in known.items():
             mark_replaced(on_meta, name)
-        known = {name: v for name, v in values.items() if isinstance(v, ShardedParameter)}
+        tied = {unit.params[index].spec.name for index in ties}
+        known = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, ShardedParameter) and name not in tied
+        }
         unit.unchecked = True
     unit.forget_lent()
     plan = replace(unit.plan, values=lambda each: values[each.spec.name])
     device = unit.plan.resting_device
     unit.rest_in(Shards(unit.params, unit.layout, plan, device, known))
-    for each, value, param in zip(unit.params, shown, unit.sharded, strict=True):
-        if isinstance(value, DTensor) and not isinstance(value, ShardedParameter):
-            # Libraries leave notes on it, and an optimizer may have it, which is then refused.
-            param.__dict__.update(notes_on(value))
-            mark_replaced(value, each.spec.name)
+    for index, (each, value) in enumerate(zip(unit.params, shown, strict=True)):
+        if index in ties:
+            each.put(ties[index])
+        elif not isinstance(value, ShardedParameter):
+            set_owner(value, unit, each.spec.name)  # if others show it, too, they are tied
+            if isinstance(value, DTensor):
+                # Libraries leave notes on it; an optimizer may have it, which is then refused.
+                unit.sharded[index].__dict__.update(notes_on(value))
+                mark_replaced(value, each.spec.name)
+
+
+def _ties(unit: Unit, shown: Sequence[Tensor]) -> dict[int, ShardedParameter]:
+    """Find what slots have, by the numbers of this unit's parameters that show it instead."""
+    ties: dict[int, ShardedParameter] = {}
+    for index, value in enumerate(shown):
+        owned = owner_of(value)
+        if owned is not None and owned != (unit, index):
+            held = owned[0].sharded[owned[1]]
+            if value is held or unit.on_meta:
+                ties[index] = held
+    return ties
 
 
 def check_initialised(unit: Unit) -> None:

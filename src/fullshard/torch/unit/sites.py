@@ -57,6 +57,12 @@ class ParamSites:
         parameters, key = self.sites[0]
         return parameters[key]
 
+    @property
+    def shown_everywhere(self) -> Any:
+        """The value that all of those modules show in its place now; None if they differ."""
+        shown = [parameters.get(key) for parameters, key in self.sites]
+        return shown[0] if all(each is shown[0] for each in shown) else None
+
     def relative_to(self, path: str) -> "ParamSites":
         """Return the same parameter, named as the module at ``path`` names it."""
         start = len(path) + 1 if path else 0

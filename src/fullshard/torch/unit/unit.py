@@ -10,6 +10,7 @@ of gradients in `fullshard.torch.unit.gradients`.
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.sites import Holder, Holders, ParamSites
 
-__all__ = ["Unit", "UnitState", "owner_of", "set_owner"]
+__all__ = ["Unit", "UnitState", "is_of_a_unit", "owner_of", "set_owner"]
 
 _OWNER = "_fullshard_owner"
 
@@ -114,6 +115,8 @@ class Unit:
         apart = any(each.spec.apart for each in self.params)
         self._writes = None if self.resident or apart else Writes(self.full.params)
         self._sites = [(*site, i) for i, each in enumerate(self.params) for site in each.sites]
+        for each, param in zip(self.params, self.sharded, strict=True):
+            set_owner(param, self, each.spec.name)
         cuts = enumerate(each.tensor_parallel for each in self.params)
         self._cuts = {index: cut for index, cut in cuts if cut is not None}
         self.show_sharded()
@@ -385,6 +388,12 @@ def owner_of(param: Tensor) -> "tuple[Unit, int] | None":
     unit = None if reference is None else reference()
     names = [] if unit is None else [each.spec.name for each in unit.params]
     return None if unit is None or name not in names else (unit, names.index(name))
+
+
+def is_of_a_unit(value: Any) -> bool:
+    """Return True if a unit has ``value`` as one of its sharded parameters now."""
+    owned = owner_of(value)
+    return owned is not None and owned[0].sharded[owned[1]] is value
 
 
 def set_owner(param: Tensor, unit: "Unit", name: str) -> None:

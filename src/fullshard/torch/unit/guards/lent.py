@@ -6,7 +6,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import NotSupportedError, UsageError
@@ -24,6 +24,12 @@ def check_lent(ours: ShardedParameter, shown: Any, *, missing: bool) -> None:
     """
     name = ours.ownership.name
     if not _is_lending():
+        if isinstance(shown, ShardedParameter) and isinstance(shown, nn.Parameter):
+            raise UsageError(
+                f"parameter {name!r} was tied to {shown.ownership.name!r} after it was sharded, "
+                "and cannot become one with it now: tie parameters before sharding, or after it "
+                "and before the first forward, below one sharded module that contains all uses"
+            )
         what = "was deleted" if missing else f"was replaced by {_described(shown)}"
         raise UsageError(
             f"parameter {name!r} {what} after it was sharded: that would not be trained with the "

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that are tied after sharding are one parameter, as on one process."""
+
+import pytest
+import torch
+from support.models import seeded
+from torch import nn
+
+from fullshard.core.errors import UsageError
+from fullshard.testing import LocalWorld
+from fullshard.torch import FullyShardedDataParallel, fully_shard, summon_full_params
+
+TOKENS = torch.tensor([[0, 3, 1], [4, 2, 4]])
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.body = nn.Embedding(5, 3), nn.Linear(3, 3)
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, tokens):
+        return self.head(self.body(self.emb(tokens)).tanh())
+
+
+def language():
+    return seeded(Language).double()
+
+
+def tie(model):
+    head, emb = (getattr(part, "module", part) for part in (model.head, model.emb))
+    head.weight = emb.weight
+
+
+UNITS = {
+    "one unit": (),
+    "a unit each": ("emb", "head"),
+    "the head's own": ("head",),
+    "the embedding's own": ("emb", "body"),
+}
+
+
+def shard(model, comm, door, align, units):
+    if door == "wrapper":
+        chosen = {model.get_submodule(path) for path in units}
+
+        def policy(module, recurse, nonwrapped_numel):
+            return True if recurse else module in chosen
+
+        return FullyShardedDataParallel(model, comm, auto_wrap_policy=policy, align=align)
+    for path in units:
+        fully_shard(model.get_submodule(path), mesh=comm, align=align)
+    return fully_shard(model, mesh=comm, align=align)
+
+
+def trains_as(model, plain, comm, inner=None):
+    assert len(list(model.parameters())) == len(list(plain.parameters())) == 4
+    ours = torch.optim.AdamW(model.parameters(), lr=0.1)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        loss, expected = model(TOKENS).square().mean(), plain(TOKENS).square().mean()
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        expected.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.testing.assert_close(
+            norm.full_tensor(), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        )
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert inner.head.weight is inner.emb.weight
+    expected = dict(plain.named_parameters(remove_duplicate=False))
+    for name, param in inner.named_parameters(remove_duplicate=False):
+        name = name.replace("_fsdp_wrapped_module.", "")
+        torch.testing.assert_close(param.detach().full_tensor(), expected[name].detach(), msg=name)
+
+
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+@pytest.mark.parametrize("align", ["row", "element"])
+@pytest.mark.parametrize("units", UNITS.values(), ids=UNITS.keys())
+@pytest.mark.parametrize("between", ["nothing", "state_dict", "to", "summon", "load"])
+def test_with_values_from_the_start(door, align, units, between):
+    def body(comm):
+        inner, plain = language(), language()
+        model = shard(inner, comm, door, align, units)
+        tie(inner)
+        tie(plain)
+        if between == "state_dict":
+            model.state_dict()
+        elif between == "to":
+            model.to("cpu")
+        elif between == "summon":
+            with summon_full_params(model):
+                assert inner.head.weight.shape == (5, 3)
+        elif between == "load":
+            model.load_state_dict({k: v + 0 for k, v in plain.state_dict().items()})
+        trains_as(model, plain, comm, inner)
+
+    LocalWorld(2).run(body)
+
+
+def to_empty_first(model, plain):
+    model.to_empty(device="cpu")
+    tie(model)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(plain.get_parameter(name))
+
+
+def tie_first(model, plain):
+    tie(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(plain.get_parameter(name))
+
+
+def put_one_by_one(model, plain, tied_first=False):
+    if tied_first:
+        tie(model)
+    for name, param in plain.named_parameters(remove_duplicate=False):
+        path, _, key = name.rpartition(".")
+        if name != "head.weight":
+            setattr(model.get_submodule(path), key, nn.Parameter(param.detach().clone()))
+    if not tied_first:
+        tie(model)
+
+
+def put_into_a_tied_model(model, plain):
+    put_one_by_one(model, plain, tied_first=True)
+    tie(model)
+
+
+def put_and_look_at_parts(model, plain):
+    put_one_by_one(model, plain)
+    list(model.head.parameters())
+    list(model.emb.named_parameters())
+
+
+def assigned(model, plain):
+    model.load_state_dict(plain.state_dict(), assign=True)
+    tie(model)
+
+
+@pytest.mark.parametrize("align", ["row", "element"])
+@pytest.mark.parametrize("units", UNITS.values(), ids=UNITS.keys())
+@pytest.mark.parametrize(
+    "put",
+    [to_empty_first, tie_first, put_one_by_one, put_into_a_tied_model, put_and_look_at_parts,
+     assigned],
+)  # fmt: skip
+def test_from_the_meta_device(align, units, put):
+    def body(comm):
+        plain = language()
+        tie(plain)
+        with torch.device("meta"):
+            inner = Language().double()
+        model = shard(inner, comm, "function", align, units)
+        put(model, plain)
+        trains_as(model, plain, comm, inner)
+
+    LocalWorld(2).run(body)
+
+
+def test_without_a_unit_around_both_and_after_the_first_forward_it_is_named():
+    def body(comm):
+        model = language()
+        for part in (model.emb, model.head):
+            fully_shard(part, mesh=comm)
+        tie(model)
+        with pytest.raises(UsageError, match="before the first forward, below one sharded module"):
+            model(TOKENS)
+        model = shard(language(), comm, "function", "row", UNITS["a unit each"])
+        model(TOKENS).sum().backward()
+        tie(model)
+        with pytest.raises(UsageError, match=r"'head\.weight' was tied to 'emb\.weight'"):
+            model(TOKENS)
+
+    LocalWorld(2).run(body)

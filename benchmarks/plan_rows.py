@@ -18,7 +18,7 @@ from fullshard.plan.cluster.read import cluster_of, named_device
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.model import Model
 from fullshard.plan.model.named import named_model
-from fullshard.plan.run import Attention, Loss, Recompute, Run
+from fullshard.plan.run import AttentionKernel, Loss, Recompute, Run
 
 GIGABIT = 1e9 / 8
 MIXED = Precision(compute="bfloat16", reduce="float32")
@@ -79,7 +79,7 @@ def _mosaic(source: str, record: dict[str, str]) -> Row:
         if record["activation_checkpointing"].lower() == "true"
         else Recompute.NONE,
         fp8="fp8" in record["precision"],
-        attention=Attention.TRITON,
+        attention=AttentionKernel.TRITON,
         extra_copies=2,
         loss=Loss.FUSED,
         recompute_stops=not pure,  # PURE rows were made with PyTorch 1.13, which went to the end

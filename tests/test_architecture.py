@@ -39,7 +39,7 @@ class Layer(NamedTuple):
 LAYERS = {
     "core": Layer(without_frameworks=True),
     "host_memory": Layer(without_frameworks=True),
-    "plan": Layer({"core"}, {"rich", "PIL"}, without_frameworks=True),
+    "plan": Layer({"core"}, {"rich", "matplotlib"}, without_frameworks=True),
     "checkpoint": Layer({"core"}, {"numpy", "xxhash"}, without_frameworks=True),
     "ckpt": Layer({"core", "checkpoint"}, {"rich"}, without_frameworks=True),
     "wrap": Layer({"core"}, {"torch"}),
@@ -105,14 +105,14 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
         "fsdp2": frozenset(_TORCH),
     },
     "plan": {
-        **floors("run", "cluster", "model", "step", "memory", "draw", "predict"),
+        **floors("run", "cluster", "model", "step", "memory", "predict"),
         "measured": frozenset({"run", "model", "step"}),
-        "statements": frozenset({"run", "cluster", "model", "predict"}),
-        "reconcile": frozenset({"run", "cluster", "model", "step", "memory", "draw", "predict"}),
-        "scale": frozenset({"run", "cluster", "model", "step", "memory", "draw", "predict"}),
+        "reconcile": frozenset({"run", "cluster", "model", "step", "memory", "predict"}),
+        "scale": frozenset({"run", "cluster", "model", "step", "memory", "predict"}),
+        "pictures": frozenset({"step", "memory", "scale"}),
         "choose": frozenset({"run", "cluster", "model", "step", "memory", "predict"}),
         "command": frozenset(
-            {"run", "cluster", "model", "step", "memory", "draw", "predict", "scale", "choose"}
+            {"run", "cluster", "model", "step", "memory", "predict", "scale", "pictures", "choose"}
         ),
     },
     "doctor": {
@@ -135,7 +135,7 @@ LATE_IMPORTS = {
     "doctor/scripts.py",  # asks the installed torch for a name
     "__init__.py",
     "jax/__init__.py",
-    "plan/draw/png.py",
+    "plan/pictures.py",
     "torch/__init__.py",
 }
 # Signatures that are somebody else's convention.

@@ -9,8 +9,8 @@ from fullshard.plan import (
     Loss,
     Recompute,
     Run,
+    SearchSpace,
     Setup,
-    Space,
     cluster_of,
     named_device,
     named_model,
@@ -30,7 +30,7 @@ EIGHT = cluster_of(H100, 8)
 
 @pytest.fixture(scope="module")
 def choice():
-    return search(MODEL, Space(Run()), EIGHT)
+    return search(MODEL, SearchSpace(Run()), EIGHT)
 
 
 def test_the_best_is_as_fast_as_any_that_fits(choice):
@@ -60,27 +60,27 @@ def test_no_other_is_both_faster_and_smaller_than_one_on_the_front(choice):
 
 
 def test_what_is_fixed_stays(choice):
-    space = Space(Run(micro_batch=2, recompute=Recompute.FULL), frozenset({"strategy"}))
+    space = SearchSpace(Run(micro_batch=2, recompute=Recompute.FULL), frozenset({"strategy"}))
     found = search(MODEL, space, EIGHT)
     assert {(each.run.micro_batch, each.run.recompute) for each in found.ranked} == {
         (2, Recompute.FULL)
     }
     with pytest.raises(ConfigurationError, match="cannot search over"):
-        Space(Run(), frozenset({"colour"}))
+        SearchSpace(Run(), frozenset({"colour"}))
 
 
 def test_a_global_batch_is_accumulated_up_to():
-    found = search(MODEL, Space(Run(), global_batch=64), EIGHT)
+    found = search(MODEL, SearchSpace(Run(), global_batch=64), EIGHT)
     assert {each.run.micro_batch * each.run.accumulate for each in found.ranked} == {8}
     with pytest.raises(ConfigurationError, match="the nearest that can is 64"):
-        search(MODEL, Space(Run(), global_batch=63), EIGHT)
+        search(MODEL, SearchSpace(Run(), global_batch=63), EIGHT)
 
 
 def test_an_impossible_budget_is_refused_with_the_floor():
     with pytest.raises(ConfigurationError, match=r"the least is .* of which .* is model state"):
-        search(MODEL, Space(Run()), EIGHT, budget_bytes=2**30)
+        search(MODEL, SearchSpace(Run()), EIGHT, budget_bytes=2**30)
     with pytest.raises(ConfigurationError, match="must be above 0"):
-        search(MODEL, Space(Run()), EIGHT, budget_bytes=0)
+        search(MODEL, SearchSpace(Run()), EIGHT, budget_bytes=0)
 
 
 def test_the_smallest_change_is_one_if_one_is_enough():

@@ -2,9 +2,12 @@
 """``fullshard plan`` from the outside: what it prints, writes, refuses, and how fast it is."""
 
 import json
+import os
 import subprocess
 import sys
 import tomllib
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -16,14 +19,73 @@ from fullshard.train.config import resolve
 SMALL = ["plan", "gpt2-124m", "--devices", "8", "--sequence", "512"]
 
 
-def test_everything_fits_into_a_hundred_columns(capsys):
-    more = ["--what-if", "recompute=none,full", "--tokens", "1e11", "--timeline"]
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_all_of_it_fits_the_terminal_and_is_as_before(width, capsys, monkeypatch):
+    """In a pipe, without colours. ``FULLSHARD_GOLDEN=write`` writes the texts anew."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    more = ["--what-if", "recompute=none,full", "--tokens", "1e11", "--timeline", "--scale"]
     assert main([*SMALL, *more]) == 0
     out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 100
-    for word in ("FULL_SHARD", "tokens/s", "rejected", "what if recompute", "device-hours", "peak"):
-        assert word in out
-    assert "…" not in out.partition("the best")[0]  # no cell of the ranked table is cut
+    lines = [line.rstrip() for line in out.splitlines()]
+    assert max(map(len, lines)) <= width
+    assert "…" not in out  # nothing is cut
+    golden = GOLDEN / f"plan_{width}.txt"
+    if os.environ.get("FULLSHARD_GOLDEN") == "write":
+        golden.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert lines == golden.read_text(encoding="utf-8").splitlines()
+
+
+def test_help_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_speeds_fall_and_percentages_agree(capsys):
+    assert main(["plan", "llama3-8b", "--devices", "8", "--json", "--top", "40"]) == 0
+    ranked = json.loads(capsys.readouterr().out)["ranked"]
+    speeds = [float(f"{each['tokens_per_s_per_device']:.3g}") for each in ranked]
+    assert speeds == sorted(speeds, reverse=True)
+    for faster, slower in pairwise(ranked):
+        one, other = (each["tokens_per_s_per_device"] for each in (faster, slower))
+        if f"{one:.3g}" == f"{other:.3g}":
+            assert faster["memory"]["peak_bytes"] <= slower["memory"]["peak_bytes"]
+    for each in ranked:
+        memory = each["memory"]
+        largest = memory["cause"].rpartition(" are ")[2]
+        share = memory["by_category"][largest] / memory["peak_bytes"]
+        assert f": {share:.0%} are" in memory["cause"]
+
+
+def test_memory_of_the_host_is_told(capsys):
+    asked = ["plan", "llama3-8b", "--devices", "8", "--offload", "params", "--recompute", "full"]
+    assert main(asked) == 0
+    assert "memory of each host for what is offloaded" in capsys.readouterr().out.replace("\n", " ")
+    assert main([*asked, "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["ranked"][0]["memory"]
+    assert memory["host_bytes_per_host"] == 8 * memory["host_bytes"] > 0
+
+
+@pytest.mark.parametrize("wrap", ["none", "block", "block+ends", "part"])
+@pytest.mark.parametrize("more", [[], ["--replicas", "2"], ["--strategy", "NO_SHARD"]])
+def test_recipes_are_python_in_the_classes_of_the_user(wrap, more, tmp_path, capsys):
+    config = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    fixed = ["--offload", "params", "--recompute", "full", "--micro-batch", "1"]
+    assert main(["plan", str(tmp_path), "--wrap", wrap, *more, *fixed, "--json"]) == 0
+    code = json.loads(capsys.readouterr().out)["code"]
+    for each in code.values():
+        compile(each, "recipe", "exec")
+        assert max(map(len, each.splitlines())) <= 80
+    names = {"none": "", "part": "(Qwen3Attention, Qwen3MLP)"}.get(wrap, "Qwen3DecoderLayer")
+    assert names in code["wrapper"]
+    loop = "for block in model.model.layers:\n"
+    assert (loop in code["fully_shard"]) == (wrap != "none")
 
 
 def test_json_tells_the_same(capsys):
@@ -37,13 +99,14 @@ def test_json_tells_the_same(capsys):
 
 
 def test_pictures_and_settings_are_written(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="pictures need the extra plots")
     config = tmp_path / "train.toml"
     asked = ["plan", "nano", "--devices", "2", "--recompute", "none", "--micro-batch", "2"]
     fixed = ["--strategy", "FULL_SHARD", "--accumulate", "1", "--offload", "none"]
     drawn = ["--draw", str(tmp_path), "--config", str(config)]
     assert main([*asked, *fixed, *drawn]) == 0
-    assert (tmp_path / "memory.svg").read_text().startswith("<svg")
-    assert (tmp_path / "streams.svg").read_text().startswith("<svg")
+    written = {each.name for each in tmp_path.iterdir()} - {"train.toml"}
+    assert written == {f"{name}.{end}" for name in ("memory", "streams") for end in ("svg", "png")}
     settings = resolve(str(config), [], None, None)
     assert (settings.model.preset, settings.train.batch) == ("nano", 4)
     assert tomllib.loads(config.read_text())["shard"]["strategy"] == "FULL_SHARD"
@@ -76,11 +139,18 @@ def test_a_run_that_does_not_fit_gets_its_smallest_change(capsys):
         (["llama3-8b", "--sequence", "-5"], "sequence must be a whole number"),
         (["llama3-8b", "--what-if", "colour=red"], "setting='colour'"),
         (["llama3-8b", "--between", "-1"], "must be above 0"),
+        (["llama3-8b", "--inside", "1e-308"], "must be above 0"),
+        (["llama3-8b", "--memory", "nan"], "--memory is in GiB, above 0"),
+        (["llama3-8b", "--memory", "inf"], "--memory is in GiB, above 0"),
+        (["llama3-8b", "--memory", "1e308"], "--memory is in GiB, above 0"),
+        (["llama3-8b", "--tokens", "nan"], "--tokens must be between 0 and"),
     ],
 )
 def test_bad_input_is_refused_with_the_nearest_valid_choice(asked, said, capsys):
     assert main(["plan", *asked]) == 2
-    assert said in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
 
 
 def test_planning_loads_no_framework():

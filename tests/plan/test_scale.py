@@ -7,13 +7,11 @@ import pytest
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.plan.cluster.read import cluster_of, named_device
-from fullshard.plan.draw import svg_of
 from fullshard.plan.model.named import named_model
 from fullshard.plan.run import Run
 from fullshard.plan.scale import (
     Faults,
-    Work,
-    draw_scaling,
+    LongRun,
     scaling_curve,
     simulate,
     where_hybrid_wins,
@@ -23,7 +21,7 @@ NEVER = Faults(device_mtbf_s=1e18, slow_rate=0.0)
 
 
 def test_nothing_is_lost_where_nothing_happens():
-    found = simulate(Work(1.0, 8, 1, 0.0), NEVER, hours=1, interval_s=600)
+    found = simulate(LongRun(1.0, 8, 1, 0.0), NEVER, hours=1, interval_s=600)
     assert found.goodput == pytest.approx(1.0)
     assert found.steps == 3600
     assert found.failures == 0
@@ -31,7 +29,7 @@ def test_nothing_is_lost_where_nothing_happens():
 
 def test_shares_and_goodput_are_all_of_the_time():
     faults = Faults(device_mtbf_s=1e6, slow_rate=1e-3)
-    work = Work(2.0, 512, 64, 1e9, jitter_s=0.05)
+    work = LongRun(2.0, 512, 64, 1e9, jitter_s=0.05)
     found = simulate(work, faults, hours=60, seed=1)
     assert found.failures > 20
     assert all(share > 0 for share in found.shares.values())
@@ -42,13 +40,13 @@ def test_shares_and_goodput_are_all_of_the_time():
 
 def test_saving_costs_what_it_holds_up():
     faults = Faults(1e18, storage_bandwidth=1e9, blocking_share=0.5, slow_rate=0.0)
-    found = simulate(Work(1.0, 8, 1, 20e9), faults, hours=10, interval_s=90)
+    found = simulate(LongRun(1.0, 8, 1, 20e9), faults, hours=10, interval_s=90)
     assert found.shares["saving"] == pytest.approx(10 / 100, rel=0.05)
 
 
 @pytest.mark.parametrize("hosts", [2, 64, 2048])
 def test_jitter_grows_with_the_logarithm_of_the_hosts(hosts):
-    found = simulate(Work(1.0, 8, hosts, 0.0, jitter_s=0.02), NEVER, hours=6)
+    found = simulate(LongRun(1.0, 8, hosts, 0.0, jitter_s=0.02), NEVER, hours=6)
     added = found.shares["jitter"] / found.goodput
     harmonic = sum(1 / n for n in range(1, hosts + 1))
     assert added == pytest.approx(0.02 * harmonic, rel=0.03)
@@ -57,7 +55,7 @@ def test_jitter_grows_with_the_logarithm_of_the_hosts(hosts):
 def test_lost_work_is_half_an_interval_for_each_failure():
     # Failures at random fall in the middle of an interval on average (Young 1974).
     faults = Faults(8e4 * 64, 0.0, 0.0, storage_bandwidth=1e18, slow_rate=0.0)
-    found = simulate(Work(1.0, 64, 8, 1.0), faults, hours=40_000, interval_s=2000)
+    found = simulate(LongRun(1.0, 64, 8, 1.0), faults, hours=40_000, interval_s=2000)
     assert found.failures > 1000
     lost_s = found.shares["lost"] * 40_000 * 3600 / found.failures
     assert lost_s == pytest.approx(1000, rel=0.1)
@@ -65,7 +63,7 @@ def test_lost_work_is_half_an_interval_for_each_failure():
 
 def test_the_best_interval_is_better_than_others():
     faults = Faults(device_mtbf_s=2e6, storage_bandwidth=2e8, blocking_share=1.0)
-    work = Work(1.0, 256, 32, 4e9)
+    work = LongRun(1.0, 256, 32, 4e9)
     best = faults.best_interval_s(256, 4e9)
     assert best == pytest.approx(math.sqrt(2 * 20 * 2e6 / 256))
     kept = {
@@ -78,7 +76,7 @@ def test_the_best_interval_is_better_than_others():
 def test_llama_3_kept_more_than_90_percent():
     """405B on 16,384 devices: 419 interruptions in 54 days, effective time above 90%."""
     state_bytes = 405e9 * 12 / 16_384
-    found = simulate(Work(15.0, 16_384, 2048, state_bytes), hours=54 * 24)
+    found = simulate(LongRun(15.0, 16_384, 2048, state_bytes), hours=54 * 24)
     assert found.failures == pytest.approx(419, rel=0.15)
     assert 0.90 < found.goodput < 0.97
 
@@ -92,7 +90,6 @@ def test_scaling_loses_as_it_grows():
     efficiencies = [each.efficiency for each in points]
     assert efficiencies == sorted(efficiencies, reverse=True)
     assert all(each.low <= each.goodput.goodput <= each.high for each in points)
-    assert "kept, with faults" in svg_of(draw_scaling(points, "scaling"))
 
 
 def test_hybrid_wins_where_links_between_hosts_are_slow():
@@ -129,6 +126,6 @@ def test_impossible_faults_are_refused(wrong):
 
 def test_impossible_runs_are_refused():
     with pytest.raises(ConfigurationError, match="step above 0"):
-        Work(0.0, 8, 1, 0.0)
+        LongRun(0.0, 8, 1, 0.0)
     with pytest.raises(ConfigurationError, match="hours"):
-        simulate(Work(1.0, 8, 1, 0.0), hours=0)
+        simulate(LongRun(1.0, 8, 1, 0.0), hours=0)

@@ -15,7 +15,7 @@ from fullshard.plan.choose.changes import Change, smallest_change
 from fullshard.plan.choose.questions import Answer, parse_question, what_if
 from fullshard.plan.choose.search import Choice, Rejected, pareto, search
 from fullshard.plan.choose.settings import Setup, with_setting
-from fullshard.plan.choose.space import Space
+from fullshard.plan.choose.space import SearchSpace
 from fullshard.plan.cluster.cluster import Cluster, Device, Link
 from fullshard.plan.cluster.read import cluster_of, device_names, named_device
 from fullshard.plan.memory import MemoryForecast, forecast_memory
@@ -23,14 +23,14 @@ from fullshard.plan.model.config_json import model_from_config, read_model
 from fullshard.plan.model.model import Model
 from fullshard.plan.model.named import MODEL_NAMES, named_model
 from fullshard.plan.predict import Prediction, predict
-from fullshard.plan.run import Attention, Loss, Recompute, Run, Wrap
+from fullshard.plan.run import AttentionKernel, Loss, Recompute, Run, Wrap
 from fullshard.plan.step.clock import Timeline, replay
 from fullshard.plan.step.script import Script, write_script
 
 __all__ = [
     "MODEL_NAMES",
     "Answer",
-    "Attention",
+    "AttentionKernel",
     "Change",
     "Choice",
     "Cluster",
@@ -44,8 +44,8 @@ __all__ = [
     "Rejected",
     "Run",
     "Script",
+    "SearchSpace",
     "Setup",
-    "Space",
     "Timeline",
     "Wrap",
     "cluster_of",

@@ -47,6 +47,11 @@ class Prediction:
         return self.memory.peak_bytes <= self.cluster.device.memory_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of state that all devices of a host keep in the host's memory."""
+        return self.memory.host_bytes * min(self.cluster.per_host, self.cluster.devices)
+
+    @property
     def cluster_tokens_per_s(self) -> float:
         """Tokens (samples, where there are none) that all devices together train on, a second."""
         return self.tokens_per_s * self.cluster.devices

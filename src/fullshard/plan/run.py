@@ -10,7 +10,7 @@ from fullshard.core.layout import Align
 from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
 
-__all__ = ["OPTIMIZERS", "Attention", "Loss", "Recompute", "Run", "Wrap"]
+__all__ = ["OPTIMIZERS", "AttentionKernel", "Loss", "Recompute", "Run", "Wrap"]
 
 
 class Wrap(Enum):
@@ -38,7 +38,7 @@ class Loss(Enum):
     CHUNKED = "chunked"  # projection and loss over pieces of the tokens
 
 
-class Attention(Enum):
+class AttentionKernel(Enum):
     """The kernel that computes attention."""
 
     FLASH = "flash"  # FlashAttention-2 (arXiv:2307.08691), PyTorch's own
@@ -91,7 +91,7 @@ class Run:
     lora_rank: int = 0
     compiled: bool = False
     loss: Loss = Loss.PLAIN
-    attention: Attention = Attention.FLASH
+    attention: AttentionKernel = AttentionKernel.FLASH
     fused_norms: bool = True
     extra_copies: int = 0
     tensor_parallel: int = 1

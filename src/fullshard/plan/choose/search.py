@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks the configurations of a space by predicted speed, within a memory budget."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Prefetch
 from fullshard.core.text import bytes_text
-from fullshard.plan.choose.space import Space
+from fullshard.plan.choose.space import SearchSpace
 from fullshard.plan.choose.words import describe
 from fullshard.plan.cluster.cluster import Cluster, Constants
 from fullshard.plan.memory import resting_memory
@@ -18,7 +17,7 @@ from fullshard.plan.run import Run, Wrap
 from fullshard.plan.step.script import Script, Walked, write_script
 from fullshard.plan.step.units import PlannedUnit, units_of
 
-__all__ = ["USABLE", "Choice", "Rejected", "pareto", "search"]
+__all__ = ["USABLE", "Choice", "Rejected", "least_memory", "pareto", "search", "told_speed"]
 
 USABLE = 0.95
 """The share of a device's memory that a choice may fill: fragments have the rest."""
@@ -57,7 +56,7 @@ class Choice:
 
 def search(
     model: Model,
-    space: Space,
+    space: SearchSpace,
     cluster: Cluster,
     *,
     budget_bytes: int | None = None,
@@ -89,12 +88,26 @@ def search(
     return Choice(model, cluster, budget, ranked, tuple(trial.rejected), trial.tried)
 
 
-def _speed(prediction: Prediction) -> tuple[int, int, float]:
-    """The fastest first; of those as fast to half a percent the simplest, then the smallest."""
-    steps = -round(math.log(prediction.tokens_per_s) / 0.005)
+def _speed(prediction: Prediction) -> tuple[float, int, int]:
+    """Sort the fastest first; of those told as fast, to three digits, the smallest, the simplest.
+
+    Digits beyond the third are far within every interval.
+    """
     run = prediction.run
     changes = (run.wrap is not Wrap.BLOCK) + (run.prefetch != Prefetch()) + (run.replicas > 1)
-    return steps, changes, prediction.memory.peak_bytes
+    return -told_speed(prediction), prediction.memory.peak_bytes, changes
+
+
+def told_speed(prediction: Prediction) -> float:
+    """Return tokens/s of one device as they are told: to three digits."""
+    return float(f"{prediction.tokens_per_s:.3g}")
+
+
+def least_memory(ranked: Sequence[Prediction]) -> Prediction:
+    """The smallest of those that are as fast as the first, as far as its interval tells."""
+    slowest_s = ranked[0].high_s / ranked[0].tokens_per_step
+    equals = [each for each in ranked if each.step_s / each.tokens_per_step <= slowest_s]
+    return min(equals, key=lambda each: each.memory.peak_bytes)
 
 
 class _Trial:
@@ -121,7 +134,7 @@ class _Trial:
             fitted = True
         return fitted
 
-    def first_that_fits(self, space: Space, structure: Run) -> None:
+    def first_that_fits(self, space: SearchSpace, structure: Run) -> None:
         """Try larger units before smaller ones, and state on the device before the host."""
         for level in space.offloading(structure):
             if self._rests_too_large(level):

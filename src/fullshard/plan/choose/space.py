@@ -9,7 +9,7 @@ from fullshard.core.strategy import Offload, Prefetch, ShardingStrategy
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.run import Recompute, Run, Wrap
 
-__all__ = ["AXES", "Space", "difference", "with_batch"]
+__all__ = ["AXES", "SearchSpace", "difference", "with_batch"]
 
 AXES = ("strategy", "wrap", "micro_batch", "recompute", "offload", "prefetch", "replicas")
 """The settings that a search may choose."""
@@ -23,7 +23,7 @@ _LEVELS = (
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """The runs among which to choose: ``base``, and the names in `AXES` that are free.
 
     ``global_batch`` is samples of a step over all devices: candidates accumulate up to it. 0 leaves

@@ -122,8 +122,10 @@ def cluster_of(
 
 
 def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise ConfigurationError(f"bandwidth {name} hosts must be above 0 bytes/s, got {value!r}")
+    if not 1.0 <= value <= 1e15:
+        raise ConfigurationError(
+            f"bandwidth {name} hosts must be above 0 (1 to 1e15 bytes/s), got {value!r}"
+        )
     return value
 
 

@@ -2,14 +2,15 @@
 """The arguments of ``fullshard plan``, read into what a search needs."""
 
 import argparse
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.plan.choose.questions import parse_question
 from fullshard.plan.choose.settings import GIGABIT, RUN_KEYS, Setup, with_setting
-from fullshard.plan.choose.space import AXES, Space
+from fullshard.plan.choose.space import AXES, SearchSpace
 from fullshard.plan.cluster.read import cluster_of, device_names, named_device
 from fullshard.plan.model.config_json import ARCHITECTURES, read_model
 from fullshard.plan.model.model import Model
@@ -18,21 +19,27 @@ from fullshard.plan.run import Run
 
 __all__ = ["Asked", "parse"]
 
+
+def _listed(what: str, names: Iterable[str]) -> str:
+    return textwrap.fill(f"{what}: {', '.join(names)}", 78, break_on_hyphens=False)
+
+
 _EXAMPLES = f"""\
 examples:
   fullshard plan llama3-70b --devices 256 --device h100
-  fullshard plan ./my-model/config.json --devices 16 --device a100-80 --sequence 4096
-  fullshard plan llama3-8b --devices 8 --device h100 --micro-batch 1 --recompute full
-  fullshard plan llama3-8b --devices 64 --what-if strategy=FULL_SHARD,SHARD_GRAD_OP,NO_SHARD
-  fullshard plan llama3-8b --devices 64 --what-if between=50,100,200,400 --tokens 1e12
+  fullshard plan model/config.json --devices 16 --device a100-80 --sequence 4096
+  fullshard plan llama3-8b --devices 8 --micro-batch 1 --recompute full
+  fullshard plan llama3-8b --devices 64 --what-if strategy=FULL_SHARD,NO_SHARD
+  fullshard plan llama3-8b --devices 64 --what-if between=50,400 --tokens 1e12
   fullshard plan mpt-7b --devices 32 --device a100-40 --global-batch 1024 --json
 
-models: {", ".join(MODEL_NAMES)}
-config.json of: {", ".join(ARCHITECTURES)}
-devices: {", ".join(device_names())}
+{_listed("models", MODEL_NAMES)}
+{_listed("config.json of", ARCHITECTURES)}
+{_listed("devices", device_names())}
 
-What is not given is chosen: {", ".join(name.replace("_", "-") for name in AXES)}.
+{_listed("What is not given is chosen", [name.replace("_", "-") for name in AXES])}.
 """
+_MOST_TOKENS, _MOST_GIB = 1e18, 1e6
 _FIXING = {name.replace("_", "-"): name for name in AXES}
 
 
@@ -42,7 +49,7 @@ class Asked:
 
     model: Model
     setup: Setup
-    space: Space
+    space: SearchSpace
     budget_bytes: int | None
     questions: tuple[tuple[str, tuple[str, ...]], ...]
     tokens: float
@@ -58,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fullshard plan",
         usage="fullshard plan MODEL --devices N [--device NAME] [options]",
-        description="Tell, before anything is launched, whether a training run fits, how fast it "
+        description="Tell, before anything is launched, whether a training run fits, how fast it\n"
         "will be, and which configuration to choose. Needs no GPU and no framework.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -82,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     shown.add_argument("--top", type=int, default=8, metavar="N", help="rows of the table")
     shown.add_argument("--timeline", action="store_true", help="memory and streams over a step")
     shown.add_argument("--scale", action="store_true", help="8 to 16,384 devices, with failures")
-    shown.add_argument("--draw", type=Path, metavar="FOLDER", help="the same as SVG files")
+    shown.add_argument("--draw", type=Path, metavar="FOLDER", help="the same as SVG and PNG files")
     shown.add_argument("--config", type=Path, metavar="FILE", help="settings of fullshard train")
     shown.add_argument("--json", action="store_true", help="everything as JSON")
     return parser
@@ -132,12 +139,19 @@ def parse(argv: Sequence[str]) -> Asked:
     if "strategy" in fixed and given.replicas is None:
         fixed.add("replicas")
     for name in ("top", "global_batch", "tokens"):
-        if getattr(given, name) < 0:
-            raise ConfigurationError(f"--{name.replace('_', '-')} cannot be below 0")
+        value = getattr(given, name)
+        if not 0 <= value <= _MOST_TOKENS:
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} must be between 0 and {_MOST_TOKENS:g}, got {value}"
+            )
+    if given.memory is not None and not 0 < given.memory <= _MOST_GIB:
+        raise ConfigurationError(
+            f"--memory is in GiB, above 0 and at most {_MOST_GIB:g}, got {given.memory}"
+        )
     return Asked(
         model,
         setup,
-        Space(setup.run, frozenset(AXES) - fixed, given.global_batch),
+        SearchSpace(setup.run, frozenset(AXES) - fixed, given.global_batch),
         None if given.memory is None else int(given.memory * 2**30),
         tuple(parse_question(text) for text in given.what_if),
         given.tokens,

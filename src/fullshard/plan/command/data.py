@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command's findings, as data for ``--json``, as settings and as code."""
+"""The command's findings, as data for ``--json`` and as settings of ``fullshard train``."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,10 +9,11 @@ from fullshard.core.presets import TRANSFORMERS
 from fullshard.plan.choose.questions import Answer
 from fullshard.plan.choose.search import Choice, pareto
 from fullshard.plan.choose.words import describe, offload_name, strategy_name
+from fullshard.plan.command.recipe import code_of
 from fullshard.plan.predict import Prediction
-from fullshard.plan.run import Recompute, Run, Wrap
+from fullshard.plan.run import Recompute, Run
 
-__all__ = ["answers_data", "choice_data", "code_of", "prediction_data", "train_settings"]
+__all__ = ["answers_data", "choice_data", "prediction_data", "train_settings"]
 
 
 def prediction_data(prediction: Prediction, tokens: float = 0.0) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def prediction_data(prediction: Prediction, tokens: float = 0.0) -> dict[str, An
             "reserved_bytes": memory.reserved_bytes,
             "allocated_bytes": memory.allocated_bytes,
             "host_bytes": memory.host_bytes,
+            "host_bytes_per_host": prediction.host_bytes,
             "by_category": dict(memory.peak),
             "cause": memory.cause,
             "fits": prediction.fits,
@@ -83,6 +85,7 @@ def choice_data(choice: Choice, tokens: float, top: int) -> dict[str, Any]:
         "rejected": [
             {"configuration": describe(each.run), "reason": each.reason} for each in choice.rejected
         ],
+        "code": {"wrapper": code_of(choice.best), "fully_shard": code_of(choice.best, fsdp2=True)},
     }
 
 
@@ -94,46 +97,6 @@ def answers_data(key: str, answers: Sequence[Answer]) -> list[dict[str, Any]]:
         else {key: each.value, **prediction_data(each.prediction)}
         for each in answers
     ]
-
-
-def code_of(prediction: Prediction) -> str:
-    """The wrapper's arguments for the user's own script."""
-    run = prediction.run
-    names = {"bfloat16": "torch.bfloat16", "float16": "torch.float16", "float32": "torch.float32"}
-    arguments = []
-    if run.wrap is not Wrap.NONE:
-        modules = {
-            Wrap.BLOCK: "{Block}",
-            Wrap.BLOCK_AND_ENDS: "{Block, nn.Embedding, Head}",
-            Wrap.PART: "{Attention, FeedForward, nn.Embedding, Head}",
-        }[run.wrap]
-        arguments.append(f"auto_wrap_policy=ModuleWrapPolicy({modules})")
-    arguments.append(f"sharding_strategy=ShardingStrategy.{strategy_name(run)}")
-    if run.replicas > 1 and run.strategy.sharding.sharded:
-        shards = prediction.cluster.devices // run.replicas
-        arguments.append(
-            f'device_mesh=init_device_mesh("cuda", ({run.replicas}, {shards}), '
-            'mesh_dim_names=("replicate", "shard"))'
-        )
-    compute, reduce = run.precision.compute, run.precision.reduce
-    if compute or reduce:
-        dtypes = [f"param_dtype={names.get(compute or '', compute)}"] if compute else []
-        dtypes += [f"reduce_dtype={names.get(reduce or '', reduce)}"] if reduce else []
-        arguments.append(f"mixed_precision=MixedPrecision({', '.join(dtypes)})")
-    if run.offload.to_host:
-        offload = "offload_params=True" if run.offload.params else "offload_optimizer=True"
-        arguments.append(f"cpu_offload=CPUOffload({offload})")
-    lines = ["model = FullyShardedDataParallel(", "    model,"]
-    lines += [f"    {each}," for each in arguments]
-    lines.append(")")
-    depth = run.prefetch
-    if (depth.forward, depth.backward) != (1, 1):
-        lines.append(f"set_prefetch(model, forward={depth.forward}, backward={depth.backward})")
-    if run.recompute is Recompute.FULL:
-        lines.insert(0, "# every Block through torch.utils.checkpoint (use_reentrant=False)")
-    if run.recompute is Recompute.SELECTIVE:
-        lines.insert(0, "# every Block through selective checkpointing, each second product kept")
-    return "\n".join(lines)
 
 
 def train_settings(choice: Choice) -> str:

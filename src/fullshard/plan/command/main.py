@@ -18,13 +18,14 @@ from fullshard.plan.cluster.read import fitted_constants
 from fullshard.plan.command.arguments import Asked, parse
 from fullshard.plan.command.data import answers_data, choice_data, train_settings
 from fullshard.plan.command.scale import scale_data, scaled, show_scale
-from fullshard.plan.command.show import COLUMNS, show_answers, show_change, show_choice
-from fullshard.plan.draw import draw_memory, draw_streams, memory_lines, stream_lines, write_svg
+from fullshard.plan.command.show import show_answers, show_change, show_choice
+from fullshard.plan.command.terminal import print_memory, print_streams
 from fullshard.plan.memory import memory_timeline
+from fullshard.plan.pictures import draw_memory, draw_scaling, draw_streams, write_picture
 from fullshard.plan.predict import Prediction, predict
-from fullshard.plan.scale import draw_scaling
-from fullshard.plan.step.clock import replay
-from fullshard.plan.step.script import write_script
+from fullshard.plan.scale import ScalePoint
+from fullshard.plan.step.clock import Timeline, replay
+from fullshard.plan.step.script import Script, write_script
 
 __all__ = ["main"]
 
@@ -32,7 +33,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     asked = parse(argv)
-    console = Console(width=COLUMNS, highlight=False)
+    console = Console(highlight=False)
     _say_what_was_given(asked, console)
     choice = search(asked.model, asked.space, asked.setup.cluster, budget_bytes=asked.budget_bytes)
     best = Setup(choice.best.run, choice.cluster, asked.space.global_batch)
@@ -51,12 +52,9 @@ def main(argv: Sequence[str]) -> int:
         if grown is not None:
             show_scale(console, *grown)
     if asked.timeline and not asked.as_json:
-        _timeline(console, choice.best)
+        _show_step(console, choice.best)
     if asked.draw is not None:
-        _draw(choice.best, asked.draw)
-        if grown is not None:
-            picture = draw_scaling(grown[0], f"{choice.model.name}: {describe(choice.best.run)}")
-            write_svg(picture, asked.draw / "scaling.svg")
+        _draw(choice.best, () if grown is None else grown[0], asked.draw)
     if asked.config is not None:
         asked.config.write_text(train_settings(choice), encoding="utf-8")
     return 0
@@ -83,31 +81,38 @@ def _say_what_was_given(asked: Asked, console: Console) -> None:
     show_change(console, prediction, change)
 
 
-def _timeline(console: Console, best: Prediction) -> None:
-    script = write_script(best.model, best.run, best.cluster)
-    constants = best.cluster.device.constants or fitted_constants()
-    timeline = replay(script, best.run, best.cluster, constants, record=True)
+def _show_step(console: Console, best: Prediction) -> None:
+    """Print memory and streams over a step."""
+    script, timeline = _drawn_step(best)
     samples = memory_timeline(script, best.run, best.cluster)
-    for line in memory_lines(
-        samples,
-        capacity_bytes=best.cluster.device.memory_bytes,
-        width=COLUMNS - 2,
-        markup=True,
-    ):
-        console.print(line)
-    for line in stream_lines(timeline.records, width=COLUMNS - 2, markup=True):
-        console.print(line)
+    print_memory(console, samples, capacity_bytes=best.cluster.device.memory_bytes)
+    print_streams(console, timeline.records, _unit_names(script))
 
 
-def _draw(best: Prediction, folder: Path) -> None:
+def _drawn_step(best: Prediction) -> tuple[Script, Timeline]:
     script = write_script(best.model, best.run, best.cluster)
     constants = best.cluster.device.constants or fitted_constants()
-    timeline = replay(script, best.run, best.cluster, constants, record=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    return script, replay(script, best.run, best.cluster, constants, record=True)
+
+
+def _unit_names(script: Script) -> list[str]:
+    return [unit.path or "(root)" for unit in script.units]
+
+
+def _draw(best: Prediction, points: Sequence[ScalePoint], folder: Path) -> None:
+    """Write the pictures into ``folder``, as SVG and as PNG."""
+    script, timeline = _drawn_step(best)
     title = f"{best.model.name}: {describe(best.run)}"
     samples = memory_timeline(script, best.run, best.cluster)
-    write_svg(
-        draw_memory(samples, title, capacity_bytes=best.cluster.device.memory_bytes),
-        folder / "memory.svg",
-    )
-    write_svg(draw_streams(timeline.records, title), folder / "streams.svg")
+    capacity = best.cluster.device.memory_bytes
+    names = _unit_names(script)
+    figures = {
+        "memory": draw_memory(samples, title, capacity_bytes=capacity),
+        "streams": draw_streams(timeline.records, names, title, step_s=timeline.step_s),
+    }
+    if points:
+        figures["scaling"] = draw_scaling(points, title)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures.items():
+        for ending in ("svg", "png"):
+            write_picture(figure, folder / f"{name}.{ending}")

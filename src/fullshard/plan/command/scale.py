@@ -32,16 +32,16 @@ def show_scale(console: Console, points: Sequence[ScalePoint], crossover: Crosso
         title="the same on more devices, a day with failures and saves simulated",
         title_justify="left",
         box=None,
-        padding=(0, 1),
+        padding=(0, 1, 0, 0),
     )
     for head in ("devices", "fits", "step", "tokens/s", "goodput", "range", "kept a device"):
-        table.add_column(head, justify="right", no_wrap=True)
+        table.add_column(head, justify="right", overflow="fold")
     for each in points:
         table.add_row(
             f"{each.devices:,}",
             "yes" if each.prediction.fits else "NO",
             f"{each.prediction.step_s:.2f} s",
-            f"{each.tokens_per_s:,.0f}",
+            f"{float(f'{each.tokens_per_s:.3g}'):,.0f}",
             f"{each.goodput.goodput:.1%}",
             f"{each.low:.0%}-{each.high:.0%}",
             f"{each.efficiency:.1%}",

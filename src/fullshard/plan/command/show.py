@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command's findings, for people: tables and bars of at most 100 columns."""
+"""The command's findings, for people: tables and bars as wide as the terminal."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -13,16 +13,15 @@ from rich.text import Text
 from fullshard.core.text import bytes_text
 from fullshard.plan.choose.changes import Change
 from fullshard.plan.choose.questions import Answer
-from fullshard.plan.choose.search import Choice, pareto
+from fullshard.plan.choose.search import Choice, least_memory, pareto, told_speed
 from fullshard.plan.choose.words import describe, offload_name, strategy_name
-from fullshard.plan.command.data import code_of
+from fullshard.plan.command.recipe import code_of
 from fullshard.plan.predict import Prediction
-from fullshard.plan.run import Recompute, Run
+from fullshard.plan.run import Run
 
-__all__ = ["COLUMNS", "show_answers", "show_change", "show_choice"]
+__all__ = ["show_answers", "show_change", "show_choice"]
 
-COLUMNS = 100
-_BAR = 28
+_BAR = 24
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "white", "bright_black")
 
 
@@ -32,8 +31,10 @@ def show_choice(console: Console, choice: Choice, tokens: float, top: int) -> No
     console.print(_ranked(choice, top))
     console.print(_details(choice.best, tokens))
     console.print(_rejections(choice))
-    code = Syntax(code_of(choice.best), "python", background_color="default", word_wrap=True)
-    console.print(Panel(code, title="for your own script", title_align="left"))
+    for title, fsdp2 in (("for your own script", False), ("the same with fully_shard", True)):
+        console.print(Text(f"\n{title}", style="bold"))
+        code = code_of(choice.best, fsdp2=fsdp2)
+        console.print(Syntax(code, "python", background_color="default", word_wrap=True))
 
 
 def _title(choice: Choice) -> RenderableType:
@@ -48,38 +49,60 @@ def _title(choice: Choice) -> RenderableType:
     )
 
 
-def _ranked(choice: Choice, top: int) -> Table:
+def _ranked(choice: Choice, top: int) -> RenderableType:
+    """A row for each configuration; what all of them share is said below."""
     table = Table(
         title=f"what fits into {bytes_text(choice.budget_bytes)}, fastest first "
         f"({len(choice.ranked)} of {choice.tried} tried; * on the Pareto front)",
         title_justify="left",
         box=None,
-        padding=(0, 1),
-        expand=False,
+        padding=(0, 1, 0, 0),
     )
-    heads = ("", "strategy", "units", "batch", "recompute", "offload", "pre")
-    for head in heads:
-        table.add_column(head, no_wrap=True)
-    for head in ("GiB", "step (90%)", "tokens/s", "MFU"):
-        table.add_column(head, justify="right", no_wrap=True)
+    shown = _distinct(choice.ranked)[:top]
     front = {id(each) for each in pareto(choice.ranked)}
-    for number, each in enumerate(_distinct(choice.ranked)[:top]):
-        run = each.run
-        table.add_row(
-            "*" if id(each) in front else "",
-            _short_strategy(run),
-            run.wrap.value,
-            f"{run.micro_batch}" + (f" x{run.accumulate}" if run.accumulate > 1 else ""),
-            run.recompute.value if run.recompute is not Recompute.NONE else "-",
-            offload_name(run.offload) if run.offload.to_host else "-",
-            f"{run.prefetch.forward}/{run.prefetch.backward}",
-            f"{each.memory.peak_bytes / 2**30:.1f}",
-            _interval(each),
-            f"{each.tokens_per_s:,.0f}",
-            f"{each.mfu:.1%}",
-            style="bold" if number == 0 else "",
+    choices = {
+        "strategy": [_short_strategy(each.run) for each in shown],
+        "units": [each.run.wrap.value for each in shown],
+        "batch": [_batch(each.run) for each in shown],
+        "recompute": [each.run.recompute.value for each in shown],
+        "offload": [offload_name(each.run.offload) for each in shown],
+        "prefetch": [f"{each.run.prefetch.forward}/{each.run.prefetch.backward}" for each in shown],
+    }
+    columns = {
+        "": ["*" if id(each) in front else "" for each in shown],
+        **{head: cells for head, cells in choices.items() if len(set(cells)) > 1},
+        "GiB": [f"{each.memory.peak_bytes / 2**30:.1f}" for each in shown],
+        "step (90%)": [_interval(each) for each in shown],
+        "tokens/s": [_speed(each) for each in shown],
+        "MFU": [f"{each.mfu:.1%}" for each in shown],
+    }
+    for head in columns:
+        right = head in ("GiB", "step (90%)", "tokens/s", "MFU")
+        table.add_column(head, justify="right" if right else "left", overflow="fold")
+    for number, cells in enumerate(zip(*columns.values(), strict=True)):
+        table.add_row(*cells, style="bold" if number == 0 else "")
+    shared = [f"{head} {cells[0]}" for head, cells in choices.items() if len(set(cells)) == 1]
+    lines: list[RenderableType] = [table]
+    if shared:
+        lines.append(Text(f"all of them: {', '.join(shared)}", style="dim"))
+    smallest = least_memory(choice.ranked)
+    if smallest is not choice.best:
+        lines.append(
+            Text(
+                f"as fast within the interval, with the least memory: {describe(smallest.run)} "
+                f"({bytes_text(smallest.memory.peak_bytes)}, {_speed(smallest)} tokens/s)"
+            )
         )
-    return table
+    return Group(*lines)
+
+
+def _batch(run: Run) -> str:
+    return f"{run.micro_batch}" + (f" x{run.accumulate}" if run.accumulate > 1 else "")
+
+
+def _speed(prediction: Prediction) -> str:
+    told = told_speed(prediction)
+    return f"{told:,.0f}" if told >= 100 else f"{told:.3g}"
 
 
 def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
@@ -99,6 +122,7 @@ def _details(best: Prediction, tokens: float) -> RenderableType:
         Text(describe(best.run), style="bold"),
         Text(f"memory {peak}, most at {memory.cause}"),
         _bars(dict(memory.peak), memory.peak_bytes, bytes_text),
+        *_on_the_host(best),
         Text(
             f"step {_seconds(best.step_s)} (90%: {_seconds(best.low_s)} to "
             f"{_seconds(best.high_s)}); all devices {_count(best.cluster_tokens_per_s)} tokens/s, "
@@ -117,6 +141,15 @@ def _details(best: Prediction, tokens: float) -> RenderableType:
             )
         )
     return Panel(Group(*found), title="the best", title_align="left")
+
+
+def _on_the_host(best: Prediction) -> Iterator[Text]:
+    if best.host_bytes:
+        rank = bytes_text(best.memory.host_bytes)
+        yield Text(
+            f"memory of each host for what is offloaded: {bytes_text(best.host_bytes)} "
+            f"({rank} for each device)"
+        )
 
 
 def _bars(parts: Mapping[str, float], whole: float, text: "object") -> RenderableType:
@@ -150,11 +183,11 @@ def _rejections(choice: Choice) -> RenderableType:
 
 def show_answers(console: Console, key: str, answers: Sequence[Answer], base: Prediction) -> None:
     """What-if answers, beside the speed of the best."""
-    table = Table(title=f"what if {key} were", title_justify="left", box=None, padding=(0, 1))
-    table.add_column(key, no_wrap=True)
+    table = Table(title=f"what if {key} were", title_justify="left", box=None, padding=(0, 1, 0, 0))
+    table.add_column(key, overflow="fold")
     for head in ("memory", "fits", "step, 90%", "tokens/s", "of the best", "MFU"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("at the peak", overflow="ellipsis", no_wrap=True)
+        table.add_column(head, justify="right", overflow="fold")
+    table.add_column("at the peak", overflow="fold")
     for each in answers:
         found = each.prediction
         if found is None:
@@ -165,7 +198,7 @@ def show_answers(console: Console, key: str, answers: Sequence[Answer], base: Pr
             f"{found.memory.peak_bytes / 2**30:.1f} GiB",
             "yes" if found.fits else "NO",
             _interval(found),
-            f"{found.tokens_per_s:,.0f}",
+            _speed(found),
             f"{found.tokens_per_s / base.tokens_per_s:.2f}",
             f"{found.mfu:.1%}",
             found.memory.cause.rpartition(": ")[2],

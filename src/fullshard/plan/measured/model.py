@@ -10,9 +10,9 @@ from fullshard.core.schedule import Event, Moment
 from fullshard.core.spec import ModelSpec
 from fullshard.plan.measured.events import EventsOfRecording
 from fullshard.plan.measured.recording import Mark, MarkKind, MemoryUse, RecordedOp, StepRecording
-from fullshard.plan.model.operations import Call, Kind, Operation, Work
+from fullshard.plan.model.operations import Kind, ModelCall, Operation, Workload
 from fullshard.plan.run import Run
-from fullshard.plan.step.script import Act, Phase, Stretch, Walk
+from fullshard.plan.step.script import Act, ActMemory, Pass, Walk
 from fullshard.plan.step.units import PlannedUnit
 
 __all__ = ["MeasuredModel"]
@@ -63,10 +63,10 @@ class MeasuredModel:
         """See `fullshard.plan.model.model.Model.spec`."""
         return ModelSpec(self.record(run).params)
 
-    def calls(self, run: Run) -> tuple[Call, ...]:
+    def calls(self, run: Run) -> tuple[ModelCall, ...]:
         """The whole step as one call: what a unit needs of it is told by `walk`."""
         recording = self.record(run)
-        return (Call("", tuple(map(_operation, recording.ops))),)
+        return (ModelCall("", tuple(map(_operation, recording.ops))),)
 
     def model_flops(self, run: Run) -> float:
         """All that the recorded step computes, by sample; what is recomputed is in it."""
@@ -89,7 +89,7 @@ def _operation(op: RecordedOp) -> Operation:
     kind = Kind.MEMORY
     if op.flops:
         kind = Kind.ATTENTION if "attention" in op.name else Kind.MATMUL
-    work = Work(op.flops, op.bytes)
+    work = Workload(op.flops, op.bytes)
     return Operation(op.name, kind, work, work)
 
 
@@ -98,8 +98,8 @@ class _WalkWriter:
 
     def __init__(self, recording: StepRecording):
         self._recording = recording
-        self._calls: list[Call] = []
-        self._stretches: list[Stretch] = []
+        self._calls: list[ModelCall] = []
+        self._stretches: list[ActMemory] = []
         self._walked: list[Event | Act] = []
         self._inside: list[int] = []  # units, the innermost last
         self._in_backward = self._again = False
@@ -153,15 +153,15 @@ class _WalkWriter:
     def _end(self) -> None:
         if self._touched:
             unit = self._inside[-1] if self._inside else 0
-            phase = Phase.BACKWARD if self._in_backward else Phase.FORWARD
-            phase = Phase.AGAIN if self._again else phase
+            phase = Pass.BACKWARD if self._in_backward else Pass.FORWARD
+            phase = Pass.AGAIN if self._again else phase
             gives = None
             if self._gives is not None:
                 unit, gives = self._gives
             self._walked.append(Act(phase, len(self._calls), unit))
-            self._calls.append(Call(self._path, tuple(self._operations)))
+            self._calls.append(ModelCall(self._path, tuple(self._operations)))
             change = self._held[0], self._held[1]
-            self._stretches.append(Stretch(self._peak or (0, 0), change, gives))
+            self._stretches.append(ActMemory(self._peak or (0, 0), change, gives))
         self._begin()
 
     def written(self) -> Walk:

@@ -9,12 +9,12 @@ from fullshard.plan.memory.forecast import (
     memory_timeline,
     planned_trace,
 )
-from fullshard.plan.memory.resting import Resting, resting_memory
+from fullshard.plan.memory.resting import RestingMemory, resting_memory
 
 __all__ = [
     "CATEGORIES",
     "MemoryForecast",
-    "Resting",
+    "RestingMemory",
     "Sample",
     "forecast_memory",
     "memory_timeline",

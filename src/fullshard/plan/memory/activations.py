@@ -3,9 +3,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from fullshard.plan.model.operations import Call, Kind, Operation
+from fullshard.plan.model.operations import Kind, ModelCall, Operation
 from fullshard.plan.run import Recompute, Run
-from fullshard.plan.step.script import Act, Phase, Script, Stretch
+from fullshard.plan.step.script import Act, ActMemory, Pass, Script
 
 __all__ = ["Activations"]
 
@@ -36,7 +36,7 @@ class Activations:
             block is not None and run.recomputed(block) for block in script.blocks
         )
         self._memory: dict[int, _CallMemory] = {}
-        self._gradients = _Gradients(script)
+        self._gradients = _Handovers(script)
         self._kept_of: dict[int, tuple[int, int]] = {}  # by call
 
     def given(self, act: Act) -> Sequence[tuple[int, int]]:
@@ -44,7 +44,7 @@ class Activations:
         if self._script.stretches:
             gives = self._script.stretches[act.call].gives
             return () if gives is None else ((act.unit, gives),)
-        return self._gradients.given[act.call] if act.phase is Phase.BACKWARD else ()
+        return self._gradients.given[act.call] if act.phase is Pass.BACKWARD else ()
 
     def carry_out(self, act: Act) -> tuple[Pair, Pair]:
         """Do what ``act`` says; returns the most activations and logits held meanwhile.
@@ -55,10 +55,10 @@ class Activations:
             return (0, 0), self._measured(self._script.stretches[act.call])
         call = self._script.calls[act.call]
         memory = self._memory_of(call)
-        if act.phase is Phase.BACKWARD:
+        if act.phase is Pass.BACKWARD:
             return self._backward(act, memory)
         before = self.kept, self.logits
-        if act.phase is Phase.FORWARD and self._recomputed[act.call]:
+        if act.phase is Pass.FORWARD and self._recomputed[act.call]:
             self._keep(act.call, self._kept_for_recomputation(act.call, memory), 0)
         else:
             self._keep(act.call, memory.saved, memory.saved_logits)
@@ -66,7 +66,7 @@ class Activations:
         most = max(self.kept, before[0] + peak), max(self.logits, before[1] + logits_peak)
         return (0, 0), most
 
-    def _measured(self, stretch: Stretch) -> tuple[int, int]:
+    def _measured(self, stretch: ActMemory) -> tuple[int, int]:
         most = self.kept + stretch.peak[0], self.logits + stretch.peak[1]
         self.kept += stretch.change[0]
         self.logits += stretch.change[1]
@@ -77,7 +77,7 @@ class Activations:
         self.kept = self.logits = 0
         self._kept_of.clear()
 
-    def _memory_of(self, call: Call) -> _CallMemory:
+    def _memory_of(self, call: ModelCall) -> _CallMemory:
         memory = self._memory.get(id(call.operations))
         if memory is None:
             memory = self._memory[id(call.operations)] = _CallMemory(call.operations)
@@ -197,7 +197,7 @@ def _weight_numel(operation: Operation) -> int:
     return shape[1] * shape[2] * operation.forward.count if shape else 1
 
 
-class _Gradients:
+class _Handovers:
     """Gradients of parameters between autograd, which makes them, and their unit.
 
     ``given[n]`` are the parameters whose gradients call n's backward hands over, by their unit and

@@ -15,10 +15,10 @@ from fullshard.core.trace import Trace, TraceRecord
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.memory.activations import Activations
 from fullshard.plan.memory.overheads import allocator_slack, context_bytes
-from fullshard.plan.memory.resting import Resting, resting_memory
+from fullshard.plan.memory.resting import RestingMemory, resting_memory
 from fullshard.plan.model.model import Model
 from fullshard.plan.run import Run
-from fullshard.plan.step.script import Act, Phase, Script
+from fullshard.plan.step.script import Act, Pass, Script
 
 __all__ = [
     "CATEGORIES",
@@ -86,7 +86,7 @@ class MemoryForecast:
 
     peak: Mapping[str, int]
     cause: str
-    resting: Resting
+    resting: RestingMemory
     line: int
     _telling: "_Telling" = field(repr=False, compare=False)
 
@@ -152,7 +152,7 @@ def forecast_memory(
         if total > most:
             most, peak, at = total, now, line
     by_category = _with_overheads(peak, run, cluster, script)
-    cause = _cause(script, at, peak)
+    cause = _cause(script, at, by_category)
     telling = _Telling(script, run, cluster)
     return MemoryForecast(by_category, cause, replay.resting, at, telling)
 
@@ -217,7 +217,7 @@ def label_of(script: Script, line: int) -> str:
     what = script.lines[line]
     if isinstance(what, Op):
         return f"{_WORDS[what.kind]} {script.units[what.unit].path or '(root)'}"
-    direction = {Phase.FORWARD: "forward", Phase.AGAIN: "recomputation"}.get(what.phase, "backward")
+    direction = {Pass.FORWARD: "forward", Pass.AGAIN: "recomputation"}.get(what.phase, "backward")
     return f"{direction} of {script.calls[what.call].path or '(root)'}"
 
 
@@ -285,7 +285,7 @@ def _with_overheads(held: Bytes, run: Run, cluster: Cluster, script: Script) -> 
     return by_category
 
 
-def _cause(script: Script, line: int, held: Bytes) -> str:
-    largest = max(zip(held, CATEGORIES, strict=False))
-    share = largest[0] / sum(held) if sum(held) else 0.0
-    return f"{label_of(script, line)}: {share:.0%} are {largest[1]}"
+def _cause(script: Script, line: int, peak: Mapping[str, int]) -> str:
+    largest = max(CATEGORIES[: len(CATEGORIES) - 2], key=lambda name: peak[name])
+    share = peak[largest] / sum(peak.values()) if any(peak.values()) else 0.0
+    return f"{label_of(script, line)}: {share:.0%} are {largest}"

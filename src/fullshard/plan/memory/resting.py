@@ -9,14 +9,14 @@ from fullshard.core.spec import item_bytes
 from fullshard.plan.run import OPTIMIZERS, Run
 from fullshard.plan.step.units import PlannedUnit
 
-__all__ = ["Resting", "resting_memory"]
+__all__ = ["RestingMemory", "resting_memory"]
 
 _STEP_COUNT_BYTES = {"adamw": 4, "adam": 4}
 """These count the steps of each parameter in a float32 beside their moments."""
 
 
 @dataclass(frozen=True)
-class Resting:
+class RestingMemory:
     """Bytes of one rank between steps, padding included, after a backward.
 
     ``working_bytes`` is the copy of the shard that stays on the device if only optimizer state is
@@ -48,7 +48,7 @@ class Resting:
 
 def resting_memory(
     units: Sequence[PlannedUnit], run: Run, *, rank: int = 0, cpu: bool = False
-) -> Resting:
+) -> RestingMemory:
     """What ``rank`` (among those that share slices) keeps of ``units`` between steps.
 
     Slices are equal on all ranks; optimizer state is that of the rank's own elements, without the
@@ -60,7 +60,7 @@ def resting_memory(
         for unit in units
         for segment in unit.layout.segments
     )
-    return Resting(
+    return RestingMemory(
         sum(unit.layout.shard_bytes for unit in units),
         sum(unit.cost.rest_bytes for unit in units),
         sum(_optimizer_bytes(s, run, rank) for unit in units for s in unit.layout.segments),

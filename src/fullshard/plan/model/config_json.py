@@ -9,7 +9,6 @@ from typing import Any
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.plan.model.decoder import Decoder
-from fullshard.plan.model.encoder_decoder import EncoderDecoder, Pair
 from fullshard.plan.model.named import named_model
 from fullshard.plan.model.shape import GPT2, LLAMA, Experts, Norm, Shape
 
@@ -130,45 +129,7 @@ def _starcoder2(fields: _Fields) -> Shape:
     return _llama_like(fields, gated=False, bias=bias, norm=Norm.LAYER, tied=tied)
 
 
-def _t5(fields: _Fields) -> Pair:
-    layers = fields.whole("num_layers")
-    kind = str(fields.get("feed_forward_proj", default="relu"))
-    return Pair(
-        encoder_layers=layers,
-        decoder_layers=fields.whole("num_decoder_layers", default=layers),
-        width=fields.whole("d_model"),
-        heads=fields.whole("num_heads"),
-        head_width=fields.whole("d_kv"),
-        hidden=fields.whole("d_ff"),
-        vocab=fields.whole("vocab_size"),
-        context=fields.whole("n_positions", default=512),
-        gated=kind.startswith("gated"),
-        tied=bool(fields.get("tie_word_embeddings", default=True)),
-        buckets=fields.whole("relative_attention_num_buckets", default=32),
-    )
-
-
-def _bart(fields: _Fields) -> Pair:
-    width, heads = fields.whole("d_model"), fields.whole("encoder_attention_heads")
-    context = fields.whole("max_position_embeddings", default=1024)
-    return Pair(
-        encoder_layers=fields.whole("encoder_layers"),
-        decoder_layers=fields.whole("decoder_layers"),
-        width=width,
-        heads=heads,
-        head_width=width // heads,
-        hidden=fields.whole("encoder_ffn_dim"),
-        vocab=fields.whole("vocab_size"),
-        context=context,
-        bias=True,
-        norm=Norm.LAYER,
-        positions=context + 2,  # the first two rows are for padding
-        embedding_norm=True,
-        final_norm=False,
-    )
-
-
-ARCHITECTURES: Mapping[str, Callable[[_Fields], Shape | Pair]] = {
+ARCHITECTURES: Mapping[str, Callable[[_Fields], Shape]] = {
     "llama": _llama_like,
     "mistral": _llama_like,
     "phi3": _llama_like,
@@ -180,14 +141,22 @@ ARCHITECTURES: Mapping[str, Callable[[_Fields], Shape | Pair]] = {
     "gpt2": _gpt2,
     "gpt_neox": _neox,
     "starcoder2": _starcoder2,
-    "t5": _t5,
-    "mt5": _t5,
-    "bart": _bart,
 }
 """Families by the ``model_type`` of their config.json."""
 
+_PREFIXES = {"gpt2": "GPT2", "gpt_neox": "GPTNeoX", "qwen3_moe": "Qwen3Moe"}
+_BLOCKS = {"gpt2": "Block", "gpt_neox": "Layer"}
 
-def model_from_config(config: Config, name: str) -> Decoder | EncoderDecoder:
+
+def _classes(kind: str) -> tuple[str, str, str]:
+    """The classes that transformers has for a block, its attention and its feed-forward."""
+    prefix = _PREFIXES.get(kind, kind.capitalize())
+    experts = kind in ("mixtral", "qwen3_moe")
+    feed_forward = f"{prefix}SparseMoeBlock" if experts else f"{prefix}MLP"
+    return f"{prefix}{_BLOCKS.get(kind, 'DecoderLayer')}", f"{prefix}Attention", feed_forward
+
+
+def model_from_config(config: Config, name: str) -> Decoder:
     """The model that a config.json describes.
 
     Raises `ConfigurationError` for a ``model_type`` that is not in `ARCHITECTURES`, with the
@@ -199,13 +168,13 @@ def model_from_config(config: Config, name: str) -> Decoder | EncoderDecoder:
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigurationError(
             f"config.json has model_type {kind!r}: {hint}known are {', '.join(ARCHITECTURES)}; any "
-            "other model can be measured on the meta device, see fullshard.torch"
+            "other model, encoder-decoders included, can be recorded: see docs/planner.md"
         )
     shape = ARCHITECTURES[kind](_Fields(config))
-    return Decoder(name, shape) if isinstance(shape, Shape) else EncoderDecoder(name, shape)
+    return Decoder(name, shape, _classes(kind))
 
 
-def read_model(text: str) -> Decoder | EncoderDecoder:
+def read_model(text: str) -> Decoder:
     """The model of a preset's name, or of a config.json (or the folder that one lies in)."""
     path = Path(text)
     if path.is_dir():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fullshard.core.spec import ModelSpec, ParamSpec
-from fullshard.plan.model.operations import Call, Kind, Operation, Work
+from fullshard.plan.model.operations import Kind, ModelCall, Operation, Workload
 from fullshard.plan.model.shape import Experts, Shape, block_specs, norm_specs
 from fullshard.plan.model.work import Pricer
 from fullshard.plan.run import Run, Wrap
@@ -16,10 +16,14 @@ __all__ = ["Decoder", "with_lora"]
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder-only transformer as a `fullshard.plan.model.model.Model`."""
+    """A decoder-only transformer as a `fullshard.plan.model.model.Model`.
+
+    ``classes`` are the names of the classes of a block, its attention and its feed-forward.
+    """
 
     name: str
     shape: Shape
+    classes: tuple[str, str, str] = ("Block", "Attention", "FeedForward")
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -51,7 +55,7 @@ class Decoder:
         shape = self.shape.cut(run.tensor_parallel)
         return _spec(shape, run.param_dtype, run.lora_rank, _positions(shape, run))
 
-    def calls(self, run: Run) -> tuple[Call, ...]:
+    def calls(self, run: Run) -> tuple[ModelCall, ...]:
         """Embedding, layers, head and loss."""
         return _calls(self.shape, run, run.sequence or self.context, run.wrap is Wrap.PART)
 
@@ -122,14 +126,14 @@ def _multiplied(shape: Shape) -> int:
 
 
 @lru_cache(maxsize=256)
-def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[Call, ...]:
+def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, ...]:
     shape = shape.cut(run.tensor_parallel)
     price = Pricer.of(run, length)
     names = shape.naming
     kinds: dict[Experts | None, list[tuple[str, tuple[Operation, ...]]]] = {}
     # Between the parts that are cut by heads and hidden width, tokens are: sequence parallelism.
     apart = replace(price, tokens=price.tokens // run.tensor_parallel)
-    calls = [Call(names.embedding, (_look_up(shape, apart),))]
+    calls = [ModelCall(names.embedding, (_look_up(shape, apart),))]
     kept = price.item * apart.tokens * shape.width
     for block in range(shape.layers):
         path = f"{names.blocks}.{block}"
@@ -139,17 +143,17 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[Call, ...]:
         pieces = kinds[experts]
         if fine:
             calls += [
-                Call(f"{path}.{part}" if part else path, operations, 0 if number else kept)
+                ModelCall(f"{path}.{part}" if part else path, operations, 0 if number else kept)
                 for number, (part, operations) in enumerate(pieces)
             ]
         else:
-            calls.append(Call(path, _joined(pieces), kept))
+            calls.append(ModelCall(path, _joined(pieces), kept))
     head = price.head(shape.width, shape.vocab, run.loss, trained=run.lora_rank == 0)
-    calls.append(Call(names.final_norm, (apart.norm("norm", shape.width),)))
+    calls.append(ModelCall(names.final_norm, (apart.norm("norm", shape.width),)))
     if shape.tied:  # its weight is the embedding's, which a unit around both owns
-        calls.append(Call("", head))
+        calls.append(ModelCall("", head))
     else:
-        calls.append(Call(names.head, head))
+        calls.append(ModelCall(names.head, head))
     return tuple(calls)
 
 
@@ -166,7 +170,7 @@ def _look_up(shape: Shape, price: Pricer) -> Operation:
     looked_up = price.pointwise("embedding", shape.width, shape.width, saved=shape.width)
     # Its gradient is a sum into the rows of the table, most of which stay zero.
     table = float(4 * shape.vocab * shape.width) if price.trained else 0.0
-    backward = Work(bytes=looked_up.forward.bytes + table, kernels=2)
+    backward = Workload(bytes=looked_up.forward.bytes + table, kernels=2)
     return replace(looked_up, backward=backward)
 
 
@@ -286,4 +290,4 @@ def _adapters(price: Pricer, run: Run, into: int, out: int) -> list[Operation]:
 def _wire(name: str, price: Pricer, width: int, degree: int) -> Operation:
     """An all-reduce of activations among the devices that share a layer, in both directions."""
     sent = price.item * price.tokens * width * 2 * (degree - 1) / degree
-    return Operation(name, Kind.WIRE, Work(bytes=sent), Work(bytes=sent), cheap=False)
+    return Operation(name, Kind.WIRE, Workload(bytes=sent), Workload(bytes=sent), cheap=False)

@@ -4,7 +4,7 @@
 from typing import Protocol
 
 from fullshard.core.spec import ModelSpec
-from fullshard.plan.model.operations import Call
+from fullshard.plan.model.operations import ModelCall
 from fullshard.plan.run import Run
 
 __all__ = ["Model"]
@@ -42,7 +42,7 @@ class Model(Protocol):
         """All parameters of the plain model as they rest, in registration order; LoRA's are in."""
         ...
 
-    def calls(self, run: Run) -> tuple[Call, ...]:
+    def calls(self, run: Run) -> tuple[ModelCall, ...]:
         """The forward of one micro-batch, ending with the loss."""
         ...
 

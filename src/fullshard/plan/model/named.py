@@ -7,7 +7,6 @@ from dataclasses import replace
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import TRANSFORMERS
 from fullshard.plan.model.decoder import Decoder
-from fullshard.plan.model.encoder_decoder import EncoderDecoder, Pair
 from fullshard.plan.model.shape import LLAMA, MPT, Experts, Naming, Norm, Shape, shape_of
 
 __all__ = ["MODEL_NAMES", "named_model"]
@@ -96,24 +95,17 @@ _SHAPES: dict[str, Shape] = {
     "gpt3-66b": _gpt3(64, 9216, 72),
     "gpt3-175b": _gpt3(96, 12_288, 96),
 }
-# Raffel et al., arXiv:1910.10683, and the configurations published with T5.
-_PAIRS: dict[str, Pair] = {
-    "t5-3b": Pair(24, 24, 1024, 32, 128, 16_384, 32_128, 512, buckets=32),
-    "t5-11b": Pair(24, 24, 1024, 128, 128, 65_536, 32_128, 512, buckets=32),
-}
 
-MODEL_NAMES: tuple[str, ...] = (*TRANSFORMERS, *_SHAPES, *_PAIRS)
+MODEL_NAMES: tuple[str, ...] = (*TRANSFORMERS, *_SHAPES)
 """All names that `named_model` knows."""
 
 
-def named_model(name: str) -> Decoder | EncoderDecoder:
+def named_model(name: str) -> Decoder:
     """The model of that name; an unknown one raises `ConfigurationError` with the nearest."""
     key = name.lower().replace("_", "-").replace(" ", "-")
     joined = key.replace("llama-2", "llama2").replace("llama-3", "llama3")
     other = joined.replace("llama3.1-", "llama3-").replace("opt-", "gpt3-")
     for alias in (key, joined, other):
-        if alias in _PAIRS:
-            return EncoderDecoder(alias, _PAIRS[alias])
         if alias in _SHAPES:
             return Decoder(alias, _SHAPES[alias])
         if alias in TRANSFORMERS:

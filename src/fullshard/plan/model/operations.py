@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Call", "Kind", "Operation", "Work"]
+__all__ = ["Kind", "ModelCall", "Operation", "Workload"]
 
 
 class Kind(Enum):
@@ -17,7 +17,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """One direction of an operation, on one device and one micro-batch.
 
     ``flops`` are those carried out, ``bytes`` what device memory reads and writes at least,
@@ -44,8 +44,8 @@ class Operation:
 
     name: str
     kind: Kind
-    forward: Work
-    backward: Work
+    forward: Workload
+    backward: Workload
     saved_bytes: int = 0
     output_bytes: int = 0
     scratch_bytes: int = 0
@@ -55,7 +55,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """The forward of one module, in the order of execution.
 
     ``path`` is the module's, such as ``layers.0.attention``: the deepest unit around it is the one

@@ -4,7 +4,7 @@
 from dataclasses import dataclass, replace
 
 from fullshard.core.spec import item_bytes
-from fullshard.plan.model.operations import Kind, Operation, Work
+from fullshard.plan.model.operations import Kind, Operation, Workload
 from fullshard.plan.run import Loss, Run
 
 __all__ = ["Pricer"]
@@ -50,8 +50,8 @@ class Pricer:
         return Operation(
             name,
             Kind.MATMUL,
-            Work(flops, moved, shape=(m, n, k)),
-            Work(times * flops, times * moved, kernels=times, shape=(m, n, k), count=times),
+            Workload(flops, moved, shape=(m, n, k)),
+            Workload(times * flops, times * moved, kernels=times, shape=(m, n, k), count=times),
             saved_bytes=self.item * m * saved,
             output_bytes=self.item * m * n,
             backward_scratch_bytes=self.item * m * (k + n),
@@ -68,8 +68,8 @@ class Pricer:
         return Operation(
             name,
             Kind.MATMUL,
-            Work(flops, moved, shape=shape, count=count),
-            Work(times * flops, times * moved, kernels=times, shape=shape, count=times * count),
+            Workload(flops, moved, shape=shape, count=count),
+            Workload(times * flops, times * moved, kernels=times, shape=shape, count=times * count),
             saved_bytes=self.item * rows * out,
             output_bytes=self.item * rows * out,
             backward_scratch_bytes=self.item * rows * (into + out),
@@ -93,8 +93,8 @@ class Pricer:
         return Operation(
             "attention",
             Kind.ATTENTION,
-            Work(flops, moved),
-            Work(2.5 * flops, 2.0 * moved, kernels=3),
+            Workload(flops, moved),
+            Workload(2.5 * flops, 2.0 * moved, kernels=3),
             saved_bytes=kept,
             output_bytes=self.item * self.tokens * heads * head_width,
             backward_scratch_bytes=self.item * self.tokens * features,
@@ -120,8 +120,8 @@ class Pricer:
         return Operation(
             name,
             Kind.MEMORY,
-            Work(bytes=unit * (reads + writes), kernels=1 if self.fused else kernels),
-            Work(bytes=unit * moved, kernels=1 if self.fused else launched),
+            Workload(bytes=unit * (reads + writes), kernels=1 if self.fused else kernels),
+            Workload(bytes=unit * moved, kernels=1 if self.fused else launched),
             saved_bytes=int(unit * saved),
             output_bytes=int(unit * writes),
             backward_scratch_bytes=int(unit * writes),
@@ -158,15 +158,21 @@ class Pricer:
         if loss is Loss.PLAIN:
             wide = 4 * tokens * vocab
             moved = float(logits + 4 * wide)  # to float32, log-softmax, pick
-            work = Work(bytes=moved, kernels=4), Work(bytes=float(3 * wide + logits), kernels=4)
+            work = (
+                Workload(bytes=moved, kernels=4),
+                Workload(bytes=float(3 * wide + logits), kernels=4),
+            )
             # Backward makes the gradient of log-probabilities, then that of the float32 copy.
             kept, scratch, back = wide, wide if item < 4 else 0, 2 * wide
         elif loss is Loss.FUSED:
-            work = Work(bytes=3.0 * logits, kernels=1), Work(bytes=1.0 * logits, kernels=1)
+            work = Workload(bytes=3.0 * logits, kernels=1), Workload(bytes=1.0 * logits, kernels=1)
             kept, scratch, back = logits, 0, 0
         else:
             piece = min(tokens, _PIECE_TOKENS)
-            work = Work(bytes=4.0 * logits, kernels=-(-tokens // piece) * 3), Work(kernels=1)
+            work = (
+                Workload(bytes=4.0 * logits, kernels=-(-tokens // piece) * 3),
+                Workload(kernels=1),
+            )
             kept, scratch, back = 0, piece * vocab * (item + 4), 0
         return (
             _as_logits(project, output=logits if loss is not Loss.CHUNKED else 0),

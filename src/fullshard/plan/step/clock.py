@@ -19,7 +19,7 @@ from fullshard.plan.model.operations import Kind, Operation
 from fullshard.plan.run import OPTIMIZERS, Recompute, Run
 from fullshard.plan.step.collectives import Group, gather_s, reduce_all_s
 from fullshard.plan.step.roofline import operation_s
-from fullshard.plan.step.script import Act, Phase, Script
+from fullshard.plan.step.script import Act, Pass, Script
 from fullshard.plan.step.units import PlannedUnit
 
 __all__ = ["Busy", "Timeline", "replay"]
@@ -29,13 +29,23 @@ _SYSTEM_BYTES = 2**25  # from here on the C library gives memory back when it is
 
 @dataclass(frozen=True)
 class Busy:
-    """One stretch of work on ``stream``: compute, gather or reduce."""
+    """Work on ``stream`` (compute, gather or reduce) without a break.
+
+    ``kind`` is forward, again (recomputed), backward, gather or reduce; ``name`` that of the module
+    or unit.
+    """
 
     stream: str
-    label: str
+    kind: str
+    name: str
     unit: int
     start_s: float
     stop_s: float
+
+    @property
+    def label(self) -> str:
+        """Kind and name in one."""
+        return f"{self.kind} {self.name}"
 
 
 @dataclass
@@ -55,7 +65,7 @@ class Timeline:
 def replay(
     script: Script, run: Run, cluster: Cluster, constants: Constants, *, record: bool = False
 ) -> Timeline:
-    """Seconds of a step of ``run``; with ``record`` each stretch of work is kept for drawing."""
+    """Seconds of a step of ``run``; with ``record`` what keeps streams busy is kept for drawing."""
     streams = _Streams(script, run, cluster, constants, record)
     for line in script.lines:
         if isinstance(line, Act):
@@ -78,7 +88,7 @@ class _Streams:
         self.gathers: dict[int, float] = {}
         self.reduces: dict[int, float] = {}
         self.wire: list[tuple[float, float]] = []
-        self._acts: dict[tuple[int, Phase], tuple[float, int]] = {}
+        self._acts: dict[tuple[int, Pass], tuple[float, int]] = {}
         self._units: dict[int, tuple[float, float, float]] = {}
         self._priced: dict[tuple[int, int, int, int], tuple[float, float, float]] = {}
 
@@ -102,14 +112,14 @@ class _Streams:
         if self.host > stop:
             self.stalled += self.host - stop
             stop = self.host
-        self._record("compute", f"{act.phase.value} {call.path or '(root)'}", act.unit, start, stop)
+        self._record("compute", act.phase.value, call.path, act.unit, start, stop)
         self.compute = stop
 
     def _price(self, operations: tuple[Operation, ...], act: Act) -> tuple[float, int]:
         seconds, kernels = 0.0, 0
         run = self.run
         for operation in _computed(operations, act.phase, run):
-            backward = act.phase is Phase.BACKWARD
+            backward = act.phase is Pass.BACKWARD
             work = operation.backward if backward else operation.forward
             seconds += operation_s(operation, work, run, self.cluster, self.constants)
             kernels += work.kernels
@@ -184,11 +194,13 @@ class _Streams:
         if end > begin:
             self.communication += end - begin
             self.wire.append((begin, end))
-            self._record(stream, f"{stream} {unit.path or '(root)'}", number, begin, end)
+            self._record(stream, stream, unit.path, number, begin, end)
 
-    def _record(self, stream: str, label: str, unit: int, start: float, stop: float) -> None:
+    def _record(
+        self, stream: str, kind: str, path: str, unit: int, start: float, stop: float
+    ) -> None:
         if self.records is not None and stop > start:
-            self.records.append(Busy(stream, label, unit, start, stop))
+            self.records.append(Busy(stream, kind, path or "(root)", unit, start, stop))
 
     def _unit_s(self, number: int) -> tuple[float, float, float]:
         """Seconds to gather the unit, to reduce it, and to sum its slice over replicas."""
@@ -229,9 +241,9 @@ class _Streams:
         return gather, reduce if shards > 1 else all_reduce, all_reduce
 
 
-def _computed(operations: tuple[Operation, ...], phase: Phase, run: Run) -> tuple[Operation, ...]:
+def _computed(operations: tuple[Operation, ...], phase: Pass, run: Run) -> tuple[Operation, ...]:
     """What is computed of a call: recomputation stops when all that was not kept is there again."""
-    if phase is not Phase.AGAIN:
+    if phase is not Pass.AGAIN:
         return operations
     if run.recompute is Recompute.SELECTIVE:
         return tuple(_kept_in_turns(operations))

@@ -2,8 +2,8 @@
 """Seconds of one operation on one device: a roofline whose matrix roof depends on the shape."""
 
 from fullshard.plan.cluster.cluster import Cluster, Constants
-from fullshard.plan.model.operations import Kind, Operation, Work
-from fullshard.plan.run import Attention, Run
+from fullshard.plan.model.operations import Kind, Operation, Workload
+from fullshard.plan.run import AttentionKernel, Run
 
 __all__ = ["operation_s"]
 
@@ -16,7 +16,7 @@ _FLOAT8_CAST_BYTES = 4  # read in 16 bits, written as a number of 8 bits and onc
 
 
 def operation_s(
-    operation: Operation, work: Work, run: Run, cluster: Cluster, constants: Constants
+    operation: Operation, work: Workload, run: Run, cluster: Cluster, constants: Constants
 ) -> float:
     """Seconds of ``work``, which is one direction of ``operation``."""
     device = cluster.device
@@ -27,7 +27,7 @@ def operation_s(
         return work.bytes / memory
     if operation.kind is Kind.ATTENTION:
         reached = device.peak(run.compute_dtype) * device.attention * constants.attention_share
-        if run.attention is Attention.TRITON:
+        if run.attention is AttentionKernel.TRITON:
             reached *= _TRITON_SHARE
         return max(work.flops / reached, work.bytes / memory)
     reached = device.peak(run.compute_dtype) * device.sustained * constants.matmul_share
@@ -39,7 +39,7 @@ def operation_s(
     return max(work.flops / reached + lost_s, work.bytes / memory) + cast_s
 
 
-def _lost(work: Work, ramp: float) -> float:
+def _lost(work: Workload, ramp: float) -> float:
     """The share of time that a product with short dimensions takes on top.
 
     Loading a tile's operands and storing its result takes as long as ``ramp`` steps of the inner
@@ -51,7 +51,7 @@ def _lost(work: Work, ramp: float) -> float:
     return ramp * (1 / k + 1 / n + 1 / m) / 3
 
 
-def _cast_bytes(operation: Operation, work: Work) -> float:
+def _cast_bytes(operation: Operation, work: Workload) -> float:
     """What casting the operands to float8 moves: inputs and weights in forward, then gradients."""
     if work.shape is None:
         return 0.0

@@ -13,14 +13,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from fullshard.core.schedule import Event, Moment, Op, OpKind, compile_step
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.model.model import Model
-from fullshard.plan.model.operations import Call
+from fullshard.plan.model.operations import ModelCall
 from fullshard.plan.run import Run
 from fullshard.plan.step.units import PlannedUnit, units_of
 
-__all__ = ["Act", "Phase", "Script", "Stretch", "Walk", "Walked", "write_script"]
+__all__ = ["Act", "ActMemory", "Pass", "Script", "Walk", "Walked", "write_script"]
 
 
-class Phase(Enum):
+class Pass(Enum):
     """Which direction of a call is computed."""
 
     FORWARD = "forward"
@@ -32,12 +32,12 @@ class Phase(Enum):
 class Act:
     """One call's forward or backward; ``unit`` is the number of the deepest unit around it."""
 
-    phase: Phase
+    phase: Pass
     call: int
     unit: int
 
 
-class Stretch(NamedTuple):
+class ActMemory(NamedTuple):
     """What was measured of the memory of one act: bytes of activations and of logits and loss.
 
     ``peak`` is what both hold beyond what they held before, at the moment when their sum is
@@ -61,11 +61,11 @@ class Script:
     """
 
     units: tuple[PlannedUnit, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[ModelCall, ...]
     blocks: tuple[int | None, ...]
     events: tuple[Event, ...]
     lines: tuple[Act | Op, ...]
-    stretches: tuple[Stretch, ...] = ()
+    stretches: tuple[ActMemory, ...] = ()
     buffers_bytes: int = 0
 
 
@@ -73,8 +73,8 @@ class Script:
 class Walk:
     """The events and acts of a step of a measured model, in order."""
 
-    calls: tuple[Call, ...]
-    stretches: tuple[Stretch, ...]
+    calls: tuple[ModelCall, ...]
+    stretches: tuple[ActMemory, ...]
     walked: tuple[Event | Act, ...]
     buffers_bytes: int = 0
 
@@ -149,7 +149,7 @@ def _as_carried_out(
         yield done + [Op(OpKind.AWAIT_REDUCE, unit) for unit in reduced]
 
 
-def _blocks_of(calls: Sequence[Call], blocks: Sequence[str]) -> tuple[int | None, ...]:
+def _blocks_of(calls: Sequence[ModelCall], blocks: Sequence[str]) -> tuple[int | None, ...]:
     numbers = {path: number for number, path in enumerate(blocks)}
 
     def block_of(path: str) -> int | None:
@@ -163,7 +163,7 @@ def _blocks_of(calls: Sequence[Call], blocks: Sequence[str]) -> tuple[int | None
     return tuple(block_of(call.path) for call in calls)
 
 
-def _owners(calls: Sequence[Call], units: Sequence[PlannedUnit]) -> tuple[int, ...]:
+def _owners(calls: Sequence[ModelCall], units: Sequence[PlannedUnit]) -> tuple[int, ...]:
     numbers = {unit.path: number for number, unit in enumerate(units)}
 
     def owner(path: str) -> int:
@@ -178,7 +178,7 @@ def _owners(calls: Sequence[Call], units: Sequence[PlannedUnit]) -> tuple[int, .
 
 
 def _walk(
-    calls: Sequence[Call],
+    calls: Sequence[ModelCall],
     blocks: Sequence[int | None],
     owners: Sequence[int],
     units: Sequence[PlannedUnit],
@@ -189,7 +189,7 @@ def _walk(
     inside: list[int] = []
     for number, chain in enumerate(chains):
         yield from _move(inside, chain, Moment.FORWARD_BEGIN, Moment.FORWARD_END)
-        yield Act(Phase.FORWARD, number, owners[number])
+        yield Act(Pass.FORWARD, number, owners[number])
     yield from _move(inside, [], Moment.FORWARD_BEGIN, Moment.FORWARD_END)
     number = len(calls) - 1
     while number >= 0:
@@ -204,12 +204,12 @@ def _walk(
             again = list(outer)
             for each in span:
                 yield from _move(again, chains[each], Moment.FORWARD_BEGIN, Moment.FORWARD_END)
-                yield Act(Phase.AGAIN, each, owners[each])
+                yield Act(Pass.AGAIN, each, owners[each])
             yield from _move(again, outer, Moment.FORWARD_BEGIN, Moment.FORWARD_END)
         for each in reversed(span):
             chain = chains[each]
             yield from _move(inside, chain, Moment.BACKWARD_BEGIN, Moment.BACKWARD_END)
-            yield Act(Phase.BACKWARD, each, owners[each])
+            yield Act(Pass.BACKWARD, each, owners[each])
         number = first - 1
     yield from _move(inside, [], Moment.BACKWARD_BEGIN, Moment.BACKWARD_END)
     yield Event(Moment.STEP_END)

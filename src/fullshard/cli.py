@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as of "| head": who reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # SIGPIPE
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, RecursionError, MemoryError) as error:
         print(f"fullshard {command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -72,8 +72,8 @@ def main(argv: Sequence[str]) -> int:
         os.execv(sys.executable, [sys.executable, "-m", _DROP_IN, *script])
     if options.nproc_per_node is None:
         options.nproc_per_node = str(default_nproc())
-    if re.fullmatch(r"-?\d{1,9}", options.nproc_per_node):
-        check_nproc(int(options.nproc_per_node))
+    if re.fullmatch(r"-?\d+", options.nproc_per_node):
+        check_nproc(int(options.nproc_per_node[:20]))
     _share_cores(options.nproc_per_node)
     _check_hosts(options.nnodes)
     if options.standalone or all(

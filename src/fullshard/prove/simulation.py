@@ -70,7 +70,7 @@ def simulation_claims(lines: Sequence[Mapping[str, Any]]) -> Iterator[Claim]:
     yield Claim.that(
         "ranks issue collectives in one order",
         bool(compared) and not apart,
-        _named(apart) or f"none of {len(compared)} programs differs",
+        _named(apart) or f"0 of {len(compared)} differ",
         "one order",
     )
     verdicts = [each for each in lines if "equivalent" in each]  # other lines name mutants, too

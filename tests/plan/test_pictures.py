@@ -13,7 +13,7 @@ from rich.console import Console
 from fullshard.core.text import bytes_text
 from fullshard.plan.cluster.read import cluster_of, fitted_constants, named_device
 from fullshard.plan.command.terminal import print_memory, print_streams
-from fullshard.plan.memory import CATEGORIES, forecast_memory
+from fullshard.plan.memory import CATEGORIES, forecast_memory, memory_timeline
 from fullshard.plan.model.named import named_model
 from fullshard.plan.pictures import (
     CATEGORY_COLOURS,
@@ -42,7 +42,8 @@ def step():
     run = Run(sequence=64, wrap=Wrap.BLOCK_AND_ENDS, recompute=Recompute.FULL)
     script = write_script(model, run, cluster)
     timeline = replay(script, run, cluster, fitted_constants(), record=True)
-    return forecast_memory(script, model, run, cluster), timeline, script
+    forecast = forecast_memory(script, model, run, cluster)
+    return forecast, timeline, script, memory_timeline(script, run, cluster)
 
 
 def texts_of(figure):
@@ -56,8 +57,7 @@ def test_every_category_has_a_colour():
 
 
 def test_the_timeline_has_the_peak_of_the_forecast(step):
-    forecast = step[0]
-    samples = forecast.timeline
+    forecast, _, _, samples = step
     peak = max(samples, key=lambda each: each.total_bytes)
     assert peak.bytes == forecast.peak
     assert peak.line == forecast.line
@@ -65,8 +65,8 @@ def test_the_timeline_has_the_peak_of_the_forecast(step):
 
 
 def test_the_picture_of_memory_names_the_peak_and_what_it_is_of(step, tmp_path):
-    forecast = step[0]
-    figure = draw_memory(forecast.timeline, "a & b", capacity_bytes=2 * forecast.peak_bytes)
+    forecast, _, _, samples = step
+    figure = draw_memory(samples, "a & b", capacity_bytes=2 * forecast.peak_bytes)
     texts = texts_of(figure)
     assert {"a & b", "forward", "backward"} <= texts
     assert any(bytes_text(forecast.peak_bytes) in each for each in texts)
@@ -79,7 +79,7 @@ def test_the_picture_of_memory_names_the_peak_and_what_it_is_of(step, tmp_path):
 
 
 def test_the_picture_of_streams_has_a_legend_and_names_units(step):
-    _, timeline, script = step
+    _, timeline, script, _ = step
     units = [unit.path or "(root)" for unit in script.units]
     texts = texts_of(draw_streams(timeline.records, units, "a step", step_s=timeline.step_s))
     assert {"forward", "recomputation", "backward", "gather", "reduce"} <= texts
@@ -105,16 +105,16 @@ def printed(function, *args, width=100, colours=False, **more):
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_memory_in_a_terminal(step, width):
-    forecast = step[0]
+    forecast, _, _, samples = step
     spare = forecast.peak_bytes + 2**20
-    lines = printed(print_memory, forecast.timeline, width=width, capacity_bytes=spare)
+    lines = printed(print_memory, samples, width=width, capacity_bytes=spare)
     assert max(map(len, lines)) <= width
     assert any("1.00 MiB spare" in line for line in lines)
     assert any(bytes_text(forecast.peak_bytes) in line for line in lines)
-    short = printed(print_memory, forecast.timeline, capacity_bytes=spare - 2**21)
+    short = printed(print_memory, samples, capacity_bytes=spare - 2**21)
     assert any("1.00 MiB too little" in line for line in short)
     assert not any("█" in line for line in lines)
-    coloured = printed(print_memory, forecast.timeline, colours=True, capacity_bytes=spare)
+    coloured = printed(print_memory, samples, colours=True, capacity_bytes=spare)
     assert any("█" in line for line in coloured)
 
 

@@ -78,3 +78,11 @@ class TorchVersionError(FullshardError, ImportError):
 
 class NotSupportedError(FullshardError, NotImplementedError):
     """Known and wanted, but not built yet; the message names the argument."""
+
+
+def check_whole(name: str, value: object, least: int = 1) -> None:
+    """Raise `ConfigurationError` unless ``value`` is a whole number of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(
+            f"{name} must be a whole number of at least {least}, got {value!r}"
+        )

@@ -7,12 +7,12 @@ appears: so a tied weight has one owner, the nearest common ancestor of its user
 whenever one of them runs.
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 
-__all__ = ["group_parameters"]
+__all__ = ["around_of", "deepest_around", "group_parameters"]
 
 
 def group_parameters(
@@ -44,6 +44,18 @@ def _around(name: str) -> Iterator[str]:
         name = name.rpartition(".")[0]
         yield name
     yield ""
+
+
+def deepest_around(name: str, units: Container[str]) -> str | None:
+    """Return the deepest of ``units`` that lies around the module or parameter ``name``."""
+    return _deepest(_around(name), units) if name else None
+
+
+def around_of(paths: Sequence[str]) -> list[int | None]:
+    """Number for each of ``paths`` the deepest other one that encloses it, None if none does."""
+    numbers = {path: number for number, path in enumerate(paths)}
+    around = (deepest_around(path, numbers) for path in paths)
+    return [None if path is None else numbers[path] for path in around]
 
 
 def _deepest(paths: Iterable[str], units: Container[str]) -> str | None:

@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 Align = Literal["element", "row"]
-"""Where parameters may be cut; see [Note: Equal slices] and [Note: Whole rows]."""
+"""The places where parameters may be cut; see [Note: Equal slices] and [Note: Whole rows]."""
 
 ALIGN_NUMEL = 32
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model shapes as data, with the arithmetic that training and planning share."""
 
-import difflib
 from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.core.text import did_you_mean
 
 __all__ = [
     "TRANSFORMERS",
@@ -59,8 +59,7 @@ def transformer(name: str) -> Transformer:
     """Look a preset up; an unknown name raises `ConfigurationError` with the nearest one."""
     if name in TRANSFORMERS:
         return TRANSFORMERS[name]
-    near = difflib.get_close_matches(name, TRANSFORMERS, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(name, TRANSFORMERS)
     raise ConfigurationError(
         f"unknown model preset {name!r}: {hint}there are {', '.join(TRANSFORMERS)}"
     )

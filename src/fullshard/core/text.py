@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures for people: bytes in words, rows in columns."""
+"""Words for people: bytes, rows in columns, the nearest of several names."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
-__all__ = ["bytes_text", "in_columns"]
+__all__ = ["bytes_text", "did_you_mean", "in_columns"]
 
 
 def bytes_text(count: int) -> str:
@@ -32,3 +33,9 @@ def in_columns(rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> s
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Ask for the nearest of ``known``, as a sentence with a space behind; "" if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}? " if near else ""

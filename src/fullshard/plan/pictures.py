@@ -48,7 +48,7 @@ KIND_COLOURS = {
     "gather": "#009e73",
     "reduce": "#cc79a7",
 }
-"""Of what streams do."""
+"""The colours of the kinds of work on streams."""
 
 _COLUMNS = 160
 _AROUND = 6  # lines of the step shown on each side of the peak

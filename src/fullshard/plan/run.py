@@ -3,9 +3,8 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, check_whole
 from fullshard.core.layout import Align
 from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
@@ -14,7 +13,7 @@ __all__ = ["OPTIMIZERS", "AttentionKernel", "Loss", "Recompute", "Run", "Wrap"]
 
 
 class Wrap(Enum):
-    """Which modules become units beside the root."""
+    """The modules that become units beside the root."""
 
     NONE = "none"  # the root alone
     BLOCK = "block"  # each block
@@ -31,7 +30,7 @@ class Recompute(Enum):
 
 
 class Loss(Enum):
-    """How the last projection and the cross-entropy are computed."""
+    """The way to compute the last projection and the cross-entropy."""
 
     PLAIN = "plain"  # logits, then a float32 copy for the loss
     FUSED = "fused"  # one kernel over the logits, gradient in place
@@ -51,7 +50,7 @@ OPTIMIZERS: dict[str, int] = {"adamw": 2, "adam": 2, "lion": 1, "momentum": 1, "
 
 @dataclass(frozen=True)
 class Run:
-    """How a model is trained.
+    """The configuration of a training run.
 
     ``micro_batch`` is samples per device and forward, ``sequence`` their length (0: the model's),
     ``accumulate`` micro-batches per step; with ``sync_each`` false full gradients are kept between
@@ -101,20 +100,12 @@ class Run:
     align: Align = "element"
 
     def __post_init__(self) -> None:
-        least: dict[str, int] = {
-            "micro_batch": 1,
-            "sequence": 0,
-            "accumulate": 1,
-            "replicas": 1,
-            "recompute_every": 1,
-            "lora_rank": 0,
-            "tensor_parallel": 1,
-            "extra_copies": 0,
-        }
-        for name, smallest in least.items():
-            _check_whole(name, getattr(self, name), smallest)
+        for name in ("micro_batch", "accumulate", "replicas", "recompute_every", "tensor_parallel"):
+            check_whole(name, getattr(self, name))
+        for name in ("sequence", "lora_rank", "extra_copies"):
+            check_whole(name, getattr(self, name), 0)
         if self.recompute_blocks is not None:
-            _check_whole("recompute_blocks", self.recompute_blocks, 0)
+            check_whole("recompute_blocks", self.recompute_blocks, 0)
         if self.optimizer not in OPTIMIZERS:
             raise ConfigurationError(
                 f"optimizer {self.optimizer!r} is not known: {', '.join(OPTIMIZERS)}"
@@ -139,10 +130,3 @@ class Run:
             return False
         limit = self.recompute_blocks
         return limit is None or block // self.recompute_every < limit
-
-
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(
-            f"{name} must be a whole number of at least {least}, got {value!r}"
-        )

@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which configuration to take."""
+"""Choices among configurations."""
 
 __all__: list[str] = []

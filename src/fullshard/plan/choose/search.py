@@ -210,7 +210,7 @@ def _floor(trial: _Trial, model: Model, cluster: Cluster, budget: int) -> str:
 
 
 def pareto(predictions: Sequence[Prediction]) -> tuple[Prediction, ...]:
-    """Those for which none is both as fast and smaller, from the fastest on."""
+    """Leave out all that are neither faster nor smaller than another; from the fastest on."""
     front: list[Prediction] = []
     for each in sorted(predictions, key=_speed):
         if not front or each.memory.peak_bytes < front[-1].memory.peak_bytes:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings as people write them: ``recompute=full``, read into runs and clusters."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TypeVar
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
+from fullshard.core.text import did_you_mean
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.cluster.read import cluster_of, named_device
 from fullshard.plan.run import OPTIMIZERS, Loss, Recompute, Run, Wrap
@@ -16,7 +15,6 @@ from fullshard.plan.run import OPTIMIZERS, Loss, Recompute, Run, Wrap
 __all__ = ["KEYS", "Setup", "choose_one", "with_setting"]
 
 GIGABIT = 1e9 / 8
-Kind = TypeVar("Kind", bound=Enum)
 
 PRECISIONS: Mapping[str, tuple[str, Precision]] = {
     "bf16": ("float32", Precision(compute="bfloat16", reduce="float32")),
@@ -41,17 +39,17 @@ class Setup:
     global_batch: int = 0
 
 
-def choose_one(key: str, value: str, known: Mapping[str, Kind] | tuple[str, ...]) -> str:
+def choose_one(key: str, value: str, known: tuple[str, ...]) -> str:
     """``value`` if it is known; else raise `ConfigurationError` with the nearest that is."""
     if value in known:
         return value
-    near = difflib.get_close_matches(value, list(known), n=1, cutoff=0.3)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(value, known, cutoff=0.3)
     raise ConfigurationError(f"{key}={value!r}: {hint}it may be {', '.join(known)}")
 
 
-def _member(key: str, value: str, kind: type[Kind]) -> Kind:
-    return kind(choose_one(key, value.lower(), tuple(str(each.value) for each in kind)))
+def _member(kind: type[Enum]) -> Callable[[str, str], Enum]:
+    names = tuple(str(each.value) for each in kind)
+    return lambda key, text: kind(choose_one(key, text.lower(), names))
 
 
 def _whole(key: str, value: str) -> int:
@@ -106,32 +104,34 @@ def _offload(run: Run, value: str) -> Run:
     return replace(run, offload=OFFLOADS[choose_one("offload", value, tuple(OFFLOADS))])
 
 
+def _field(
+    key: str, read: Callable[[str, str], object], name: str = ""
+) -> Callable[[Run, str], Run]:
+    """Set the field that ``key`` names, or the one called ``name``, to what ``read`` makes."""
+    name = name or key.replace("-", "_")
+    return lambda run, text: replace(run, **{name: read(key, text)})  # type: ignore[arg-type]
+
+
 RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
-    "micro-batch": lambda run, text: replace(run, micro_batch=_whole("micro-batch", text)),
-    "sequence": lambda run, text: replace(run, sequence=_whole("sequence", text)),
-    "accumulate": lambda run, text: replace(run, accumulate=_whole("accumulate", text)),
+    "micro-batch": _field("micro-batch", _whole),
+    "sequence": _field("sequence", _whole),
+    "accumulate": _field("accumulate", _whole),
     "strategy": _strategy,
-    "replicas": lambda run, text: replace(run, replicas=_whole("replicas", text)),
-    "wrap": lambda run, text: replace(run, wrap=_member("wrap", text, Wrap)),
-    "reshard-root": lambda run, text: replace(run, reshard_root=_flag("reshard-root", text)),
+    "replicas": _field("replicas", _whole),
+    "wrap": _field("wrap", _member(Wrap)),
+    "reshard-root": _field("reshard-root", _flag),
     "precision": _precision,
     "reduce": _reduce,
-    "recompute": lambda run, text: replace(run, recompute=_member("recompute", text, Recompute)),
-    "recompute-every": lambda run, text: replace(
-        run, recompute_every=_whole("recompute-every", text)
-    ),
+    "recompute": _field("recompute", _member(Recompute)),
+    "recompute-every": _field("recompute-every", _whole),
     "offload": _offload,
     "prefetch": _prefetch,
-    "optimizer": lambda run, text: replace(
-        run, optimizer=choose_one("optimizer", text, tuple(OPTIMIZERS))
-    ),
-    "lora": lambda run, text: replace(run, lora_rank=_whole("lora", text)),
-    "compiled": lambda run, text: replace(run, compiled=_flag("compiled", text)),
-    "loss": lambda run, text: replace(run, loss=_member("loss", text, Loss)),
-    "tensor-parallel": lambda run, text: replace(
-        run, tensor_parallel=_whole("tensor-parallel", text)
-    ),
-    "sync-each": lambda run, text: replace(run, sync_each=_flag("sync-each", text)),
+    "optimizer": _field("optimizer", lambda key, text: choose_one(key, text, tuple(OPTIMIZERS))),
+    "lora": _field("lora", _whole, "lora_rank"),
+    "compiled": _field("compiled", _flag),
+    "loss": _field("loss", _member(Loss)),
+    "tensor-parallel": _field("tensor-parallel", _whole),
+    "sync-each": _field("sync-each", _flag),
 }
 """The effect of each setting on a run, by its name."""
 

@@ -2,14 +2,14 @@
 """The settings that a search may change, and the candidates that they make."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Offload, Prefetch, ShardingStrategy
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.run import Recompute, Run, Wrap
 
-__all__ = ["AXES", "SearchSpace", "difference", "with_batch"]
+__all__ = ["AXES", "SearchSpace", "with_batch"]
 
 AXES = ("strategy", "wrap", "micro_batch", "recompute", "offload", "prefetch", "replicas")
 """The settings that a search may choose."""
@@ -127,11 +127,3 @@ def with_batch(run: Run, micro_batch: int, global_batch: int, cluster: Cluster) 
         return replace(run, micro_batch=micro_batch)
     each = global_batch * run.tensor_parallel // cluster.devices
     return replace(run, micro_batch=micro_batch, accumulate=max(1, each // micro_batch))
-
-
-def difference(run: Run, other: Run) -> dict[str, object]:
-    """The fields in which ``run`` differs from ``other``, with the values of ``run``."""
-    names = (field.name for field in fields(Run))
-    return {
-        name: getattr(run, name) for name in names if getattr(run, name) != getattr(other, name)
-    }

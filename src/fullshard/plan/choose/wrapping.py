@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules to make units of, decided by their parameters and the links alone."""
+"""A choice of modules to make units of, by their parameters and the links alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.forecast import forecast, step_events, unit_cost
-from fullshard.core.grouping import group_parameters
+from fullshard.core.grouping import around_of, group_parameters
 from fullshard.core.layout import Layout, lay_out
 from fullshard.core.schedule import UnitPolicy
 from fullshard.core.spec import ParamSpec
@@ -39,7 +39,7 @@ def weigh(
     cluster: Cluster,
     precision: Precision = AS_IT_RESTS,
 ) -> Weighed:
-    """What it costs to make units of the modules at ``paths``, beside the root."""
+    """Weigh the cost of making units of the modules at ``paths``, beside the root."""
     ordered = ("", *paths)
     groups = group_parameters(params, ordered)
     layouts = [lay_out(groups[path], cluster.devices, precision) for path in ordered]
@@ -76,9 +76,7 @@ def choose_wrapping(
 
 
 def _peak_bytes(paths: Sequence[str], layouts: Sequence[Layout]) -> int:
-    """What units hold at most beyond their shards, in a step in the order of ``paths``."""
-    places = {path: number for number, path in enumerate(paths)}
-    around = [_around(path, places) for path in paths]
+    """Return the most that units hold beyond their shards, in a step in the order of ``paths``."""
     trained = [layout.grad_full_bytes > 0 for layout in layouts]
     policies = {
         number: UnitPolicy(
@@ -90,14 +88,4 @@ def _peak_bytes(paths: Sequence[str], layouts: Sequence[Layout]) -> int:
         for number, layout in enumerate(layouts)
     }
     costs = {number: unit_cost(layout) for number, layout in enumerate(layouts)}
-    return forecast(step_events(around, trained), policies, costs, Prefetch()).peak_bytes
-
-
-def _around(path: str, places: dict[str, int]) -> int | None:
-    if not path:
-        return None
-    while "." in path:
-        path = path.rpartition(".")[0]
-        if path in places:
-            return places[path]
-    return 0
+    return forecast(step_events(around_of(paths), trained), policies, costs, Prefetch()).peak_bytes

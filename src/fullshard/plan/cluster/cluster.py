@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, check_whole
 
 __all__ = ["Cluster", "Constants", "Device", "Link"]
 
@@ -104,11 +104,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("devices", "per_host"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(
-                    f"{name} must be a whole number of at least 1, got {value!r}"
-                )
+            check_whole(name, getattr(self, name))
         if self.devices > self.per_host and self.devices % self.per_host:
             near = self.devices - self.devices % self.per_host
             raise ConfigurationError(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices and constants from data files: those that come with the package, and calibrations."""
 
-import difflib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.core.text import did_you_mean
 from fullshard.plan.cluster.cluster import Cluster, Constants, Device, Link
 
 __all__ = [
@@ -32,7 +32,12 @@ def _text(name: str) -> str:
 @cache
 def _devices() -> dict[str, Device]:
     table = tomllib.loads(_text("devices.toml"))
-    return {key: _device(key, entry) for key, entry in table.items()}
+
+    def whole(entry: Mapping[str, Any]) -> dict[str, Any]:
+        around = whole(table[entry["like"]]) if "like" in entry else {}
+        return {**around, **{name: value for name, value in entry.items() if name != "like"}}
+
+    return {key: _device(key, whole(entry)) for key, entry in table.items()}
 
 
 def _device(key: str, entry: Mapping[str, Any]) -> Device:
@@ -66,8 +71,7 @@ def named_device(name: str) -> Device:
     key = {"a100": "a100-80", "h100-80": "h100", "a6000": "rtx-a6000"}.get(key, key)
     if key in _devices():
         return _devices()[key]
-    near = difflib.get_close_matches(key, _devices(), n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(key, _devices(), cutoff=0.4)
     raise ConfigurationError(
         f"unknown device {name!r}: {hint}there are {', '.join(_devices())}, and files that "
         "fullshard calibrate writes"

@@ -45,7 +45,7 @@ _FIXING = {name.replace("_", "-"): name for name in AXES}
 
 @dataclass(frozen=True)
 class Asked:
-    """What ``fullshard plan`` is asked: a model, where to begin, what is free, what to show."""
+    """The request to ``fullshard plan``: a model, where to begin, what is free, what to show."""
 
     model: Model
     setup: Setup

@@ -90,7 +90,7 @@ def choice_data(choice: Choice, tokens: float, top: int) -> dict[str, Any]:
 
 
 def answers_data(key: str, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """What-if answers."""
+    """Return what-if answers as plain data."""
     return [
         {key: each.value, "reason": each.reason}
         if each.prediction is None

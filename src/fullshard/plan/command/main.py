@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _say_what_was_given(asked: Asked, console: Console) -> None:
-    """If the run is fixed but for its units, say whether it fits as it is, and what would do."""
+    """Say if a run that is fixed but for its units fits, and the change with which it does."""
     space = asked.space
     if "micro_batch" in space.free or "recompute" in space.free:
         return

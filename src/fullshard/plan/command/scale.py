@@ -61,7 +61,7 @@ def show_scale(console: Console, points: Sequence[ScalePoint], crossover: Crosso
 
 
 def scale_data(points: Sequence[ScalePoint], crossover: Crossover | None) -> dict[str, Any]:
-    """The same for ``--json``."""
+    """Return both as plain data."""
     return {
         "points": [
             {

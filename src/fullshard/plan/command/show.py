@@ -182,7 +182,7 @@ def _rejections(choice: Choice) -> RenderableType:
 
 
 def show_answers(console: Console, key: str, answers: Sequence[Answer], base: Prediction) -> None:
-    """What-if answers, beside the speed of the best."""
+    """Print what-if answers, beside the speed of the best."""
     table = Table(title=f"what if {key} were", title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column(key, overflow="fold")
     for head in ("memory", "fits", "step, 90%", "tokens/s", "of the best", "MFU"):

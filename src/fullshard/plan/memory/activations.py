@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What forward keeps for backward, and what is held while an act runs."""
+"""Activations: those that forward keeps for backward, and those held while an act runs."""
 
 from collections.abc import Mapping, Sequence
 
+from fullshard.core.grouping import deepest_around
 from fullshard.plan.model.operations import Kind, ModelCall, Operation
 from fullshard.plan.run import Recompute, Run
 from fullshard.plan.step.script import Act, ActMemory, Pass, Script
@@ -232,9 +233,5 @@ class _Handovers:
 
 def _calls_of(name: str, places: Mapping[str, list[int]]) -> list[int]:
     """The calls of the deepest module around a parameter that has any."""
-    path = name.rpartition(".")[0]
-    while path:
-        if path in places:
-            return places[path]
-        path = path.rpartition(".")[0]
-    return []
+    path = deepest_around(name, places)
+    return places[path] if path else []

@@ -7,7 +7,7 @@ communication library take besides is an estimate, see `fullshard.plan.memory.ov
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fullshard.core.forecast import HeldUnits
 from fullshard.core.schedule import Op, OpKind
@@ -40,10 +40,10 @@ CATEGORIES = (
     "allocator slack",
     "context and nccl",
 )
-"""What device memory is for, in the order in which it is told."""
+"""Uses of device memory, in the order in which they are told."""
 
 Bytes = tuple[int, int, int, int, int, int]
-"""Of the first six categories: what tensors hold."""
+"""Bytes that tensors hold, by the first six categories."""
 
 _WORDS = {
     OpKind.GATHER: "gather of",
@@ -88,7 +88,6 @@ class MemoryForecast:
     cause: str
     resting: RestingMemory
     line: int
-    _telling: "_Telling" = field(repr=False, compare=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -115,21 +114,6 @@ class MemoryForecast:
         """The bytes that rest in the host's memory for this rank."""
         return self.resting.host_bytes
 
-    @property
-    def timeline(self) -> tuple[Sample, ...]:
-        """Memory at every line of the step; made when asked for."""
-        told = self._telling
-        return memory_timeline(told.script, told.run, told.cluster)
-
-
-@dataclass(frozen=True)
-class _Telling:
-    """What the timeline of a forecast is made of."""
-
-    script: Script
-    run: Run
-    cluster: Cluster
-
 
 def forecast_memory(
     script: Script,
@@ -139,7 +123,7 @@ def forecast_memory(
     *,
     held: HeldUnits | None = None,
 ) -> MemoryForecast:
-    """What one device holds when it carries out ``script``, and what causes the peak.
+    """Forecast what one device holds when it carries out ``script``, and the cause of the peak.
 
     Of a step with several micro-batches it is a later one, which finds the gradients of those
     before it. A micro-batch begins without gradients if it is the only one. ``held`` is the memory
@@ -153,8 +137,7 @@ def forecast_memory(
             most, peak, at = total, now, line
     by_category = _with_overheads(peak, run, cluster, script)
     cause = _cause(script, at, by_category)
-    telling = _Telling(script, run, cluster)
-    return MemoryForecast(by_category, cause, replay.resting, at, telling)
+    return MemoryForecast(by_category, cause, replay.resting, at)
 
 
 def memory_timeline(script: Script, run: Run, cluster: Cluster) -> tuple[Sample, ...]:
@@ -249,7 +232,7 @@ class _Replay:
         yield len(self._script.lines), self._optimizer_step()
 
     def _now(self, momentary: int = 0) -> Bytes:
-        """What is held, with ``momentary`` bytes of gradients besides."""
+        """Bytes held now, with ``momentary`` bytes of gradients besides."""
         return self._with(self._activations.kept, self._activations.logits, momentary)
 
     def _act(self, act: Act) -> Bytes:
@@ -265,7 +248,7 @@ class _Replay:
         return (*state, held.buffers, activations, logits)
 
     def _optimizer_step(self) -> Bytes:
-        """With foreach kernels, a temporary like the parameters; fused ones need none."""
+        """Add a temporary like the parameters for foreach kernels; fused ones need none."""
         now = self._now()
         if self._run.fused_optimizer or self.resting.on_host or self._run.optimizer == "sgd":
             return now

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is taken beside tensors: by torch's allocator, the driver's context, the collectives.
+"""Memory taken beside tensors: by torch's allocator, the driver's context, the collectives.
 
 These are estimates: the allocator's slack depends on the order of sizes, and differs from run to
 run of the same program. A CPU has none of them.
@@ -14,11 +14,11 @@ from fullshard.plan.step.units import PlannedUnit
 __all__ = ["allocator_slack", "context_bytes"]
 
 _SLACK = 0.03
-"""What is reserved beyond what tensors hold at the peak, as a share of it. Fitted to torchtitan's
+"""Memory reserved beyond what tensors hold at the peak, as a share of it. Fitted to torchtitan's
 page of December 2024, three rows on 8 devices: between -2.2 and +4.4% of what it reports."""
 
 _NCCL_BYTES = 268_435_456
-"""Of one NCCL communicator over many ranks: channels of 4 MiB buffers, and NVLS's multicast."""
+"""Memory of one NCCL communicator over many ranks: channels of 4 MiB, and NVLS's multicast."""
 
 
 def allocator_slack(held: Sequence[int], cluster: Cluster, run: Run) -> int:

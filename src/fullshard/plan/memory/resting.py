@@ -49,7 +49,7 @@ class RestingMemory:
 def resting_memory(
     units: Sequence[PlannedUnit], run: Run, *, rank: int = 0, cpu: bool = False
 ) -> RestingMemory:
-    """What ``rank`` (among those that share slices) keeps of ``units`` between steps.
+    """Add up what ``rank`` (among those that share slices) keeps of ``units`` between steps.
 
     Slices are equal on all ranks; optimizer state is that of the rank's own elements, without the
     padding. With ``cpu`` the device is the host's CPU, whose memory is where offloaded state is.

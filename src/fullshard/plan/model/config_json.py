@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models from Hugging Face's ``config.json``, without torch and without transformers."""
 
-import difflib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, check_whole
+from fullshard.core.text import did_you_mean
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model
 from fullshard.plan.model.shape import GPT2, LLAMA, Experts, Norm, Shape
@@ -33,13 +33,10 @@ class _Fields:
 
     def whole(self, *names: str, default: int | None = None) -> int:
         """A whole number above 0; raises `ConfigurationError` if it is missing or is not one."""
-        value = self.get(*names, default=default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            kind = self.config.get("model_type")
-            raise ConfigurationError(
-                f"config.json of a {kind}: {' or '.join(names)} must be a whole number of at least "
-                f"1, got {value!r}"
-            )
+        value: int = self.get(*names, default=default)
+        check_whole(
+            f"config.json of a {self.config.get('model_type')}: {' or '.join(names)}", value
+        )
         return value
 
 
@@ -164,8 +161,7 @@ def model_from_config(config: Config, name: str) -> Decoder:
     """
     kind = str(config.get("model_type"))
     if kind not in ARCHITECTURES:
-        near = difflib.get_close_matches(kind, ARCHITECTURES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(kind, ARCHITECTURES)
         raise ConfigurationError(
             f"config.json has model_type {kind!r}: {hint}known are {', '.join(ARCHITECTURES)}; any "
             "other model, encoder-decoders included, can be recorded: see docs/planner.md"

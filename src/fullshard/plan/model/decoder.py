@@ -130,7 +130,7 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
     shape = shape.cut(run.tensor_parallel)
     price = Pricer.of(run, length)
     names = shape.naming
-    kinds: dict[Experts | None, list[tuple[str, tuple[Operation, ...]]]] = {}
+    kinds: dict[Experts | None, tuple[tuple[str, tuple[Operation, ...]], ...]] = {}
     # Between the parts that are cut by heads and hidden width, tokens are: sequence parallelism.
     apart = replace(price, tokens=price.tokens // run.tensor_parallel)
     calls = [ModelCall(names.embedding, (_look_up(shape, apart),))]
@@ -139,7 +139,7 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
         path = f"{names.blocks}.{block}"
         experts = shape.experts_in(block)
         if experts not in kinds:
-            kinds[experts] = list(_block(shape, experts, price, apart, run))
+            kinds[experts] = tuple(_block(shape, experts, price, apart, run))
         pieces = kinds[experts]
         if fine:
             calls += [
@@ -158,12 +158,8 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
 
 
 @lru_cache(maxsize=256)
-def _joined_of(pieces: tuple[tuple[str, tuple[Operation, ...]], ...]) -> tuple[Operation, ...]:
+def _joined(pieces: tuple[tuple[str, tuple[Operation, ...]], ...]) -> tuple[Operation, ...]:
     return tuple(operation for _, operations in pieces for operation in operations)
-
-
-def _joined(pieces: list[tuple[str, tuple[Operation, ...]]]) -> tuple[Operation, ...]:
-    return _joined_of(tuple(pieces))
 
 
 def _look_up(shape: Shape, price: Pricer) -> Operation:

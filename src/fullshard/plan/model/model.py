@@ -20,7 +20,7 @@ class Model(Protocol):
 
     @property
     def name(self) -> str:
-        """How the table calls it."""
+        """The name in tables."""
         ...
 
     @property

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models by name: the presets that training shares, and published families beside them."""
 
-import difflib
 from dataclasses import replace
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import TRANSFORMERS
+from fullshard.core.text import did_you_mean
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.shape import LLAMA, MPT, Experts, Naming, Norm, Shape, shape_of
 
@@ -110,8 +110,7 @@ def named_model(name: str) -> Decoder:
             return Decoder(alias, _SHAPES[alias])
         if alias in TRANSFORMERS:
             return Decoder(alias, shape_of(TRANSFORMERS[alias]))
-    near = difflib.get_close_matches(key, MODEL_NAMES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(key, MODEL_NAMES)
     raise ConfigurationError(
         f"unknown model {name!r}: {hint}give a config.json or one of {', '.join(MODEL_NAMES)}"
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, check_whole
 from fullshard.core.presets import Transformer
 from fullshard.core.spec import ParamSpec
 
@@ -28,7 +28,6 @@ class Norm(Enum):
 
     RMS = "rms"  # a weight
     LAYER = "layer"  # a weight and a bias
-    LAYER_NO_BIAS = "layer, no bias"
 
 
 @dataclass(frozen=True)
@@ -152,18 +151,14 @@ class Shape:
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "head_width", "hidden", "vocab"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(
-                    f"a model's {name} must be a whole number of at least 1, got {value!r}"
-                )
+            check_whole(f"a model's {name}", getattr(self, name))
         if self.heads % self.kv_heads:
             raise ConfigurationError(
                 f"{self.heads} heads cannot share {self.kv_heads} key and value heads evenly"
             )
 
     def cut(self, degree: int) -> "Shape":
-        """What one of ``degree`` devices has under tensor parallelism: heads and hidden are cut.
+        """Cut heads and hidden width for one of ``degree`` devices under tensor parallelism.
 
         Norms and what is looked up stay whole here; a vocabulary is cut beside the hidden width.
         """
@@ -210,17 +205,18 @@ class Shape:
 
 def shape_of(preset: Transformer) -> Shape:
     """The shape of one of the presets that training and planning share."""
-    return Shape(
-        layers=preset.layers,
-        width=preset.width,
-        heads=preset.heads,
-        kv_heads=preset.kv_heads,
-        head_width=preset.head_width,
-        hidden=preset.hidden,
-        vocab=preset.vocab,
-        context=preset.context,
-        tied=preset.tied,
+    same = (
+        "layers",
+        "width",
+        "heads",
+        "kv_heads",
+        "head_width",
+        "hidden",
+        "vocab",
+        "context",
+        "tied",
     )
+    return Shape(**{name: getattr(preset, name) for name in same})
 
 
 def _matrix(path: str, out: int, into: int, dtype: str, bias: bool) -> Iterator[ParamSpec]:

@@ -59,7 +59,7 @@ class Pricer:
         )
 
     def experts(self, name: str, into: int, out: int, active: int, count: int) -> Operation:
-        """The same for ``active`` of ``count`` experts a token: all weights are read."""
+        """Products with ``active`` of ``count`` experts a token: all weights are read."""
         rows = self.tokens * active
         flops = 2.0 * rows * into * out
         moved = float(self.item * (rows * (into + out) + count * into * out))
@@ -175,7 +175,12 @@ class Pricer:
             )
             kept, scratch, back = 0, piece * vocab * (item + 4), 0
         return (
-            _as_logits(project, output=logits if loss is not Loss.CHUNKED else 0),
+            replace(
+                project,
+                output_bytes=logits if loss is not Loss.CHUNKED else 0,
+                backward_scratch_bytes=0,
+                logits=True,
+            ),
             Operation(
                 "loss",
                 Kind.MEMORY,
@@ -186,15 +191,3 @@ class Pricer:
                 logits=True,
             ),
         )
-
-
-def _as_logits(operation: Operation, output: int) -> Operation:
-    return Operation(
-        operation.name,
-        operation.kind,
-        operation.forward,
-        operation.backward,
-        output_bytes=output,
-        cheap=False,
-        logits=True,
-    )

@@ -126,7 +126,7 @@ class _Streams:
         return seconds, kernels
 
     def _contended(self, start: float, seconds: float) -> float:
-        """How much longer compute takes beside collectives, which need its memory and cores."""
+        """Seconds that compute takes longer beside collectives, which need its memory and cores."""
         stop, overlap = start + seconds, 0.0
         self.wire = [each for each in self.wire if each[1] > start]
         for begin, end in self.wire:
@@ -242,7 +242,7 @@ class _Streams:
 
 
 def _computed(operations: tuple[Operation, ...], phase: Pass, run: Run) -> tuple[Operation, ...]:
-    """What is computed of a call: recomputation stops when all that was not kept is there again."""
+    """Leave out what is not computed: recomputation stops when all that was dropped is there."""
     if phase is not Pass.AGAIN:
         return operations
     if run.recompute is Recompute.SELECTIVE:

@@ -17,12 +17,12 @@ class Group:
 
     @property
     def hosts(self) -> int:
-        """How many hosts the group touches."""
+        """Number of hosts that the group touches."""
         return max(1, self.size // self.per_host)
 
 
 def _bandwidth(group: Group, cluster: Cluster, constants: Constants) -> float:
-    """What one rank receives in a ring, in bytes/s.
+    """Bytes/s that one rank receives in a ring.
 
     Rings enter and leave a host by all its links at once, so that the links of the group's ranks in
     a host add up; inside, each rank has its own.

@@ -52,7 +52,7 @@ def _lost(work: Workload, ramp: float) -> float:
 
 
 def _cast_bytes(operation: Operation, work: Workload) -> float:
-    """What casting the operands to float8 moves: inputs and weights in forward, then gradients."""
+    """Bytes that casting to float8 moves: inputs and weights in forward, then gradients."""
     if work.shape is None:
         return 0.0
     m, n, k = work.shape

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from fullshard.core.grouping import deepest_around
 from fullshard.core.schedule import Event, Moment, Op, OpKind, compile_step
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.model.model import Model
@@ -21,7 +22,7 @@ __all__ = ["Act", "ActMemory", "Pass", "Script", "Walk", "Walked", "write_script
 
 
 class Pass(Enum):
-    """Which direction of a call is computed."""
+    """The direction of a call that is computed."""
 
     FORWARD = "forward"
     AGAIN = "again"  # forward, recomputed in backward
@@ -107,8 +108,9 @@ def write_script(
         walk = model.walk(units, run)
     else:
         calls = model.calls(run)
-        owners, blocks = _owners(calls, units), _blocks_of(calls, model.blocks)
-        walk = Walk(calls, (), tuple(_walk(calls, blocks, owners, units, run)))
+        owners = [number or 0 for number in _numbers_of(calls, [unit.path for unit in units])]
+        in_blocks = _numbers_of(calls, model.blocks)
+        walk = Walk(calls, (), tuple(_walk(calls, in_blocks, owners, units, run)))
     events = [each for each in walk.walked if isinstance(each, Event)]
     policies = {number: each.policy for number, each in enumerate(units)}
     compiled = compile_step(events, policies, run.prefetch)
@@ -119,11 +121,10 @@ def write_script(
             lines += next(ops)
         else:
             lines.append(each)
-    blocks = _blocks_of(walk.calls, model.blocks)
     return Script(
         units,
         walk.calls,
-        blocks,
+        tuple(_numbers_of(walk.calls, model.blocks)),
         tuple(events),
         tuple(lines),
         walk.stretches,
@@ -134,7 +135,7 @@ def write_script(
 def _as_carried_out(
     compiled: Iterable[Sequence[Op]], units: Sequence[PlannedUnit]
 ) -> Iterator[list[Op]]:
-    """What the engine makes of the ops of each event.
+    """Yield the ops of each event as the engine carries them out.
 
     A unit that nobody shares has nothing to wait for: its gradients are delivered at once.
     """
@@ -149,32 +150,15 @@ def _as_carried_out(
         yield done + [Op(OpKind.AWAIT_REDUCE, unit) for unit in reduced]
 
 
-def _blocks_of(calls: Sequence[ModelCall], blocks: Sequence[str]) -> tuple[int | None, ...]:
-    numbers = {path: number for number, path in enumerate(blocks)}
+def _numbers_of(calls: Sequence[ModelCall], paths: Sequence[str]) -> list[int | None]:
+    """Number for each call the deepest of ``paths`` that it lies in."""
+    numbers = {path: number for number, path in enumerate(paths)}
 
-    def block_of(path: str) -> int | None:
-        parts = path.split(".")
-        for length in range(len(parts), 0, -1):
-            found = numbers.get(".".join(parts[:length]))
-            if found is not None:
-                return found
-        return None
+    def number_of(path: str) -> int | None:
+        deepest = path if path in numbers else deepest_around(path, numbers)
+        return None if deepest is None else numbers[deepest]
 
-    return tuple(block_of(call.path) for call in calls)
-
-
-def _owners(calls: Sequence[ModelCall], units: Sequence[PlannedUnit]) -> tuple[int, ...]:
-    numbers = {unit.path: number for number, unit in enumerate(units)}
-
-    def owner(path: str) -> int:
-        parts = path.split(".")
-        for length in range(len(parts), 0, -1):
-            found = numbers.get(".".join(parts[:length]))
-            if found is not None:
-                return found
-        return 0
-
-    return tuple(owner(call.path) for call in calls)
+    return [number_of(call.path) for call in calls]
 
 
 def _walk(

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The units that the engine would make of a model, with their layouts, policies and prices."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.forecast import UnitCost, unit_cost
-from fullshard.core.grouping import group_parameters
+from fullshard.core.grouping import around_of, group_parameters
 from fullshard.core.layout import Layout, lay_out, stored_bytes
 from fullshard.core.schedule import UnitPolicy
 from fullshard.core.spec import ParamSpec, item_bytes
@@ -31,11 +30,6 @@ class PlannedUnit:
     def params(self) -> tuple[ParamSpec, ...]:
         """Its parameters, in the order of the layout."""
         return tuple(slot.spec for _, slot in self.layout)
-
-    @property
-    def resident(self) -> bool:
-        """True if its shard serves as the full unit, which then is always full."""
-        return not self.policy.gathered
 
 
 def shards_and_replicas(run: Run, cluster: Cluster) -> tuple[int, int]:
@@ -92,24 +86,15 @@ def units_of(
     groups = group_parameters(model.spec(run), paths)
     shards, replicas = shards_and_replicas(run, cluster)
     units: list[PlannedUnit] = []
-    for path in paths:
+    for path, around in zip(paths, around_of(paths), strict=True):
         layout = lay_out(groups[path], shards, run.precision, run.align)
         policy = _policy(layout, run, replicas, root=path == "", reduces=reduces)
         if not cluster.device.cpu:
             widened = layout.grad_copied_bytes > layout.full_bytes
             policy = replace(policy, widened=widened)
         cost = _cost(layout, run, replicas, cluster, resident=not policy.gathered)
-        units.append(PlannedUnit(path, _around(path, paths), layout, policy, cost))
+        units.append(PlannedUnit(path, around, layout, policy, cost))
     return tuple(units)
-
-
-def _around(path: str, paths: Sequence[str]) -> int | None:
-    around = [
-        number
-        for number, each in enumerate(paths)
-        if each != path and (each == "" or path.startswith(each + "."))
-    ]
-    return max(around, key=lambda number: len(paths[number]), default=None)
 
 
 def _policy(layout: Layout, run: Run, replicas: int, *, root: bool, reduces: bool) -> UnitPolicy:

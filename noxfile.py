@@ -27,7 +27,7 @@ LEFT_OUT = [
     *(
         "tests/test_architecture.py",
         "tests/test_page_claims.py",
-        "tests/truth/test_refused_page.py",
+        "tests/test_refused_page.py",
     ),
     "tests/test_documents.py",
 ]

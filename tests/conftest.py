@@ -74,3 +74,9 @@ def values_of_ranks_may_differ(request, monkeypatch):
     """Ranks that are threads draw the first values of their models from one generator."""
     if {"engine", "test_docs.py"}.intersection(request.path.parts):
         monkeypatch.setenv("FULLSHARD_CHECK_VALUES", "0")
+
+
+@pytest.fixture
+def checked_values(monkeypatch):
+    """Undo `values_of_ranks_may_differ`."""
+    monkeypatch.delenv("FULLSHARD_CHECK_VALUES", raising=False)

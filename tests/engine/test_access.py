@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.models import GPT, loss_of, make_batches, seeded
 from support.stack import LAYERS, WIDTH, shard_stack
+from support.threads import on_ranks
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
@@ -129,21 +130,19 @@ def test_gradients_are_summoned_and_written_back():
     assert LocalWorld(2).run(body) == [True, True]
 
 
-def test_no_forward_and_no_second_summoning_within():
-    def body(comm):
-        model = wrap(comm)
-        inputs = make_batches("gpt", 1, 2)[0][0]
-        with summon_full_params(model):
-            with pytest.raises(UsageError, match="cannot run forward within summon_full_params"):
-                model(inputs)
-            with pytest.raises(UsageError, match="summoned already"):
-                summon_full_params(model).__enter__()
-        loss = model(inputs).sum()
-        with pytest.raises(UsageError, match="in the middle of a step"):
+@on_ranks(2)
+def test_no_forward_and_no_second_summoning_within(comm):
+    model = wrap(comm)
+    inputs = make_batches("gpt", 1, 2)[0][0]
+    with summon_full_params(model):
+        with pytest.raises(UsageError, match="cannot run forward within summon_full_params"):
+            model(inputs)
+        with pytest.raises(UsageError, match="summoned already"):
             summon_full_params(model).__enter__()
-        loss.backward()
-
-    LocalWorld(2).run(body)
+    loss = model(inputs).sum()
+    with pytest.raises(UsageError, match="in the middle of a step"):
+        summon_full_params(model).__enter__()
+    loss.backward()
 
 
 def test_apply_sees_full_parameters():
@@ -215,27 +214,25 @@ def test_a_unit_resharded_between_forward_and_backward_is_gathered_again():
     assert LocalWorld(2).run(body) == [True, True]
 
 
-def test_settings_are_changed_between_steps_only():
-    def body(comm):
-        model = shard_stack(comm)
-        loss = model(torch.ones(1, WIDTH)).sum()
-        for call in (
-            lambda: model.set_reshard_after_forward(False),
-            lambda: model.set_reshard_after_backward(False),
-            lambda: model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]]),
-        ):
-            with pytest.raises(UsageError, match="can only be changed between steps"):
-                call()
-        loss.backward()
-        with pytest.raises(ConfigurationError, match="expected a module that is a unit's"):
-            model.set_modules_to_backward_prefetch([nn.Linear(1, 1)])
-        with pytest.raises(ConfigurationError, match="divided by more than 0"):
-            model.set_gradient_divide_factor(0)
-        share_comm_ctx([model, *model.blocks])
-        with pytest.raises(ConfigurationError, match="expected a module that is a unit's"):
-            share_comm_ctx([nn.Linear(1, 1)])
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_settings_are_changed_between_steps_only(comm):
+    model = shard_stack(comm)
+    loss = model(torch.ones(1, WIDTH)).sum()
+    for call in (
+        lambda: model.set_reshard_after_forward(False),
+        lambda: model.set_reshard_after_backward(False),
+        lambda: model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]]),
+    ):
+        with pytest.raises(UsageError, match="can only be changed between steps"):
+            call()
+    loss.backward()
+    with pytest.raises(ConfigurationError, match="expected a module that is a unit's"):
+        model.set_modules_to_backward_prefetch([nn.Linear(1, 1)])
+    with pytest.raises(ConfigurationError, match="divided by more than 0"):
+        model.set_gradient_divide_factor(0)
+    share_comm_ctx([model, *model.blocks])
+    with pytest.raises(ConfigurationError, match="expected a module that is a unit's"):
+        share_comm_ctx([nn.Linear(1, 1)])
 
 
 def test_lists_say_what_is_gathered_ahead():
@@ -370,15 +367,13 @@ def test_a_full_state_dict_on_one_rank_is_told_by_name():
 
 
 @pytest.mark.parametrize("door", ["wrapper", "function"])
-def test_copies_and_pickles_are_refused(door):
-    def body(comm):
-        model = wrap(comm) if door == "wrapper" else fully_shard(gpt(), mesh=comm)
-        with pytest.raises(UsageError, match="cannot be copied: its hooks and communicators"):
-            copy.deepcopy(model)
-        with pytest.raises(UsageError, match="cannot be pickled: one rank holds a part"):
-            pickle.dumps(model)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_copies_and_pickles_are_refused(comm, door):
+    model = wrap(comm) if door == "wrapper" else fully_shard(gpt(), mesh=comm)
+    with pytest.raises(UsageError, match="cannot be copied: its hooks and communicators"):
+        copy.deepcopy(model)
+    with pytest.raises(UsageError, match="cannot be pickled: one rank holds a part"):
+        pickle.dumps(model)
 
 
 @pytest.mark.parametrize("change", ["half", "bfloat16", "double"])
@@ -414,12 +409,10 @@ def test_wrappers_tell_what_was_chosen():
     assert LocalWorld(2).run(body) == [(0, 2), (1, 2)]
 
 
-def test_a_parameter_has_a_local_part_and_no_placement():
-    def body(comm):
-        param = next(wrap(comm).parameters())
-        assert param.to_local() is param.local
-        assert not hasattr(param, "placements")
-        with pytest.raises(AttributeError, match=r"no placement\. Use \.span and \.local"):
-            _ = param.placements
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_a_parameter_has_a_local_part_and_no_placement(comm):
+    param = next(wrap(comm).parameters())
+    assert param.to_local() is param.local
+    assert not hasattr(param, "placements")
+    with pytest.raises(AttributeError, match=r"no placement\. Use \.span and \.local"):
+        _ = param.placements

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.compression_workers import WIDTH, inputs_of, shard_stack, stack, train, train_choices
+from support.threads import on_ranks
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
@@ -201,24 +202,22 @@ def test_with_feedback_sums_over_steps_add_up(kind):
     assert min(each.max() for each in lost) > 10 * one_rounding
 
 
-def test_residuals_of_another_layout_are_dropped():
-    def body(comm):
-        choice = CommunicationCompression(None, "int8", 32, error_feedback=True)
-        compressed = CompressedComm(comm, choice)
+@on_ranks(2)
+def test_residuals_of_another_layout_are_dropped(comm):
+    choice = CommunicationCompression(None, "int8", 32, error_feedback=True)
+    compressed = CompressedComm(comm, choice)
 
-        def reduced(numel):
-            shard, full = torch.empty(numel), random(2 * numel, comm.rank)
-            compressed.reduce_scatter([(shard, full)]).wait()
-            return shard
+    def reduced(numel):
+        shard, full = torch.empty(numel), random(2 * numel, comm.rank)
+        compressed.reduce_scatter([(shard, full)]).wait()
+        return shard
 
-        first = reduced(64)
-        assert compressed.residual_bytes == 2 * 64
-        assert not torch.equal(reduced(64), first)
-        reduced(96)
-        assert compressed.residual_bytes == 2 * 96
-        assert torch.equal(reduced(64), first)
-
-    LocalWorld(2).run(body)
+    first = reduced(64)
+    assert compressed.residual_bytes == 2 * 64
+    assert not torch.equal(reduced(64), first)
+    reduced(96)
+    assert compressed.residual_bytes == 2 * 96
+    assert torch.equal(reduced(64), first)
 
 
 # ---- training -----------------------------------------------------------------------------------
@@ -486,29 +485,23 @@ def test_doors_refuse_what_is_no_compression():
         FullyShardedDataParallel(nn.Linear(2, 2), solo, compression="int8")
 
 
-def test_sums_over_replicas_alone_cannot_be_compressed():
-    def body(comm):
-        hybrid = (comm.subgroup([comm.rank]), comm)
-        for where, strategy in ((comm, "NO_SHARD"), (hybrid, "HYBRID_SHARD")):
-            model = stack()
-            with pytest.raises(ConfigurationError, match="only sum gradients by an all-reduce"):
-                FullyShardedDataParallel(model, where, ShardingStrategy[strategy], compression=INT8)
-            assert type(model[0].weight) is nn.Parameter
-
-    LocalWorld(2).run(body)
-
-
-def test_ranks_that_choose_differently_are_told():
-    def body(comm):
-        choice = CommunicationCompression("int8", block_numel=32 * (1 + comm.rank))
+@on_ranks(2)
+def test_sums_over_replicas_alone_cannot_be_compressed(comm):
+    hybrid = (comm.subgroup([comm.rank]), comm)
+    for where, strategy in ((comm, "NO_SHARD"), (hybrid, "HYBRID_SHARD")):
         model = stack()
-        with pytest.raises(
-            ConfigurationError, match=r"numel=32, .* on rank 0; .*=64, .* on rank 1"
-        ):
-            fully_shard(model, mesh=comm, compression=choice)
-        assert type(model) is nn.Sequential
+        with pytest.raises(ConfigurationError, match="only sum gradients by an all-reduce"):
+            FullyShardedDataParallel(model, where, ShardingStrategy[strategy], compression=INT8)
+        assert type(model[0].weight) is nn.Parameter
 
-    LocalWorld(2).run(body)
+
+@on_ranks(2)
+def test_ranks_that_choose_differently_are_told(comm):
+    choice = CommunicationCompression("int8", block_numel=32 * (1 + comm.rank))
+    model = stack()
+    with pytest.raises(ConfigurationError, match=r"numel=32, .* on rank 0; .*=64, .* on rank 1"):
+        fully_shard(model, mesh=comm, compression=choice)
+    assert type(model) is nn.Sequential
 
 
 def test_a_policy_chooses_for_each_unit():
@@ -547,12 +540,10 @@ class Chosen(torch.Tensor):
         raise AssertionError("no gather is expected")
 
 
-def test_what_decides_itself_what_is_gathered_is_not_compressed():
-    def body(comm):
-        model = nn.Linear(8, 8, bias=False)
-        model.weight = nn.Parameter(Chosen(torch.ones(8, 8)))
-        with pytest.raises(NotSupportedError, match=r"choose themselves .*\['weight'\]"):
-            fully_shard(model, mesh=comm, compression=INT8)
-        assert type(model) is nn.Linear
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_what_decides_itself_what_is_gathered_is_not_compressed(comm):
+    model = nn.Linear(8, 8, bias=False)
+    model.weight = nn.Parameter(Chosen(torch.ones(8, 8)))
+    with pytest.raises(NotSupportedError, match=r"choose themselves .*\['weight'\]"):
+        fully_shard(model, mesh=comm, compression=INT8)
+    assert type(model) is nn.Linear

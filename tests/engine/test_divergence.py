@@ -92,7 +92,7 @@ def test_a_sleeping_rank_is_reported_with_what_it_did_last(endings, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_point_13_unequal_numbers_of_batches_name_the_ways_out(endings, rank):
+def test_unequal_numbers_of_batches_name_the_ways_out(endings, rank):
     text = endings["fewer batches", rank][3]
     assert "rank 1: has left the process group" in text
     assert "stop_together" in text

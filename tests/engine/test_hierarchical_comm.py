@@ -19,6 +19,7 @@ from support.hierarchical_workers import (
     without_further_groups,
 )
 from support.limits import PEERS_S
+from support.threads import on_ranks
 from support.workers import collectives
 
 from fullshard.core.errors import ConfigurationError
@@ -126,33 +127,31 @@ def test_a_rank_that_is_away_holds_up_nobody():
     assert LocalWorld(4).run(body) == [([0, 0, 1, 1, 2, 2, 3, 3], [4, 4])] * 4
 
 
-def test_calls_may_be_waited_for_in_any_order_on_each_rank():
-    def body(comm):
-        gathers, order = HierarchicalComm(comm, 2), random.Random(comm.rank)
-        reduces = gathers.duplicate()
-        issued = []
-        for number in range(24):
-            mine = torch.full((2,), float(number + comm.rank))
-            if number % 3:
-                full = torch.empty(8)
-                issued.append((gathers.all_gather([(full, mine)]), full, number))
-            else:
-                shard, which = torch.empty(2), (gathers, reduces)[number // 3 % 2]
-                whole = mine.repeat(4)
-                issued.append((which.reduce_scatter([(shard, whole)]), shard, number))
-            if order.random() < 0.3:
-                time.sleep(0.002)
-        order.shuffle(issued)
-        for work, out, number in issued:
-            work.wait()
-            if number % 3:
-                assert out.tolist() == [number + r for r in range(4) for _ in range(2)]
-            else:
-                assert out.tolist() == [4 * number + 6] * 2
-            work.wait()  # again: nothing
-            assert work.is_completed()
-
-    LocalWorld(4, timeout_s=PEERS_S).run(body)
+@on_ranks(4, timeout_s=PEERS_S)
+def test_calls_may_be_waited_for_in_any_order_on_each_rank(comm):
+    gathers, order = HierarchicalComm(comm, 2), random.Random(comm.rank)
+    reduces = gathers.duplicate()
+    issued = []
+    for number in range(24):
+        mine = torch.full((2,), float(number + comm.rank))
+        if number % 3:
+            full = torch.empty(8)
+            issued.append((gathers.all_gather([(full, mine)]), full, number))
+        else:
+            shard, which = torch.empty(2), (gathers, reduces)[number // 3 % 2]
+            whole = mine.repeat(4)
+            issued.append((which.reduce_scatter([(shard, whole)]), shard, number))
+        if order.random() < 0.3:
+            time.sleep(0.002)
+    order.shuffle(issued)
+    for work, out, number in issued:
+        work.wait()
+        if number % 3:
+            assert out.tolist() == [number + r for r in range(4) for _ in range(2)]
+        else:
+            assert out.tolist() == [4 * number + 6] * 2
+        work.wait()  # again: nothing
+        assert work.is_completed()
 
 
 def test_what_fails_between_stages_is_raised_where_it_is_waited_for():
@@ -201,12 +200,10 @@ def test_blocks_of_whole_hosts_have_two_stages_others_do_not():
     assert LocalWorld(8).run(body) == [expected] * 8
 
 
-def test_hosts_must_have_equally_many_ranks():
-    def body(comm):
-        with pytest.raises(ConfigurationError, match="ranks_per_host=3 must divide the 4 ranks"):
-            HierarchicalComm(comm, 3)
-
-    LocalWorld(4).run(body)
+@on_ranks(4)
+def test_hosts_must_have_equally_many_ranks(comm):
+    with pytest.raises(ConfigurationError, match="ranks_per_host=3 must divide the 4 ranks"):
+        HierarchicalComm(comm, 3)
 
 
 @pytest.mark.parametrize(

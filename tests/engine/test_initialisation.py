@@ -4,6 +4,7 @@
 import pytest
 import torch
 from support.models import GPT, loss_of, make_batches, seeded
+from support.threads import on_ranks
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
@@ -103,19 +104,17 @@ def test_meta_then_initialisation_in_place_equals_one_process():
         assert torch.equal(found[name], param.detach()), name
 
 
-def test_what_nobody_initialised_is_found():
-    def body(comm):
-        model = by_function(comm, on_meta(GPT))
-        with pytest.raises(UsageError, match=r"unit .* came from the meta device"):
-            model(torch.zeros(1, 3, dtype=torch.int64))
-        model.to_empty(device="cpu")
-        for name, param in model.named_parameters():
-            if name != "blocks.1.mlp.0.weight":
-                nn.init.ones_(param)
-        with pytest.raises(UsageError, match=r"initialised (blocks\.1\.mlp\.0\.weight|\(par)"):
-            model(torch.zeros(1, 3, dtype=torch.int64))
-
-    LocalWorld(3).run(body)
+@on_ranks(3)
+def test_what_nobody_initialised_is_found(comm):
+    model = by_function(comm, on_meta(GPT))
+    with pytest.raises(UsageError, match=r"unit .* came from the meta device"):
+        model(torch.zeros(1, 3, dtype=torch.int64))
+    model.to_empty(device="cpu")
+    for name, param in model.named_parameters():
+        if name != "blocks.1.mlp.0.weight":
+            nn.init.ones_(param)
+    with pytest.raises(UsageError, match=r"initialised (blocks\.1\.mlp\.0\.weight|\(par)"):
+        model(torch.zeros(1, 3, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import GPT, Block, loss_of, make_batches, seeded
+from support.threads import on_ranks
 from torch import nn
 
 from fullshard.core.errors import NotSupportedError
@@ -296,12 +297,10 @@ def test_classes_that_decide_what_travels(frozen):
         assert frozen or torch.equal(grad, torch.full((5, 7), 4.0))
 
 
-def test_classes_that_decide_what_travels_need_all_ranks():
-    def body(comm):
-        with pytest.raises(NotImplementedError, match="has parameters with fsdp_pre_all_gather"):
-            fully_shard(seeded(WithHalved), mesh=comm, reshard_after_forward=2)
-
-    LocalWorld(4).run(body)
+@on_ranks(4)
+def test_classes_that_decide_what_travels_need_all_ranks(comm):
+    with pytest.raises(NotImplementedError, match="has parameters with fsdp_pre_all_gather"):
+        fully_shard(seeded(WithHalved), mesh=comm, reshard_after_forward=2)
 
 
 class Doubled(Halved):
@@ -315,15 +314,13 @@ class Doubled(Halved):
         return (self.inner.repeat(2),), "a note"
 
 
-def test_classes_that_decide_what_travels_send_an_element_for_each():
-    def body(comm):
-        layer = nn.Linear(7, 5)
-        layer.weight = nn.Parameter(Doubled(torch.ones(5, 7)))
-        fully_shard(layer, mesh=comm)
-        with pytest.raises(NotSupportedError, match=r"'weight': .* one for each is supported"):
-            layer(torch.ones(2, 7))
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_classes_that_decide_what_travels_send_an_element_for_each(comm):
+    layer = nn.Linear(7, 5)
+    layer.weight = nn.Parameter(Doubled(torch.ones(5, 7)))
+    fully_shard(layer, mesh=comm)
+    with pytest.raises(NotSupportedError, match=r"'weight': .* one for each is supported"):
+        layer(torch.ones(2, 7))
 
 
 class Around(nn.Module):
@@ -333,11 +330,9 @@ class Around(nn.Module):
         self.outside.shared = self.inside[0]
 
 
-def test_a_shared_module_cannot_give_such_parameters_up():
-    def body(comm):
-        model = Around()
-        fully_shard(model.inside, mesh=comm)
-        with pytest.raises(NotSupportedError, match=r"weight' is shared by several units"):
-            fully_shard(model, mesh=comm)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_a_shared_module_cannot_give_such_parameters_up(comm):
+    model = Around()
+    fully_shard(model.inside, mesh=comm)
+    with pytest.raises(NotSupportedError, match=r"weight' is shared by several units"):
+        fully_shard(model, mesh=comm)

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from support.threads import on_ranks
 from torch import Tensor, nn
 
 from fullshard.core.layout import lay_out
@@ -145,50 +146,46 @@ def test_steps_are_those_of_one_process_bit_by_bit(name, form):
     LocalWorld(2).run(body)
 
 
-def test_what_lies_together_is_stepped_together():
-    def body(comm):
-        flat = Flat(comm, values(0))
-        optimizer = torch.optim.AdamW(flat.params)
-        flat.set_grads(values(1))
-        optimizer.step()
-        numels = [tensor.numel() for tensor in collected(optimizer)]
-        # Runs end behind 0-dim, 33 and 1: 32-element slots go on behind a gap.
-        assert numels == [4 * 32 + 32 + 1, 64 + 33, 8 * 8 + 1, 7 * 32 + 32]
-        assert all(type(tensor) is Tensor for tensor in collected(optimizer))
-        flat.params[3].grad = ShardedParameter.value(
-            flat.params[3].grad.local.clone(), flat.params[3].ownership
-        )
-        numels = [tensor.numel() for tensor in collected(optimizer)]
-        assert numels == [4 * 32 + 32 + 1, 64, 33, 8 * 8 + 1, 7 * 32 + 32]
-        flat.params[3].grad = values(1)[3]  # a plain tensor of the global shape
-        kinds = [type(tensor) for tensor in collected(optimizer)]
-        assert kinds == [Tensor, ShardedParameter, Tensor, Tensor, Tensor]
-        optimizer.param_groups[0]["differentiable"] = True
-        assert list(map(id, collected(optimizer))) == list(map(id, flat.params))
-
-    LocalWorld(1).run(body)
+@on_ranks(1)
+def test_what_lies_together_is_stepped_together(comm):
+    flat = Flat(comm, values(0))
+    optimizer = torch.optim.AdamW(flat.params)
+    flat.set_grads(values(1))
+    optimizer.step()
+    numels = [tensor.numel() for tensor in collected(optimizer)]
+    # Runs end behind 0-dim, 33 and 1: 32-element slots go on behind a gap.
+    assert numels == [4 * 32 + 32 + 1, 64 + 33, 8 * 8 + 1, 7 * 32 + 32]
+    assert all(type(tensor) is Tensor for tensor in collected(optimizer))
+    flat.params[3].grad = ShardedParameter.value(
+        flat.params[3].grad.local.clone(), flat.params[3].ownership
+    )
+    numels = [tensor.numel() for tensor in collected(optimizer)]
+    assert numels == [4 * 32 + 32 + 1, 64, 33, 8 * 8 + 1, 7 * 32 + 32]
+    flat.params[3].grad = values(1)[3]  # a plain tensor of the global shape
+    kinds = [type(tensor) for tensor in collected(optimizer)]
+    assert kinds == [Tensor, ShardedParameter, Tensor, Tensor, Tensor]
+    optimizer.param_groups[0]["differentiable"] = True
+    assert list(map(id, collected(optimizer))) == list(map(id, flat.params))
 
 
-def test_memory_of_others_is_not_taken_for_a_run():
-    def body(comm):
-        flat = Flat(comm, values(0))
-        optimizer = torch.optim.AdamW(flat.params)
-        flat.set_grads(values(1))
-        optimizer.step()
-        assert len(collected(optimizer)) == 4
-        memory = np.zeros(flat.shard.numel(), np.float32)
-        start = 0
-        for param in flat.params:  # neighbours, but each a storage of its own
-            numel = -(-param.numel() // 32) * 32
-            local = torch.from_numpy(memory[start : start + numel])[: param.numel()]
-            param.grad = ShardedParameter.value(local, param.ownership)
-            start += numel
-        assert [type(tensor) for tensor in collected(optimizer)] == [Tensor] * len(SHAPES)
-        apart = torch.zeros(2 * 128)[::2]  # as many elements as the first, not side by side
-        flat.params[0].grad = ShardedParameter.value(apart, flat.params[0].ownership)
-        assert type(collected(optimizer)[0]) is ShardedParameter
-
-    LocalWorld(1).run(body)
+@on_ranks(1)
+def test_memory_of_others_is_not_taken_for_a_run(comm):
+    flat = Flat(comm, values(0))
+    optimizer = torch.optim.AdamW(flat.params)
+    flat.set_grads(values(1))
+    optimizer.step()
+    assert len(collected(optimizer)) == 4
+    memory = np.zeros(flat.shard.numel(), np.float32)
+    start = 0
+    for param in flat.params:  # neighbours, but each a storage of its own
+        numel = -(-param.numel() // 32) * 32
+        local = torch.from_numpy(memory[start : start + numel])[: param.numel()]
+        param.grad = ShardedParameter.value(local, param.ownership)
+        start += numel
+    assert [type(tensor) for tensor in collected(optimizer)] == [Tensor] * len(SHAPES)
+    apart = torch.zeros(2 * 128)[::2]  # as many elements as the first, not side by side
+    flat.params[0].grad = ShardedParameter.value(apart, flat.params[0].ownership)
+    assert type(collected(optimizer)[0]) is ShardedParameter
 
 
 # ---- whatever users do --------------------------------------------------------------------------
@@ -230,83 +227,75 @@ def random_step(rng: random.Random, sides, step: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seed", range(2))
-def test_any_sequence_of_what_users_do(seed, form):
-    def body(comm):
-        rng = random.Random(seed)
-        flat = Flat(comm, values(0))
-        plain = [nn.Parameter(value) for value in values(0)]
-        make = partial(torch.optim.AdamW, lr=0.1, **FORMS[form])
-        optimizer, reference = make(flat.params[:6]), make(plain[:6])
-        for step in range(1, 13):
-            if step == 4:
-                optimizer.add_param_group({"params": flat.params[6:], "weight_decay": 0.5})
-                reference.add_param_group({"params": plain[6:], "weight_decay": 0.5})
-            random_step(rng, ((flat, optimizer), (plain, reference)), step)
-        for param, other in zip(flat.params, plain, strict=True):
-            assert torch.equal(param.full_tensor(), other.detach())
-        assert_same(flat.params, optimizer, plain, reference)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_any_sequence_of_what_users_do(comm, seed, form):
+    rng = random.Random(seed)
+    flat = Flat(comm, values(0))
+    plain = [nn.Parameter(value) for value in values(0)]
+    make = partial(torch.optim.AdamW, lr=0.1, **FORMS[form])
+    optimizer, reference = make(flat.params[:6]), make(plain[:6])
+    for step in range(1, 13):
+        if step == 4:
+            optimizer.add_param_group({"params": flat.params[6:], "weight_decay": 0.5})
+            reference.add_param_group({"params": plain[6:], "weight_decay": 0.5})
+        random_step(rng, ((flat, optimizer), (plain, reference)), step)
+    for param, other in zip(flat.params, plain, strict=True):
+        assert torch.equal(param.full_tensor(), other.detach())
+    assert_same(flat.params, optimizer, plain, reference)
 
 
 @pytest.mark.parametrize("name", ["sgd-momentum", "adam-amsgrad"])
-def test_runs_that_overlap_take_turns(name):
-    def body(comm):
-        flat = Flat(comm, values(0))
-        plain = [nn.Parameter(value) for value in values(0)]
-        optimizer, reference = OPTIMIZERS[name](flat.params), OPTIMIZERS[name](plain)
-        for step in range(1, 7):
-            flat.set_grads(values(step))
-            for param, grad in zip(plain, values(step), strict=True):
-                param.grad = grad
-            if step % 2 == 0:  # the first run begins later
-                flat.params[0].grad = plain[0].grad = None
-            optimizer.step()
-            reference.step()
-        assert_same(flat.params, optimizer, plain, reference)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_runs_that_overlap_take_turns(comm, name):
+    flat = Flat(comm, values(0))
+    plain = [nn.Parameter(value) for value in values(0)]
+    optimizer, reference = OPTIMIZERS[name](flat.params), OPTIMIZERS[name](plain)
+    for step in range(1, 7):
+        flat.set_grads(values(step))
+        for param, grad in zip(plain, values(step), strict=True):
+            param.grad = grad
+        if step % 2 == 0:  # the first run begins later
+            flat.params[0].grad = plain[0].grad = None
+        optimizer.step()
+        reference.step()
+    assert_same(flat.params, optimizer, plain, reference)
 
 
-def test_steps_that_never_repeat_are_left_as_they_are():
-    def body(comm):
-        flat = Flat(comm, values(0))
-        optimizer = torch.optim.SGD(flat.params, lr=0.1)
-        planned = []
-        for step in range(20):
-            flat.set_grads(values(1))
-            flat.params[1 + step % 2].grad = None
-            optimizer.step()
-            planned.append(bool(MergedStep.of(optimizer)._plans))
-        assert [step for step, there in enumerate(planned) if there] == [*range(8), 15]
-        for _ in range(9):
-            optimizer.step()
-        assert MergedStep.of(optimizer)._plans
-        assert not MergedStep.of(optimizer)._misses
-
-    LocalWorld(1).run(body)
-
-
-def test_a_step_that_fails_leaves_runs_together(monkeypatch):
-    def body(comm):
-        flat = Flat(comm, values(0))
-        optimizer = torch.optim.AdamW(flat.params, foreach=True)
+@on_ranks(1)
+def test_steps_that_never_repeat_are_left_as_they_are(comm):
+    flat = Flat(comm, values(0))
+    optimizer = torch.optim.SGD(flat.params, lr=0.1)
+    planned = []
+    for step in range(20):
         flat.set_grads(values(1))
+        flat.params[1 + step % 2].grad = None
         optimizer.step()
-
-        def fail(*_args, **_kwargs):
-            raise RuntimeError("out of memory")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "_foreach_lerp_", fail)
-            with pytest.raises(RuntimeError, match="out of memory"):
-                optimizer.step()
+        planned.append(bool(MergedStep.of(optimizer)._plans))
+    assert [step for step, there in enumerate(planned) if there] == [*range(8), 15]
+    for _ in range(9):
         optimizer.step()
-        steps = {float(optimizer.state[param]["step"]) for param in flat.params}
-        assert steps == {3.0}, "torch had counted the step that failed"
-        assert len(collected(optimizer)) == 4
+    assert MergedStep.of(optimizer)._plans
+    assert not MergedStep.of(optimizer)._misses
 
-    LocalWorld(1).run(body)
+
+@on_ranks(1)
+def test_a_step_that_fails_leaves_runs_together(comm, monkeypatch):
+    flat = Flat(comm, values(0))
+    optimizer = torch.optim.AdamW(flat.params, foreach=True)
+    flat.set_grads(values(1))
+    optimizer.step()
+
+    def fail(*_args, **_kwargs):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_lerp_", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step()
+    optimizer.step()
+    steps = {float(optimizer.state[param]["step"]) for param in flat.params}
+    assert steps == {3.0}, "torch had counted the step that failed"
+    assert len(collected(optimizer)) == 4
 
 
 def test_a_skipped_step_is_counted_for_none():
@@ -335,36 +324,32 @@ def test_a_skipped_step_is_counted_for_none():
         assert all(map(torch.equal, result, [param.detach() for param in plain]))
 
 
-def test_hooks_of_users_see_each_parameter_as_ever():
-    def body(comm):
-        flat = Flat(comm, values(0))
-        optimizer = torch.optim.SGD(flat.params, lr=0.1, momentum=0.9)
-        seen = []
+@on_ranks(1)
+def test_hooks_of_users_see_each_parameter_as_ever(comm):
+    flat = Flat(comm, values(0))
+    optimizer = torch.optim.SGD(flat.params, lr=0.1, momentum=0.9)
+    seen = []
 
-        def look(optimizer, args, kwargs):
-            assert set(optimizer.state) <= set(flat.params)
-            assert optimizer.param_groups[0]["params"] == flat.params
-            seen.append(len(optimizer.state))
+    def look(optimizer, args, kwargs):
+        assert set(optimizer.state) <= set(flat.params)
+        assert optimizer.param_groups[0]["params"] == flat.params
+        seen.append(len(optimizer.state))
 
-        optimizer.register_step_pre_hook(look)
-        optimizer.register_step_post_hook(look)
-        for step in (1, 2, 3):
-            flat.set_grads(values(step))
-            optimizer.step()
-        assert seen == [0, 9, 9, 9, 9, 9]
-
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    for step in (1, 2, 3):
+        flat.set_grads(values(step))
+        optimizer.step()
+    assert seen == [0, 9, 9, 9, 9, 9]
     # Lists of parameters compare by identity first, so that == above compares no values.
-    LocalWorld(1).run(body)
 
 
-def test_a_closure_gives_the_gradients():
-    def body(comm):
-        flat = Flat(comm, values(0))
-        optimizer = torch.optim.SGD(flat.params, lr=1.0)
-        assert optimizer.step(lambda: flat.set_grads(values(0)) or 3.0) == 3.0
-        assert not any(param.local.any() for param in flat.params)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_a_closure_gives_the_gradients(comm):
+    flat = Flat(comm, values(0))
+    optimizer = torch.optim.SGD(flat.params, lr=1.0)
+    assert optimizer.step(lambda: flat.set_grads(values(0)) or 3.0) == 3.0
+    assert not any(param.local.any() for param in flat.params)
 
 
 # ---- memory, and who is meant -------------------------------------------------------------------

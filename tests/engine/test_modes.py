@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 from support.models import GPT, loss_of, make_batches, seeded
+from support.threads import on_ranks
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
@@ -159,12 +160,10 @@ def test_reshard_to_a_smaller_group():
     check(lambda c, m: function(c, m, reshard_after_forward=3), worlds=(6,))
 
 
-def test_reshard_to_a_group_that_does_not_divide_is_refused():
-    def body(comm):
-        with pytest.raises(ConfigurationError, match="reshard_after_forward=2 must divide the 3"):
-            fully_shard(nn.Linear(2, 2), mesh=comm, reshard_after_forward=2)
-
-    LocalWorld(3).run(body)
+@on_ranks(3)
+def test_reshard_to_a_group_that_does_not_divide_is_refused(comm):
+    with pytest.raises(ConfigurationError, match="reshard_after_forward=2 must divide the 3"):
+        fully_shard(nn.Linear(2, 2), mesh=comm, reshard_after_forward=2)
 
 
 @pytest.mark.parametrize("door", [wrapper, function, lambda c, m: function(c, m, embed=True)])
@@ -397,14 +396,12 @@ def test_requires_grad_changed_between_steps(door):
 @pytest.mark.parametrize(
     "setter", ["set_requires_gradient_sync", "set_requires_all_reduce"], ids=["full", "sums"]
 )
-def test_requires_grad_is_not_changed_while_gradients_are_held_back(setter):
-    def body(comm):
-        model = function(comm, build(), hybrid(comm))
-        inputs, targets = make_batches("gpt", 1, 2)[0]
-        getattr(model, setter)(False)
-        loss_of(model(inputs), targets).backward()
-        model.head.requires_grad_(False)
-        with pytest.raises(UsageError, match="requires_grad was changed while gradients"):
-            model(inputs)
-
-    LocalWorld(4).run(body)
+@on_ranks(4)
+def test_requires_grad_is_not_changed_while_gradients_are_held_back(comm, setter):
+    model = function(comm, build(), hybrid(comm))
+    inputs, targets = make_batches("gpt", 1, 2)[0]
+    getattr(model, setter)(False)
+    loss_of(model(inputs), targets).backward()
+    model.head.requires_grad_(False)
+    with pytest.raises(UsageError, match="requires_grad was changed while gradients"):
+        model(inputs)

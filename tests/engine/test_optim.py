@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.threads import on_ranks
 from torch import Tensor, nn
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -188,17 +189,15 @@ def test_state_bytes_are_those_of_the_spans_and_of_the_step_counts():
     assert sum(LocalWorld(3).run(body)) == sum(value.numel() for value in values(0))
 
 
-def test_zero_grad_in_both_ways():
-    def body(comm):
-        params = sharded(comm, values(0))
-        optimizer = torch.optim.SGD(params, lr=0.1)
-        set_grads(params, values(1))
-        optimizer.zero_grad(set_to_none=False)
-        assert all(not param.grad.local.any() for param in params)
-        optimizer.zero_grad()
-        assert all(param.grad is None for param in params)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_zero_grad_in_both_ways(comm):
+    params = sharded(comm, values(0))
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    set_grads(params, values(1))
+    optimizer.zero_grad(set_to_none=False)
+    assert all(not param.grad.local.any() for param in params)
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in params)
 
 
 # ---- clipping -----------------------------------------------------------------------------------
@@ -246,17 +245,15 @@ def test_plain_gradients_count_once_beside_sharded_ones():
         assert after == pytest.approx(0.25, rel=1e-5)
 
 
-def test_a_nan_on_one_rank_is_seen_by_all():
-    def body(comm):
-        params = sharded(comm, values(0))
-        set_grads(params, values(1))
-        if comm.rank == 1:
-            next(p for p in params if p.span.numel).grad.local[0] = float("nan")
-        assert nn.utils.get_total_norm([p.grad for p in params], float("inf")).isnan()
-        with pytest.raises(RuntimeError, match="non-finite"):
-            nn.utils.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
-
-    LocalWorld(3).run(body)
+@on_ranks(3)
+def test_a_nan_on_one_rank_is_seen_by_all(comm):
+    params = sharded(comm, values(0))
+    set_grads(params, values(1))
+    if comm.rank == 1:
+        next(p for p in params if p.span.numel).grad.local[0] = float("nan")
+    assert nn.utils.get_total_norm([p.grad for p in params], float("inf")).isnan()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
 
 
 def test_clip_grad_value():
@@ -360,14 +357,12 @@ class Lifted(TorchDispatchMode):
 
 @pytest.mark.parametrize("align", ["row", "element"])
 @pytest.mark.parametrize("order", [2.0, math.inf])
-def test_norms_copy_no_numbers_to_the_device(align, order):
-    def body(comm):
-        model = fully_shard(nn.Linear(3, 5), mesh=comm, align=align)
-        model(torch.ones(2, 3)).sum().backward()
-        grads = [param.grad for param in model.parameters()]
-        with Lifted() as lifted:
-            global_norms([(grad.local, grad.ownership) for grad in grads], order)
-            global_sum(grads[0].local, grads[0].ownership)
-        assert lifted.count == 0
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_norms_copy_no_numbers_to_the_device(comm, align, order):
+    model = fully_shard(nn.Linear(3, 5), mesh=comm, align=align)
+    model(torch.ones(2, 3)).sum().backward()
+    grads = [param.grad for param in model.parameters()]
+    with Lifted() as lifted:
+        global_norms([(grad.local, grad.ownership) for grad in grads], order)
+        global_sum(grads[0].local, grads[0].ownership)
+    assert lifted.count == 0

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from support.sharded_tensor_workers import as_dtensor, cut_otherwise
+from support.threads import on_ranks
 from torch import nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
@@ -73,16 +74,14 @@ def test_optimizers_are_not_looked_for_in_vain(monkeypatch):
         LocalWorld(1).run(lambda comm: [(m := net()), list(m.parameters()), wrapped(m, comm)])
 
 
-def test_one_that_has_state_is_refused():
-    def body(comm):
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+@on_ranks(2)
+def test_one_that_has_state_is_refused(comm):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps(model, optimizer, 1)
+    model = wrapped(model, comm)
+    with pytest.raises(UsageError, match="created before the model was sharded"):
         steps(model, optimizer, 1)
-        model = wrapped(model, comm)
-        with pytest.raises(UsageError, match="created before the model was sharded"):
-            steps(model, optimizer, 1)
-
-    LocalWorld(2).run(body)
 
 
 def test_low_precision_is_cast_to_float32_as_accelerate_does():

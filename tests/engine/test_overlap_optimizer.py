@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import GPT, seeded
+from support.threads import on_ranks
 from torch import nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
@@ -166,37 +167,35 @@ def test_a_unit_that_is_called_in_a_loop_is_not_changed_while_it_is_gathered():
             torch.testing.assert_close(value, param.detach())
 
 
-def test_few_gradients_are_alive_together(plain):
-    def body(comm):
-        model = function(comm, copy_of(plain))
-        optimizer = torch.optim.AdamW(model.parameters())
-        alive, most = [], [0]
+@on_ranks(2)
+def test_few_gradients_are_alive_together(comm, plain):
+    model = function(comm, copy_of(plain))
+    optimizer = torch.optim.AdamW(model.parameters())
+    alive, most = [], [0]
 
-        def count():
-            grads = (param.grad for param in model.parameters())
-            alive.extend(weakref.ref(g.local) for g in grads if type(g) is ShardedParameter)
-            held = {id(local): local.nbytes for each in alive if (local := each()) is not None}
-            most[0] = max(most[0], sum(held.values()))
+    def count():
+        grads = (param.grad for param in model.parameters())
+        alive.extend(weakref.ref(g.local) for g in grads if type(g) is ShardedParameter)
+        held = {id(local): local.nbytes for each in alive if (local := each()) is not None}
+        most[0] = max(most[0], sum(held.values()))
 
-        def most_alive():
-            most[0] = 0
-            backward(model)
-            return most[0]
+    def most_alive():
+        most[0] = 0
+        backward(model)
+        return most[0]
 
-        units = list(managed_units(model))
-        for managed in units:
-            managed.unit.settings.on_delivered.append(count)
-        sizes = [sum(param.local.nbytes for param in m.unit.sharded) for m in units]
-        assert most_alive() == sum(sizes)
-        optimizer.step()
-        optimizer.zero_grad()
-        overlap_optimizer(model, optimizer)
-        assert 0 < most_alive() <= max(sizes)
-        assert resting_bytes(model, optimizer).gradients_bytes == 0
-        optimizer.step()
-        assert all(param.grad is None for param in model.parameters())
-
-    LocalWorld(2).run(body)
+    units = list(managed_units(model))
+    for managed in units:
+        managed.unit.settings.on_delivered.append(count)
+    sizes = [sum(param.local.nbytes for param in m.unit.sharded) for m in units]
+    assert most_alive() == sum(sizes)
+    optimizer.step()
+    optimizer.zero_grad()
+    overlap_optimizer(model, optimizer)
+    assert 0 < most_alive() <= max(sizes)
+    assert resting_bytes(model, optimizer).gradients_bytes == 0
+    optimizer.step()
+    assert all(param.grad is None for param in model.parameters())
 
 
 # ---- what is left for step(), and what is refused -----------------------------------------------
@@ -209,42 +208,38 @@ def overlapped(comm, plain, **options):
     return model, optimizer
 
 
-def test_what_no_unit_has_is_stepped_as_ever(plain):
-    def body(comm):
-        model = copy_of(plain)
-        for block in model.blocks:
-            fully_shard(block, mesh=comm)
-        fully_shard(model, mesh=comm, ignored_params={model.norm.weight})
-        assert not isinstance(model.norm.weight, ShardedParameter)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        overlap_optimizer(model, optimizer)
-        before = model.norm.weight.detach().clone()
-        sharded = model.head.weight.full_tensor()
-        backward(model)
-        assert torch.equal(model.norm.weight, before)
-        assert not torch.equal(model.head.weight.full_tensor(), sharded)
-        optimizer.step()
-        assert not torch.equal(model.norm.weight, before)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_what_no_unit_has_is_stepped_as_ever(comm, plain):
+    model = copy_of(plain)
+    for block in model.blocks:
+        fully_shard(block, mesh=comm)
+    fully_shard(model, mesh=comm, ignored_params={model.norm.weight})
+    assert not isinstance(model.norm.weight, ShardedParameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    overlap_optimizer(model, optimizer)
+    before = model.norm.weight.detach().clone()
+    sharded = model.head.weight.full_tensor()
+    backward(model)
+    assert torch.equal(model.norm.weight, before)
+    assert not torch.equal(model.head.weight.full_tensor(), sharded)
+    optimizer.step()
+    assert not torch.equal(model.norm.weight, before)
 
 
-def test_a_group_added_later_is_stepped_in_backward_too(plain):
-    def body(comm):
-        model = function(comm, copy_of(plain))
-        first, *others = model.parameters()
-        optimizer = torch.optim.SGD([first], lr=0.1)
-        overlap_optimizer(model, optimizer)
-        backward(model)
-        assert type(others[0].grad) is ShardedParameter
-        optimizer.add_param_group({"params": others})
-        optimizer.step()
-        optimizer.zero_grad()
-        backward(model)
-        with pytest.raises(UsageError, match="has been used in backward"):
-            others[0].grad.norm()
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_a_group_added_later_is_stepped_in_backward_too(comm, plain):
+    model = function(comm, copy_of(plain))
+    first, *others = model.parameters()
+    optimizer = torch.optim.SGD([first], lr=0.1)
+    overlap_optimizer(model, optimizer)
+    backward(model)
+    assert type(others[0].grad) is ShardedParameter
+    optimizer.add_param_group({"params": others})
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    with pytest.raises(UsageError, match="has been used in backward"):
+        others[0].grad.norm()
 
 
 def test_without_its_optimizer_a_model_has_gradients(plain):
@@ -296,42 +291,36 @@ def go_back_again(model, optimizer):
         (go_back_again, True),
     ],
 )
-def test_what_needs_the_gradients_is_refused(plain, use, fused):
-    def body(comm):
-        model, optimizer = overlapped(comm, plain, fused=fused)
+@on_ranks(2)
+def test_what_needs_the_gradients_is_refused(comm, plain, use, fused):
+    model, optimizer = overlapped(comm, plain, fused=fused)
+    backward(model)
+    assert "used in backward" in repr(model.norm.weight.grad)
+    with pytest.raises(UsageError, match=r"gradient of '.*' has been used.*Accumulate within"):
+        use(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model)  # and all is well again
+    optimizer.step()
+
+
+@on_ranks(1)
+def test_a_closure_is_refused(comm, plain):
+    _, optimizer = overlapped(comm, plain)
+    for call in (optimizer.step, lambda closure: optimizer.step(closure=closure)):
+        with pytest.raises(UsageError, match=r"step\(closure\) of AdamW"):
+            call(lambda: 0.0)
+
+
+@on_ranks(2)
+def test_reduces_that_outlive_backward_are_refused(comm, plain):
+    model, _ = overlapped(comm, plain)
+    model.set_is_last_backward(False)
+    params = list(model.parameters())
+    before = [param.full_tensor() for param in params]
+    with pytest.raises(UsageError, match="set_is_last_backward"):
         backward(model)
-        assert "used in backward" in repr(model.norm.weight.grad)
-        with pytest.raises(UsageError, match=r"gradient of '.*' has been used.*Accumulate within"):
-            use(model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        backward(model)  # and all is well again
-        optimizer.step()
-
-    LocalWorld(2).run(body)
-
-
-def test_a_closure_is_refused(plain):
-    def body(comm):
-        _, optimizer = overlapped(comm, plain)
-        for call in (optimizer.step, lambda closure: optimizer.step(closure=closure)):
-            with pytest.raises(UsageError, match=r"step\(closure\) of AdamW"):
-                call(lambda: 0.0)
-
-    LocalWorld(1).run(body)
-
-
-def test_reduces_that_outlive_backward_are_refused(plain):
-    def body(comm):
-        model, _ = overlapped(comm, plain)
-        model.set_is_last_backward(False)
-        params = list(model.parameters())
-        before = [param.full_tensor() for param in params]
-        with pytest.raises(UsageError, match="set_is_last_backward"):
-            backward(model)
-        assert all(map(torch.equal, [param.full_tensor() for param in params], before))
-
-    LocalWorld(2).run(body)
+    assert all(map(torch.equal, [param.full_tensor() for param in params], before))
 
 
 def test_optimizers_that_cannot_go_unit_by_unit_are_refused(plain):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.threads import on_ranks
 from torch import Tensor, nn
 
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError
@@ -69,15 +70,13 @@ def test_it_is_a_parameter_of_global_shape_that_holds_a_span():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
-def test_the_full_tensor_is_the_original(world):
-    def body(comm):
-        for param, full in zip(sharded(comm, values()), values(), strict=True):
-            got = param.full_tensor()
-            assert type(got) is Tensor
-            assert not got.requires_grad
-            assert torch.equal(got, full)
-
-    LocalWorld(world).run(body)
+@on_ranks("world")
+def test_the_full_tensor_is_the_original(comm, world):
+    for param, full in zip(sharded(comm, values()), values(), strict=True):
+        got = param.full_tensor()
+        assert type(got) is Tensor
+        assert not got.requires_grad
+        assert torch.equal(got, full)
 
 
 @settings(max_examples=25, deadline=None)
@@ -121,41 +120,37 @@ def test_reading_gradients_and_data():
     assert LocalWorld(2).run(body) == [False, False]
 
 
-def test_modules_that_hold_it_convert_or_refuse():
-    def body(comm):
-        layer = nn.Linear(3, 4)
-        layer.weight = one(comm, torch.ones(4, 3))
-        weight = layer.weight
-        assert layer.float().weight is weight
-        assert layer.to("cpu").weight is weight
-        with pytest.raises(NotSupportedError, match="bfloat16"):
-            layer.to(torch.bfloat16)
-        assert weight.dtype is torch.float32
-        converted = weight.detach().to(torch.bfloat16)
-        assert type(converted) is ShardedParameter
-        assert converted.local.dtype is torch.bfloat16 is converted.dtype
-        layer.load_state_dict({"weight": torch.full((4, 3), 2.0), "bias": torch.zeros(4)})
-        assert torch.equal(weight.full_tensor(), torch.full((4, 3), 2.0))
-        assert type(layer.state_dict()["weight"]) is ShardedParameter
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_modules_that_hold_it_convert_or_refuse(comm):
+    layer = nn.Linear(3, 4)
+    layer.weight = one(comm, torch.ones(4, 3))
+    weight = layer.weight
+    assert layer.float().weight is weight
+    assert layer.to("cpu").weight is weight
+    with pytest.raises(NotSupportedError, match="bfloat16"):
+        layer.to(torch.bfloat16)
+    assert weight.dtype is torch.float32
+    converted = weight.detach().to(torch.bfloat16)
+    assert type(converted) is ShardedParameter
+    assert converted.local.dtype is torch.bfloat16 is converted.dtype
+    layer.load_state_dict({"weight": torch.full((4, 3), 2.0), "bias": torch.zeros(4)})
+    assert torch.equal(weight.full_tensor(), torch.full((4, 3), 2.0))
+    assert type(layer.state_dict()["weight"]) is ShardedParameter
 
 
-def test_copies_have_elements_of_their_own_and_pickles_are_refused():
-    def body(comm):
-        param = one(comm, torch.ones(40))
-        twice = copy.deepcopy([param, param])
-        assert twice[0] is twice[1]
-        assert isinstance(twice[0], nn.Parameter)
-        assert twice[0].ownership is param.ownership
-        if param.span.numel:
-            assert twice[0].local.data_ptr() != param.local.data_ptr()
-        assert copy.copy(param).local is param.local
-        for save in (pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
-            with pytest.raises(UnshardedOperationError, match=r"'p0'.*save_full_weights"):
-                save(param)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_copies_have_elements_of_their_own_and_pickles_are_refused(comm):
+    param = one(comm, torch.ones(40))
+    twice = copy.deepcopy([param, param])
+    assert twice[0] is twice[1]
+    assert isinstance(twice[0], nn.Parameter)
+    assert twice[0].ownership is param.ownership
+    if param.span.numel:
+        assert twice[0].local.data_ptr() != param.local.data_ptr()
+    assert copy.copy(param).local is param.local
+    for save in (pickle.dumps, lambda x: torch.save(x, io.BytesIO())):
+        with pytest.raises(UnshardedOperationError, match=r"'p0'.*save_full_weights"):
+            save(param)
 
 
 # ---- elementwise --------------------------------------------------------------------------------
@@ -221,72 +216,64 @@ def test_a_plain_tensor_of_the_global_shape_is_cut_to_the_span():
     LocalWorld(3).run(body)
 
 
-def test_operands_that_do_not_fit_are_refused():
-    def body(comm):
-        param = one(comm, torch.ones(5, 12)).detach()
-        own = param.ownership
-        with pytest.raises(UnshardedOperationError, match=r"shape \(12,\) does not fit .*'p0'"):
-            torch.add(param, torch.ones(12))
-        moved = (Span(0, 10), Span(10, 60))
-        other = ShardedParameter.value(
-            torch.ones(moved[comm.rank].numel), Ownership("q", (5, 12), moved, comm)
-        )
-        with pytest.raises(UnshardedOperationError, match=r"not cut alike: .*'p0'.*'q'"):
-            param.copy_(other)
-        with pytest.raises(UnshardedOperationError, match="not cut alike"):
-            torch._foreach_add_([param], [other])
-        renamed = ShardedParameter.value(
-            param.local, Ownership("renamed", own.shape, tuple(own.spans), comm)
-        )
-        assert torch.equal((param + renamed).full_tensor(), torch.full((5, 12), 2.0))
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_operands_that_do_not_fit_are_refused(comm):
+    param = one(comm, torch.ones(5, 12)).detach()
+    own = param.ownership
+    with pytest.raises(UnshardedOperationError, match=r"shape \(12,\) does not fit .*'p0'"):
+        torch.add(param, torch.ones(12))
+    moved = (Span(0, 10), Span(10, 60))
+    other = ShardedParameter.value(
+        torch.ones(moved[comm.rank].numel), Ownership("q", (5, 12), moved, comm)
+    )
+    with pytest.raises(UnshardedOperationError, match=r"not cut alike: .*'p0'.*'q'"):
+        param.copy_(other)
+    with pytest.raises(UnshardedOperationError, match="not cut alike"):
+        torch._foreach_add_([param], [other])
+    renamed = ShardedParameter.value(
+        param.local, Ownership("renamed", own.shape, tuple(own.spans), comm)
+    )
+    assert torch.equal((param + renamed).full_tensor(), torch.full((5, 12), 2.0))
 
 
-def test_a_span_is_never_written_into_a_plain_tensor():
-    def body(comm):
-        param = one(comm, torch.ones(5, 12)).detach()
-        plain = torch.zeros(5, 12)
-        for write in (
-            lambda: plain.copy_(param),
-            lambda: plain.add_(param),
-            lambda: torch.add(param, 1, out=plain),
-            lambda: torch._foreach_copy_([plain], [param]),
-            lambda: torch._foreach_add_([plain], [param]),
-        ):
-            with pytest.raises(UnshardedOperationError, match=r"'p0'.*full_tensor\(\)"):
-                write()
-        assert not plain.any()
-        number, scalar = torch.zeros(()), one(comm, torch.ones(())).detach()
-        with pytest.raises(UnshardedOperationError, match="into a plain tensor"):
-            torch._foreach_add_([number], [scalar])
-        assert number == 0
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_a_span_is_never_written_into_a_plain_tensor(comm):
+    param = one(comm, torch.ones(5, 12)).detach()
+    plain = torch.zeros(5, 12)
+    for write in (
+        lambda: plain.copy_(param),
+        lambda: plain.add_(param),
+        lambda: torch.add(param, 1, out=plain),
+        lambda: torch._foreach_copy_([plain], [param]),
+        lambda: torch._foreach_add_([plain], [param]),
+    ):
+        with pytest.raises(UnshardedOperationError, match=r"'p0'.*full_tensor\(\)"):
+            write()
+    assert not plain.any()
+    number, scalar = torch.zeros(()), one(comm, torch.ones(())).detach()
+    with pytest.raises(UnshardedOperationError, match="into a plain tensor"):
+        torch._foreach_add_([number], [scalar])
+    assert number == 0
 
 
-def test_writing_counts_as_a_change_of_the_buffer():
-    def body(comm):
-        flat = torch.zeros(96)
-        own = Ownership(
-            "w", (48 * comm.size,), tuple(Span(48 * r, 48 * r + 48) for r in (0, 1)), comm
-        )
-        param = ShardedParameter.parameter(flat[16:64], own)
-        writes = (
-            lambda: param.add_(1),
-            lambda: param.normal_(),
-            lambda: torch._foreach_mul_([param], 2),
-            lambda: torch.add(param, 1, out=param.detach()),
-        )
-        with torch.no_grad():
-            for write in writes:
-                before = flat._version
-                write()
-                assert flat._version > before
-        assert not flat[:16].any()
-        assert not flat[64:].any()
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_writing_counts_as_a_change_of_the_buffer(comm):
+    flat = torch.zeros(96)
+    own = Ownership("w", (48 * comm.size,), tuple(Span(48 * r, 48 * r + 48) for r in (0, 1)), comm)
+    param = ShardedParameter.parameter(flat[16:64], own)
+    writes = (
+        lambda: param.add_(1),
+        lambda: param.normal_(),
+        lambda: torch._foreach_mul_([param], 2),
+        lambda: torch.add(param, 1, out=param.detach()),
+    )
+    with torch.no_grad():
+        for write in writes:
+            before = flat._version
+            write()
+            assert flat._version > before
+    assert not flat[:16].any()
+    assert not flat[64:].any()
 
 
 FOLDED = {
@@ -347,13 +334,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_needs_other_elements_is_refused_with_the_way_out(name):
-    def body(comm):
-        param = one(comm, torch.ones(5, 12)).detach()
-        with pytest.raises(UnshardedOperationError, match=r"'p0.*' of shape .*\.full_tensor\(\)"):
-            REFUSED[name](param)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_what_needs_other_elements_is_refused_with_the_way_out(comm, name):
+    param = one(comm, torch.ones(5, 12)).detach()
+    with pytest.raises(UnshardedOperationError, match=r"'p0.*' of shape .*\.full_tensor\(\)"):
+        REFUSED[name](param)
 
 
 def test_of_all_foreach_operations_only_those_across_elements_are_refused():
@@ -430,23 +415,21 @@ def test_low_precision_norms_are_rounded_once_and_sums_of_squares_do_not_overflo
     LocalWorld(3).run(body)
 
 
-def test_a_global_scalar_is_a_plain_tensor_to_everything_else():
-    def body(comm):
-        norm = one(comm, torch.ones(64)).detach().norm()
-        assert float(norm) == norm.item() == 8.0
-        assert type(norm + 1) is GlobalScalar
-        assert type(torch.zeros(2, 2) + norm) is Tensor
-        target = torch.zeros(1)
-        target += norm
-        assert type(target) is Tensor
-        scaled = one(comm, torch.ones(64)).detach() * norm
-        assert type(scaled) is ShardedParameter
-        file = io.BytesIO()
-        torch.save(norm, file)
-        file.seek(0)
-        assert type(torch.load(file, weights_only=True)) is Tensor
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_a_global_scalar_is_a_plain_tensor_to_everything_else(comm):
+    norm = one(comm, torch.ones(64)).detach().norm()
+    assert float(norm) == norm.item() == 8.0
+    assert type(norm + 1) is GlobalScalar
+    assert type(torch.zeros(2, 2) + norm) is Tensor
+    target = torch.zeros(1)
+    target += norm
+    assert type(target) is Tensor
+    scaled = one(comm, torch.ones(64)).detach() * norm
+    assert type(scaled) is ShardedParameter
+    file = io.BytesIO()
+    torch.save(norm, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=True)) is Tensor
 
 
 def test_any_and_all_see_every_rank():
@@ -514,12 +497,10 @@ def test_initialisation_is_that_of_one_process_bit_for_bit(name):
             assert all(map(torch.equal, result, plain))
 
 
-def test_initialisations_that_write_columns_are_refused():
-    def body(comm):
-        with pytest.raises(UnshardedOperationError, match=r"full_tensor"):
-            nn.init.sparse_(one(comm, torch.ones(4, 27)).detach(), 0.5)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_initialisations_that_write_columns_are_refused(comm):
+    with pytest.raises(UnshardedOperationError, match=r"full_tensor"):
+        nn.init.sparse_(one(comm, torch.ones(4, 27)).detach(), 0.5)
 
 
 WRITES = {
@@ -569,22 +550,18 @@ def test_dirac_is_that_of_one_process():
 
 
 @pytest.mark.parametrize("index", [5, -6])
-def test_a_row_that_is_not_there(index):
-    def body(comm):
-        with pytest.raises(IndexError):
-            one(comm, torch.ones(5, 12)).detach()[index]
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_a_row_that_is_not_there(comm, index):
+    with pytest.raises(IndexError):
+        one(comm, torch.ones(5, 12)).detach()[index]
 
 
-def test_new_tensors_of_a_size_of_their_own_are_plain():
-    def body(comm):
-        param = one(comm, torch.ones(5, 12)).detach()
-        for made in (param.new_zeros(3), param.new_empty((5, 12)), param.new_tensor(1.0)):
-            assert type(made) is Tensor
-            assert made.dtype is param.dtype
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_new_tensors_of_a_size_of_their_own_are_plain(comm):
+    param = one(comm, torch.ones(5, 12)).detach()
+    for made in (param.new_zeros(3), param.new_empty((5, 12)), param.new_tensor(1.0)):
+        assert type(made) is Tensor
+        assert made.dtype is param.dtype
 
 
 def test_spans_start_where_kernels_see_the_same_alignment():

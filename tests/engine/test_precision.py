@@ -4,6 +4,7 @@
 import pytest
 import torch
 from support.models import loss_of, make, make_batches, seeded
+from support.threads import on_ranks
 from support.training import shard
 from torch import nn
 
@@ -285,14 +286,12 @@ def test_a_low_precision_model_rests_in_low_precision():
     assert LocalWorld(2).run(body) == [{BF16}] * 2
 
 
-def test_dtypes_that_are_none_are_refused():
-    def body(comm):
-        for dtype in (torch.int32, "bf16", torch.float8_e4m3fn):
-            with pytest.raises(ConfigurationError, match=r"mp_policy\.param_dtype must be a float"):
-                fully_shard(nn.Linear(2, 2), mesh=comm, mp_policy=MixedPrecisionPolicy(dtype))
-            with pytest.raises(ConfigurationError, match=r"mixed_precision\.reduce_dtype must be"):
-                FullyShardedDataParallel(
-                    nn.Linear(2, 2), comm, mixed_precision=MixedPrecision(reduce_dtype=dtype)
-                )
-
-    LocalWorld(1).run(body)
+@on_ranks(1)
+def test_dtypes_that_are_none_are_refused(comm):
+    for dtype in (torch.int32, "bf16", torch.float8_e4m3fn):
+        with pytest.raises(ConfigurationError, match=r"mp_policy\.param_dtype must be a float"):
+            fully_shard(nn.Linear(2, 2), mesh=comm, mp_policy=MixedPrecisionPolicy(dtype))
+        with pytest.raises(ConfigurationError, match=r"mixed_precision\.reduce_dtype must be"):
+            FullyShardedDataParallel(
+                nn.Linear(2, 2), comm, mixed_precision=MixedPrecision(reduce_dtype=dtype)
+            )

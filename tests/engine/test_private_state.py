@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from support.models import GPT, Block, loss_of, make_batches, seeded
+from support.threads import on_ranks
 from torch import nn
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
@@ -76,83 +77,69 @@ def test_a_wrapped_model_is_moved_by_handles():
 
 
 @pytest.mark.parametrize("precision", [None, MixedPrecision(torch.bfloat16)])
-def test_the_memory_of_a_handle_is_that_of_the_parameters(precision):
-    def body(comm):
-        model = FullyShardedDataParallel(nn.Linear(8, 8), comm, mixed_precision=precision)
-        model._handle.flat_param.data.fill_(3.0)
-        assert all(bool((p.local == 3).all()) for p in model.parameters())
-        out = model(torch.ones(1, 8))
-        assert out.tolist() == [[27.0] * 8]
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_the_memory_of_a_handle_is_that_of_the_parameters(comm, precision):
+    model = FullyShardedDataParallel(nn.Linear(8, 8), comm, mixed_precision=precision)
+    model._handle.flat_param.data.fill_(3.0)
+    assert all(bool((p.local == 3).all()) for p in model.parameters())
+    out = model(torch.ones(1, 8))
+    assert out.tolist() == [[27.0] * 8]
 
 
-def test_shards_that_are_away_are_not_gathered():
+@on_ranks(2)
+def test_shards_that_are_away_are_not_gathered(comm):
     """The meta device stands for one that the CPU is away from."""
-
-    def body(comm):
-        model = functional(comm)
-        for managed in managed_units(model):
-            managed.unit.full.out_of_reach = torch.device("cuda:0")
-        with pytest.raises(UsageError, match=r"moved to cuda:0: move it back to cpu"):
-            model(torch.zeros(1, 8, dtype=torch.long))
-        with pytest.raises(NotSupportedError, match="rests on cpu"):
-            wrapped(comm)._handle.flat_param_to("cuda")
-
-    LocalWorld(2).run(body)
-
-
-def test_gradients_that_wait_are_not_left_behind():
-    def body(comm):
-        model = FullyShardedDataParallel(nn.Linear(8, 8), comm)
-        with model.no_sync():
-            model(torch.ones(1, 8)).sum().backward()
-        unit = next(managed_units(model)).unit
-        unit.shards.device = torch.device("cuda", 0)  # as if it were to come from there
-        with pytest.raises(UsageError, match="not reduced yet"):
-            model._handle.flat_param_to("cpu")
-
-    LocalWorld(2).run(body)
-
-
-def test_what_is_not_there_says_what_is():
-    def body(comm):
-        handle = wrapped(comm)._handle
-        with pytest.raises(AttributeError, match=r"has \.data, and no _params"):
-            _ = handle.flat_param._params
-        with pytest.raises(AttributeError, match=r"has flat_param, .* and no unshard"):
-            handle.unshard()
-        with pytest.raises(NotSupportedError, match="other memory"):
-            handle.flat_param._local_shard = torch.ones(3)
-        state = functional(comm)._get_fsdp_state()
-        with pytest.raises(AttributeError, match=r"no _fsdp_param_group: .*unshard"):
-            _ = state._fsdp_param_group
-        assert getattr(state, "_fsdp_param_groups", None) is None
-        assert FullyShardedDataParallel(nn.Identity(), comm)._handle is None
-
-    LocalWorld(1).run(body)
-
-
-def test_the_state_of_a_module_knows_the_root():
-    def body(comm):
-        model = functional(comm)
-        block = model.blocks[0]
-        assert model._get_fsdp_state()._is_root is None
-        model._get_fsdp_state()._lazy_init()
+    model = functional(comm)
+    for managed in managed_units(model):
+        managed.unit.full.out_of_reach = torch.device("cuda:0")
+    with pytest.raises(UsageError, match=r"moved to cuda:0: move it back to cpu"):
         model(torch.zeros(1, 8, dtype=torch.long))
-        assert model._get_fsdp_state()._is_root is True
-        assert block._get_fsdp_state()._is_root is False
+    with pytest.raises(NotSupportedError, match="rests on cpu"):
+        wrapped(comm)._handle.flat_param_to("cuda")
 
-    LocalWorld(2).run(body)
+
+@on_ranks(2)
+def test_gradients_that_wait_are_not_left_behind(comm):
+    model = FullyShardedDataParallel(nn.Linear(8, 8), comm)
+    with model.no_sync():
+        model(torch.ones(1, 8)).sum().backward()
+    unit = next(managed_units(model)).unit
+    unit.shards.device = torch.device("cuda", 0)  # as if it were to come from there
+    with pytest.raises(UsageError, match="not reduced yet"):
+        model._handle.flat_param_to("cpu")
+
+
+@on_ranks(1)
+def test_what_is_not_there_says_what_is(comm):
+    handle = wrapped(comm)._handle
+    with pytest.raises(AttributeError, match=r"has \.data, and no _params"):
+        _ = handle.flat_param._params
+    with pytest.raises(AttributeError, match=r"has flat_param, .* and no unshard"):
+        handle.unshard()
+    with pytest.raises(NotSupportedError, match="other memory"):
+        handle.flat_param._local_shard = torch.ones(3)
+    state = functional(comm)._get_fsdp_state()
+    with pytest.raises(AttributeError, match=r"no _fsdp_param_group: .*unshard"):
+        _ = state._fsdp_param_group
+    assert getattr(state, "_fsdp_param_groups", None) is None
+    assert FullyShardedDataParallel(nn.Identity(), comm)._handle is None
+
+
+@on_ranks(2)
+def test_the_state_of_a_module_knows_the_root(comm):
+    model = functional(comm)
+    block = model.blocks[0]
+    assert model._get_fsdp_state()._is_root is None
+    model._get_fsdp_state()._lazy_init()
+    model(torch.zeros(1, 8, dtype=torch.long))
+    assert model._get_fsdp_state()._is_root is True
+    assert block._get_fsdp_state()._is_root is False
 
 
 @pytest.mark.parametrize("door", [wrapped, functional])
-def test_modules_are_marked_as_managed(door):
+@on_ranks(1)
+def test_modules_are_marked_as_managed(comm, door):
     """So transformers lets all ranks generate until the last is done, and drops no layer alone."""
-
-    def body(comm):
-        model = door(comm)
-        assert all(module._is_fsdp_managed_module for module in model.modules())
-        assert not hasattr(copy.copy(GPT()), "_is_fsdp_managed_module")
-
-    LocalWorld(1).run(body)
+    model = door(comm)
+    assert all(module._is_fsdp_managed_module for module in model.modules())
+    assert not hasattr(copy.copy(GPT()), "_is_fsdp_managed_module")

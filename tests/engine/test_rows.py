@@ -3,11 +3,11 @@
 
 import pytest
 from support import rows_workers as workers
+from support.threads import on_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
-from fullshard.testing import LocalWorld
 from fullshard.torch import fully_shard
 
 
@@ -60,11 +60,9 @@ def test_adafactor_steps_as_on_one_process(gloo_world):
         ),
     ],
 )
-def test_what_is_no_placement_is_refused(options, error, match):
-    def body(comm):
-        layer = nn.Linear(3, 4, bias=False)
-        with pytest.raises(error, match=match):
-            fully_shard(layer, mesh=comm, **options)
-        assert type(layer) is nn.Linear
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_what_is_no_placement_is_refused(comm, options, error, match):
+    layer = nn.Linear(3, 4, bias=False)
+    with pytest.raises(error, match=match):
+        fully_shard(layer, mesh=comm, **options)
+    assert type(layer) is nn.Linear

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from support.threads import on_ranks
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -124,14 +125,11 @@ def test_every_operation_is_right_or_refused():
     assert right > 450, "far fewer operations than torch 2.11 to 2.13 have: look at the test"
 
 
-def test_a_plain_scalar_takes_no_sharded_one():
-    # One rank has the element and the others have none: all must refuse, not only those without.
-    def body(comm):
-        scalar = sharded(torch.tensor(2.0), comm)
-        with pytest.raises(UnshardedOperationError, match="full_tensor"):
-            torch.tensor(0.0).copy_(scalar)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_a_plain_scalar_takes_no_sharded_one(comm):
+    scalar = sharded(torch.tensor(2.0), comm)
+    with pytest.raises(UnshardedOperationError, match="full_tensor"):
+        torch.tensor(0.0).copy_(scalar)
 
 
 def test_foreach_with_a_number_first():

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import state_dict_workers as workers
+from support.threads import on_ranks
 from torch.distributed.tensor import Replicate, Shard
 
 from fullshard.core.errors import ConfigurationError
@@ -157,23 +158,21 @@ def test_plain_models_and_optimizers(gloo_world):
     gloo_world.run(2, workers.to_and_from_plain)
 
 
-def test_a_state_of_another_optimizer_is_refused():
-    def body(comm):
-        model = FSDP(torch.nn.Linear(3, 2), comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-        state["param_groups"][0]["params"] = ["weight", "gone"]
-        state["state"]["gone"] = {}
-        with pytest.raises(ConfigurationError, match=r"no group of it are \['bias'\].*\['gone'\]"):
-            FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)
-        other = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=1.0)
-        with pytest.raises(ConfigurationError, match="not the model's"):
-            FSDP.full_optim_state_dict(model, other)
-        strange = {"state": {"weight": {"what": object()}}, "param_groups": []}
-        with pytest.raises(ConfigurationError, match="cannot be sent"):
-            FSDP.scatter_full_optim_state_dict(strange, model, optim=optimizer)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_a_state_of_another_optimizer_is_refused(comm):
+    model = FSDP(torch.nn.Linear(3, 2), comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    state["param_groups"][0]["params"] = ["weight", "gone"]
+    state["state"]["gone"] = {}
+    with pytest.raises(ConfigurationError, match=r"no group of it are \['bias'\].*\['gone'\]"):
+        FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)
+    other = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=1.0)
+    with pytest.raises(ConfigurationError, match="not the model's"):
+        FSDP.full_optim_state_dict(model, other)
+    strange = {"state": {"weight": {"what": object()}}, "param_groups": []}
+    with pytest.raises(ConfigurationError, match="cannot be sent"):
+        FSDP.scatter_full_optim_state_dict(strange, model, optim=optimizer)
 
 
 # ---- at odd times, of odd optimizers ------------------------------------------------------------

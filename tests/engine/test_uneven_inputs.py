@@ -4,6 +4,7 @@
 import pytest
 import torch
 from support.models import loss_of, make, make_batches
+from support.threads import on_ranks
 from support.training import shard
 from support.workers import turns
 
@@ -139,12 +140,10 @@ def test_a_rank_without_any_batch():
 
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
-def test_a_bad_size_is_refused_on_all_ranks(bad):
-    def body(comm):
-        with pytest.raises(ConfigurationError, match="size_of must give finite numbers"):
-            list(pad_to_longest(["a"], comm, size_of=lambda batch: bad if comm.rank else 1.0))
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_a_bad_size_is_refused_on_all_ranks(comm, bad):
+    with pytest.raises(ConfigurationError, match="size_of must give finite numbers"):
+        list(pad_to_longest(["a"], comm, size_of=lambda batch: bad if comm.rank else 1.0))
 
 
 def test_generation_whose_sequences_end_apart():

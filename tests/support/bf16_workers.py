@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run in bf16 through fullshard, PyTorch and plain arithmetic, for `tests/truth`."""
+"""A run in bf16 through fullshard, PyTorch and plain arithmetic."""
 
 import copy
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that loop over the user's things in orders of their own, for `tests/truth`."""
+"""Ranks that loop over the user's things in orders of their own."""
 
 import copy
 import importlib

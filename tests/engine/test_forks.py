@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forked children, as of a DataLoader, that touch a sharded parameter."""
 
-from support import truth_workers as workers
+from support import values_workers as workers
 
 
 def test_a_forked_child_that_would_communicate_is_told(gloo_world):

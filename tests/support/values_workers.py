@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks of a Gloo world do for `tests/truth`."""
+"""Ranks with values of their own, and children that they fork."""
 
 import os
 import select

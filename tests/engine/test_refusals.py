@@ -5,13 +5,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import seeded
+from support.threads import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard.core.errors import NotSupportedError
-from fullshard.testing import LocalWorld
 from fullshard.torch import (
     DataParallelMeshDims,
     FullyShardedDataParallel,
@@ -22,6 +22,8 @@ from fullshard.torch.checkpoint.tensors import held_here
 from fullshard.torch.tensor.placements import placed
 from fullshard.torch.tensor.tensor_parallel import tensor_parallel_of
 
+pytestmark = pytest.mark.usefixtures("checked_values")
+
 
 @pytest.fixture
 def mesh():
@@ -31,18 +33,16 @@ def mesh():
     dist.destroy_process_group()
 
 
-def test_communication_hooks_do_not_go_with_hybrid_sharding():
-    def body(comm):
-        within = comm.subgroup(range(comm.rank // 2 * 2, comm.rank // 2 * 2 + 2))
-        across = comm.subgroup(range(comm.rank % 2, 4, 2))
-        model = FullyShardedDataParallel(
-            seeded(lambda: nn.Linear(2, 2)), (within, across), ShardingStrategy.HYBRID_SHARD
-        )
-        with pytest.raises(NotSupportedError, match="hybrid"):
-            model.register_comm_hook(None, lambda state, full, shard: None)
-        model(torch.ones(1, 2)).sum().backward()  # as before
-
-    LocalWorld(4).run(body)
+@on_ranks(4)
+def test_communication_hooks_do_not_go_with_hybrid_sharding(comm):
+    within = comm.subgroup(range(comm.rank // 2 * 2, comm.rank // 2 * 2 + 2))
+    across = comm.subgroup(range(comm.rank % 2, 4, 2))
+    model = FullyShardedDataParallel(
+        seeded(lambda: nn.Linear(2, 2)), (within, across), ShardingStrategy.HYBRID_SHARD
+    )
+    with pytest.raises(NotSupportedError, match="hybrid"):
+        model.register_comm_hook(None, lambda state, full, shard: None)
+    model(torch.ones(1, 2)).sum().backward()  # as before
 
 
 def test_a_mesh_without_a_dim_to_shard_over(mesh):

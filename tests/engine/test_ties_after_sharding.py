@@ -4,11 +4,13 @@
 import pytest
 import torch
 from support.models import seeded
+from support.threads import on_ranks
 from torch import nn
 
 from fullshard.core.errors import UsageError
-from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, fully_shard, summon_full_params
+
+pytestmark = pytest.mark.usefixtures("checked_values")
 
 TOKENS = torch.tensor([[0, 3, 1], [4, 2, 4]])
 
@@ -80,24 +82,22 @@ def trains_as(model, plain, comm, inner=None):
 @pytest.mark.parametrize("align", ["row", "element"])
 @pytest.mark.parametrize("units", UNITS.values(), ids=UNITS.keys())
 @pytest.mark.parametrize("between", ["nothing", "state_dict", "to", "summon", "load"])
-def test_with_values_from_the_start(door, align, units, between):
-    def body(comm):
-        inner, plain = language(), language()
-        model = shard(inner, comm, door, align, units)
-        tie(inner)
-        tie(plain)
-        if between == "state_dict":
-            model.state_dict()
-        elif between == "to":
-            model.to("cpu")
-        elif between == "summon":
-            with summon_full_params(model):
-                assert inner.head.weight.shape == (5, 3)
-        elif between == "load":
-            model.load_state_dict({k: v + 0 for k, v in plain.state_dict().items()})
-        trains_as(model, plain, comm, inner)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_with_values_from_the_start(comm, door, align, units, between):
+    inner, plain = language(), language()
+    model = shard(inner, comm, door, align, units)
+    tie(inner)
+    tie(plain)
+    if between == "state_dict":
+        model.state_dict()
+    elif between == "to":
+        model.to("cpu")
+    elif between == "summon":
+        with summon_full_params(model):
+            assert inner.head.weight.shape == (5, 3)
+    elif between == "load":
+        model.load_state_dict({k: v + 0 for k, v in plain.state_dict().items()})
+    trains_as(model, plain, comm, inner)
 
 
 def to_empty_first(model, plain):
@@ -150,31 +150,27 @@ def assigned(model, plain):
     [to_empty_first, tie_first, put_one_by_one, put_into_a_tied_model, put_and_look_at_parts,
      assigned],
 )  # fmt: skip
-def test_from_the_meta_device(align, units, put):
-    def body(comm):
-        plain = language()
-        tie(plain)
-        with torch.device("meta"):
-            inner = Language().double()
-        model = shard(inner, comm, "function", align, units)
-        put(model, plain)
-        trains_as(model, plain, comm, inner)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_from_the_meta_device(comm, align, units, put):
+    plain = language()
+    tie(plain)
+    with torch.device("meta"):
+        inner = Language().double()
+    model = shard(inner, comm, "function", align, units)
+    put(model, plain)
+    trains_as(model, plain, comm, inner)
 
 
-def test_without_a_unit_around_both_and_after_the_first_forward_it_is_named():
-    def body(comm):
-        model = language()
-        for part in (model.emb, model.head):
-            fully_shard(part, mesh=comm)
-        tie(model)
-        with pytest.raises(UsageError, match="before the first forward, below one sharded module"):
-            model(TOKENS)
-        model = shard(language(), comm, "function", "row", UNITS["a unit each"])
-        model(TOKENS).sum().backward()
-        tie(model)
-        with pytest.raises(UsageError, match=r"'head\.weight' was tied to 'emb\.weight'"):
-            model(TOKENS)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_without_a_unit_around_both_and_after_the_first_forward_it_is_named(comm):
+    model = language()
+    for part in (model.emb, model.head):
+        fully_shard(part, mesh=comm)
+    tie(model)
+    with pytest.raises(UsageError, match="before the first forward, below one sharded module"):
+        model(TOKENS)
+    model = shard(language(), comm, "function", "row", UNITS["a unit each"])
+    model(TOKENS).sum().backward()
+    tie(model)
+    with pytest.raises(UsageError, match=r"'head\.weight' was tied to 'emb\.weight'"):
+        model(TOKENS)

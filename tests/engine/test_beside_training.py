@@ -5,6 +5,7 @@ import pytest
 import torch
 from support import order_workers as workers
 from support.models import seeded
+from support.threads import on_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate
 
@@ -23,6 +24,8 @@ from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy
 
+pytestmark = pytest.mark.usefixtures("checked_values")
+
 
 class Normed(nn.Module):
     def __init__(self):
@@ -36,7 +39,7 @@ class Normed(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wrapped", [nn.Linear, nn.Sequential, nn.BatchNorm1d])
-def test_point_18_batch_norm_keeps_full_precision(dtype, wrapped):
+def test_batch_norm_keeps_full_precision(dtype, wrapped):
     def body(comm):
         model = FullyShardedDataParallel(
             seeded(Normed),
@@ -65,40 +68,36 @@ def sharded_linear(comm, value=1.0):
     return fully_shard(layer, mesh=comm)
 
 
-def test_point_19_equal_and_allclose():
-    def body(comm):
-        model = sharded_linear(comm)
-        model(torch.ones(1, 4)).sum().backward()
-        param = model.weight
-        other = param.detach().clone()
-        assert torch.equal(param, other) is True
-        assert torch.equal(param.grad, other) is True
-        assert torch.equal(param, torch.ones(3, 4)) is True
-        assert torch.equal(param, torch.ones(4)) is False
-        assert torch.allclose(param, other * (1 + 1e-7)) is True
-        with torch.no_grad():
-            if other.local.numel() and comm.rank == 0:
-                other.local[0] = 2.0
-        assert torch.equal(param, other) is False  # on every rank, though one sees it
-        assert torch.allclose(param, other) is False
-        assert torch.allclose(param, other, atol=1.0) is True
-
-    LocalWorld(3).run(body)
+@on_ranks(3)
+def test_equal_and_allclose(comm):
+    model = sharded_linear(comm)
+    model(torch.ones(1, 4)).sum().backward()
+    param = model.weight
+    other = param.detach().clone()
+    assert torch.equal(param, other) is True
+    assert torch.equal(param.grad, other) is True
+    assert torch.equal(param, torch.ones(3, 4)) is True
+    assert torch.equal(param, torch.ones(4)) is False
+    assert torch.allclose(param, other * (1 + 1e-7)) is True
+    with torch.no_grad():
+        if other.local.numel() and comm.rank == 0:
+            other.local[0] = 2.0
+    assert torch.equal(param, other) is False  # on every rank, though one sees it
+    assert torch.allclose(param, other) is False
+    assert torch.allclose(param, other, atol=1.0) is True
 
 
-def test_point_19_a_clipped_norm_passes_for_a_replicated_dtensor():
-    def body(comm):
-        model = sharded_linear(comm)
-        model(torch.ones(1, 4)).sum().backward()
-        norm = clip_grad_norm_(model.parameters(), 1.0)
-        assert norm.placements == (Replicate(),)
-        assert norm.full_tensor() == norm.to_local() == pytest.approx(15**0.5)
-        assert type(norm.to_local()) is torch.Tensor
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_a_clipped_norm_passes_for_a_replicated_dtensor(comm):
+    model = sharded_linear(comm)
+    model(torch.ones(1, 4)).sum().backward()
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    assert norm.placements == (Replicate(),)
+    assert norm.full_tensor() == norm.to_local() == pytest.approx(15**0.5)
+    assert type(norm.to_local()) is torch.Tensor
 
 
-def test_point_19_attributes_of_wrappers_and_a_policy_that_chooses_prefetch():
+def test_attributes_of_wrappers_and_a_policy_that_chooses_prefetch():
     post = BackwardPrefetch.BACKWARD_POST
 
     def choose(module):
@@ -127,14 +126,14 @@ def test_point_19_attributes_of_wrappers_and_a_policy_that_chooses_prefetch():
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_point_19_a_mesh_of_two_dims_with_full_shard_shards_over_its_first(gloo_world, named):
+def test_a_mesh_of_two_dims_with_full_shard_shards_over_its_first(gloo_world, named):
     for sharded, (text,) in gloo_world.run(4, workers.mesh_of_two_dims, named):
         assert sharded == 2
         assert f"dim '{'other' if named else '1'}' exchange nothing" in text
         assert "HYBRID_SHARD" in text
 
 
-def test_point_19_nothing_is_a_flat_parameter():
+def test_nothing_is_a_flat_parameter():
     assert not isinstance(nn.Linear(1, 1).weight, FlatParameter)
     assert not isinstance(fully_shard(nn.Linear(1, 1), mesh=SoloComm()).weight, FlatParameter)
     with pytest.raises(NotSupportedError, match=ShardedParameter.__name__):
@@ -167,14 +166,14 @@ class TwoTensors(torch.Tensor):
         raise AssertionError
 
 
-def test_point_19_two_inner_tensors_are_refused_by_name():
+def test_two_inner_tensors_are_refused_by_name():
     model = nn.Module()
     model.weight = nn.Parameter(TwoTensors(torch.ones(2, 2), torch.ones(2, 2)))
     with pytest.raises(NotSupportedError, match="TwoTensors has fsdp_pre_all_gather but not one"):
         fully_shard(model, mesh=SoloComm())
 
 
-def test_point_19_pytorchs_named_optimizer_and_replicate(gloo_world):
+def test_pytorchs_named_optimizer_and_replicate(gloo_world):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
     for _ in range(2):

@@ -21,7 +21,7 @@ STEPS = workers.STEPS
         (3, 0.0, torch.bfloat16),
     ],
 )
-def test_point_15_a_run_in_bf16_has_the_bits_of_a_reference(gloo_world, world, clip, reduced):
+def test_a_run_in_bf16_has_the_bits_of_a_reference(gloo_world, world, clip, reduced):
     for found in gloo_world.run(world, workers.equal_steps, clip, reduced):
         assert found["ours twice"] == STEPS
         assert found["ours and the reference"] == STEPS

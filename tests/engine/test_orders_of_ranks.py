@@ -11,6 +11,8 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, save_full_weights
 
+pytestmark = pytest.mark.usefixtures("checked_values")
+
 
 def test_states_of_optimizers_go_by_name_behind_the_wrapper(gloo_world):
     gloo_world.run(3, workers.fsdp1_states)

@@ -6,38 +6,36 @@ import re
 from collections import Counter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 HELD_BY = {
     "ranks that start with different values": "test_rank_0_loads_and_the_others_forget",
     "ranks whose modules or parameters are registered": (
         "test_ranks_that_registered_modules_in_another_order_are_told"
     ),
-    "a parameter replaced, deleted": "test_point_01_what_is_replaced_is_named",
-    "`functional_call` with spans": (
-        "test_point_01_functional_call_with_spans_and_transforms_are_named"
-    ),
-    "`torch.func.grad`": "test_point_01_functional_call_with_spans_and_transforms_are_named",
-    "`torch.autograd.grad`": "test_point_06_sharded_parameters_as_inputs_of_autograd_are_named",
-    "`create_graph=True`": "test_point_09_double_backward_of_units_that_are_freed_is_named",
+    "a parameter replaced, deleted": "test_what_is_replaced_is_named",
+    "`functional_call` with spans": ("test_functional_call_with_spans_and_transforms_are_named"),
+    "`torch.func.grad`": "test_functional_call_with_spans_and_transforms_are_named",
+    "`torch.autograd.grad`": "test_sharded_parameters_as_inputs_of_autograd_are_named",
+    "`create_graph=True`": "test_double_backward_of_units_that_are_freed_is_named",
     "a backward that begins inside": (
-        "test_point_09_a_backward_into_a_unit_that_nobody_has_announced_is_named"
+        "test_a_backward_into_a_unit_that_nobody_has_announced_is_named"
     ),
-    "a backward after the parameters": "test_point_06_a_step_between_two_backwards_is_named",
-    "an optimizer's step on some ranks": "test_point_06_a_rank_that_skips_a_step_is_named",
+    "a backward after the parameters": "test_a_step_between_two_backwards_is_named",
+    "an optimizer's step on some ranks": "test_a_rank_that_skips_a_step_is_named",
     "trained modules and": "test_whatever_is_trained_and_was_added_after_sharding_is_named",
     "weights tied after": "test_without_a_unit_around_both_and_after_the_first_forward_it_is_named",
     "replicas (NO_SHARD": "test_replicas_that_ranks_initialise_differently_are_named",
     "writes into views": "test_what_is_written_to_views_is_in_the_next_forward",
-    "a parameter from before sharding": "test_point_04_a_replaced_original_in_forward_is_named",
-    "a gradient that comes to": "test_point_04_a_gradient_of_a_replaced_original_is_named",
-    "a buffer in a parameter's": "test_point_04_a_buffer_in_the_memory_of_a_parameter_is_named",
-    "forward writes": "test_point_05_writes_in_forward_are_named",
-    "`nn.Embedding(max_norm": "test_point_05_max_norm_is_refused_by_name",
+    "a parameter from before sharding": "test_a_replaced_original_in_forward_is_named",
+    "a gradient that comes to": "test_a_gradient_of_a_replaced_original_is_named",
+    "a buffer in a parameter's": "test_a_buffer_in_the_memory_of_a_parameter_is_named",
+    "forward writes": "test_writes_in_forward_are_named",
+    "`nn.Embedding(max_norm": "test_max_norm_is_refused_by_name",
     "norms, sums, extremes": "test_norms_and_sums_of_different_parameters_are_not_mixed",
     "`optimizer.state_dict()`": "test_states_of_optimizers_go_by_name_behind_the_function",
     "loading a whole optimizer": "test_states_of_optimizers_go_by_name_behind_the_function",
-    "tensor classes with `": "test_point_19_two_inner_tensors_are_refused_by_name",
+    "tensor classes with `": "test_two_inner_tensors_are_refused_by_name",
     "tensor classes whose": "test_classes_that_decide_what_travels_send_an_element_for_each",
     "parameters with `fsdp_pre_all_gather`": "test_classes_that_decide_what_travels_need_all_ranks",
     "the same in a unit": "test_what_decides_itself_what_is_gathered_is_not_compressed",
@@ -61,7 +59,7 @@ HELD_BY = {
     "state dicts of a parameter": "test_ranks_that_are_no_dim_of_the_tensor_axis_mesh",
     "checkpoints of values": "test_values_that_checkpoints_cannot_hold",
     "a `ShardedTensor`": "test_sharded_tensors_cut_otherwise_are_refused",
-    "`FlatParameter`": "test_point_19_nothing_is_a_flat_parameter",
+    "`FlatParameter`": "test_nothing_is_a_flat_parameter",
 }
 
 

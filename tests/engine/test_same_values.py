@@ -5,8 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import truth_workers as workers
+from support import values_workers as workers
 from support.models import GPT, make, seeded
+from support.threads import on_ranks
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError
@@ -14,6 +15,8 @@ from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from fullshard.torch.tensor.checksum import checksum
 from fullshard.wrap import ModuleWrapPolicy
+
+pytestmark = pytest.mark.usefixtures("checked_values")
 
 
 @pytest.mark.parametrize("door", ["wrapper", "function"])
@@ -48,45 +51,39 @@ def test_one_changed_element_is_found_among_replicas_too():
         LocalWorld(3).run(body)
 
 
-def test_values_in_other_strides_are_the_same():
-    def body(comm):
-        layer = linear(comm)
-        values = torch.arange(12.0).view(3, 4)
-        layer.weight = nn.Parameter(values.t().contiguous().t() if comm.rank else values)
-        fully_shard(layer, mesh=comm)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_values_in_other_strides_are_the_same(comm):
+    layer = linear(comm)
+    values = torch.arange(12.0).view(3, 4)
+    layer.weight = nn.Parameter(values.t().contiguous().t() if comm.rank else values)
+    fully_shard(layer, mesh=comm)
 
 
-def test_tied_parameters_and_units_inside_are_compared_once():
-    def body(comm):
-        model = seeded(lambda: GPT(tied=True))
-        for block in model.blocks:
-            fully_shard(block, mesh=comm)
-        fully_shard(model.embed, mesh=comm)
-        fully_shard(model, mesh=comm)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_tied_parameters_and_units_inside_are_compared_once(comm):
+    model = seeded(lambda: GPT(tied=True))
+    for block in model.blocks:
+        fully_shard(block, mesh=comm)
+    fully_shard(model.embed, mesh=comm)
+    fully_shard(model, mesh=comm)
 
 
-def test_meta_everywhere_and_rank_0_only():
-    def body(comm):
-        with torch.device("meta"):
-            bare = nn.Linear(4, 3)
-        fully_shard(bare, mesh=comm)  # values come later
-        # Rank 0 has the checkpoint, the others get theirs when it is loaded.
-        fully_shard(linear(comm) if comm.rank == 0 else nn.Linear(4, 3, device="meta"), mesh=comm)
-        with pytest.raises(ConfigurationError, match="meta device"):
-            FullyShardedDataParallel(
-                linear(comm) if comm.rank == 0 else nn.Linear(4, 3, device="meta"), comm
-            )
+@on_ranks(2)
+def test_meta_everywhere_and_rank_0_only(comm):
+    with torch.device("meta"):
+        bare = nn.Linear(4, 3)
+    fully_shard(bare, mesh=comm)  # values come later
+    # Rank 0 has the checkpoint, the others get theirs when it is loaded.
+    fully_shard(linear(comm) if comm.rank == 0 else nn.Linear(4, 3, device="meta"), mesh=comm)
+    with pytest.raises(ConfigurationError, match="meta device"):
         FullyShardedDataParallel(
-            linear(comm) if comm.rank == 0 else nn.Linear(4, 3, device="meta"),
-            comm,
-            sync_module_states=True,
+            linear(comm) if comm.rank == 0 else nn.Linear(4, 3, device="meta"), comm
         )
-
-    LocalWorld(2).run(body)
+    FullyShardedDataParallel(
+        linear(comm) if comm.rank == 0 else nn.Linear(4, 3, device="meta"),
+        comm,
+        sync_module_states=True,
+    )
 
 
 def test_ranks_that_registered_modules_in_another_order_are_told():

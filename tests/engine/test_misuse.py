@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random models, options and misuse: equal to one process, or an error of fullshard's own.
 
-By hand: ``FULLSHARD_FUZZ=300:10000 pytest tests/truth/test_fuzz_misuse.py`` tries these seeds.
+By hand: ``FULLSHARD_FUZZ=300:10000 pytest tests/engine/test_misuse.py`` tries these seeds.
 """
 
 import os
@@ -23,6 +23,8 @@ from fullshard.torch import (
     keep_for_double_backward,
     set_prefetch,
 )
+
+pytestmark = pytest.mark.usefixtures("checked_values")
 
 STEPS = 3
 FIRST, LAST = map(int, os.environ.get("FULLSHARD_FUZZ", "0:300").split(":"))

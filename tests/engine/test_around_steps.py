@@ -1,0 +1,859 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users do between, in and around steps: right, or an error that names it."""
+
+import pytest
+import torch
+from support.models import seeded
+from support.threads import on_ranks
+from torch import nn
+from torch.func import functional_call
+
+from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.testing import LocalWorld
+from fullshard.torch import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+    keep_for_double_backward,
+)
+from fullshard.wrap import ModuleWrapPolicy
+
+pytestmark = pytest.mark.usefixtures("checked_values")
+
+DOORS = ["wrapper", "function"]
+X = torch.arange(6.0, dtype=torch.float64).view(2, 3) / 6
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+
+
+def shard(model, comm, door, units=(nn.Linear,)):
+    if door == "wrapper":
+        return FullyShardedDataParallel(model, comm, auto_wrap_policy=ModuleWrapPolicy(set(units)))
+    for module in list(model.modules()):
+        if isinstance(module, tuple(units)) and module is not model:
+            fully_shard(module, mesh=comm)
+    return fully_shard(model, mesh=comm)
+
+
+def grads(model):
+    return {
+        name: None
+        if param.grad is None
+        else param.grad.full_tensor()
+        if hasattr(param.grad, "full_tensor")
+        else param.grad
+        for name, param in model.named_parameters()
+    }
+
+
+def assert_grads(model, plain):
+    expected = grads(plain)
+    for name, found in grads(model).items():
+        assert (found is None) == (expected[name] is None), name
+        if found is not None:
+            torch.testing.assert_close(found, expected[name], msg=name)
+
+
+# ---- what a user puts in a parameter's place ------------------------------------------------
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_functional_call_with_full_tensors(comm, door):
+    model, plain = shard(seeded(net), comm, door), seeded(net, 1)
+    given = {n: p.detach().clone().requires_grad_() for n, p in plain.named_parameters()}
+    names = dict(zip(plain.state_dict(), dict(nn.Module.named_parameters(model)), strict=True))
+    values = {names[name]: value for name, value in given.items()}
+    before = dict(values)
+    output = functional_call(model, values, (X,))
+    assert all(values[name] is before[name] for name in before)
+    output.sum().backward()
+    plain(X).sum().backward()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(given[name].grad, param.grad)
+    model.zero_grad()
+    reference = seeded(net)
+    model(X).sum().backward()  # its own parameters are back
+    reference(X).sum().backward()
+    assert_grads(model, reference)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(4, 3).double())),
+        lambda layer: setattr(layer, "bias", None),
+        lambda layer: layer.__delattr__("bias"),
+        lambda layer: nn.utils.parametrizations.weight_norm(layer),
+    ],
+    ids=["replaced", "none", "deleted", "parametrized"],
+)
+@on_ranks(2)
+def test_what_is_replaced_is_named(comm, door, replace):
+    model = shard(seeded(net), comm, door)
+    if comm.rank == 2:
+        return
+    model(X).sum().backward()
+    try:
+        replace(model[0].module if door == "wrapper" else model[0])
+    except (RuntimeError, NotImplementedError):
+        return  # torch or a rule has refused it by itself
+    with pytest.raises(UsageError, match=r"'0\..*after it was sharded"):
+        model(X)
+
+
+@on_ranks(2)
+def test_functional_call_with_spans_and_transforms_are_named(comm):
+    model = shard(seeded(net), comm, "function")
+    with pytest.raises(UsageError, match="full_tensor"):
+        functional_call(model, {"0.weight": model[0].weight * 2}, (X,))
+    with pytest.raises(UsageError, match="of shape"):
+        functional_call(model, {"0.weight": torch.ones(2, 2)}, (X,))
+    full = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
+    with pytest.raises(NotSupportedError, match=r"torch\.func\.grad"):
+        torch.func.grad(lambda values: functional_call(model, values, (X,)).sum())(full)
+    model(X).sum().backward()
+
+
+# ---- containers that blocks write to --------------------------------------------------------
+
+
+class Writer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x, losses, seen=None):
+        y = self.layer(x).tanh()
+        losses["all"].append(y.square().mean())
+        seen.append(x)
+        losses["count"] = losses.get("count", 0) + 1
+        return y
+
+
+class Writers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Writer() for _ in range(3))
+
+    def forward(self, x):
+        losses, seen = {"all": []}, [x]
+        for block in self.blocks:
+            x = block(x, losses, seen=seen)
+        assert len(seen) == 4
+        return x.sum() + sum(losses["all"]) * losses["count"]
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_what_blocks_append_is_kept(comm, door):
+    model = shard(seeded(Writers).double(), comm, door, units=(Writer,))
+    plain = seeded(Writers).double()
+    for _ in range(2):
+        loss, expected = model(X), plain(X)
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        expected.backward()
+    assert_grads(model, plain)
+
+
+# ---- stale references, writes in forward -------------------------------------------------
+
+
+class Listing(nn.Module):
+    """Uses its parameters by lists and dicts that it has made of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.weights = [self.layer.weight, (1, 2), {"deep": self.other.weight}]
+
+    def forward(self, x):
+        first, _, named = self.weights
+        return self.layer(x) @ first + self.other.bias @ named["deep"]
+
+
+def by_attribute(plain):
+    weights = plain.weights
+    weights[0], weights[2]["deep"] = plain.layer.weight, plain.other.weight
+    return plain
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_lists_of_weights_follow_what_modules_show(comm, door):
+    model, plain = seeded(Listing).double(), by_attribute(seeded(Listing).double())
+    model = shard(model, comm, door, units=())
+    ours = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(4):
+        if step == 2:  # thawing lays parameters out anew
+            for each in (model.module if door == "wrapper" else model, plain):
+                each.layer.bias.requires_grad_(False)
+        if step == 3:
+            for each in (model.module if door == "wrapper" else model, plain):
+                each.layer.bias.requires_grad_(True)
+        with torch.no_grad():
+            torch.testing.assert_close(model(X), plain(X))
+        model(X).square().sum().backward()
+        plain(X).square().sum().backward()
+        assert_grads(model, plain)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Stale(nn.Module):
+    """Has a reference that nobody can find: in a closure."""
+
+    def __init__(self, trained=True):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        weight = self.layer.weight.requires_grad_(trained)
+        self.multiply = lambda x: x @ weight
+        self.weigh = lambda: weight
+
+    def forward(self, x):
+        return self.multiply(x)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+@on_ranks(2)
+def test_a_replaced_original_in_forward_is_named(comm, door, trained, grad):
+    model = shard(seeded(lambda: Stale(trained)).double(), comm, door, units=())
+    inner = model.module if door == "wrapper" else model
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(UsageError, match=r"parameter 'layer\.weight' that was taken before"),
+    ):
+        model(X)
+    weight = inner.weigh()  # outside forward it can be looked at, and compared
+    assert tuple(weight.shape) == (3, 3)
+    assert torch.equal(weight, inner.layer.weight.full_tensor())
+
+
+@on_ranks(2)
+def test_a_gradient_of_a_replaced_original_is_named(comm):
+    model = seeded(Stale).double()
+    fully_shard(model, mesh=comm)
+    with pytest.raises(UsageError, match=r"sharded as 'layer\.weight'"):
+        model.weigh().square().sum().backward()
+
+
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU])
+@on_ranks(1)
+def test_recurrent_layers_leave_full_parameters_where_they_are(comm, cls):
+    model, plain = seeded(lambda: cls(3, 3).double()), seeded(lambda: cls(3, 3).double())
+    model = fully_shard(model, mesh=comm)
+    moved = []  # as on CUDA, where forward flattens what has changed
+    cls.flatten_parameters, kept = lambda self: moved.append(self), cls.flatten_parameters
+    try:
+        for _ in range(2):
+            model(X)[0].square().sum().backward()
+            plain(X)[0].square().sum().backward()
+            assert_grads(model, plain)
+    finally:
+        cls.flatten_parameters = kept
+    assert not moved
+
+
+@on_ranks(2)
+def test_a_buffer_in_the_memory_of_a_parameter_is_named(comm):
+    model = seeded(lambda: nn.Linear(3, 3))
+    model.register_buffer("copy", model.weight.data[1:])
+    with pytest.raises(ConfigurationError, match=r"'copy' lies in the memory of .*'weight'"):
+        fully_shard(model, mesh=comm)
+
+
+class Writing(nn.Linear):
+    how, count = "", 0
+
+    def forward(self, x):
+        self.count += 1
+        if self.how == "data":
+            self.weight.data.clamp_(-0.1, 0.1)
+        if self.how == "later" and self.count == 2:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("how", "first_error"), [("data", 0), ("later", 1), ("", 9)])
+@on_ranks(2)
+def test_writes_in_forward_are_named(comm, how, first_error):
+    inner = seeded(lambda: Writing(3, 3))
+    inner.how = how
+    model = FullyShardedDataParallel(nn.Sequential(inner), comm)
+    for step in range(3):
+        if step < first_error:
+            model(X.float()).sum().backward()
+            continue
+        with pytest.raises(UsageError, match=r"forward has written to '0\.weight'"):
+            model(X.float())
+        return
+
+
+@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_max_norm_is_refused_by_name(comm, cls, door):
+    model = nn.Sequential(seeded(lambda: cls(4, 3, max_norm=1.0)))
+    with pytest.raises(NotSupportedError, match="'0' has max_norm"):
+        shard(model, comm, door)
+    assert type(model[0].weight) is nn.Parameter
+
+
+# ---- unusual ways to get gradients ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_sharded_parameters_as_inputs_of_autograd_are_named(comm, door):
+    model = shard(seeded(net), comm, door)
+    loss = model(X).sum()
+    with pytest.raises(UsageError, match=r"autograd\.grad"):
+        torch.autograd.grad(loss, model.parameters())
+    with pytest.raises(UsageError, match="backward"):
+        loss.backward(inputs=list(model.parameters()))
+    plain = seeded(net)
+    plain(X).sum().backward()
+    loss.backward()
+    assert_grads(model, plain)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_hooks_from_before_sharding_get_the_sharded_gradient(comm, door):
+    model, seen = seeded(net), []
+    handle = model[0].weight.register_hook(lambda grad: grad * 2)
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(tuple(p.shape)))
+    model, plain = shard(model, comm, door), seeded(net)
+    plain[0].weight.register_hook(lambda grad: grad * 2)
+    model(X).sum().backward()
+    plain(X).sum().backward()
+    assert_grads(model, plain)
+    assert seen == [(4, 3)]
+    handle.remove()
+    model.zero_grad()
+    model(X).sum().backward()
+    torch.testing.assert_close(grads(model)["0.weight"] * 2, plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_a_step_between_two_backwards_is_named(comm, door):
+    model = shard(seeded(net), comm, door)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(X).sum()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)  # that is fine
+    optimizer.step()
+    with pytest.raises(UsageError, match="changed between its forward and this backward"):
+        loss.backward()
+    model(X).sum().backward()
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_a_failed_backward_run_again_is_named(comm, door):
+    model, fails = shard(seeded(net), comm, door), [True]
+
+    def fail(_grad):
+        if fails[0]:
+            raise ValueError("once")
+
+    inputs = X.clone().requires_grad_() * 1
+    inputs.register_hook(fail)
+    loss = model(inputs).sum()
+    with pytest.raises(ValueError, match="once"):
+        loss.backward(retain_graph=True)
+    fails[0] = False
+    with pytest.raises(UsageError, match="again after a backward that failed"):
+        loss.backward()
+    model.zero_grad()
+    plain = seeded(net)
+    model(X).sum().backward()
+    plain(X).sum().backward()
+    assert_grads(model, plain)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_modules_added_after_sharding_are_named(comm, door):
+    model = shard(seeded(net), comm, door)
+    inner = model.module if door == "wrapper" else model
+    model(X).sum().backward()
+    inner[1] = nn.Linear(4, 4).double().requires_grad_(False)  # frozen: nothing to reduce
+    model(X).sum().backward()
+    inner[1] = nn.Linear(4, 4).double()
+    with pytest.raises(UsageError, match=r"'1\.weight', '1\.bias': added"):
+        model(X)
+    inner[1] = nn.Tanh()
+    model(X).sum().backward()
+    inner[1].register_parameter("scale", nn.Parameter(torch.ones(1)))
+    with pytest.raises(UsageError, match=r"'1\.scale': added"):
+        model(X)
+
+
+def thaw_what_was_added_frozen(model):
+    model.add_module("extra", nn.Linear(3, 3).double().requires_grad_(False))
+    yield
+    model.extra.requires_grad_(True)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("align", ["row", "element"])
+@pytest.mark.parametrize("stepped", [False, True], ids=["before the first step", "between steps"])
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda model: model.add_module("extra", nn.Linear(3, 3).double()),
+        lambda model: model[1].add_module("extra", nn.Linear(4, 4).double()),
+        lambda model: setattr(model[2], "bias", nn.Parameter(torch.ones(3).double())),
+        thaw_what_was_added_frozen,
+    ],
+    ids=["child", "child of a leaf", "in the place of None", "frozen, then trained"],
+)
+@on_ranks(2)
+def test_whatever_is_trained_and_was_added_after_sharding_is_named(comm, door, align, stepped, add):
+    plain = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3, False)))
+    plain.double().register_parameter("left", nn.Parameter(torch.ones(2)))
+    ignored = [plain.left]
+    if door == "wrapper":
+        model = FullyShardedDataParallel(plain, comm, ignored_states=ignored, align=align)
+    else:
+        model = fully_shard(plain, mesh=comm, ignored_params=set(ignored), align=align)
+    if stepped:
+        model(X).sum().backward()
+    moments = add(plain)
+    if moments is not None:
+        next(moments)
+        model(X).sum().backward()
+        next(moments, None)
+    with pytest.raises(UsageError, match=r"'(extra|1\.extra|2)\..*: added to the model"):
+        model(X)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks("world")
+def test_a_rank_that_skips_a_step_is_named(comm, world):
+    model = shard(seeded(net), comm, "function")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    if comm.rank != 1:
+        optimizer.step()
+    with pytest.raises(UsageError, match="between 0 and 1 on the ranks"):
+        model(X).sum().backward()
+
+
+# ---- shared modules, groups in part -----------------------------------------------------
+
+
+class WithShared(nn.Module):
+    def __init__(self, shared):
+        super().__init__()
+        self.own, self.shared = nn.Linear(3, 3), shared
+
+    def forward(self, x):
+        return self.shared(self.own(x)).tanh()
+
+
+def sharing():
+    shared = nn.Linear(3, 3)
+    return nn.Sequential(WithShared(shared), WithShared(shared), nn.Linear(3, 2)).double()
+
+
+@pytest.mark.parametrize("door", [*DOORS, "by hand"])
+@on_ranks(2)
+def test_a_module_of_several_units_equals_one_process(comm, door):
+    model, plain = seeded(sharing), seeded(sharing)
+    if door == "by hand":
+        for number in (0, 1):
+            model[number] = FullyShardedDataParallel(model[number], comm)
+        model = FullyShardedDataParallel(model, comm)
+    else:
+        model = shard(model, comm, door, units=(WithShared,))
+    ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        model(X).square().sum().backward()
+        plain(X).square().sum().backward()
+        assert_grads(model, plain)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_without_a_unit_around_all_uses_it_is_named(comm):
+    model = seeded(sharing)
+    fully_shard(model[0], mesh=comm)
+    fully_shard(model[1], mesh=comm)
+    model[0](X)
+    with pytest.raises(UsageError, match=r"'shared\.weight'.*nearest module"):
+        model[1](X)
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.norm(self.embed(x))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_group_whose_modules_run_apart(chunks, micro_batches):
+    def step(model):
+        total = 0.0
+        for _ in range(micro_batches):
+            hidden = model(X)
+            cut = hidden.detach().requires_grad_()
+            for chunk in cut.chunk(chunks):
+                loss = model.head(chunk).square().sum()
+                loss.backward()
+                total += loss.item()
+            hidden.backward(cut.grad)
+        return total
+
+    def body(comm):
+        model, plain = seeded(Language).double(), seeded(Language).double()
+        fully_shard(model.embed, mesh=comm)
+        fully_shard([model.norm, model.head], mesh=comm)
+        fully_shard(model, mesh=comm)
+        ours = torch.optim.SGD(model.parameters(), lr=0.01)
+        theirs = torch.optim.SGD(plain.parameters(), lr=0.01)
+        for _ in range(3):
+            assert step(model) == pytest.approx(step(plain), abs=1e-12)
+            assert_grads(model, plain)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        model.head(model(X)).sum().backward()  # in one graph
+        plain.head(plain(X)).sum().backward()
+        assert_grads(model, plain)
+
+    LocalWorld(2).run(body)
+
+
+# ---- double backward ------------------------------------------------------------------------
+
+
+def penalised(model):
+    inputs = X.clone().requires_grad_()
+    output = model(inputs).sum()
+    (gradient,) = torch.autograd.grad(output, inputs, create_graph=True)
+    return output.square() + gradient.square().sum()
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_a_gradient_penalty_equals_one_process(comm, door):
+    model, plain = shard(seeded(net), comm, door), seeded(net)
+    keep_for_double_backward(model)
+    ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        penalised(model).backward()
+        penalised(plain).backward()
+        assert_grads(model, plain)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_double_backward_of_units_that_are_freed_is_named(comm, door):
+    model = shard(seeded(net), comm, door)
+    with pytest.raises(NotSupportedError, match="keep_for_double_backward"):
+        penalised(model)
+    model(X).sum().backward()
+
+
+class Featured(nn.Module):
+    """Makes a tensor that the next block does not get, and computes with a bare parameter."""
+
+    where = "nowhere"
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)
+        self.gain = nn.Parameter(torch.full((2, 3), 2.0))
+        self.losses = {}
+
+    def forward(self, x):
+        feature = self.norm(self.first(x) * self.gain)
+        if self.where == "attribute":
+            self.losses["auxiliary"] = [feature.square().mean()]
+        return self.last(feature)
+
+
+def features_of(model):
+    return [m for m in model.modules() if isinstance(m, Featured)]
+
+
+def loss_of_features(model, where):
+    """A loss of the first block's features; a hook takes them, or an attribute keeps them."""
+    first, taken = features_of(model)[0], []
+    handles = []
+    if where == "hook":
+        handles.append(first.norm.register_forward_hook(lambda m, args, out: taken.append(out)))
+    if where == "input of a hook":
+        handles.append(first.last.register_forward_hook(lambda m, args, out: taken.append(args[0])))
+    output = model(X)
+    for handle in handles:
+        handle.remove()
+    if where == "attribute":
+        taken = first.losses["auxiliary"]
+    return output, taken[0].square().sum()
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("where", ["hook", "input of a hook", "attribute"])
+def test_losses_on_features_from_inside_a_unit_equal_one_process(door, both, where):
+    def blocks():
+        return nn.Sequential(Featured(), Featured(), Featured()).double()
+
+    def body(comm):
+        model, plain = shard(seeded(blocks), comm, door, units=(Featured,)), seeded(blocks)
+        for each in (model, plain):
+            features_of(each)[0].where = where
+        model(X).sum().backward()  # the hooks come after the first step
+        model.zero_grad()
+        for _ in range(2):
+            for each in (model, plain):
+                output, loss = loss_of_features(each, where)
+                (loss + output.sum() if both else loss).backward()
+            assert_grads(model, plain)
+
+    LocalWorld(2).run(body)
+
+
+class Taken:
+    x = None
+
+
+class HidingMatrices(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, taken):
+        taken.x = self.last(self.first(x))
+        return self.last(taken.x)
+
+
+class HidingScales(nn.Module):
+    """Products with bare parameters: kernels that read where no memory is."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.norm = nn.Parameter(torch.ones(3)), nn.LayerNorm(3)
+
+    def forward(self, x, taken):
+        taken.x = self.norm(x * self.scale) * self.scale
+        return taken.x * self.scale
+
+
+@pytest.mark.parametrize("kind", [HidingMatrices, HidingScales])
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_a_backward_into_a_unit_that_nobody_has_announced_is_named(comm, kind, door):
+    model, taken = seeded(kind).double(), Taken()
+    if door == "wrapper":
+        model = shard(nn.Sequential(model), comm, door, [kind]).module[0]
+    else:
+        fully_shard(model, mesh=comm, reshard_after_forward=True)
+    model(X, taken)
+    with pytest.raises(UsageError, match="from inside the unit"):
+        taken.x.square().sum().backward()
+    with torch.no_grad():
+        model(X, taken)
+    for _ in range(2):  # on demand, then by the record
+        model.zero_grad()
+        model(X, taken).square().sum().backward()
+    plain = seeded(kind).double()
+    plain(X, taken).square().sum().backward()
+    assert_grads(model, plain)
+
+
+# ---- gradients of unused parameters --------------------------------------------------------
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, use_b):
+        x = self.a(x)
+        return self.b(x) if use_b else x
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks("world")
+def test_nobody_used_is_none_and_weight_decay_leaves_it_alone(comm, door, world):
+    model, plain = shard(seeded(Branches).double(), comm, door), seeded(Branches).double()
+    options = {"lr": 0.1, "weight_decay": 0.5, "momentum": 0.9}
+    ours = torch.optim.SGD(model.parameters(), **options)
+    theirs = torch.optim.SGD(plain.parameters(), **options)
+    for step in range(4):
+        model(X, step == 1).sum().backward()
+        plain(X, step == 1).sum().backward()
+        assert_grads(model, plain)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.full_tensor(), plain.get_parameter(name).detach())
+
+
+@on_ranks(2)
+def test_what_one_rank_used_has_a_gradient_on_all(comm):
+    model = shard(seeded(Branches).double(), comm, "function", units=())
+    for used in (False, True):
+        model(X, used and comm.rank == 1).sum().backward()
+        found = grads(model)
+        assert (found["b.weight"] is not None) == used
+        assert found["c.weight"] is None
+        model.zero_grad()
+
+
+def test_a_gather_under_way_is_awaited_before_an_optimizer_writes():
+    """The world reports inputs that change while they are in flight."""
+
+    def body(comm):
+        model = shard(seeded(net), comm, "function")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(X).sum().backward()
+        handle = model[0].unshard(async_op=True)
+        optimizer.step()
+        handle.wait()
+        before = model[0].weight.detach().clone()
+        model(X)
+        return (model[0].weight.full_tensor() - before).abs().max()
+
+    assert all(LocalWorld(2).run(body))
+
+
+class Giving(nn.Module):
+    """Returns its output with its weight, or a view of it, for somebody else to read."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.layer, self.view = nn.Linear(3, 3), view
+
+    def forward(self, x):
+        y = self.layer(x)
+        weight = self.view(self.layer.weight)
+        return (y, {"weight": [weight]}) if y.requires_grad else weight
+
+
+class Reading(nn.Module):
+    def __init__(self, view):
+        super().__init__()
+        self.giving, self.last = Giving(view), nn.Linear(3, 3)
+
+    def forward(self, x):
+        given = self.giving(x)
+        if isinstance(given, tuple):
+            return self.last(given[0]) * given[1]["weight"][0].sum()
+        return self.last(x) * given.sum()
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("align", ["row", "element"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "view",
+    [lambda w: w, lambda w: w.t(), lambda w: w.detach(), lambda w: w.data[0], lambda w: w.view(-1)],
+)
+@on_ranks(2)
+def test_weights_that_a_unit_returns_can_be_read_after_it_was_freed(comm, door, align, mode, view):
+    model, plain = (
+        seeded(lambda: Reading(view)).double(),
+        seeded(lambda: Reading(view)).double(),
+    )
+    if door == "wrapper":
+        policy = ModuleWrapPolicy({Giving})
+        model = FullyShardedDataParallel(model, comm, auto_wrap_policy=policy, align=align)
+    else:
+        fully_shard(model.giving, mesh=comm, align=align)
+        model = fully_shard(model, mesh=comm, align=align)
+    with mode():
+        ours, theirs = model(X), plain(X)
+    torch.testing.assert_close(ours, theirs)
+    if mode is torch.enable_grad:
+        ours.sum().backward()
+        theirs.sum().backward()
+        assert_grads(model, plain)
+
+
+# ---- inference mode, replicas ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("align", ["row", "element"])
+@on_ranks(2)
+def test_training_goes_on_after_inference_mode_has_seen_a_thawed_parameter(comm, door, align):
+    model, plain = seeded(net), seeded(net)
+    model[0].weight.requires_grad_(False)
+    inner = model
+    if door == "wrapper":
+        model = FullyShardedDataParallel(model, comm, align=align)
+    else:
+        model = fully_shard(model, mesh=comm, align=align)
+    model(X).sum().backward()
+    model.zero_grad()
+    inner[0].weight.requires_grad_(True)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(X), plain(X))
+        whole = {name: param.full_tensor() for name, param in model.named_parameters()}
+        model.load_state_dict(model.state_dict())
+    torch.testing.assert_close(whole, {n: p.detach() for n, p in plain.named_parameters()})
+    ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        model(X).square().sum().backward()
+        plain(X).square().sum().backward()
+        assert_grads(model, plain)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("align", ["row", "element"])
+@pytest.mark.parametrize("kind", ["NO_SHARD", "HYBRID_SHARD", "function"])
+@pytest.mark.parametrize("alike", [True, False])
+@on_ranks(4)
+def test_replicas_that_ranks_initialise_differently_are_named(comm, align, kind, alike):
+    model = seeded(net)
+    first, other = comm.rank - comm.rank % 2, comm.rank % 2
+    pair = (comm.subgroup([first, first + 1]), comm.subgroup([other, other + 2]))
+    pair = comm if kind == "NO_SHARD" else pair
+    if kind == "function":
+        model = fully_shard(model, mesh=pair, align=align)
+    else:
+        strategy = ShardingStrategy[kind]
+        model = FullyShardedDataParallel(model, pair, strategy, align=align)
+    seed = 0 if alike else comm.rank
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(generator=generator)
+    if alike:
+        model(X).sum().backward()
+        return
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"replicas of '0\.weight'"):
+            model(X)

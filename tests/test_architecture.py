@@ -40,13 +40,10 @@ LAYERS = {
     "core": Layer(without_frameworks=True),
     "host_memory": Layer(without_frameworks=True),
     "plan": Layer({"core"}, {"rich", "matplotlib"}, without_frameworks=True),
-    "checkpoint": Layer({"core"}, {"numpy", "xxhash"}, without_frameworks=True),
-    "ckpt": Layer({"core", "checkpoint"}, {"rich"}, without_frameworks=True),
+    "checkpoint": Layer({"core"}, {"numpy", "xxhash", "rich"}, without_frameworks=True),
     "wrap": Layer({"core"}, {"torch"}),
     "torch": Layer({"core", "host_memory", "plan", "checkpoint", "wrap"}, {"torch", "numpy"}),
-    "jax": Layer(
-        {"core", "plan", "checkpoint", "launchers"}, {"jax", "flax", "optax", "orbax", "numpy"}
-    ),
+    "jax": Layer({"core", "plan", "checkpoint", "launchers"}, {"jax", "flax", "optax", "numpy"}),
     "train": Layer(
         {"core", "host_memory", "plan", "checkpoint", "wrap", "launchers", "distributed"}
         | {"local_ranks"}
@@ -68,7 +65,7 @@ LAYERS = {
         {"torch", "rich", "jinja2"},
     ),
     "cli": Layer(
-        {"core", "plan", "checkpoint", "ckpt", "train", "run", "doctor", "prove"},
+        {"core", "plan", "checkpoint", "train", "run", "doctor", "prove"},
         without_frameworks=True,
     ),
     "__main__": Layer({"cli"}, without_frameworks=True),
@@ -131,7 +128,7 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
 # Edges at which something optional or heavy may load late.
 LATE_IMPORTS = {
     "cli.py",
-    "ckpt/__init__.py",
+    "checkpoint/command.py",
     "doctor/scripts.py",  # asks the installed torch for a name
     "__init__.py",
     "jax/__init__.py",

@@ -169,7 +169,7 @@ def _prove(argv: Sequence[str]) -> int:
 
 def _ckpt(argv: Sequence[str]) -> int:
     with _needing("checkpoint"):
-        from fullshard.ckpt import main as ckpt  # noqa: PLC0415
+        from fullshard.checkpoint.command import main as ckpt  # noqa: PLC0415
     return ckpt(argv)
 
 

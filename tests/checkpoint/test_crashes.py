@@ -20,6 +20,7 @@ from support.checkpoint_cases import (
     ThreadRanks,
     arrays,
     assert_holds,
+    names_in,
     new_world,
     run_ranks,
     save_spans,
@@ -68,7 +69,8 @@ def test_an_operation_that_fails_fails_the_save_on_all_ranks_and_leaves_the_old_
 ):
     save_spans(tmp_path, arrays(1), 2, step=1)
     counted = [FaultyFiles(lambda *_: None) for _ in range(2)]
-    save_with(tmp_path, counted.__getitem__, step=5)
+    save_spans(tmp_path / "count", arrays(1), 2, step=1)
+    save_with(tmp_path / "count", counted.__getitem__)
     place = 0
     for place, op in enumerate(counted[rank].calls):
         results = save_with(tmp_path, failing_at(rank, place, errno.EIO))
@@ -76,13 +78,13 @@ def test_an_operation_that_fails_fails_the_save_on_all_ranks_and_leaves_the_old_
         steps = [each.step for each in steps_in(Files(), tmp_path)]
         if not errors:  # what only cleans up may fail
             assert op == "names", (place, op)
-            assert steps == [1, 2, 5]
+            assert steps == [1, 2]
         else:
             assert all(isinstance(each, CheckpointError) for each in errors), errors
             assert len(errors) == 2, (place, op, results)
             assert "step 2 was not saved" in str(errors[0])
             # Where the last operation of all fails the step may be there, and it is whole.
-            assert steps == ([1, 2, 5] if place == len(counted[0].calls) - 1 else [1, 5])
+            assert steps == ([1, 2] if place == len(counted[0].calls) - 1 else [1])
         for each in steps:
             assert_holds(tmp_path, arrays(each), step=each)
         for each in list(tmp_path.glob("step-000000000002*")):
@@ -116,7 +118,7 @@ def test_a_disk_that_is_full_at_any_byte(tmp_path, rank):
             assert "No space left on device" in str(results[0])
             assert "No space left on device" in str(results[1])
             assert_holds(tmp_path, arrays(1))
-            assert [each.name for each in tmp_path.iterdir()] == ["step-000000000001"]
+            assert names_in(tmp_path) == ["step-000000000001"]
     assert all(written)  # the last one fitted
 
 
@@ -199,4 +201,4 @@ def test_retention_that_fails_does_not_fail_the_save(tmp_path):
     assert all(isinstance(each, Path) for each in results)
     assert [each.step for each in steps_in(Files(), tmp_path)] == [2]
     save_spans(tmp_path, arrays(3), 2, step=3)
-    assert sorted(each.name[:5] for each in tmp_path.iterdir()) == ["step-", "step-"]
+    assert [name[:5] for name in names_in(tmp_path)] == ["step-", "step-"]

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from fullshard import ckpt
 from fullshard.checkpoint import (
     check_seal,
     export_safetensors,
@@ -29,6 +28,7 @@ from fullshard.checkpoint import (
     open_checkpoint,
     seal,
 )
+from fullshard.checkpoint import command as ckpt
 from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.torch import load_checkpoint, save_checkpoint
 from fullshard.torch.checkpoint.dcp import export_dcp, import_dcp

@@ -13,8 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fullshard.checkpoint import open_checkpoint
 from fullshard.core.errors import CheckpointError
 from fullshard.core.presets import Transformer
-from fullshard.jax import torch_names
-from fullshard.jax.checkpoint_runs import StoredAs, load_checkpoint, save_checkpoint, torch_layout
+from fullshard.jax import (
+    StoredAs,
+    load_checkpoint,
+    save_checkpoint,
+    torch_layout,
+    torch_names,
+)
 from fullshard.torch import load_checkpoint as torch_load
 from fullshard.torch import save_checkpoint as torch_save
 from fullshard.train.jax import models as jax_models

@@ -15,6 +15,7 @@ from support.checkpoint_cases import (
     FaultyFiles,
     arrays,
     assert_holds,
+    names_in,
     run_ranks,
     save_spans,
     spans_of,
@@ -31,11 +32,12 @@ from fullshard.checkpoint import (
     steps_in,
 )
 from fullshard.checkpoint.background import save_in_background
-from fullshard.checkpoint.commit import apply_retention, is_verified, steps_to_remove
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.checkpoint.ranks import FolderRanks
-from fullshard.checkpoint.saving import About, save
+from fullshard.checkpoint.runs.commit import Ancestor, is_verified
+from fullshard.checkpoint.runs.retention import apply_retention, steps_to_remove
+from fullshard.checkpoint.saving import About, WrittenStep, save
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks
 from fullshard.core.errors import CheckpointError, ConfigurationError
@@ -44,7 +46,7 @@ FILES = Files()
 
 
 def test_the_newest_complete_step_is_taken_and_nothing_else(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*: it has none"):
+    with pytest.raises(CheckpointError, match=r"no complete .* in .*: there is no such folder"):
         open_checkpoint(tmp_path / "run")
     for step in (5, 30, 200):
         save_spans(tmp_path, arrays(step), 1, step)
@@ -59,7 +61,7 @@ def test_the_newest_complete_step_is_taken_and_nothing_else(tmp_path):
 
 def test_a_step_that_is_saved_again_stays_until_the_new_one_is_there(tmp_path):
     save_spans(tmp_path, arrays(1), 2, step=5)
-    save_spans(tmp_path, arrays(2), 2, step=5)
+    save_spans(tmp_path, arrays(2), 2, step=5, after=Ancestor(5))
     assert [each.path.name for each in steps_in(FILES, tmp_path)] == [
         "step-000000000005",
         "step-000000000005.2",
@@ -75,7 +77,7 @@ def test_the_next_save_cleans_what_others_have_left(tmp_path):
         (tmp_path / name / "00000.safetensors").write_text("half")
     (tmp_path / ".mine").mkdir()
     save_spans(tmp_path, arrays(1), 1, step=1)
-    assert sorted(each.name for each in tmp_path.iterdir()) == [".mine", "step-000000000001"]
+    assert names_in(tmp_path) == [".mine", "step-000000000001"]
 
 
 def test_a_rank_0_that_was_thought_dead_cannot_publish_what_was_cleaned(tmp_path):
@@ -260,19 +262,19 @@ def test_a_failure_of_one_rank_aside_is_a_failure_on_all(tmp_path):
         files = FaultyFiles(watch) if ranks.rank == 1 else FILES
         blocks = Blocks(2 * BLOCK_BYTES)
         saving = save_in_background(
-            tmp_path, pieces[:-1], About(1), ranks.duplicate(), files, blocks
+            tmp_path, pieces[:-1], About(1), ranks.duplicate(tmp_path, files), files, blocks
         )
         return saving.wait()
 
     errors = run_ranks(2, work)
     assert all("rank 1 of 2" in str(each) and "made to fail" in str(each) for each in errors)
-    assert list(tmp_path.iterdir()) == []
+    assert names_in(tmp_path) == []
 
 
 def test_what_background_and_finished_say(tmp_path):
     with pytest.raises(ConfigurationError, match="two blocks"):
         Background(host_memory_bytes=BLOCK_BYTES)
-    saving = Saving.finished(3, tmp_path)
+    saving = Saving.finished(3, WrittenStep(tmp_path, "0" * 32))
     assert (saving.step, saving.done, saving.wait()) == (3, True, tmp_path)
 
 
@@ -335,7 +337,7 @@ def test_ranks_save_with_messages_in_a_folder(tmp_path):
         return folder
 
     assert set(run_ranks(3, work)) == {tmp_path / "step-000000000004"}
-    assert [each.name for each in tmp_path.iterdir()] == ["step-000000000004"]
+    assert names_in(tmp_path) == ["step-000000000004"]
     assert_holds(tmp_path, arrays())
 
 

@@ -15,12 +15,12 @@ from fullshard.doctor.links.measure import (
     LinkTime,
     bus_bytes_per_s,
     check_links,
-    exchange_reports,
     measure_links,
     unit_bytes_for_most_bandwidth,
 )
 from fullshard.doctor.output import Report, print_report, to_json
 from fullshard.testing import LocalWorld
+from fullshard.torch.comm.texts import share_bytes
 
 MIB = 2**20
 
@@ -50,11 +50,9 @@ def test_every_rank_learns_what_all_have_measured():
 
 
 def test_reports_of_different_lengths_are_exchanged():
-    texts = ["", "host ß", '{"a": 1}']
-    got = LocalWorld(3).run(
-        lambda comm: exchange_reports(comm, torch.device("cpu"), texts[comm.rank])
-    )
-    assert got == [texts] * 3
+    texts = ["", "host ß", '{"a": 1}' * 100]
+    got = LocalWorld(3).run(lambda comm: share_bytes(comm, texts[comm.rank].encode()))
+    assert got == [[text.encode() for text in texts]] * 3
 
 
 def test_bandwidth_counts_what_a_rank_sends():

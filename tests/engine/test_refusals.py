@@ -18,7 +18,7 @@ from fullshard.torch import (
     ShardingStrategy,
     fully_shard,
 )
-from fullshard.torch.checkpoint.tensors import held_here
+from fullshard.torch.checkpoint.tensors import local_part
 from fullshard.torch.tensor.placements import placed
 from fullshard.torch.tensor.tensor_parallel import tensor_parallel_of
 
@@ -70,4 +70,4 @@ def test_values_that_checkpoints_cannot_hold(mesh, kind):
         "sum": lambda: DTensor.from_local(value, mesh["data"], [Partial()], run_check=False),
     }[kind]()
     with pytest.raises(NotSupportedError, match="'x'"):
-        held_here("x", made)
+        local_part("x", made)

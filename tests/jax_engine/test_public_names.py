@@ -8,8 +8,8 @@ PUBLIC = """
 Communication Loaded Needs NeedsTable Placement Profile Rule StateSpec StepOptions StoredAs
 TrainState TrainStep batch_sharding communication compare create_mesh cross_entropy describe
 describe_mesh embed gather gathered generate global_batch initialize load_checkpoint
-load_weights make_train_step memory_analysis overlap_flags profile replicate restore_state
-save_checkpoint save_state save_weights scan_layers selective shard shardings threshold torch_layout
+load_weights make_train_step memory_analysis overlap_flags profile replicate
+save_checkpoint save_weights scan_layers selective shard shardings threshold torch_layout
 torch_names which_needs_less
 """
 

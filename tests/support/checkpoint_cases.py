@@ -13,6 +13,7 @@ from fullshard.checkpoint.background import Saving
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.loading import Checkpoint, Loading, Want, open_checkpoint
 from fullshard.checkpoint.reshard import even_spans
+from fullshard.checkpoint.runs.lock import LOCK
 from fullshard.checkpoint.saving import About, save
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.core.boxes import Box, boxes_of_interval
@@ -64,7 +65,7 @@ class ThreadRanks:
         self.world["barrier"].wait()
         return found
 
-    def duplicate(self):
+    def duplicate(self, *_):
         if self.rank == 0:
             self.world["copy"] = new_world(self.size)
         self.world["barrier"].wait()
@@ -103,14 +104,14 @@ class FaultyFiles(Files):
     def __init__(self, watch):
         self.watch = watch
         self.calls = []
-        self.lock = threading.Lock()
+        self.counting = threading.Lock()
 
 
 def _watched(name):
     plain = getattr(Files, name)
 
     def method(self, *args, **kwargs):
-        with self.lock:
+        with self.counting:
             number = len(self.calls)
             self.calls.append(name)
         path = args[0] if isinstance(args[0], Path) else args[0].path
@@ -158,9 +159,9 @@ def spans_of(whole, rank, world):
     return pieces
 
 
-def save_spans(run, whole, world, step, **options):
+def save_spans(run, whole, world, step, after=None, **options):
     """Save ``whole`` on ``world`` ranks: what each rank returned or raised."""
-    about = About(step, extra={"step": step})
+    about = About(step, extra={"step": step}, after=after)
 
     def work(ranks):
         return save(Path(run), spans_of(whole, ranks.rank, world), about, ranks, **options)
@@ -190,6 +191,11 @@ def assert_holds(run, whole, step=None):
     for name, (array, _) in whole.items():
         assert checkpoint.read(name).tobytes() == array.tobytes(), name
     checkpoint.verify()
+
+
+def names_in(folder):
+    """What is in a run folder but its lock, sorted."""
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 def whole_box(shape):

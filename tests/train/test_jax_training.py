@@ -23,7 +23,7 @@ from fullshard.jax.arrays.mesh import devices_of_process
 from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import resolve
 from fullshard.train.data import load
-from fullshard.train.jax.checkpoints import Checkpoints, layout
+from fullshard.train.jax.checkpoints import StateCheckpoints, layout
 from fullshard.train.jax.closing import bytes_of, conclude
 from fullshard.train.jax.launch import launch
 from fullshard.train.jax.loop import evaluate, fit, train_step
@@ -34,7 +34,7 @@ from fullshard.train.summary import NonFiniteError
 from fullshard.train.survival import CHECKPOINTS, COME_AGAIN, StopRequest
 from fullshard.train.torch import loop as torch_loop
 from fullshard.train.torch import setup as torch_setup
-from fullshard.train.torch.checkpoints import Checkpoints as TorchCheckpoints
+from fullshard.train.torch.checkpoints import ModelCheckpoints
 from fullshard.train.torch.world import World
 
 STEPS, DEVICES = 20, 4
@@ -171,7 +171,7 @@ def train_on(run, state, folder, steps, fail_at=None, **changed):
     run = dataclasses.replace(run, config=config, data=FailingData(run.data, fail_at))
     reporter, losses = Reporter(run.devices, folder, steps), {}
     reporter.step = lambda step, values, token: losses.setdefault(step, values["loss"])
-    checkpoints = Checkpoints(run, folder, reporter, changed.get("stop", StopRequest()))
+    checkpoints = StateCheckpoints(run, folder, reporter, changed.get("stop", StopRequest()))
     try:
         state = fit(run, jax.tree.map(lambda x: x.copy(), state), reporter, checkpoints)
     finally:
@@ -197,7 +197,7 @@ def test_stopped_and_resumed_it_is_the_same_bit_by_bit(by_jax, by_torch, tmp_pat
         1.0, Bytes.unsharded(by_torch[2]),
     )  # fmt: skip
     reporter = Reporter(ONE, None, 1)
-    by_other = TorchCheckpoints(torch_run, tmp_path / "cut", reporter, StopRequest())
+    by_other = ModelCheckpoints(torch_run, tmp_path / "cut", reporter, StopRequest())
     assert by_other.resume() == 4
     values = torch_loop.train_step(torch_run, 4, reporter)
     assert values["loss"] == pytest.approx(losses[5], abs=1e-4)
@@ -240,7 +240,7 @@ def test_what_is_not_finite_is_not_saved(by_jax, tmp_path, capsys):
     reporter = Reporter(run.devices, tmp_path, 4)
     stop = StopRequest()
     stop.signal = signal.SIGTERM
-    checkpoints = Checkpoints(run, tmp_path, reporter, stop)
+    checkpoints = StateCheckpoints(run, tmp_path, reporter, stop)
     norm = np.full(32, np.inf, np.float32)
     spoilt = run.step.load_arrays(state, [("parameters/norm.scale", norm)], strict=False)
     with pytest.raises(SystemExit):

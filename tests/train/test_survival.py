@@ -29,7 +29,7 @@ from fullshard.train.survival import (
     forget_after,
     stop_request,
 )
-from fullshard.train.torch.checkpoints import Checkpoints
+from fullshard.train.torch.checkpoints import ModelCheckpoints
 from fullshard.train.torch.loop import fit
 from fullshard.train.torch.setup import Run
 from fullshard.train.torch.world import World
@@ -106,7 +106,7 @@ def train_on(folder, size, data, *settings, stop=None, every=5):
         mine = folder if comm.rank == 0 else None
         reporter = Reporter(world, mine, STEPS)
         reporter.step = lambda step, values, token: losses.setdefault(step, values["loss"])
-        checkpoints = Checkpoints(run, mine, reporter, stop or StopRequest())
+        checkpoints = ModelCheckpoints(run, mine, reporter, stop or StopRequest())
         fit(run, reporter, checkpoints)
         checkpoints.finish()
 
@@ -180,7 +180,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path, capsys):
 
 
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path, capsys):
-    class Spoilt(Checkpoints):
+    class Spoilt(ModelCheckpoints):
         def after_step(self, done):
             if done == 10:
                 for param in self._run.model.parameters():
@@ -188,7 +188,7 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path, capsys):
             super().after_step(done)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "Checkpoints", Spoilt)
+        patch.setitem(globals(), "ModelCheckpoints", Spoilt)
         with pytest.raises(Exception, match="not finite"):
             train_on(tmp_path, 2, Points({}), AT_ONCE)
     assert "step 10: parameters or optimizer state are not finite; not saved" in (

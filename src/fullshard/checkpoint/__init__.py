@@ -5,8 +5,7 @@ Saving and loading models is in `fullshard.torch` and `fullshard.jax`; both writ
 docs/checkpoint-format.md specifies, and read each other's.
 """
 
-from fullshard.checkpoint.background import Background, Saving
-from fullshard.checkpoint.commit import Keep, StepFolder, steps_in
+from fullshard.checkpoint.background import Saving
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.foreign import (
     SealReport,
@@ -18,20 +17,24 @@ from fullshard.checkpoint.foreign import (
 )
 from fullshard.checkpoint.format.manifest import Manifest
 from fullshard.checkpoint.loading import Checkpoint, open_checkpoint
-from fullshard.checkpoint.ranks import Ranks, SoloRanks
+from fullshard.checkpoint.ranks import CheckpointRanks, SoloRanks
 from fullshard.checkpoint.rewriting import Difference, compare, reshard_checkpoint
-from fullshard.checkpoint.run_folder import RunFolder
+from fullshard.checkpoint.runs.commit import StepFolder, steps_in
+from fullshard.checkpoint.runs.folder import Background, RunFolder
+from fullshard.checkpoint.runs.retention import Keep
+from fullshard.checkpoint.session import Loaded
 from fullshard.core.errors import CheckpointError
 
 __all__ = [
     "Background",
     "Checkpoint",
     "CheckpointError",
+    "CheckpointRanks",
     "Difference",
     "Files",
     "Keep",
+    "Loaded",
     "Manifest",
-    "Ranks",
     "RunFolder",
     "Saving",
     "SealReport",

@@ -1,42 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving while training goes on: the caller copies, a thread writes and agrees with other ranks."""
 
+import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
-from fullshard.checkpoint.commit import Keep
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.ranks import FolderRanks, Ranks
-from fullshard.checkpoint.saving import About, write_step
+from fullshard.checkpoint.ranks import CheckpointRanks, FolderRanks
+from fullshard.checkpoint.runs.retention import Keep
+from fullshard.checkpoint.saving import About, WrittenStep, write_step
 from fullshard.checkpoint.shards import Piece
-from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks, Conveyor
-from fullshard.core.errors import CheckpointError, ConfigurationError
+from fullshard.checkpoint.streaming import Blocks, Conveyor
+from fullshard.core.errors import CheckpointError
 
-__all__ = ["Background", "Saving", "save_in_background"]
-
-
-@dataclass(frozen=True)
-class Background:
-    """How an asynchronous save holds what is not written yet.
-
-    ``host_memory_bytes`` is the most that a rank holds for it, in blocks of 16 MiB that are made
-    when they are first needed and kept for the next save. With room for the rank's whole shard the
-    caller waits for the copy alone; with less it waits until the rest is copied too, which is as
-    fast as blocks are written. See [Note: Back-pressure] in `fullshard.checkpoint.streaming`.
-    """
-
-    host_memory_bytes: int = 16 * 2**30
-
-    def __post_init__(self) -> None:
-        if self.host_memory_bytes < 2 * BLOCK_BYTES:
-            raise ConfigurationError(
-                f"Background(host_memory_bytes={self.host_memory_bytes}): two blocks of "
-                f"{BLOCK_BYTES} bytes are the least"
-            )
+__all__ = ["Saving", "save_in_background"]
 
 
 class Saving:
@@ -44,16 +26,16 @@ class Saving:
 
     def __init__(self, step: int):
         self.step = step
-        self._folder: Path | None = None
+        self._written: WrittenStep | None = None
         self._failure: BaseException | None = None
         self._work: Future[None] | None = None
         self.is_told = False  # that it failed, to who called `wait`
 
     @staticmethod
-    def finished(step: int, folder: Path) -> "Saving":
+    def finished(step: int, written: WrittenStep) -> "Saving":
         """One that was complete when its call returned."""
         saving = Saving(step)
-        saving._folder = folder
+        saving._written = written
         return saving
 
     @property
@@ -66,17 +48,45 @@ class Saving:
 
         Raises `CheckpointError` if it was not saved, on all ranks alike.
         """
+        return self.written().folder
+
+    def written(self) -> WrittenStep:
+        """Block as `wait` does; the step's folder and the name of this very save."""
         if self._work is not None:
             self._work.result()
         if self._failure is not None:
             self.is_told = True
+            _untold.discard(self)
             if isinstance(self._failure, CheckpointError):
                 raise self._failure
             raise CheckpointError(
                 f"step {self.step} was not saved: {self._failure}"
             ) from self._failure
-        assert self._folder is not None
-        return self._folder
+        assert self._written is not None
+        return self._written
+
+
+_untold: set[Saving] = set()  # that failed, and nobody has asked for
+
+
+@atexit.register
+def _end_with_failure() -> None:
+    """End the process with status 1 if a save has failed that nobody has waited for.
+
+    Runs when the threads that save are done. Nothing else can change the status that late.
+    """
+    failed = sorted(_untold, key=lambda saving: saving.step)
+    for saving in failed:
+        print(
+            f"fullshard: step {saving.step} was not saved: {saving._failure}\n"
+            "fullshard: wait() for the last asynchronous save to handle this",
+            file=sys.stderr,
+        )
+    if failed:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
 
 
 class _Threads:
@@ -109,7 +119,7 @@ def save_in_background(
     run: Path,
     mine: Sequence[Piece],
     about: About,
-    ranks: Ranks,
+    ranks: CheckpointRanks,
     files: Files,
     blocks: Blocks,
     keep: Keep | None = None,
@@ -125,9 +135,10 @@ def save_in_background(
 
     def work() -> None:
         try:
-            saving._folder = write_step(run, mine, about, ranks, files, keep, conveyor.pour)
+            saving._written = write_step(run, mine, about, ranks, files, keep, conveyor.pour)
         except BaseException as error:
             saving._failure = error
+            _untold.add(saving)
         finally:
             conveyor.stop()
             if isinstance(ranks, FolderRanks):

@@ -95,17 +95,56 @@ class Files:
         """Give a file the name of another one, which is gone then."""
         os.replace(old, new)
 
-    def remove(self, path: Path) -> None:
-        """Remove a file."""
-        os.unlink(path)
+    def open_folder(self, path: Path, inside: OpenFile | None = None) -> OpenFile:
+        """Open a folder; ``path`` is a name ``inside`` of one that is open, and then no link."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        if inside is None:
+            return OpenFile(path, os.open(path, flags))
+        descriptor = os.open(path, flags | os.O_NOFOLLOW, dir_fd=inside.descriptor)
+        return OpenFile(inside.path / path, descriptor)
 
-    def remove_folder(self, path: Path) -> None:
-        """Remove an empty folder."""
-        os.rmdir(path)
+    def look(self, folder: OpenFile, name: str) -> os.stat_result:
+        """Tell what ``name`` in an open folder is; a link is one."""
+        return os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)
 
-    def names(self, path: Path) -> list[str]:
+    def rename_inside(self, folder: OpenFile, old: str, new: str) -> None:
+        """Give what is in an open folder another name in it."""
+        os.rename(old, new, src_dir_fd=folder.descriptor, dst_dir_fd=folder.descriptor)
+
+    def remove(self, folder: OpenFile, name: str) -> None:
+        """Remove a file or link from an open folder."""
+        os.unlink(name, dir_fd=folder.descriptor)
+
+    def remove_folder(self, folder: OpenFile, name: str) -> None:
+        """Remove an empty folder from an open one."""
+        os.rmdir(name, dir_fd=folder.descriptor)
+
+    def names(self, folder: Path | OpenFile) -> list[str]:
         """List a folder, sorted."""
-        return sorted(os.listdir(path))
+        return sorted(os.listdir(folder.descriptor if isinstance(folder, OpenFile) else folder))
+
+    def lock(self, path: Path, text: str) -> OpenFile:
+        """Lock a file until it is closed or the process ends, and write ``text`` into it.
+
+        Raises `BlockingIOError` if another process has it. Where the file system has no locks it is
+        only written.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = OpenFile(path, os.open(path, flags, 0o666))
+        try:
+            try:
+                fcntl.lockf(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    raise BlockingIOError(error.errno, "it is locked", str(path)) from error
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+            os.ftruncate(file.descriptor, 0)
+            os.pwrite(file.descriptor, text.encode(), 0)
+        except BaseException:
+            os.close(file.descriptor)
+            raise
+        return file
 
     def open(self, path: Path) -> OpenFile:
         """Open a file for reading; a symbolic link in its place is refused."""

@@ -11,20 +11,13 @@ the first pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy
 from numpy.typing import NDArray
 
-from fullshard.checkpoint.commit import (
-    find_step,
-    is_verified,
-    mark_verified,
-    read_manifest,
-    steps_in,
-)
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.manifest import (
     CHUNK_BYTES,
@@ -38,6 +31,14 @@ from fullshard.checkpoint.format.values import from_json
 from fullshard.checkpoint.reading.chunks import read_boxes, scratch_chunk
 from fullshard.checkpoint.reading.streams import in_streams
 from fullshard.checkpoint.reshard import chunk_bytes, reads_for
+from fullshard.checkpoint.runs.commit import (
+    find_step,
+    is_verified,
+    mark_verified,
+    read_manifest,
+    steps_in,
+)
+from fullshard.checkpoint.runs.folder import RunFolder
 from fullshard.checkpoint.shards import ShardReader
 from fullshard.core.boxes import Box, boxes_of_interval
 from fullshard.core.errors import CheckpointError, ConfigurationError
@@ -76,7 +77,8 @@ class Want:
     """Boxes of one tensor, to be read into memory in which they follow each other.
 
     ``target`` is memory of that size, or None to be given some. ``key`` is the caller's. ``fresh``
-    says that nobody looks at where it goes before all is loaded.
+    says that nobody looks at where it goes before all is loaded, ``inspect`` that its values are to
+    be looked at before anything is delivered.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Want:
     target: memoryview | None = None
     key: Any = None
     fresh: bool = False
+    inspect: bool = False
 
 
 Take = Callable[[Want, memoryview], None]
@@ -158,7 +161,7 @@ def open_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
 
     Raises `CheckpointError` if there is none, or its manifest is damaged.
     """
-    files, folder = Files(), Path(path)
+    files, folder = Files(), RunFolder(path).path
     if step is None and (folder / MANIFEST).is_file() and not steps_in(files, folder):
         return Checkpoint(folder, files)
     return Checkpoint(find_step(files, folder, step).path, files)
@@ -203,7 +206,9 @@ def pieces_of_want(want: Want, item_bytes: int) -> Iterator[Want]:
             )
             begin, end = (start + first) * item_bytes, (start + stop) * item_bytes
             target = want.target[begin:end] if want.target is not None else None
-            yield Want(want.name, boxes, target, (want.key, start + first), want.fresh)
+            yield Want(
+                want.name, boxes, target, (want.key, start + first), want.fresh, want.inspect
+            )
         start += box.numel
 
 
@@ -245,7 +250,7 @@ class Loading:
         """Read and check every chunk that holds something wanted. Raises `CheckpointError`.
 
         ``take`` is given the fresh parts and their bytes, at most 16 MiB each, as `deliver` would
-        give them out; then that one leaves them out.
+        give them out; then that one leaves them out. It is also given those to ``inspect``.
         """
         room = self._room_bytes
         for number, part in enumerate(self._parts):
@@ -260,17 +265,22 @@ class Loading:
                 return number, self._filled(part)
             if number in self._kept:
                 self._read_part(part, self._kept[number].data)
-            else:
-                self._verify_part(part)
+                return number, self._kept[number].data if part.inspect else None
+            if part.inspect and take:
+                return number, self._filled(replace(part, target=None))
+            self._verify_part(part)
             return number, None
 
         for number, held in self._in_streams(work, range(len(self._parts))):
             if held is not None and take is not None:
                 take(self._parts[number], held)
-                self._done.add(number)
+                if self._parts[number].fresh:
+                    self._done.add(number)
 
-    def deliver(self) -> Iterator[tuple[Want, memoryview]]:
-        """The parts of what is wanted and their bytes: in their ``target`` if they have one.
+    def deliver(self, name: str | None = None) -> Iterator[tuple[Want, memoryview]]:
+        """Hand out the parts that are wanted, of the tensor ``name`` alone or of all, as bytes.
+
+        They are in their ``target`` if they have one.
 
         Threads read a few parts ahead, at most 16 MiB each. Raises `CheckpointError` if a chunk
         that is read now is damaged; parts behind it may be in their targets already.
@@ -285,7 +295,11 @@ class Loading:
             part.target[:] = kept.data
             return part, part.target
 
-        left = [number for number in range(len(self._parts)) if number not in self._done]
+        left = [
+            number
+            for number, part in enumerate(self._parts)
+            if number not in self._done and name in (None, part.name)
+        ]
         yield from self._in_streams(work, left)
 
     def _in_streams(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.envelope import checksum_of
+from fullshard.checkpoint.runs.retention import remove_entry
 from fullshard.core.errors import (
     CheckpointError,
     ConfigurationError,
@@ -17,13 +18,13 @@ from fullshard.core.errors import (
     NotSupportedError,
 )
 
-__all__ = ["FolderRanks", "Ranks", "SoloRanks", "agree", "failure_text"]
+__all__ = ["CheckpointRanks", "FolderRanks", "SoloRanks", "agree", "failure_text"]
 
 _FOLDER = re.compile(r"\.ranks-[0-9a-f]{32}")
 _LEFT = "left"
 
 
-class Ranks(Protocol):
+class CheckpointRanks(Protocol):
     """A group of ranks. Its methods are collective and called in the same order by all.
 
     An implementation raises when a peer has died or its time-out has passed; it never waits for
@@ -42,8 +43,8 @@ class Ranks(Protocol):
     def share(self, data: bytes) -> list[bytes]:
         """Every rank's ``data`` in rank order, on every rank; cheapest for short ones."""
 
-    def duplicate(self) -> "Ranks":
-        """The same ranks for another thread: its calls may overlap with these."""
+    def duplicate(self, run: Path, files: Files) -> "CheckpointRanks":
+        """The same ranks for the thread that saves to ``run``: its calls may overlap with these."""
 
 
 class SoloRanks:
@@ -64,7 +65,7 @@ class SoloRanks:
         """A list of the only one's."""
         return [data]
 
-    def duplicate(self) -> "SoloRanks":
+    def duplicate(self, run: Path, files: Files) -> "SoloRanks":
         """Itself."""
         return self
 
@@ -90,11 +91,11 @@ class FolderRanks:
         self._files.make_folder(self._run)
         for name in self._files.names(self._run):
             if _FOLDER.fullmatch(name):
-                self._remove(self._run / name)
+                remove_entry(self._files, self._run, name)
         self._files.make_new_folder(self._folder)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """See `Ranks`."""
+        """See `CheckpointRanks`."""
         self._calls += 1
         if self.rank:
             self._leave_message(f"{self._calls}-{self.rank}", data)
@@ -102,7 +103,7 @@ class FolderRanks:
         return [data, *(self._message(each) for each in range(1, self.size))]
 
     def broadcast(self, data: bytes) -> bytes:
-        """See `Ranks`."""
+        """See `CheckpointRanks`."""
         self._calls += 1
         if self.rank:
             return self._message(0)
@@ -110,12 +111,12 @@ class FolderRanks:
         return data
 
     def share(self, data: bytes) -> list[bytes]:
-        """See `Ranks`."""
+        """See `CheckpointRanks`."""
         parts = [each.hex() for each in self.gather(data)]
         told = json.loads(self.broadcast(json.dumps(parts).encode()))
         return [bytes.fromhex(each) for each in told]
 
-    def duplicate(self) -> "FolderRanks":
+    def duplicate(self, run: Path, files: Files) -> "FolderRanks":
         """Itself: it is made for one thread."""
         return self
 
@@ -126,7 +127,7 @@ class FolderRanks:
             if self.rank == 0:
                 for each in range(1, self.size):
                     self._wait_for(f"{_LEFT}-{each}", each)
-                self._remove(self._folder)
+                remove_entry(self._files, self._run, self._folder.name)
 
     def _leave_message(self, name: str, data: bytes) -> None:
         staged = self._folder / f"new-{name}"
@@ -161,12 +162,6 @@ class FolderRanks:
             time.sleep(pause_s)
             pause_s = min(0.1, 1.5 * pause_s)
 
-    def _remove(self, folder: Path) -> None:
-        with contextlib.suppress(OSError):
-            for name in self._files.names(folder):
-                self._files.remove(folder / name)
-            self._files.remove_folder(folder)
-
 
 def failure_text(error: BaseException) -> str:
     """How a failure is told to the other ranks."""
@@ -175,7 +170,7 @@ def failure_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def agree(ranks: Ranks, what: str, failure: Exception | None, note: str = "") -> str:
+def agree(ranks: CheckpointRanks, what: str, failure: Exception | None, note: str = "") -> str:
     """Raise on all ranks if one of them has a failure. Collective.
 
     `ConfigurationError` if that of the lowest rank is one, else `CheckpointError`. Its text stands

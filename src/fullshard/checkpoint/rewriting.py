@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy
 
-from fullshard.checkpoint.commit import Staging
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.manifest import StoredTensor
 from fullshard.checkpoint.loading import Checkpoint, Progress
 from fullshard.checkpoint.reading.chunks import read_boxes
 from fullshard.checkpoint.reshard import even_spans
+from fullshard.checkpoint.runs.commit import Staging
+from fullshard.checkpoint.runs.folder import RunFolder
+from fullshard.checkpoint.runs.lock import lock_run
+from fullshard.checkpoint.runs.retention import remove_entry
 from fullshard.checkpoint.saving import About, publish, write_shard
 from fullshard.checkpoint.shards import Piece, ShardReader
 from fullshard.core.boxes import boxes_of_interval
@@ -55,7 +58,8 @@ def reshard_checkpoint(
     if world < 1:
         raise ConfigurationError(f"a checkpoint is for at least 1 rank, got {world}")
     manifest, files = source.manifest, Files()
-    staging = Staging(files, Path(run), uuid.uuid4().hex)
+    folder = RunFolder(run).path
+    staging = Staging(files, folder, uuid.uuid4().hex)
     about = About(
         manifest.step,
         f"resharded from {manifest.world} to {world} ranks ({manifest.layout})",
@@ -66,6 +70,8 @@ def reshard_checkpoint(
     )
     parts = []
     try:
+        files.make_folder(folder)
+        lock_run(files, folder)
         staging.open()
         with ShardReader(source.files, source.folder, manifest) as reader:
             for rank in range(world):
@@ -77,10 +83,10 @@ def reshard_checkpoint(
         if outcome["failure"]:
             raise CheckpointError(outcome["failure"], file=outcome["file"])
     except OSError as error:
-        staging.discard()
+        remove_entry(files, folder, staging.path.name)
         raise CheckpointError(f"{run} cannot be written: {error}", file=str(run)) from error
     except BaseException:
-        staging.discard()
+        remove_entry(files, folder, staging.path.name)
         raise
     return Path(outcome["folder"])
 

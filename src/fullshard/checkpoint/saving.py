@@ -12,11 +12,10 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.commit import Keep, Staging, apply_retention, sweep
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.envelope import checksum_of
 from fullshard.checkpoint.format.manifest import (
@@ -27,20 +26,36 @@ from fullshard.checkpoint.format.manifest import (
     parse_manifest,
     render_manifest,
 )
-from fullshard.checkpoint.ranks import Ranks, agree, failure_text
+from fullshard.checkpoint.ranks import CheckpointRanks, agree, failure_text
+from fullshard.checkpoint.runs.commit import Ancestor, Staging, left_overs
+from fullshard.checkpoint.runs.lock import lock_run
+from fullshard.checkpoint.runs.retention import Keep, apply_retention, remove_entry
 from fullshard.checkpoint.shards import Piece, ShardWriter
 from fullshard.checkpoint.streaming import stream
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError
 
-__all__ = ["About", "Plans", "assign", "publish", "save", "write_shard", "write_step"]
+__all__ = [
+    "About",
+    "Plans",
+    "WrittenStep",
+    "assign",
+    "publish",
+    "save",
+    "write_shard",
+    "write_step",
+]
 
 SMALL_BYTES = 2**20  # what several ranks hold and is smaller is written by the first of them
 
 
 @dataclass(frozen=True)
 class About:
-    """Everything in the manifest beside the tensors. Rank 0's counts, but for ``step``."""
+    """Everything in the manifest beside the tensors. Rank 0's counts, but for ``step``.
+
+    ``after`` is the step that was trained on, None if nobody knows; ``metrics`` the numbers by
+    which retention rates the step.
+    """
 
     step: int
     layout: str = ""
@@ -48,6 +63,16 @@ class About:
     aliases: Mapping[str, str] = field(default_factory=dict)
     state: Any = None
     extra: Any = None
+    after: Ancestor | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WrittenStep:
+    """A step that is there: its folder, and the name of this very save."""
+
+    folder: Path
+    generation: str
 
 
 Feed = Callable[[Sequence[Piece], ShardWriter], None]
@@ -57,7 +82,7 @@ def save(
     run: Path,
     pieces: Sequence[Piece],
     about: About,
-    ranks: Ranks,
+    ranks: CheckpointRanks,
     files: Files | None = None,
     keep: Keep | None = None,
 ) -> Path:
@@ -66,7 +91,7 @@ def save(
     Raises `CheckpointError` on all ranks if it failed on one; then nothing of it is to be seen.
     """
     mine = Plans().mine(pieces, ranks)
-    return write_step(run, mine, about, ranks, files or Files(), keep)
+    return write_step(run, mine, about, ranks, files or Files(), keep).folder
 
 
 # -- who writes what -----------------------------------------------------------------------------
@@ -84,7 +109,7 @@ class Plans:
     def mine(
         self,
         pieces: Sequence[Piece],
-        ranks: Ranks,
+        ranks: CheckpointRanks,
         what: str = "the step cannot be saved",
         failure: Exception | None = None,
     ) -> list[Piece]:
@@ -111,7 +136,7 @@ class Plans:
         return sorted(pieces, key=lambda piece: -piece.item_bytes)
 
 
-def _decide(proposal: _Proposal, ranks: Ranks) -> list[bool]:
+def _decide(proposal: _Proposal, ranks: CheckpointRanks) -> list[bool]:
     """For each piece whether this rank writes it. Collective."""
     proposals = [json.loads(each) for each in ranks.gather(json.dumps(proposal).encode())]
     decided = json.loads(ranks.broadcast(json.dumps(assign(proposals)).encode()))
@@ -162,11 +187,11 @@ def write_step(
     run: Path,
     mine: Sequence[Piece],
     about: About,
-    ranks: Ranks,
+    ranks: CheckpointRanks,
     files: Files,
     keep: Keep | None = None,
     feed: Feed = stream,
-) -> Path:
+) -> WrittenStep:
     """Write what is ``mine`` into a staging folder; when all ranks have, show the step. Collective.
 
     ``feed`` brings the bytes to the writer. Raises `CheckpointError` on all ranks if it failed on
@@ -189,21 +214,24 @@ def write_step(
             raise CheckpointError(f"{what}: {outcome['failure']}", file=outcome["file"])
     except BaseException:
         if staging is not None and ranks.rank == 0:
-            staging.discard()
+            remove_entry(files, run, staging.path.name)
         raise
     if keep is not None and ranks.rank == 0:
         with contextlib.suppress(CheckpointError):
             apply_retention(files, run, keep)
-    return Path(outcome["folder"])
+    return WrittenStep(Path(outcome["folder"]), staging.generation)
 
 
-def _open_staging(run: Path, ranks: Ranks, files: Files, what: str) -> Staging:
+def _open_staging(run: Path, ranks: CheckpointRanks, files: Files, what: str) -> Staging:
     """Make the folder on rank 0. Collective."""
     made: dict[str, Any] = {}
     if ranks.rank == 0:
         made = {"generation": uuid.uuid4().hex, "failure": None}
         try:
-            sweep(files, run)
+            files.make_folder(run)
+            lock_run(files, run)
+            for name in left_overs(files, run):
+                remove_entry(files, run, name)
             Staging(files, run, made["generation"]).open()
         except Exception as error:
             made["failure"] = failure_text(error)
@@ -223,8 +251,7 @@ def write_shard(
     if not mine:
         return {"failure": None, "file": None}
     path = staging.path / f"{rank:05d}.safetensors"
-    generation = staging.path.name.rpartition("-")[2]
-    metadata = {"fullshard_generation": generation, "fullshard_rank": str(rank)}
+    metadata = {"fullshard_generation": staging.generation, "fullshard_rank": str(rank)}
     try:
         writer = ShardWriter(files, path, mine, metadata)
         try:
@@ -266,7 +293,7 @@ def publish(staging: Staging, about: About, parts: Sequence[Mapping[str, Any]]) 
         manifest = _manifest(staging, about, parts, world)
         data = render_manifest(manifest)
         parse_manifest(data, staging.path)  # what could not be read back is not committed
-        folder = staging.commit(about.step, data)
+        folder = staging.commit(about.step, data, about.after)
     except Exception as error:
         return {"failure": failure_text(error), "file": str(staging.path)}
     return {"failure": None, "folder": str(folder)}
@@ -276,35 +303,38 @@ def _manifest(
     staging: Staging, about: About, parts: Sequence[Mapping[str, Any]], world: int
 ) -> Manifest:
     files: list[StoredFile] = []
-    tensors: dict[str, StoredTensor] = {}
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    stored: dict[str, list[StoredBox]] = {}
     for part in parts:
         if part["file"] is None:
             continue
         number = len(files)
         files.append(StoredFile(*part["file"]))
         for name, shape, dtype, boxes in part["held"]:
-            known = tensors.get(name, StoredTensor(tuple(shape), dtype, ()))
-            if known.shape != tuple(shape) or known.dtype != dtype:
+            known = shapes.setdefault(name, (tuple(shape), dtype))
+            if known != (tuple(shape), dtype):
                 raise CheckpointError(
-                    f"{name!r} is {known.dtype} of shape {known.shape} on one rank and {dtype} of "
+                    f"{name!r} is {known[1]} of shape {known[0]} on one rank and {dtype} of "
                     f"shape {tuple(shape)} on another",
                     tensor=name,
                 )
-            added = tuple(
+            stored.setdefault(name, []).extend(
                 StoredBox(Box(tuple(offsets), tuple(sizes)), number, start, tuple(checksums))
                 for offsets, sizes, start, checksums in boxes
             )
-            tensors[name] = replace(known, boxes=known.boxes + added)
+    tensors = {name: StoredTensor(*shapes[name], tuple(stored[name])) for name in sorted(stored)}
     return Manifest(
         step=about.step,
-        generation=staging.path.name.rpartition("-")[2],
+        generation=staging.generation,
         world=world,
         files=tuple(files),
-        tensors=dict(sorted(tensors.items())),
+        tensors=tensors,
         saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         layout=about.layout,
         versions=about.versions,
         aliases=about.aliases,
         state=about.state,
         extra=about.extra,
+        parent=(about.after.step, about.after.generation) if about.after else None,
+        metrics=about.metrics,
     )

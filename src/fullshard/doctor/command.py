@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.distributed import default_nproc
 from fullshard.doctor.findings import Finding
-from fullshard.doctor.links.measure import SIZES_BYTES, check_links, exchange_reports, measure_links
+from fullshard.doctor.links.measure import SIZES_BYTES, check_links, measure_links
 from fullshard.doctor.links.ranks import joined, measure_locally
 from fullshard.doctor.machine.checks import check_machine
 from fullshard.doctor.machine.environment import check_environment
@@ -26,6 +26,7 @@ from fullshard.launchers import (
     rank_of,
     threads_per_rank,
 )
+from fullshard.torch.comm.texts import share_bytes
 
 __all__ = ["check_hosts", "main", "parse_size"]
 
@@ -152,7 +153,8 @@ def _among_launched(with_links: bool, sizes_bytes: Sequence[int]) -> tuple[Repor
         return (own if rank == 0 else None), 0
     try:
         with joined() as (comm, device, backend):
-            texts = exchange_reports(comm, device, to_json(own))
+            reports = share_bytes(comm, to_json(own).encode(), device)
+            texts = [report.decode() for report in reports]
             links = measure_links(comm, device, backend, sizes_bytes) if size > 1 else None
     except CommunicationError as error:
         if rank == 0:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """fullshard's engine on JAX: sharded train steps for Flax NNX models and pytrees."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+from fullshard.checkpoint import Loaded
 from fullshard.jax.analysis.flags import overlap_flags
 from fullshard.jax.analysis.hlo import Communication
 from fullshard.jax.analysis.needs import (
@@ -26,25 +24,18 @@ from fullshard.jax.arrays.placing import (
     shardings,
 )
 from fullshard.jax.arrays.rule import Placement, Rule, selective, threshold
-from fullshard.jax.checkpoint_runs import (
-    Loaded,
-    StoredAs,
-    load_checkpoint,
-    save_checkpoint,
-    torch_layout,
-)
 from fullshard.jax.compute.gathered import gathered
 from fullshard.jax.compute.layers import scan_layers
 from fullshard.jax.compute.vocabulary import cross_entropy, embed
+from fullshard.jax.files.checkpoint import load_checkpoint, save_checkpoint
+from fullshard.jax.files.leaves import StoredAs
+from fullshard.jax.files.torch_layout import torch_layout
 from fullshard.jax.files.torch_names import torch_names
 from fullshard.jax.files.weights import load_weights, save_weights
 from fullshard.jax.training.generation import generate
 from fullshard.jax.training.options import StepOptions
 from fullshard.jax.training.state import StateSpec, TrainState
 from fullshard.jax.training.step import TrainStep, make_train_step
-
-if TYPE_CHECKING:
-    from fullshard.jax.files.checkpoint import restore_state, save_state
 
 __all__ = [
     "Communication",
@@ -79,9 +70,7 @@ __all__ = [
     "overlap_flags",
     "profile",
     "replicate",
-    "restore_state",
     "save_checkpoint",
-    "save_state",
     "save_weights",
     "scan_layers",
     "selective",
@@ -92,15 +81,3 @@ __all__ = [
     "torch_names",
     "which_needs_less",
 ]
-
-
-if not TYPE_CHECKING:  # a checker that sees it takes every name for right
-
-    def __getattr__(name: str) -> Any:
-        if name in ("restore_state", "save_state"):  # Orbax takes seconds to load
-            return getattr(importlib.import_module("fullshard.jax.files.checkpoint"), name)
-        raise AttributeError(f"module 'fullshard.jax' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -6,20 +6,17 @@ single file stands beside it with ``.fullshard-seal.json`` behind its name. It s
 what the files mean, and the library that wrote them does not see it.
 """
 
-import contextlib
-import os
 import re
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.envelope import checksum_of, unwrap, wrap
 from fullshard.checkpoint.format.manifest import CHUNK_BYTES, LARGEST_MANIFEST_BYTES, chunk_count
 from fullshard.checkpoint.loading import Progress
 from fullshard.core.errors import CheckpointError, ConfigurationError
+from fullshard.core.safetensors_format import FileWriter
 
 __all__ = ["SealReport", "check_seal", "is_sealed", "seal"]
 
@@ -66,7 +63,10 @@ def seal(path: str | Path, progress: Progress | None = None) -> SealReport:
                 raise CheckpointError(f"{place} changes while it is sealed", file=str(place))
             told[name] = {"size_bytes": before, "xxh3_128": checksums}
         data = wrap(FORMAT, VERSION, {"chunk_bytes": CHUNK_BYTES, "files": told})
-        _write_whole(_seal_of(target), data)
+        writer = FileWriter(_seal_of(target), data)
+        writer.finish()
+        if writer.failure is not None:
+            raise writer.failure
     except OSError as error:
         raise CheckpointError(f"{target} cannot be sealed: {error}", file=str(target)) from error
     return SealReport(
@@ -170,19 +170,3 @@ def _chunks(place: Path, progress: Progress | None) -> Iterator[memoryview]:
                 progress(filled)
             if filled < CHUNK_BYTES:
                 return
-
-
-def _write_whole(place: Path, data: bytes) -> None:
-    files = Files()
-    staged = place.with_name(f".{uuid.uuid4().hex}.partial")
-    file = files.create(staged)
-    try:
-        files.write(file, memoryview(data))
-        files.flush(file)
-        os.replace(staged, place)
-    except OSError:
-        with contextlib.suppress(OSError):
-            files.remove(staged)
-        raise
-    finally:
-        files.close(file)

@@ -7,13 +7,15 @@ against the others before it is used, and every bit of the file is covered by it
 
 import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fullshard.checkpoint.format.envelope import unwrap, wrap
-from fullshard.checkpoint.format.values import from_json
+from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.core.safetensors_format import DTYPE_BYTES, LARGEST_HEADER_BYTES
@@ -36,6 +38,7 @@ FORMAT = "fullshard-checkpoint"
 VERSION = 1
 CHUNK_BYTES = 4 * 2**20
 LARGEST_MANIFEST_BYTES = 2**30
+LARGEST_WORLD = 2**24
 _LARGEST = 2**62  # of any number: sums of two stay below 64 bits
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
@@ -91,6 +94,8 @@ class Manifest:
     ``generation`` is a random name of this very save, ``layout`` free text about how the run was
     sharded, ``aliases`` other names of tensors (tied weights), ``state`` what the engines keep
     beside tensors, and ``extra`` the user's, both as `fullshard.checkpoint.format.values` has it.
+    ``parent`` is the step that was trained on, by number and generation, and ``metrics`` are the
+    numbers by which retention rates the step.
     """
 
     step: int
@@ -104,6 +109,8 @@ class Manifest:
     aliases: Mapping[str, str] = field(default_factory=dict)
     state: Any = None
     extra: Any = None
+    parent: tuple[int, str] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
@@ -166,6 +173,8 @@ def _described(manifest: Manifest) -> dict[str, Any]:
         "aliases": dict(manifest.aliases),
         "state": manifest.state,
         "extra": manifest.extra,
+        "parent": manifest.parent,
+        "metrics": to_json(manifest.metrics),
     }
 
 
@@ -216,10 +225,13 @@ class _Parser:
                 raise _Wrong(f"alias {name!r} of {target!r} has no tensor or is one")
         for key in ("state", "extra"):
             from_json(body.get(key))
+        world = _number(body.get("world"), "world")
+        if world > LARGEST_WORLD:
+            raise _Wrong(f"world is {world}, expected at most {LARGEST_WORLD}")
         return Manifest(
             step=_number(body.get("step"), "step"),
             generation=_typed(body.get("generation"), str, "generation"),
-            world=_number(body.get("world"), "world"),
+            world=world,
             files=tuple(self._files),
             tensors=tensors,
             saved_at=_typed(body.get("saved_at"), str, "saved_at"),
@@ -228,6 +240,8 @@ class _Parser:
             aliases=aliases,
             state=body.get("state"),
             extra=body.get("extra"),
+            parent=_parent(body.get("parent")),
+            metrics=_metrics(from_json(body.get("metrics", {}))),
         )
 
     def _file(self, told: dict[str, Any]) -> StoredFile:
@@ -245,13 +259,13 @@ class _Parser:
         if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
             raise _Wrong(f"tensor {name!r} has dtype {dtype!r}")
         shape = _numbers(told.get("shape"), f"shape of {name!r}")
-        if math.prod(shape) * DTYPE_BYTES[dtype] > _LARGEST:
-            raise _Wrong(f"tensor {name!r} has shape {shape}")
+        if len(shape) > _MOST_DIMS or math.prod(shape) * DTYPE_BYTES[dtype] > _LARGEST:
+            raise _Wrong(f"tensor {name!r} has shape {shape!r:.200}")
         boxes = tuple(
             self._box(name, shape, DTYPE_BYTES[dtype], _typed(each, dict, f"a box of {name!r}"))
             for each in _typed(told.get("boxes"), list, f"boxes of {name!r}")
         )
-        if sum(stored.box.numel for stored in boxes) != math.prod(shape) or _overlap(boxes):
+        if not _tile(shape, boxes):
             raise _Wrong(f"the boxes of {name!r} do not cover each of its elements once")
         return StoredTensor(shape, dtype, boxes)
 
@@ -294,25 +308,33 @@ class _Parser:
                 raise _Wrong(f"{file.name!r} has {file.size_bytes} bytes, its boxes {reached}")
 
 
-def _overlap(boxes: tuple[StoredBox, ...]) -> bool:
-    """True if two boxes share an element. Sweeps dim 0, where most of them do not meet."""
-    if boxes and not boxes[0].box.offsets:
-        return len(boxes) > 1
-    open_boxes: list[Box] = []
-    for box in sorted((stored.box for stored in boxes), key=lambda box: box.offsets):
-        row = box.offsets[0]
-        open_boxes = [each for each in open_boxes if each.offsets[0] + each.sizes[0] > row]
-        if any(_meet(each, box) for each in open_boxes):
-            return True
-        open_boxes.append(box)
-    return False
+_MOST_DIMS = 64
+_MOST_CUT_DIMS = 10
 
 
-def _meet(a: Box, b: Box) -> bool:
-    return all(
-        max(ao, bo) < min(ao + an, bo + bn)
-        for ao, an, bo, bn in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )
+def _tile(shape: tuple[int, ...], boxes: Sequence[StoredBox]) -> bool:
+    """True if ``boxes`` cover each element of ``shape`` once; time is linear in their number.
+
+    How often a place is covered is known from the corners of all boxes, each with a sign that
+    changes from one end of a dim to the other: the sums are those of one box of the whole shape.
+    """
+    cut = [
+        dim
+        for dim, size in enumerate(shape)
+        if any(stored.box.sizes[dim] != size for stored in boxes)
+    ]
+    if len(cut) > _MOST_CUT_DIMS:
+        raise _Wrong(f"a tensor is cut along {len(cut)} dims, expected at most {_MOST_CUT_DIMS}")
+    corners: Counter[tuple[int, ...]] = Counter()
+    signs = [(-1) ** sum(ends) for ends in product((0, 1), repeat=len(cut))]
+    for stored in boxes:
+        ends = [(stored.box.offsets[d], stored.box.offsets[d] + stored.box.sizes[d]) for d in cut]
+        for corner, sign in zip(product(*ends), signs, strict=True):
+            corners[corner] += sign
+    if 0 not in shape:
+        for corner, sign in zip(product(*((0, shape[d]) for d in cut)), signs, strict=True):
+            corners[corner] -= sign
+    return not any(corners.values())
 
 
 def _typed(value: Any, kind: type[_T], what: str) -> _T:
@@ -335,6 +357,19 @@ def _checksum(value: Any, what: str) -> str:
     if not isinstance(value, str) or not _CHECKSUM.fullmatch(value):
         raise _Wrong(f"a checksum of {what!r} is {value!r:.50}")
     return value
+
+
+def _parent(value: Any) -> tuple[int, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2:
+        raise _Wrong(f"parent is {value!r:.50}")
+    return _number(value[0], "parent"), _typed(value[1], str, "generation of the parent")
+
+
+def _metrics(value: Any) -> dict[str, float]:
+    metrics = _typed(value, dict, "metrics")
+    return {key: float(_typed(number, float, f"metric {key!r}")) for key, number in metrics.items()}
 
 
 def _texts(value: Any, what: str) -> dict[str, str]:

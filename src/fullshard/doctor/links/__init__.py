@@ -7,7 +7,6 @@ from fullshard.doctor.links.measure import (
     LinkTime,
     bus_bytes_per_s,
     check_links,
-    exchange_reports,
     measure_links,
     unit_bytes_for_most_bandwidth,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "Links",
     "bus_bytes_per_s",
     "check_links",
-    "exchange_reports",
     "joined",
     "measure_links",
     "measure_locally",

@@ -20,7 +20,6 @@ __all__ = [
     "Links",
     "bus_bytes_per_s",
     "check_links",
-    "exchange_reports",
     "measure_links",
     "unit_bytes_for_most_bandwidth",
 ]
@@ -161,18 +160,6 @@ def _all_values(comm: Comm, device: torch.device, own: Sequence[float]) -> list[
     comm.all_gather([(full, shard)], "doctor results").wait()
     rows: list[list[float]] = full.view(comm.size, -1).tolist()
     return rows
-
-
-def exchange_reports(comm: Comm, device: torch.device, text: str) -> list[str]:
-    """The ``text`` of every rank, in rank order. Collective."""
-    own = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-    longest = torch.tensor([own.numel()], device=device)
-    comm.all_reduce([longest], "max", "doctor").wait()
-    shard = torch.full((int(longest),), ord(" "), dtype=torch.uint8, device=device)
-    shard[: own.numel()] = own
-    full = torch.empty(shard.numel() * comm.size, dtype=torch.uint8, device=device)
-    comm.all_gather([(full, shard)], "doctor reports").wait()
-    return [bytes(part.tolist()).decode().rstrip(" ") for part in full.chunk(comm.size)]
 
 
 def unit_bytes_for_most_bandwidth(links: Links) -> int:

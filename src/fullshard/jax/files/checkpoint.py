@@ -1,130 +1,332 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving a sharded state through Orbax, and resuming from it on any number of devices.
+"""Checkpoints of any pytree of arrays, in the format that `fullshard.torch` reads and writes, too.
 
-[Note: What a checkpoint holds]
-Arrays are written as they rest, each device's part from where it is. They have their true shapes,
-or are padded at the end of one dimension. So a step on other devices reads its own parts of the
-same arrays: Orbax cuts off what is too long and fills up with zeros what is too short, and either
-is padding. A table of true shapes and dtypes beside them is compared before anything is read.
+A leaf is called by its path, as ``params.blocks.0.kernel``, and stored as ``state/<path>`` unless
+``names`` says otherwise. `torch_layout` makes names under which a state is, array for array, what
+the torch engine stores of the same model and AdamW.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import orbax.checkpoint as ocp
+import numpy as np
+from numpy.typing import NDArray
 
-from fullshard.core.errors import ConfigurationError
-from fullshard.jax.arrays.leaves import as_key, key_data
-from fullshard.jax.training.step import TrainState, TrainStep
+from fullshard.checkpoint import Background, Checkpoint, RunFolder, Saving
+from fullshard.checkpoint.conversion import is_narrower, lost_numbers, other_kind
+from fullshard.checkpoint.format.values import from_json, to_json
+from fullshard.checkpoint.loading import Loading, Want
+from fullshard.checkpoint.runs.folder import run_folder
+from fullshard.checkpoint.saving import About
+from fullshard.checkpoint.session import Content, Loaded, SaveSession, check_step
+from fullshard.checkpoint.shards import ArraySource, Piece
+from fullshard.core.boxes import Box
+from fullshard.core.errors import CheckpointError, ConfigurationError
+from fullshard.jax.arrays.leaves import STORED_DTYPES, as_key, is_key
+from fullshard.jax.files.leaves import Leaf, Names, leaves_of
+from fullshard.jax.files.processes import process_ranks
 
-__all__ = ["restore_state", "save_state"]
+__all__ = ["load_checkpoint", "save_checkpoint"]
 
-_FORMAT = 2
+_NUMPY = {told: np.dtype(jax.numpy.dtype(name)) for name, told in STORED_DTYPES.items()}
 
 
-def save_state(path: str | Path, step: TrainStep, state: TrainState) -> None:
-    """Write ``state`` to the new folder ``path``: model, optimizer, random state and step count.
+class _Process:
+    """Stands for what is trained: pytrees come and go, so a process has one line of steps."""
 
-    With several processes all of them must call, with a path that all of them see. Returns when
-    everything is on disk; the folder appears under its name then. The state stays valid.
+
+@cache
+def _session() -> SaveSession:
+    return SaveSession(process_ranks())
+
+
+_process = _Process()
+
+
+def save_checkpoint(
+    path: "str | os.PathLike[str] | RunFolder",
+    state: Any,
+    *,
+    step: int,
+    extra: Any = None,
+    asynchronous: bool | Background = False,
+    names: Names | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Saving:
+    """Write ``state``, a pytree of arrays on any devices, as one step of the run folder ``path``.
+
+    Collective: with several processes all of them call. Each writes what its devices hold, replicas
+    once. The step is complete or not to be seen. The state stays valid. Steps that do not lead to
+    this one are moved aside, as by `fullshard.torch.save_checkpoint`.
+
+    Args:
+        path: the run's folder, on a file system that all processes share; a `RunFolder` to say
+            which steps are kept.
+        state: arrays of `jax.Array`, numpy arrays and numbers; random keys too.
+        step: the step's number.
+        extra: what process 0 wants to find again: numbers, texts, lists, tuples, dicts.
+        asynchronous: return when everything is copied to host memory; a thread writes. A failure is
+            raised on all processes by the next call, or on each by ``wait()``. The threads of
+            several processes agree through files in the run's folder.
+        names: how leaves are stored, by path; see `torch_layout`.
+        about: what readers on other engines find beside tensors, as `torch_layout` gives it.
 
     Raises:
-        ConfigurationError: if ``path`` exists.
+        CheckpointError: on all processes, if one could not write.
+        ConfigurationError: a path or step that is none, values that cannot be stored.
     """
-    target = Path(path).absolute()
-    if target.exists():
-        raise ConfigurationError(f"{target} exists: a checkpoint is a new folder")
-    layout = {"format": _FORMAT, "arrays": _table(step)}
-    arrays = {
-        spec.key: key_data(leaf)
-        for spec, leaf in zip(step.specs, jax.tree.leaves(state), strict=True)
-        if leaf.size
-    }
-    with _checkpointer() as checkpointer:
-        checkpointer.save(
-            target,
-            args=ocp.args.Composite(
-                state=ocp.args.PyTreeSave(arrays), layout=ocp.args.JsonSave(layout)
-            ),
+    run = run_folder(path)
+    check_step(step)
+
+    def content() -> Content:
+        leaves = leaves_of(state, names)
+        told = About(
+            step,
+            f"fullshard.jax, {jax.device_count()} devices of {jax.process_count()} processes",
+            _versions(),
+            {alias: leaf.stored.name for leaf in leaves for alias in leaf.stored.aliases},
+            to_json({**(about or {"parts": {"state": "pytree"}})}, None, "about"),
+            to_json(extra, _plain_value, "extra"),
         )
+        return Content([piece for leaf in leaves for piece in _pieces(leaf)], told, extra)
+
+    return _session().save(run, step, content, asynchronous, _process)
 
 
-def restore_state(path: str | Path, step: TrainStep) -> TrainState:
-    """The state that `save_state` wrote to ``path``, for this ``step`` and its devices.
-
-    With several processes all of them must call; each device reads its own parts. The number of
-    devices may be another one than where it was saved; model and optimizer must have the same
-    arrays.
-
-    Raises:
-        ConfigurationError: if ``path`` is no such checkpoint, or its arrays are not those of
-            ``step``, by name, shape or dtype.
-    """
-    source = Path(path).absolute()
-    abstract = step.abstract_state()
-    leaves = dict(zip((spec.key for spec in step.specs), jax.tree.leaves(abstract), strict=True))
-    wanted = {key: key_data(leaf) for key, leaf in leaves.items() if leaf.size}
-    arguments = {
-        key: ocp.ArrayRestoreArgs(
-            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False
+def _pieces(leaf: Leaf) -> list[Piece]:
+    if leaf.dtype not in STORED_DTYPES:
+        raise ConfigurationError(f"{leaf.path!r} is {leaf.dtype}, which safetensors cannot hold")
+    parts: list[tuple[Box | None, Any]] = []
+    if isinstance(leaf.data, jax.Array):
+        shards = [shard for shard in leaf.data.addressable_shards if shard.replica_id == 0]
+        parts = [(leaf.box(shard.index), shard.data) for shard in shards]
+    elif jax.process_index() == 0:
+        parts = [(leaf.box((slice(None),) * len(leaf.shape)), leaf.data)]
+    if 0 in leaf.shape:
+        parts = parts[:1]  # an array without elements, once
+    return [
+        Piece(
+            name,
+            leaf.shape,
+            STORED_DTYPES[leaf.dtype],
+            () if box is None else (box,),
+            _ShardSource(leaf, data, box),
         )
-        for key, leaf in wanted.items()
-    }
-    with _checkpointer() as checkpointer:
-        _refuse_other_arrays(source, _layout(checkpointer, source), _table(step))
-        found = checkpointer.restore(
-            source,
-            args=ocp.args.Composite(state=ocp.args.PyTreeRestore(wanted, restore_args=arguments)),
-        ).state
-    restored = [
-        as_key(found[key], leaf)
-        if key in found
-        else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-        for key, leaf in leaves.items()
+        for name in (leaf.stored.name, *leaf.stored.also)
+        for box, data in parts
+        if box is not None or 0 in leaf.shape  # else padding alone
     ]
-    return jax.tree.unflatten(jax.tree.structure(abstract), restored)
 
 
-def _checkpointer() -> Any:
-    return ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+class _ShardSource:
+    """The bytes of one device's part, on the host while they are copied."""
+
+    def __init__(self, leaf: Leaf, data: Any, box: Box | None):
+        self._leaf, self._data, self._box = leaf, data, box
+        self._source: tuple[ArraySource, int] | None = None
+
+    def copy_into(self, view: memoryview, start: int) -> None:
+        """Copy from the part; the host copy goes when the last byte is taken."""
+        assert self._box is not None
+        if self._source is None:
+            array = self._leaf.as_stored(np.asarray(self._data), self._box)
+            self._source = ArraySource(array), array.nbytes
+        source, size_bytes = self._source
+        source.copy_into(view, start)
+        if start + view.nbytes == size_bytes:
+            self._source = None
 
 
-def _table(step: TrainStep) -> dict[str, dict[str, Any]]:
-    """Shape and dtype of each array, by key."""
-    return {each.key: {"shape": list(each.shape), "dtype": each.dtype} for each in step.specs}
+def _plain_value(value: Any) -> Any:
+    return np.asarray(value).tolist() if hasattr(value, "dtype") else value
 
 
-def _layout(checkpointer: Any, source: Path) -> dict[str, dict[str, Any]]:
-    try:
-        found = checkpointer.restore(
-            source, args=ocp.args.Composite(layout=ocp.args.JsonRestore())
-        ).layout
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"{source} is no checkpoint of save_state: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != _FORMAT:
-        raise ConfigurationError(
-            f"{source} has no layout of format {_FORMAT}, which this version reads"
-        )
-    arrays: dict[str, dict[str, Any]] = found["arrays"]
-    return arrays
+@cache
+def _versions() -> dict[str, str]:
+    names = ("fullshard", "jax", "numpy")
+    versions = {name: importlib.metadata.version(name) for name in names}
+    return {**versions, "python": platform.python_version()}
 
 
-def _refuse_other_arrays(
-    source: Path, saved: Mapping[str, Mapping[str, Any]], mine: Mapping[str, Mapping[str, Any]]
-) -> None:
-    lacking, unknown = sorted(mine.keys() - saved.keys()), sorted(saved.keys() - mine.keys())
-    if lacking or unknown:
-        raise ConfigurationError(
-            f"the checkpoint {source} is of another model or optimizer: it lacks {lacking[:5]}, "
-            f"and has {unknown[:5]} that are not here ({len(lacking)} and {len(unknown)} in all)"
-        )
-    for key, there in saved.items():
-        here = mine[key]
-        if (there["shape"], there["dtype"]) != (here["shape"], here["dtype"]):
-            raise ConfigurationError(
-                f"{key} is {there['dtype']} of shape {there['shape']} in the checkpoint {source}, "
-                f"{here['dtype']} of shape {here['shape']} here"
+# -- loading -------------------------------------------------------------------------------------
+
+
+def load_checkpoint(
+    path: "str | os.PathLike[str] | RunFolder",
+    state: Any,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    fallback: bool = False,
+    names: Names | None = None,
+    if_any: bool = False,
+) -> Any:
+    """Load the newest complete step of a run, or ``step``, as a state like ``state``.
+
+    Collective. Returns `Loaded` with ``.state``, in the structure, shapes, dtypes and shardings of
+    ``state``, whose leaves may be `jax.ShapeDtypeStruct`s with a sharding; it is not changed. Each
+    process reads and verifies what its devices hold, whatever has saved it; nothing is made before
+    all of it is right. Without ``strict`` leaves that are not stored stay as they are, and numbers
+    may change their kind or overflow. With ``fallback`` the step before a damaged one is taken,
+    with a warning. With ``if_any`` the result is None if there is no step yet.
+
+    Raises:
+        CheckpointError: on all processes: no such step, damage, or leaves that do not fit.
+        ConfigurationError: a path or step that is none.
+    """
+    run, session = run_folder(path), _session()
+    if step is not None:
+        check_step(step)
+    if if_any and step is None and not session.any_step(run):
+        return None
+
+    def prepare(checkpoint: Checkpoint) -> _StateDelivery:
+        return _StateDelivery(checkpoint, state, names, strict)
+
+    return session.load(run, step, prepare, fallback, _process)
+
+
+class _StateDelivery:
+    """The leaves of a state on their way in: arrays of the host, then of the devices."""
+
+    is_whole = False
+
+    def __init__(self, checkpoint: Checkpoint, state: Any, names: Names | None, strict: bool):
+        self._checkpoint, self._tree = checkpoint, jax.tree.structure(state)
+        self._leaves = leaves_of(state, names)
+        self._made: dict[int, Any] = {}
+        self._converted: list[str] = []
+        lacking = []
+        self._reads: dict[int, list[Want]] = {}
+        for number, leaf in enumerate(self._leaves):
+            if checkpoint.manifest.tensor(leaf.stored.name) is not None:
+                self._reads[number] = self._read(number, leaf, strict)
+            elif leaf.stored.is_step:
+                self._made[number] = _like(leaf, np.asarray(checkpoint.step))
+            else:
+                self._made[number] = leaf.value
+                lacking += [] if leaf.stored.optional else [leaf.stored.name]
+        self._missing = tuple(sorted(lacking))
+        if strict and lacking:
+            raise CheckpointError(
+                f"it lacks {', '.join(self._missing[:5])} ({len(lacking)} in all)",
+                tensor=self._missing[0],
             )
+
+    @property
+    def wants(self) -> list[Want]:
+        """All reads of this process, each part once."""
+        return [want for reads in self._reads.values() for want in reads]
+
+    def _read(self, number: int, leaf: Leaf, strict: bool) -> list[Want]:
+        name, stored = leaf.stored.name, self._checkpoint.stored(leaf.stored.name)
+        if stored.shape != leaf.shape:
+            raise CheckpointError(
+                f"{name!r} has shape {stored.shape} in it, {leaf.path} wants {leaf.shape}",
+                tensor=name,
+            )
+        here = STORED_DTYPES[np.dtype(leaf.data.dtype).name]
+        change = other_kind(stored.dtype, here)
+        if change and strict and leaf.stored.dtype is None:
+            raise CheckpointError(
+                f"{name!r} is {stored.dtype} in it and {here} here, and {change} are not converted "
+                "unless strict=False",
+                tensor=name,
+            )
+        if change and leaf.stored.dtype is None:
+            self._converted.append(f"{name}: {stored.dtype} to {here}")
+        boxes = dict.fromkeys(box for index in _indices(leaf) if (box := leaf.box(index)))
+        inspect = strict and is_narrower(stored.dtype, here)
+        return [Want(name, (box,), key=(number, box), inspect=inspect) for box in boxes]
+
+    def look(self, want: Want, data: memoryview) -> None:
+        """Refuse a part with numbers that would be lost."""
+        stored = self._checkpoint.stored(want.name).dtype
+        here = STORED_DTYPES[np.dtype(self._leaves[want.key[0][0]].data.dtype).name]
+        values = np.frombuffer(data, _NUMPY[stored])
+        with np.errstate(over="ignore"):
+            turned = values.astype(_NUMPY[here])
+        if values.dtype.kind in "iu":
+            lost = turned.astype(values.dtype) != values
+        else:
+            finite = np.isfinite(turned.astype(np.float64))
+            lost = np.isfinite(values.astype(np.float64)) & ~finite
+        if lost.any():
+            raise lost_numbers(want.name, stored, here, int(lost.sum()))
+
+    def receive(self, loading: Loading) -> None:
+        """Make the arrays, leaf by leaf, so that the host holds few of them at a time."""
+        for number, reads in self._reads.items():
+            leaf = self._leaves[number]
+            dtype = _NUMPY[self._checkpoint.stored(leaf.stored.name).dtype]
+            parts = {want.key[1]: np.empty(want.key[1].sizes, dtype) for want in reads}
+            for want, data in loading.deliver(leaf.stored.name):
+                (of_leaf, box), start = want.key
+                if of_leaf == number:
+                    values = np.frombuffer(data, dtype)
+                    parts[box].reshape(-1)[start : start + values.size] = values
+            self._made[number] = _array(leaf, parts)
+
+    def finish(self, checkpoint: Checkpoint, newer: tuple[int, ...]) -> Loaded:
+        """The state of what was made."""
+        made = [self._made[number] for number in range(len(self._leaves))]
+        return Loaded(
+            checkpoint.step,
+            from_json(checkpoint.manifest.extra),
+            checkpoint.folder,
+            checkpoint.manifest.world,
+            self._missing,
+            newer=newer,
+            converted=tuple(self._converted),
+            state=jax.tree.unflatten(self._tree, made),
+        )
+
+
+def _sharding(leaf: Leaf) -> Any:
+    """The sharding of a leaf; None for what jit may move to where it is needed, which stays so."""
+    sharding = getattr(leaf.data, "sharding", None)
+    placed = isinstance(sharding, jax.sharding.Sharding) and getattr(leaf.data, "committed", True)
+    return sharding if placed else None
+
+
+def _indices(leaf: Leaf) -> Sequence[Sequence[slice]]:
+    """The parts of an array that this process holds."""
+    sharding = _sharding(leaf)
+    if sharding is None:
+        return [(slice(None),) * len(leaf.padded)]
+    indices = sharding.addressable_devices_indices_map(leaf.padded).values()
+    return [index for index in indices if index is not None]
+
+
+def _array(leaf: Leaf, parts: Mapping[Box, NDArray[Any]]) -> Any:
+    """The leaf made of its ``parts``, and of zeros where it is padded."""
+
+    def part(index: Sequence[slice]) -> NDArray[Any]:
+        sizes = [len(range(*s.indices(n))) for s, n in zip(index, leaf.padded, strict=True)]
+        box = leaf.box(index)
+        if box is None:
+            return np.zeros(sizes, leaf.data.dtype)
+        return leaf.as_held(parts[box], sizes)
+
+    sharding = _sharding(leaf)
+    if sharding is None:
+        return _like(leaf, part((slice(None),) * len(leaf.padded)))
+    made = jax.make_array_from_callback(leaf.padded, sharding, lambda index: part(index or ()))
+    return _like(leaf, made)
+
+
+def _like(leaf: Leaf, made: Any) -> Any:
+    """``made`` as the kind of value that the leaf is."""
+    value = leaf.value
+    if is_key(value):
+        return as_key(made, value)
+    if isinstance(made, jax.Array):
+        return made
+    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
+        return jax.numpy.asarray(made.astype(value.dtype))
+    return made if isinstance(value, np.ndarray) else type(value)(made.item())

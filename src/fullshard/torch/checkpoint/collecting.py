@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.torch.checkpoint.tensors import Held, KnownBoxes, held_here
+from fullshard.torch.checkpoint.tensors import KnownBoxes, LocalPart, local_part
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.sites import clean_name
 
@@ -42,7 +42,7 @@ Optimizers = Optimizer | Mapping[str, Optimizer] | None
 class Collected:
     """All that one rank has to say: tensors by full name, other names of them, and the rest."""
 
-    held: dict[str, Held] = field(default_factory=dict)
+    parts: dict[str, LocalPart] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
 
@@ -90,7 +90,7 @@ def collect(
             if first != full:
                 collected.aliases[full] = first
             else:
-                collected.held[full] = held_here(full, value, boxes)
+                collected.parts[full] = local_part(full, value, boxes)
         names.update(names_of_parameters(key, model))
     described = {}
     for key, optimizer in optimizers.items():
@@ -142,7 +142,7 @@ def _collect_optimizer(
             for kind, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor):
                     full = f"{key}/{kind}/{name}"
-                    collected.held[full] = held_here(full, value, boxes)
+                    collected.parts[full] = local_part(full, value, boxes)
                 else:
                     others[kind] = value
             if others:

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from fullshard.checkpoint import Checkpoint, SoloRanks
 from fullshard.checkpoint.saving import About, save
 from fullshard.core.errors import CheckpointError, ConfigurationError
-from fullshard.torch.checkpoint.tensors import DTYPES, held_here, piece_of
+from fullshard.torch.checkpoint.tensors import DTYPES, local_part, piece_of
 from fullshard.torch.checkpoint.values import decode, encode
 
 __all__ = ["export_dcp", "import_dcp"]
@@ -236,7 +236,7 @@ def _saved(
         described["optimizers"]["optimizer"] = {"class": "", "groups": merged, "values": numbers}
     if not held:
         raise ConfigurationError(f"{source} holds no tensors")
-    pieces = [piece_of(name, held_here(name, value)) for name, value in held.items()]
+    pieces = [piece_of(name, local_part(name, value)) for name, value in held.items()]
     about = About(step, f"imported from DCP, {source}", state=encode(described, "state"))
     return save(run, pieces, about, SoloRanks())
 

@@ -3,21 +3,20 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard.checkpoint import Checkpoint, Ranks, RunFolder, StepFolder
-from fullshard.checkpoint.commit import mark_verified
+from fullshard.checkpoint import Checkpoint, CheckpointRanks, RunFolder
+from fullshard.checkpoint.conversion import is_narrower, lost_numbers, other_kind
 from fullshard.checkpoint.loading import Loading, Want
-from fullshard.checkpoint.ranks import agree, failure_text
+from fullshard.checkpoint.ranks import failure_text
 from fullshard.checkpoint.rewriting import same_content
-from fullshard.checkpoint.run_folder import load_newest, run_folder
+from fullshard.checkpoint.runs.folder import run_folder
+from fullshard.checkpoint.session import Loaded, check_step
 from fullshard.core.errors import CheckpointError
 from fullshard.torch.checkpoint.collecting import (
     Models,
@@ -29,42 +28,42 @@ from fullshard.torch.checkpoint.collecting import (
 )
 from fullshard.torch.checkpoint.optimizers import OptimizerLoad
 from fullshard.torch.checkpoint.ranks import call_all, comms_of
-from fullshard.torch.checkpoint.saving import RANDOM, session_of
-from fullshard.torch.checkpoint.tensors import Held, KnownBoxes, held_here
-from fullshard.torch.checkpoint.values import decode, random_state_of, set_random_state
+from fullshard.torch.checkpoint.saving import (
+    RANDOM,
+    line_of,
+    refuse_inside_forward,
+    session_of,
+)
+from fullshard.torch.checkpoint.tensors import KnownBoxes, LocalPart, local_part
+from fullshard.torch.checkpoint.values import decode, set_random_state_of
 
-__all__ = ["Loaded", "load_checkpoint"]
+__all__ = ["load_checkpoint"]
 
 _SHOWN = 5
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """A loaded step: everything found beside models and optimizers.
-
-    ``missing``: tensors of the models that the step has not, ``unexpected``: those that only the
-    step has; both are empty with ``strict``. ``world`` is the number of ranks that saved it.
-    """
-
-    step: int
-    extra: Any
-    folder: Path
-    world: int
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    random_state: Mapping[str, Any] | None = field(default=None, repr=False)
-
-    def restore_random_state(self) -> bool:
-        """Let this rank's generators go on where those of the same rank were.
-
-        False, and nothing is changed, if the step was saved on fewer ranks than this one's number.
-        """
-        if self.random_state is None:
-            return False
-        set_random_state(self.random_state)
-        return True
-
-
+@overload
+def load_checkpoint(
+    path: "str | os.PathLike[str] | RunFolder",
+    model: Models,
+    optimizer: Optimizers = None,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    fallback: bool = False,
+    if_any: Literal[False] = False,
+) -> Loaded: ...
+@overload
+def load_checkpoint(
+    path: "str | os.PathLike[str] | RunFolder",
+    model: Models,
+    optimizer: Optimizers = None,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    fallback: bool = False,
+    if_any: bool,
+) -> Loaded | None: ...
 @torch.no_grad()
 def load_checkpoint(
     path: "str | os.PathLike[str] | RunFolder",
@@ -74,92 +73,49 @@ def load_checkpoint(
     step: int | None = None,
     strict: bool = True,
     fallback: bool = False,
-) -> Loaded:
+    if_any: bool = False,
+) -> Loaded | None:
     """Load the newest complete step of a run, or ``step``. Collective, as `save_checkpoint` is.
 
     Each rank reads what it holds and no more, and verifies every chunk of it. Nothing is changed
     before all ranks have verified all that they need. It does not matter on how many ranks, by
     which strategy, in which dtype or with which engine the step was saved; values are converted to
-    the dtype that the model has.
+    the dtype that the model has. Saving goes on after the step that was loaded: steps behind it are
+    warned of, and moved aside by the next save of this model.
 
     Args:
         path: the run's folder.
         model: as for `save_checkpoint`; the same names.
         optimizer: as for `save_checkpoint`, new or used. Its groups have the same parameters; their
-            settings (learning rate, ...) are loaded too.
-        strict: refuse a step that lacks a tensor of the models, or has one that they lack.
+            settings (learning rate, betas, ...) are loaded too, but for those that name the
+            algorithm (``decoupled_weight_decay``, ``nesterov``, ``fused``, ...), which stay.
+        strict: refuse a step that lacks a tensor of the models or has one that they lack, one of
+            another kind of numbers, and numbers that overflow.
         fallback: take the step before if one is damaged, with a warning, instead of raising.
+        if_any: return None, and change nothing, if there is no step yet.
 
     Raises:
         CheckpointError: on all ranks: there is no such step, it is damaged, or does not fit.
-        UsageError: called on some ranks only.
+        ConfigurationError: a path or step that is none.
+        UsageError: called on some ranks only, or while a forward runs.
     """
+    run = run_folder(path)
+    if step is not None:
+        check_step(step)
     models, optimizers = by_key(model, "model"), by_key(optimizer, "optimizer")
+    refuse_inside_forward(models, "load_checkpoint()")
     call_all(comms_of(list(models.values())), "load_checkpoint()")
     session = session_of(list(models.values()))
-    session.settle()
-    run, ranks = run_folder(path), session.ranks
+    if if_any and step is None and not session.any_step(run):
+        return None
 
-    def load(folder: StepFolder) -> Loaded:
-        return _load(folder, run, models, optimizers, strict, ranks)
+    def prepare(checkpoint: Checkpoint) -> _ModelDelivery:
+        return _ModelDelivery(checkpoint, models, optimizers, strict, session.ranks)
 
-    return load_newest(run, step, ranks, fallback, load)
-
-
-def _load(
-    folder: StepFolder,
-    run: RunFolder,
-    models: Mapping[str, nn.Module],
-    optimizers: Mapping[str, Optimizer],
-    strict: bool,
-    ranks: Ranks,
-) -> Loaded:
-    what = f"cannot load {folder.path}"
-    failure: Exception | None = None
-    checkpoint: Checkpoint | None = None
-    try:
-        checkpoint = Checkpoint(folder.path, run.files)
-    except Exception as error:
-        failure = error
-    agree(ranks, what, failure)
-    assert checkpoint is not None
-    first = ranks.broadcast(checkpoint.manifest.generation.encode()).decode()
-    with ExitStack() as stack:
-        try:
-            _check_same(checkpoint, first)
-            plan = _Plan(checkpoint, models, optimizers, strict, ranks)
-            loading = stack.enter_context(Loading(checkpoint, plan.wants))
-            loading.verify(plan.deliver)
-        except Exception as error:
-            failure = error
-        agree(ranks, what, failure)
-        done: list[str] = []
-        try:
-            for part, data in loading.deliver():
-                plan.deliver(part, data)
-                done.append(part.name)
-        except Exception as error:
-            changed = ", ".join(sorted(set(done))) or "none"
-            failure = CheckpointError(
-                f"{failure_text(error)}. Already loaded, on this rank: {changed}"
-            )
-        agree(ranks, f"{what}, of which a part is loaded", failure)
-    plan.attach()
-    if ranks.rank == 0 and plan.is_whole:
-        mark_verified(run.files, folder.path)
-    return plan.loaded()
+    return session.load(run, step, prepare, fallback, line_of(models))
 
 
-def _check_same(checkpoint: Checkpoint, generation: str) -> None:
-    if checkpoint.manifest.generation != generation:
-        raise CheckpointError(
-            f"{checkpoint.folder} is not the same here and on rank 0: a run folder must lie on a "
-            "file system that all ranks share",
-            file=str(checkpoint.folder),
-        )
-
-
-class _Plan:
+class _ModelDelivery:
     """The tensors that one rank loads, and where they go."""
 
     def __init__(
@@ -168,12 +124,15 @@ class _Plan:
         models: Mapping[str, nn.Module],
         optimizers: Mapping[str, Optimizer],
         strict: bool,
-        ranks: Ranks,
+        ranks: CheckpointRanks,
     ):
         self._checkpoint = checkpoint
+        self._strict = strict
+        self._done: set[str] = set()
+        self._converted: list[str] = []
         self._state = decode(checkpoint.manifest.state) or {}
         self._extra = decode(checkpoint.manifest.extra)
-        self._targets: list[tuple[str, Held]] = []
+        self._targets: list[tuple[str, LocalPart]] = []
         self._boxes: KnownBoxes = {}
         self._known: list[str] = []  # all names of tensors that the models have
         self._missing: list[str] = []
@@ -205,43 +164,69 @@ class _Plan:
                 tensor=(self._missing or self._unexpected)[0],
             )
 
-    @property
-    def wants(self) -> list[Want]:
-        """All reads, one for each tensor."""
-        wants = []
-        for number, (name, held) in enumerate(self._targets):
-            stored = self._checkpoint.stored(name)
-            target = held.memory(stored.dtype)
-            wants.append(Want(name, held.boxes, target, number, held.fresh))
-        return wants
+        self.wants = [self._want(*target) for target in enumerate(self._targets)]
 
-    def deliver(self, part: Want, data: memoryview) -> None:
-        """Put what was read where it belongs."""
-        number, start = part.key
-        held = self._targets[number][1]
-        if part.target is None:
-            held.fill(start, data, self._checkpoint.stored(part.name).dtype)
+    def _want(self, number: int, target: tuple[str, LocalPart]) -> Want:
+        name, part = target
+        stored = self._checkpoint.stored(name).dtype
+        change = other_kind(stored, part.dtype)
+        if change and self._strict:
+            raise CheckpointError(
+                f"{name!r} is {stored} in it and {part.dtype} here, and {change} are not converted "
+                "unless strict=False",
+                tensor=name,
+            )
+        if change:
+            self._converted.append(f"{name}: {stored} to {part.dtype}")
+        narrower = self._strict and is_narrower(stored, part.dtype)
+        return Want(name, part.boxes, part.memory(stored), number, part.fresh, narrower)
+
+    def look(self, want: Want, data: memoryview) -> None:
+        """Take a part that is new, and refuse one with numbers that would be lost."""
+        part = self._targets[want.key[0]][1]
+        stored = self._checkpoint.stored(want.name).dtype
+        if want.inspect and (count := part.out_of_range(data, stored)):
+            raise lost_numbers(want.name, stored, part.dtype, count)
+        if want.fresh:
+            self._take(want, data)
+
+    def receive(self, loading: Loading) -> None:
+        """Put everything where it belongs. Raises `CheckpointError` that says what has changed."""
+        try:
+            for want, data in loading.deliver():
+                self._take(want, data)
+        except Exception as error:
+            changed = ", ".join(sorted(self._done)) or "none"
+            raise CheckpointError(
+                f"{failure_text(error)}. Already loaded, on this rank: {changed}"
+            ) from error
+
+    def _take(self, want: Want, data: memoryview) -> None:
+        number, start = want.key
+        part = self._targets[number][1]
+        if want.target is None:
+            part.fill(start, data, self._checkpoint.stored(want.name).dtype)
         else:
-            held.note_change()
+            part.note_change()
+        self._done.add(want.name)
 
-    def attach(self) -> None:
+    def finish(self, checkpoint: Checkpoint, newer: tuple[int, ...]) -> Loaded:
         """Attach new optimizer state, settings and extra state of modules."""
-        for optimizer in self._optimizers:
-            optimizer.attach()
+        settings = [line for optimizer in self._optimizers for line in optimizer.attach()]
         for module, name, value in self._values:
             module.get_submodule(name).set_extra_state(value)
-
-    def loaded(self) -> Loaded:
-        """For the caller."""
-        manifest = self._checkpoint.manifest
+        state = self._random
         return Loaded(
-            manifest.step,
+            checkpoint.step,
             self._extra,
-            self._checkpoint.folder,
-            manifest.world,
+            checkpoint.folder,
+            checkpoint.manifest.world,
             tuple(self._missing),
             tuple(self._unexpected),
-            random_state_of(self._random) if self._random is not None else None,
+            newer,
+            tuple(settings),
+            tuple(self._converted),
+            set_random_state=None if state is None else lambda: set_random_state_of(state),
         )
 
     def _plan_model(self, key: str, model: nn.Module, strict: bool) -> None:
@@ -264,7 +249,7 @@ class _Plan:
             self._check_shape(full, stored.shape, tuple(value.shape))
             first = known.setdefault(identity(value), full)
             if first == full:  # tied values: once
-                self._targets.append((full, held_here(full, value, self._boxes)))
+                self._targets.append((full, local_part(full, value, self._boxes)))
             elif strict:
                 self._check_tied(first, full)
         # Some files have tied values under one of their names.
@@ -308,16 +293,22 @@ class _Plan:
         self._targets += planned.targets
         return planned
 
-    def _plan_random(self, ranks: Ranks) -> Tensor | None:
+    def _plan_random(self, ranks: CheckpointRanks) -> Tensor | None:
         """Memory for this rank's random state; those of ranks that are no more are only read."""
         own = None
-        for number in range(ranks.rank, self._checkpoint.manifest.world, ranks.size):
-            name = f"{RANDOM}/{number}"
-            stored = self._checkpoint.manifest.tensor(name)
-            if stored is not None and stored.dtype == "U8" and len(stored.shape) == 1:
+        for name, stored in self._checkpoint.manifest.tensors.items():
+            kind, _, text = name.partition("/")
+            if kind != RANDOM or not (text.isascii() and text.isdecimal() and len(text) < 9):
+                continue
+            number = int(text)
+            if (
+                number % ranks.size == ranks.rank
+                and stored.dtype == "U8"
+                and len(stored.shape) == 1
+            ):
                 value = torch.empty(stored.shape, dtype=torch.uint8)
                 own = value if number == ranks.rank else own
-                self._targets.append((name, replace(held_here(name, value), fresh=True)))
+                self._targets.append((name, replace(local_part(name, value), fresh=True)))
         return own
 
 

@@ -13,7 +13,7 @@ from fullshard.checkpoint import Checkpoint
 from fullshard.checkpoint.format.manifest import StoredTensor
 from fullshard.core.errors import CheckpointError
 from fullshard.torch.checkpoint.collecting import name_of
-from fullshard.torch.checkpoint.tensors import DTYPES, Held, KnownBoxes, held_here
+from fullshard.torch.checkpoint.tensors import DTYPES, KnownBoxes, LocalPart, local_part
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = ["OptimizerLoad"]
@@ -39,10 +39,11 @@ class OptimizerLoad:
         told: Mapping[str, Any],
     ):
         self._optimizer = optimizer
+        self._key = key
         self._settings = _settings(checkpoint, key, optimizer, names, told)
         self._new: list[tuple[Tensor, dict[str, Any]]] = []
         self._boxes: KnownBoxes = {}
-        self._targets: list[tuple[str, Held]] = []
+        self._targets: list[tuple[str, LocalPart]] = []
         self.unused = _stored_kinds(checkpoint, key)
         values = told["values"]
         for group in optimizer.param_groups:
@@ -55,19 +56,32 @@ class OptimizerLoad:
                 self._new.append((param, state))
 
     @property
-    def targets(self) -> Iterator[tuple[str, Held]]:
+    def targets(self) -> Iterator[tuple[str, LocalPart]]:
         """Tensors of the checkpoint and the memory that they belong into."""
         yield from self._targets
 
-    def attach(self) -> None:
-        """Let the optimizer have what was filled, and its settings."""
-        for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
-            group.update(settings)
+    def attach(self) -> list[str]:
+        """Let the optimizer have what was filled, and its settings; tell those that differed."""
+        told = []
+        for number, (group, settings) in enumerate(
+            zip(self._optimizer.param_groups, self._settings, strict=True)
+        ):
+            where = f"{self._key}, group {number}: "
+            for name, value in settings.items():
+                here = group.get(name)
+                if _equal(here, value):
+                    continue
+                if _names_algorithm(name, here, value):
+                    told.append(f"{where}{name} stays {here!r}, saved with {value!r}")
+                else:
+                    group[name] = value
+                    told.append(f"{where}{name} is {value!r}, was {here!r}")
         for param, state in self._new:
             if state:
                 self._optimizer.state[param] = state
             else:
                 self._optimizer.state.pop(param, None)
+        return told
 
     def _prepare(
         self,
@@ -86,7 +100,7 @@ class OptimizerLoad:
         else:
             value = _new_value(param, kind, stored, dtype, _device_of(group, param, kind))
             fresh = True
-        held = held_here(full, value, self._boxes)
+        held = local_part(full, value, self._boxes)
         self._targets.append((full, replace(held, fresh=fresh)))
         return value
 
@@ -150,18 +164,50 @@ def _settings(
     ]
 
 
-# How an optimizer works, whatever it computes: other versions of torch have others of them.
-_WAYS = {"foreach", "fused", "capturable", "differentiable", "maximize"}
+# Settings that say which algorithm an optimizer is, or how it is carried out. They stay as they are
+# here: with Adam's ``decoupled_weight_decay`` AdamW would be Adam.
+_ALGORITHM = {"foreach", "fused", "capturable", "differentiable", "maximize", "nesterov"}
+_ALGORITHM |= {"decoupled_weight_decay", "amsgrad", "centered", "adjust_lr_fn", "ns_coefficients"}
+# Those with state of their own: it would be lacking, or left over.
+_WITH_STATE = ("amsgrad", "centered")
+_ADAM = {"Adam", "AdamW"}
+
+
+def _names_algorithm(name: str, here: Any, saved: Any) -> bool:
+    return name in _ALGORITHM or isinstance(here, bool) or isinstance(saved, bool)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):  # a learning rate may be one
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    return bool(a == b) and type(a) is type(b)
 
 
 def _check_kind(key: str, optimizer: Optimizer, told: Mapping[str, Any]) -> None:
-    """Refuse the state of another kind of optimizer; Adam and AdamW have equal settings."""
+    """Refuse the state of another kind of optimizer; Adam and AdamW have equal state."""
     here, there = type(optimizer).__name__, told["class"]
-    known = set().union(*told["groups"])
-    lacking = sorted(set(optimizer.defaults) - known - _WAYS)
-    if there not in ("", here) and lacking:  # it is not known of what was imported
+    if there == "":  # it is not known of what was imported
+        return
+    kin = {kind.__name__ for kind in type(optimizer).__mro__}
+    related = there in kin or bool(there in _ADAM and kin & _ADAM)
+    settings = set().union(*told["groups"])
+    lacking = sorted(set(optimizer.defaults) - settings - _ALGORITHM)
+    of_torch = hasattr(torch.optim, there) or hasattr(torch.optim, here)
+    if not related and (lacking or of_torch):
+        why = (
+            f", whose settings {', '.join(map(repr, lacking))} it does not have" if lacking else ""
+        )
         raise CheckpointError(
-            f"{key!r} was saved by {there} and is {here} here, whose settings "
-            f"{', '.join(map(repr, lacking))} it does not have; load without it, or make the "
+            f"{key!r} was saved by {there} and is {here} here{why}; load without it, or make the "
             "optimizer that was saved"
         )
+    for number, (mine, theirs) in enumerate(
+        zip(optimizer.param_groups, told["groups"], strict=False)
+    ):
+        for name in _WITH_STATE:
+            if name in theirs and bool(mine.get(name)) != bool(theirs[name]):
+                raise CheckpointError(
+                    f"{key!r} was saved with {name}={theirs[name]!r} in group {number}, and has "
+                    f"{name}={mine.get(name)!r} here; make the optimizer that was saved, or load "
+                    "without it"
+                )

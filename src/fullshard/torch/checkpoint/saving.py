@@ -8,18 +8,16 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from fullshard.checkpoint import Background, Ranks, RunFolder, Saving
-from fullshard.checkpoint.background import save_in_background
-from fullshard.checkpoint.run_folder import run_folder
-from fullshard.checkpoint.saving import About, Plans, write_step
-from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks, stream
-from fullshard.core.errors import CheckpointError, ConfigurationError
+from fullshard.checkpoint import RunFolder, Saving
+from fullshard.checkpoint.runs.folder import run_folder
+from fullshard.checkpoint.saving import About
+from fullshard.checkpoint.session import Content, SaveSession, check_step
+from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.torch.checkpoint.collecting import (
     Collected,
     Models,
@@ -28,51 +26,21 @@ from fullshard.torch.checkpoint.collecting import (
     collect,
 )
 from fullshard.torch.checkpoint.ranks import call_all, comms_of, ranks_over
-from fullshard.torch.checkpoint.tensors import KnownBoxes, held_here, piece_of
+from fullshard.torch.checkpoint.tensors import KnownBoxes, local_part, piece_of
 from fullshard.torch.checkpoint.values import encode, random_state_tensor
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.step.managed import managed_units
 
-__all__ = ["Session", "save_checkpoint", "session_of"]
+__all__ = [
+    "RANDOM",
+    "CommSession",
+    "line_of",
+    "refuse_inside_forward",
+    "save_checkpoint",
+    "session_of",
+]
 
 RANDOM = "random"  # tensors "random/<rank>": the state of that rank's generators
-
-
-class Session:
-    """The memory of ranks that save together, from save to save."""
-
-    def __init__(self, comms: Sequence[Comm]):
-        self.comms = comms
-        self.ranks = ranks_over(comms)
-        self.aside: Ranks | None = None  # for the thread of asynchronous saves
-        self.plans = Plans()
-        self.boxes: KnownBoxes = {}
-        self.blocks = Blocks(3 * BLOCK_BYTES)
-        self.aside_blocks: tuple[int, Blocks] | None = None
-        self.pending: Saving | None = None
-
-    def settle(self) -> None:
-        """Wait for a save that is under way. Raises its `CheckpointError`, once.
-
-        Collective if it has failed: then it is raised unless ``wait()`` has done so on all ranks.
-        """
-        pending, self.pending = self.pending, None
-        if pending is None:
-            return
-        is_told = pending.is_told
-        try:
-            pending.wait()
-        except CheckpointError:
-            if set(self.ranks.share(b"told" if is_told else b"new")) != {b"told"}:
-                raise
-
-    def blocks_of(self, background: Background, pinned: bool) -> Blocks:
-        """Host memory for an asynchronous save, the same as last time if the bound is."""
-        most = background.host_memory_bytes
-        if self.aside_blocks is None or self.aside_blocks[0] != most:
-            made = Blocks(most, _pinned_block) if pinned else Blocks(most)
-            self.aside_blocks = most, made
-        return self.aside_blocks[1]
 
 
 def _pinned_block(size_bytes: int) -> memoryview:
@@ -80,22 +48,31 @@ def _pinned_block(size_bytes: int) -> memoryview:
     return memory.numpy().data
 
 
-_sessions: "weakref.WeakKeyDictionary[Any, Session]" = weakref.WeakKeyDictionary()
-_alone: Session | None = None
+class CommSession(SaveSession):
+    """The session of ranks that ``comms`` join, and the boxes of tensors that it knows."""
+
+    def __init__(self, comms: Sequence[Comm]):
+        super().__init__(ranks_over(comms))
+        self.comms = comms
+        self.boxes: KnownBoxes = {}
+
+
+_sessions: "weakref.WeakKeyDictionary[Any, CommSession]" = weakref.WeakKeyDictionary()
+_alone: CommSession | None = None
 _making = threading.Lock()
 
 
-def session_of(models: Sequence[nn.Module]) -> Session:
+def session_of(models: Sequence[nn.Module]) -> CommSession:
     """The session of the ranks of ``models``. Collective the first time."""
     global _alone
     comms = comms_of(models)
     if not comms:
         with _making:
-            _alone = _alone or Session(())
+            _alone = _alone or CommSession(())
         return _alone
     session = _sessions.get(comms[0])
     if session is None or list(session.comms) != comms:
-        session = _sessions[comms[0]] = Session(comms)
+        session = _sessions[comms[0]] = CommSession(comms)
     return session
 
 
@@ -118,10 +95,12 @@ def save_checkpoint(
     every rank is stored too.
 
     Args:
-        path: the run's folder, a `RunFolder` to say which steps are kept. It belongs to one run.
+        path: the run's folder, a `RunFolder` to say which steps are kept. It belongs to one run,
+            and one process at a time saves there.
         model: behind either door or plain, or a mapping of several by name.
         optimizer: any torch optimizer over the parameters of the models, or a mapping.
-        step: the step's number. A step that is there already stays until the new one is complete.
+        step: the step's number. Steps that do not lead to it (training went back, or another run
+            has saved them) are moved into a folder ``aside-N``, never deleted.
         extra: what rank 0 wants to find again in ``load_checkpoint(...).extra``: numbers, texts,
             bytes, lists, tuples, dicts and small tensors. So the ``state_dict()`` of schedulers and
             of GradScaler, and the position in the data.
@@ -135,47 +114,45 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on all ranks, if one of them could not write; nothing is to be seen then.
-        ConfigurationError: values that cannot be stored, before anything is written.
-        UsageError: called on some ranks only.
+        ConfigurationError: values that cannot be stored, an ``extra`` without the metric of
+            `Keep`, a path or step that is none, before anything is written.
+        UsageError: called on some ranks only, or while a forward runs.
     """
     run = run_folder(path)
-    if type(step) is not int or not 0 <= step < 10**18:
-        raise ConfigurationError(f"step is a number from 0, got {step!r}")
+    check_step(step)
     models, optimizers = by_key(model, "model"), by_key(optimizer, "optimizer")
+    refuse_inside_forward(models, "save_checkpoint()")
     call_all(comms_of(list(models.values())), "save_checkpoint()")
     session = session_of(list(models.values()))
-    session.settle()
-    failure, mine, about, pinned = None, [], About(step), False
-    try:
+
+    def content() -> Content:
         collected = collect(models, optimizers, trainable_only, session.boxes)
         own = f"{RANDOM}/{session.ranks.rank}"
-        collected.held[own] = held_here(own, random_state_tensor())
-        mine = [piece_of(name, held) for name, held in collected.held.items()]
-        pinned = any(held.local.is_cuda for held in collected.held.values())
+        collected.parts[own] = local_part(own, random_state_tensor())
+        pieces = [piece_of(name, part) for name, part in collected.parts.items()]
+        pinned = any(part.local.is_cuda for part in collected.parts.values())
         about = _about(step, models, session.ranks.size, collected, extra)
-    except Exception as error:
-        failure = error
-    what = f"step {step} cannot be saved"
-    mine = session.plans.mine(mine, session.ranks, what, failure)
-    target = Path(run.path)
-    if not asynchronous:
-        folder = write_step(
-            target,
-            mine,
-            about,
-            session.ranks,
-            run.files,
-            run.keep,
-            lambda pieces, writer: stream(pieces, writer, session.blocks),
-        )
-        return Saving.finished(step, folder)
-    if session.aside is None:
-        session.aside = session.ranks.duplicate()
-    blocks = session.blocks_of(run.background, pinned)
-    session.pending = save_in_background(
-        target, mine, about, session.aside, run.files, blocks, run.keep
-    )
-    return session.pending
+        return Content(pieces, about, extra, _pinned_block if pinned else None)
+
+    return session.save(run, step, content, asynchronous, line_of(models))
+
+
+def refuse_inside_forward(models: Mapping[str, nn.Module], what: str) -> None:
+    """Raise `UsageError` if the forward of one of the models' units runs. Not collective."""
+    for key, model in models.items():
+        for managed in managed_units(model):
+            if managed.runs_forward:
+                raise UsageError(
+                    f"{what} was called while the forward of unit {managed.unit.name!r} of "
+                    f"{key!r} runs; call it between steps"
+                )
+
+
+def line_of(models: Mapping[str, nn.Module]) -> nn.Module:
+    """The object by which lines of steps are told apart: the first model."""
+    if not models:
+        raise ConfigurationError("there is no model to save or load: the mapping is empty")
+    return next(iter(models.values()))
 
 
 def _about(

@@ -21,13 +21,13 @@ from fullshard.torch.state.weights_file import DTYPE_NAMES
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["Held", "KnownBoxes", "TensorSource", "held_here", "piece_of"]
+__all__ = ["KnownBoxes", "LocalPart", "TensorSource", "local_part", "piece_of"]
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalPart:
     """This rank's part of a tensor of global ``shape``.
 
     ``local`` has the elements of ``boxes``, one box after the other in row-major order. ``fresh``:
@@ -55,6 +55,19 @@ class Held:
         """Tell whoever looks at versions that ``local`` was written to."""
         count_change(self.local)
 
+    @property
+    def dtype(self) -> str:
+        """The name that safetensors has for the dtype of ``local``."""
+        return DTYPE_NAMES[self.local.dtype]
+
+    def out_of_range(self, data: memoryview, dtype: str) -> int:
+        """Count the numbers in ``data``, of that dtype, that ``local`` cannot have."""
+        values = torch.frombuffer(data, dtype=DTYPES[dtype])
+        here = values.to(self.local.dtype)
+        if here.is_floating_point():
+            return int((values.double().isfinite() & ~here.double().isfinite()).sum())
+        return int((here.to(values.dtype) != values).sum())
+
     def fill(self, start: int, data: memoryview, dtype: str) -> None:
         """Set the elements from ``start`` on to ``data``, which has the dtype of that name."""
         values = torch.frombuffer(data, dtype=DTYPES[dtype])
@@ -75,8 +88,8 @@ The mesh stands beside them, so that it lives and its identity stays its own.
 """
 
 
-def held_here(name: str, value: Tensor, known: KnownBoxes | None = None) -> Held:
-    """Find this rank's part of ``value``.
+def local_part(name: str, value: Tensor, known: KnownBoxes | None = None) -> LocalPart:
+    """Describe this rank's part of ``value``.
 
     Raises `ConfigurationError` for tensors without values and `NotSupportedError` for kinds that
     have no boxes; ``name`` is for the message. ``known`` is looked at first, and added to.
@@ -96,14 +109,14 @@ def held_here(name: str, value: Tensor, known: KnownBoxes | None = None) -> Held
         key = (shape, id(mesh), placements)
         if key not in known:
             known[key] = mesh, _box_of(name, shape, mesh, placements)
-        return Held(shape, known[key][1] if local.numel() else (), local)
+        return LocalPart(shape, known[key][1] if local.numel() else (), local)
     if value.layout is not torch.strided:
         raise NotSupportedError(f"{name!r} is sparse ({value.layout}); store a dense tensor")
     shape = tuple(value.shape)
-    return Held(shape, _whole(shape), value)
+    return LocalPart(shape, _whole(shape), value)
 
 
-def _of_sharded(name: str, value: ShardedParameter) -> Held:
+def _of_sharded(name: str, value: ShardedParameter) -> LocalPart:
     ownership, span = value.ownership, value.span
     cut = ownership.tensor_parallel
     local = value.local
@@ -116,11 +129,11 @@ def _of_sharded(name: str, value: ShardedParameter) -> Held:
     else:
         inside = boxes_of_interval(ownership.part_shape, span.start, span.stop)
     if cut is None:
-        return Held(ownership.shape, tuple(inside), local)
+        return LocalPart(ownership.shape, tuple(inside), local)
     outer = _box_of(name, ownership.shape, cut.mesh, cut.placements)
     at = outer[0].offsets if outer else (0,) * len(ownership.shape)
     moved = [Box(tuple(map(sum, zip(box.offsets, at, strict=True))), box.sizes) for box in inside]
-    return Held(ownership.shape, tuple(moved), local)
+    return LocalPart(ownership.shape, tuple(moved), local)
 
 
 def _box_of(
@@ -152,7 +165,7 @@ class TensorSource:
         target.copy_(self._bytes[start : start + view.nbytes])
 
 
-def piece_of(name: str, held: Held) -> Piece:
+def piece_of(name: str, held: LocalPart) -> Piece:
     """Make a piece to write of it."""
     source = TensorSource(held.local if held.boxes else held.local.new_empty(0))
     return Piece(name, held.shape, DTYPE_NAMES[held.local.dtype], held.boxes, source)

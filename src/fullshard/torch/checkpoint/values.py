@@ -19,9 +19,9 @@ __all__ = [
     "decode",
     "encode",
     "random_state",
-    "random_state_of",
     "random_state_tensor",
     "set_random_state",
+    "set_random_state_of",
 ]
 
 TENSOR = "fullshard.tensor"  # the key by which an encoded tensor is known
@@ -62,10 +62,9 @@ def random_state_tensor() -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def random_state_of(tensor: Tensor) -> dict[str, Any]:
-    """Invert `random_state_tensor`."""
-    state: dict[str, Any] = decode(json.loads(tensor.numpy().tobytes()))
-    return state
+def set_random_state_of(tensor: Tensor) -> None:
+    """Set the state that `random_state_tensor` has given."""
+    set_random_state(decode(json.loads(tensor.numpy().tobytes())))
 
 
 def decode(value: Any) -> Any:

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.protocol import Comm, members_of
+from fullshard.torch.comm.texts import share_bytes
 
 __all__ = ["by_rank", "differing_texts", "verify_agreement"]
 
@@ -55,18 +55,7 @@ def differing_texts(
     largest, smallest = bounds[:2], ~bounds[2:]
     if torch.equal(largest, smallest):
         return None
-    return _all_texts(comm, text, device)
-
-
-def _all_texts(comm: Comm, text: str, device: torch.device) -> list[str]:
-    data = bytearray(text.encode())
-    longest = torch.tensor([len(data)], device=device)
-    comm.all_reduce([longest], "max", label="lengths of texts").wait()
-    size = int(longest.item())
-    shard = torch.frombuffer(data.ljust(size, b"\0"), dtype=torch.uint8).to(device)
-    full: Tensor = torch.empty(comm.size * size, dtype=torch.uint8, device=device)
-    comm.all_gather([(full, shard)], label="exchange of texts").wait()
-    return [bytes(each.tolist()).rstrip(b"\0").decode() for each in full.cpu().chunk(comm.size)]
+    return [data.decode() for data in share_bytes(comm, text.encode(), device)]
 
 
 def by_rank(comm: Comm, values: Sequence[str]) -> str:

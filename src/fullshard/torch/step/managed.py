@@ -128,6 +128,11 @@ class ManagedUnit:
             # Also after an exception: checkpointing ends a recomputation early by raising one.
             module.register_forward_hook(after, always_call=True)
 
+    @property
+    def runs_forward(self) -> bool:
+        """True while one of the unit's modules runs forward."""
+        return self._modules_run > 0
+
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._modules_run == self._modules_to_run:
             self._inside_itself += 1

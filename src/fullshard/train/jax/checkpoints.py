@@ -16,17 +16,17 @@ from jax.experimental import multihost_utils
 
 from fullshard.checkpoint import Saving
 from fullshard.jax import StoredAs, TrainState, load_checkpoint, save_checkpoint, torch_layout
-from fullshard.jax.checkpoint_runs.leaves import leaves_of
-from fullshard.jax.checkpoint_runs.processes import process_ranks
+from fullshard.jax.files.leaves import leaves_of
+from fullshard.jax.files.processes import process_ranks
 from fullshard.train.jax.setup import Run
 from fullshard.train.metrics import Reporter
 from fullshard.train.run_checkpoints import RunCheckpoints
 from fullshard.train.survival import CHECKPOINTS, StopRequest
 
-__all__ = ["Checkpoints", "layout"]
+__all__ = ["StateCheckpoints", "layout"]
 
 
-class Checkpoints(RunCheckpoints):
+class StateCheckpoints(RunCheckpoints):
     """The checkpoints of one run. With several processes all of them call each method."""
 
     def __init__(self, run: Run, folder: Path | None, reporter: Reporter, stop: StopRequest):

@@ -16,7 +16,7 @@ from jax import Array
 from fullshard.jax import TrainState
 from fullshard.train.config import Config, learning_rate
 from fullshard.train.data import rank_slice
-from fullshard.train.jax.checkpoints import Checkpoints
+from fullshard.train.jax.checkpoints import StateCheckpoints
 from fullshard.train.jax.closing import conclude
 from fullshard.train.jax.setup import Run, cross_entropy, prepare
 from fullshard.train.metrics import Reporter, Speed
@@ -37,7 +37,7 @@ def train(config: Config, devices: list[jax.Device]) -> None:
     folder = open_folder(config, run.devices)
     with Reporter(run.devices, folder, config.train.steps) as reporter, stop_request() as stop:
         introduce(config, run.facts, reporter)
-        checkpoints = Checkpoints(run, folder, reporter, stop)
+        checkpoints = StateCheckpoints(run, folder, reporter, stop)
         try:
             state = fit(run, state, reporter, checkpoints)
         finally:  # what was begun before an error is worth having, too
@@ -46,7 +46,9 @@ def train(config: Config, devices: list[jax.Device]) -> None:
     conclude(run, state, reporter)
 
 
-def fit(run: Run, state: TrainState, reporter: Reporter, checkpoints: Checkpoints) -> TrainState:
+def fit(
+    run: Run, state: TrainState, reporter: Reporter, checkpoints: StateCheckpoints
+) -> TrainState:
     """All training steps that are left; returns the last state."""
     config, log = run.config.train, run.config.log
     peak = run.devices.peak_flops(config.dtype)

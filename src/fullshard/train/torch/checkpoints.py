@@ -12,10 +12,10 @@ from fullshard.train.run_checkpoints import RunCheckpoints
 from fullshard.train.survival import CHECKPOINTS, StopRequest
 from fullshard.train.torch.setup import Run
 
-__all__ = ["Checkpoints"]
+__all__ = ["ModelCheckpoints"]
 
 
-class Checkpoints(RunCheckpoints):
+class ModelCheckpoints(RunCheckpoints):
     """The checkpoints of one run. All methods are collective."""
 
     def __init__(self, run: Run, folder: Path | None, reporter: Reporter, stop: StopRequest):

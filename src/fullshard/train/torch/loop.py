@@ -16,7 +16,7 @@ from fullshard.train.data import Batch, rank_slice
 from fullshard.train.metrics import Reporter, Speed
 from fullshard.train.summary import NonFiniteError, introduce, open_folder, turn_away
 from fullshard.train.survival import stop_request
-from fullshard.train.torch.checkpoints import Checkpoints
+from fullshard.train.torch.checkpoints import ModelCheckpoints
 from fullshard.train.torch.closing import conclude
 from fullshard.train.torch.setup import Run, prepare
 from fullshard.train.torch.world import World
@@ -34,7 +34,7 @@ def train(config: Config, world: World) -> None:
     folder = open_folder(config, world)
     with Reporter(world, folder, config.train.steps) as reporter, stop_request() as stop:
         introduce(config, run.facts, reporter)
-        checkpoints = Checkpoints(run, folder, reporter, stop)
+        checkpoints = ModelCheckpoints(run, folder, reporter, stop)
         try:
             trace = fit(run, reporter, checkpoints)
         except NonFiniteError:  # on all ranks: what was begun before is worth having
@@ -45,7 +45,7 @@ def train(config: Config, world: World) -> None:
     conclude(run, trace, reporter)
 
 
-def fit(run: Run, reporter: Reporter, checkpoints: Checkpoints) -> Trace:
+def fit(run: Run, reporter: Reporter, checkpoints: ModelCheckpoints) -> Trace:
     """All training steps that are left; returns the engine's trace of the second of them."""
     config, log = run.config.train, run.config.log
     speed = Speed(run.flops_per_token, run.world.size, run.world.peak_flops(run.dtype))

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from fullshard.jax.arrays.leaves import key_text
-from fullshard.jax.checkpoint_runs.leaves import StoredAs
+from fullshard.jax.files.leaves import StoredAs
 
 __all__ = ["torch_layout"]
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a run: how a step comes to be in it, which one is newest, and which ones go.
+"""The folder of a run: how a step comes to be in it, and which one is newest.
 
     run/
+      .lock                       locked by the process that saves; says which
       step-000000000100/          a complete step: its manifest is there
         manifest.json
         00000.safetensors         what rank 0 wrote
         verified                  a mark: all of it has been read and was right
       step-000000000100.2/        the same step, saved again later
+      aside-1/                    a run folder with the steps that followed one to which
+        step-000000000200/        training went back
       .staging-0f3c9a.../         a save under way, or what is left of one
       .trash-0f3c9a.../           a step or staging folder that is being removed
 
@@ -15,13 +18,22 @@ A save writes and flushes everything in a staging folder, the manifest last, and
 folder. So a step is there with all its files or not at all, and nothing points to anything that is
 not flushed. Removing goes the other way: a folder gets a name that nobody reads before its first
 file goes. Thus also a rank 0 that was thought dead cannot publish what was cleaned away.
+
+[Note: One line]
+The steps directly in a run folder follow each other: each was saved by training that had seen the
+one before. Whoever goes back, by loading an older step or by saving a lower number, begins another
+line. Its first save moves the steps that do not lead to it into a folder ``aside-N``, just before
+its own appears; nothing of them is deleted, ``aside-N`` is a run folder like any other, and moving
+its steps back undoes it. So the newest step of the current line is the one with the highest
+number, and retention has nothing to ask but numbers. Where nobody knows after which step a save
+comes (a new process that has loaded nothing), lower steps are taken for those that lead to it.
 """
 
 import contextlib
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,26 +45,33 @@ from fullshard.checkpoint.format.manifest import (
     Manifest,
     parse_manifest,
 )
-from fullshard.checkpoint.format.values import from_json
-from fullshard.core.errors import CheckpointError, ConfigurationError
+from fullshard.core.errors import CheckpointError
 
 __all__ = [
-    "Keep",
+    "Ancestor",
     "Staging",
     "StepFolder",
-    "apply_retention",
     "find_step",
     "is_verified",
+    "left_overs",
     "mark_verified",
     "read_manifest",
     "steps_in",
-    "steps_to_remove",
-    "sweep",
+    "steps_off_line",
 ]
 
 VERIFIED = "verified"
 _STEP = re.compile(r"step-(\d{12,18})(?:\.([1-9]\d{0,8}))?")
 _LEFT_OVER = re.compile(r"\.(staging|trash)-[0-9a-f]{32}")
+_ASIDE = re.compile(r"aside-([1-9]\d{0,8})")
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """The step after which another one was trained: its number, and the name of its very save."""
+
+    step: int
+    generation: str = ""
 
 
 @dataclass(frozen=True, order=True)
@@ -77,23 +96,50 @@ def steps_in(files: Files, run: Path) -> list[StepFolder]:
         raise CheckpointError(
             f"the run folder {run} cannot be read: {error}", file=str(run)
         ) from error
-    found = []
+    complete = []
     for name in names:
         match = _STEP.fullmatch(name)
         if match is not None and (run / name / MANIFEST).is_file():
-            found.append(StepFolder(int(match[1]), int(match[2] or 1), run / name))
-    return sorted(found)
+            complete.append(StepFolder(int(match[1]), int(match[2] or 1), run / name))
+    return sorted(complete)
+
+
+def steps_off_line(
+    there: Sequence[StepFolder], step: int, after: Ancestor | None
+) -> list[StepFolder]:
+    """Choose those of the steps ``there`` that do not lead to ``step``, saved ``after`` another.
+
+    Pure. See [Note: One line]. A step saved again after itself is a further save of it.
+    """
+    if after is None:
+        last = step - 1
+    else:
+        last = after.step if step >= after.step else step - 1
+    return [folder for folder in there if folder.step > last]
+
+
+def left_overs(files: Files, run: Path) -> list[str]:
+    """Names in ``run`` of what earlier saves have left over. Raises `OSError`."""
+    return [name for name in files.names(run) if _LEFT_OVER.fullmatch(name)]
 
 
 def find_step(files: Files, run: Path, step: int | None = None) -> StepFolder:
     """The newest complete step, or the latest save of ``step``. Raises `CheckpointError`."""
     there = steps_in(files, run)
-    fitting = [each for each in there if step is None or each.step == step]
+    fitting = [folder for folder in there if step is None or folder.step == step]
     if fitting:
         return fitting[-1]
     wanted = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-    known = sorted({each.step for each in there})
+    if not run.is_dir():
+        raise CheckpointError(f"{wanted} in {run}: there is no such folder", file=str(run))
+    known = sorted({folder.step for folder in there})
     shown = f"there are steps {', '.join(map(str, known[-10:]))}" if known else "it has none"
+    aside = [
+        name
+        for name in files.names(run)
+        if _ASIDE.fullmatch(name) and any(s.step == step for s in steps_in(files, run / name))
+    ]
+    shown += f"; step {step} was moved aside: load {run / aside[-1]}" if aside else ""
     raise CheckpointError(f"{wanted} in {run}: {shown}", file=str(run))
 
 
@@ -130,17 +176,18 @@ class Staging:
     def __init__(self, files: Files, run: Path, generation: str):
         self._files = files
         self._run = run
+        self.generation = generation
         self.path = run / f".staging-{generation}"
 
     def open(self) -> None:
         """Make it. To be called by one rank."""
-        self._files.make_folder(self._run)
         self._files.make_new_folder(self.path)
 
-    def commit(self, step: int, manifest: bytes) -> Path:
+    def commit(self, step: int, manifest: bytes, after: Ancestor | None = None) -> Path:
         """Write the manifest, flush, and let the step appear; returns its folder.
 
-        See [Note: One rename]. All other files are written and flushed by then.
+        See [Note: One rename] and [Note: One line]. All other files are written and flushed by
+        then.
         """
         file = self._files.create(self.path / MANIFEST)
         try:
@@ -149,14 +196,32 @@ class Staging:
         finally:
             self._files.close(file)
         self._files.flush_folder(self.path)
-        target = self._next_name(step)
-        self._files.rename(self.path, target)
+        moved = self._move_aside(steps_off_line(steps_in(self._files, self._run), step, after))
+        try:
+            target = self._next_name(step)
+            self._files.rename(self.path, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                for here, aside in moved:
+                    self._files.rename(aside, here)
+            raise
         self._files.flush_folder(self._run)
         return target
 
-    def discard(self) -> None:
-        """Remove it as far as that is possible; never raises."""
-        _remove(self._files, self.path)
+    def _move_aside(self, steps: Sequence[StepFolder]) -> list[tuple[Path, Path]]:
+        """Move ``steps`` to a new folder; where they were and are."""
+        if not steps:
+            return []
+        taken = [int(m[1]) for m in map(_ASIDE.fullmatch, self._files.names(self._run)) if m]
+        folder = self._run / f"aside-{max(taken, default=0) + 1}"
+        self._files.make_new_folder(folder)
+        moved = []
+        for step in steps:
+            self._files.rename(step.path, folder / step.path.name)
+            moved.append((step.path, folder / step.path.name))
+        self._files.flush_folder(folder)
+        self._files.flush_folder(self._run)
+        return moved
 
     def _next_name(self, step: int) -> Path:
         name = f"step-{step:012d}"
@@ -166,29 +231,6 @@ class Staging:
             if match is not None and int(match[1]) == step
         ]
         return self._run / (f"{name}.{max(taken) + 1}" if taken else name)
-
-
-def sweep(files: Files, run: Path) -> list[str]:
-    """Remove what earlier saves have left over; returns the names. Never raises."""
-    try:
-        left = [name for name in files.names(run) if _LEFT_OVER.fullmatch(name)]
-    except OSError:
-        return []
-    for name in left:
-        _remove(files, run / name)
-    return left
-
-
-def _remove(files: Files, folder: Path) -> None:
-    # One that cannot be removed is found by the next sweep.
-    with contextlib.suppress(OSError):
-        if not folder.name.startswith(".trash-"):
-            trash = folder.with_name(f".trash-{uuid.uuid4().hex}")
-            files.rename(folder, trash)
-            folder = trash
-        for name in files.names(folder):
-            files.remove(folder / name)
-        files.remove_folder(folder)
 
 
 # -- steps that were read and right --------------------------------------------------------------
@@ -224,68 +266,3 @@ def is_verified(files: Files, folder: Path) -> bool:
 
 def _mark(files: Files, folder: Path) -> str:
     return checksum_of(_read_whole(files, folder / MANIFEST))
-
-
-# -- steps go ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Which steps stay when a new one has come.
-
-    ``last``: so many of the newest. ``every``: those whose step is a multiple of it. ``best``: so
-    many with the lowest (``highest=True``: highest) number that ``extra`` has under ``metric``.
-    The newest step that was verified stays in any case.
-    """
-
-    last: int = 3
-    every: int = 0
-    best: int = 0
-    metric: str = ""
-    highest: bool = False
-
-    def __post_init__(self) -> None:
-        if self.last < 1 or self.every < 0 or self.best < 0:
-            raise ConfigurationError(
-                f"Keep(last={self.last}, every={self.every}, best={self.best}): keep at least the "
-                "last one; every and best are 0 or more"
-            )
-        if bool(self.best) != bool(self.metric):
-            raise ConfigurationError("Keep(best=, metric=) need each other")
-
-
-def steps_to_remove(
-    steps: Sequence[StepFolder],
-    keep: Keep,
-    metrics: Mapping[StepFolder, float],
-    verified: StepFolder | None,
-) -> list[StepFolder]:
-    """Which of ``steps`` go. Pure. ``verified`` is the newest one that is known to be right."""
-    newest_saves = {each.step: each for each in sorted(steps)}  # of each step the last revision
-    ordered = sorted(newest_saves.values())
-    stay = set(ordered[-keep.last :])
-    if keep.every:
-        stay |= {each for each in ordered if each.step % keep.every == 0}
-    if keep.best:
-        sign = -1 if keep.highest else 1
-        rated = [each for each in ordered if metrics.get(each, float("nan")) == metrics.get(each)]
-        stay |= set(sorted(rated, key=lambda each: (sign * metrics[each], -each.step))[: keep.best])
-    if verified is not None:
-        stay.add(verified)
-    return [each for each in sorted(steps) if each not in stay]
-
-
-def apply_retention(files: Files, run: Path, keep: Keep) -> list[StepFolder]:
-    """Remove the steps that ``keep`` does not name; returns them. Raises `CheckpointError`."""
-    steps = steps_in(files, run)
-    verified = next((each for each in reversed(steps) if is_verified(files, each.path)), None)
-    metrics = {}
-    if keep.best:
-        for each in steps:
-            with contextlib.suppress(CheckpointError, TypeError, ValueError, KeyError):
-                extra = from_json(read_manifest(files, each.path).extra)
-                metrics[each] = float(extra[keep.metric])
-    gone = steps_to_remove(steps, keep, metrics, verified)
-    for each in gone:
-        _remove(files, each.path)
-    return gone

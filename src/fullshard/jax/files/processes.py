@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes of a JAX program, as `fullshard.checkpoint` wants them."""
 
+import uuid
+from pathlib import Path
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fullshard.checkpoint import Ranks, SoloRanks
+from fullshard.checkpoint import CheckpointRanks, Files, SoloRanks
+from fullshard.checkpoint.ranks import FolderRanks, agree
 
 __all__ = ["ProcessRanks", "process_ranks"]
 
@@ -17,12 +21,12 @@ class ProcessRanks:
         self.rank, self.size = jax.process_index(), jax.process_count()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """See `fullshard.checkpoint.Ranks`."""
-        found = self.share(data)
-        return [] if self.rank else found
+        """See `fullshard.checkpoint.CheckpointRanks`."""
+        parts = self.share(data)
+        return [] if self.rank else parts
 
     def broadcast(self, data: bytes) -> bytes:
-        """See `fullshard.checkpoint.Ranks`."""
+        """See `fullshard.checkpoint.CheckpointRanks`."""
         size = int(multihost_utils.broadcast_one_to_all(np.asarray(len(data), np.int32)))
         padded = np.zeros(max(1, size), np.uint8)
         if self.rank == 0:
@@ -30,18 +34,27 @@ class ProcessRanks:
         return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))[:size])
 
     def share(self, data: bytes) -> list[bytes]:
-        """See `fullshard.checkpoint.Ranks`."""
+        """See `fullshard.checkpoint.CheckpointRanks`."""
         sizes = multihost_utils.process_allgather(np.asarray([len(data)], np.int32))
         padded = np.zeros(max(1, int(sizes.max())), np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
         rows = multihost_utils.process_allgather(padded)
         return [bytes(row[: int(n)]) for row, n in zip(rows, sizes.reshape(-1), strict=True)]
 
-    def duplicate(self) -> "ProcessRanks":
-        """Itself: nothing runs beside."""
-        return self
+    def duplicate(self, run: Path, files: Files) -> FolderRanks:
+        """Ranks that talk through ``run``: threads of a JAX program have no collectives."""
+        name = self.broadcast(uuid.uuid4().hex.encode()).decode()
+        aside = FolderRanks(run, name, self.rank, self.size, files)
+        failure: Exception | None = None
+        try:
+            if self.rank == 0:
+                aside.open()
+        except OSError as error:
+            failure = error
+        agree(self, f"nothing can be saved to {run}", failure)
+        return aside
 
 
-def process_ranks() -> Ranks:
+def process_ranks() -> CheckpointRanks:
     """All processes."""
     return ProcessRanks() if jax.process_count() > 1 else SoloRanks()

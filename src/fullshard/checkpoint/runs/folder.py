@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's folder with how it is kept."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.runs.commit import StepFolder, steps_in
+from fullshard.checkpoint.runs.retention import Keep
+from fullshard.checkpoint.streaming import BLOCK_BYTES
+from fullshard.core.errors import ConfigurationError
+
+__all__ = ["Background", "RunFolder", "run_folder"]
+
+
+@dataclass(frozen=True)
+class Background:
+    """How an asynchronous save holds what is not written yet.
+
+    ``host_memory_bytes`` is the most that a rank holds for it, in blocks of 16 MiB that are made
+    when they are first needed and kept for the next save. With room for the rank's whole shard the
+    caller waits for the copy alone; with less it waits until the rest is copied too, which is as
+    fast as blocks are written. See [Note: Back-pressure] in `fullshard.checkpoint.streaming`.
+    """
+
+    host_memory_bytes: int = 16 * 2**30
+
+    def __post_init__(self) -> None:
+        if self.host_memory_bytes < 2 * BLOCK_BYTES:
+            raise ConfigurationError(
+                f"Background(host_memory_bytes={self.host_memory_bytes}): two blocks of "
+                f"{BLOCK_BYTES} bytes are the least"
+            )
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A folder of checkpoints and how it is kept; wherever a path to one is taken.
+
+    ``path`` may be a text; it is made absolute when the `RunFolder` is made. ``keep`` says which
+    steps stay when a new one has come (None: all), ``background`` how much host memory asynchronous
+    saves may hold, and ``files`` is the file system. Raises `ConfigurationError` for a path that
+    cannot be one.
+    """
+
+    path: Path
+    keep: Keep | None = None
+    background: Background = field(default_factory=Background)
+    files: Files = field(default_factory=Files)
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        keep: Keep | None = None,
+        background: Background | None = None,
+        files: Files | None = None,
+    ):
+        try:
+            text = os.fspath(path)
+        except TypeError:
+            text = None
+        if not isinstance(text, str) or not text or "\0" in text:
+            raise ConfigurationError(
+                f"a run folder is a path, got {path!r}" + " (it is empty)" * (text == "")
+            )
+        object.__setattr__(self, "path", Path(os.path.abspath(text)))
+        object.__setattr__(self, "keep", keep)
+        object.__setattr__(self, "background", background or Background())
+        object.__setattr__(self, "files", files or Files())
+
+    def newest(self) -> StepFolder | None:
+        """The newest complete step, with its ``step`` and ``path``; None if there is none.
+
+        Not collective; ranks may see different steps while one of them saves. Raises
+        `CheckpointError` if the folder cannot be read.
+        """
+        return next(reversed(steps_in(self.files, self.path)), None)
+
+
+def run_folder(path: str | os.PathLike[str] | RunFolder) -> RunFolder:
+    """``path`` as a `RunFolder`."""
+    return path if isinstance(path, RunFolder) else RunFolder(path)

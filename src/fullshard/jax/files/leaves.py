@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The leaves of a state: names, boxes, and how their arrays are turned into stored ones."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.core.boxes import Box
+from fullshard.jax.arrays.leaves import key_data, key_text
+
+__all__ = ["Leaf", "Names", "StoredAs", "leaves_of"]
+
+
+@dataclass(frozen=True)
+class StoredAs:
+    """Where a leaf is stored: under ``name``, with its ``axes`` in that order (None: as they are).
+
+    ``shape`` is the true one where the array is padded at the ends of its dims. ``also`` are names
+    of further tensors with the same value, ``aliases`` other names of the one tensor. ``dtype``
+    (numpy's name) is the one in the file. A leaf that is ``optional`` may be missing there: it
+    stays as it is, or with ``is_step`` becomes the checkpoint's step.
+    """
+
+    name: str
+    axes: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
+    also: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    dtype: str | None = None
+    optional: bool = False
+    is_step: bool = False
+
+
+Names = Mapping[str, StoredAs]
+
+
+class Leaf:
+    """One array of a state: its path, its value, and how it is stored."""
+
+    def __init__(self, path: str, value: Any, stored: StoredAs):
+        self.path, self.value, self.stored = path, value, stored
+        data = key_data(value)  # of random keys
+        self.data = data if hasattr(data, "shape") else np.asarray(data)
+        self.padded = tuple(self.data.shape)
+        self.true = stored.shape or self.padded
+        self.axes = tuple(range(len(self.true))) if stored.axes is None else stored.axes
+        self.shape = tuple(self.true[axis] for axis in self.axes)  # as it is stored
+        self.dtype = stored.dtype or np.dtype(self.data.dtype).name
+
+    def box(self, index: Sequence[slice]) -> Box | None:
+        """The box of the stored tensor that ``index`` of the array selects; None if it is empty."""
+        bounds = [part.indices(size)[:2] for part, size in zip(index, self.padded, strict=True)]
+        sizes = [max(0, min(b, n) - a) for (a, b), n in zip(bounds, self.true, strict=True)]
+        if 0 in sizes:
+            return None
+        return Box(
+            tuple(bounds[axis][0] for axis in self.axes), tuple(sizes[axis] for axis in self.axes)
+        )
+
+    def as_stored(self, array: NDArray[Any], box: Box) -> NDArray[Any]:
+        """Turn a device's array, without its padding, into the elements of ``box``."""
+        sizes = [box.sizes[self.axes.index(axis)] for axis in range(len(self.axes))]
+        inside = array[tuple(slice(0, size) for size in sizes)].transpose(self.axes)
+        return np.ascontiguousarray(inside.astype(self.dtype, copy=False)).reshape(box.sizes)
+
+    def as_held(self, part: NDArray[Any], sizes: Sequence[int]) -> NDArray[Any]:
+        """Turn elements of a box into an array of ``sizes`` as a device has it, padded by zeros."""
+        back = [self.axes.index(axis) for axis in range(len(self.axes))]
+        inside = part.transpose(back).astype(self.data.dtype, copy=False)
+        if inside.shape == tuple(sizes):
+            return inside
+        whole = np.zeros(sizes, self.data.dtype)
+        whole[tuple(slice(0, size) for size in inside.shape)] = inside
+        return whole
+
+
+def leaves_of(state: Any, names: Names | None) -> list[Leaf]:
+    """List the leaves of ``state`` in the order of its tree."""
+    leaves = []
+    for path, value in jax.tree_util.tree_flatten_with_path(state)[0]:
+        name = ".".join(key_text(key) for key in path)
+        stored = (names or {}).get(name) or StoredAs(f"state/{name}")
+        leaves.append(Leaf(name, value, stored))
+    return leaves

@@ -230,6 +230,7 @@ class SaveSession:
         self.settle()
         steps = self._agreed_steps(run, step)
         newer: list[StepFolder] = []
+        damaged: list[StepFolder] = []
         if step is not None:
             steps, newer = steps[:1], steps[1:]
             if fallback:
@@ -241,10 +242,11 @@ class SaveSession:
             except CheckpointError as error:
                 if not fallback or not steps or error.file is None:
                     raise
-                newer.insert(0, folder)
+                damaged.append(folder)
                 if self.ranks.rank == 0:
                     warnings.warn(
-                        f"{error}\nfalling back to step {steps[-1].step}",
+                        f"{error}\nfalling back to step {steps[-1].step}; the next save of what is "
+                        f"loaded moves step {folder.step} into a folder {run.path / 'aside-N'}",
                         RuntimeWarning,
                         stacklevel=4,
                     )
@@ -254,6 +256,7 @@ class SaveSession:
                 _warn_of(run.path, later, f"step {folder.step} is loaded")
             generation = checkpoint.manifest.generation
             self._note(owner, run.path, Ancestor(checkpoint.step, generation))
+            later += [each for each in damaged if each.step > folder.step]
             return delivery.finish(checkpoint, tuple(sorted({each.step for each in later})))
 
     def any_step(self, run: RunFolder) -> bool:

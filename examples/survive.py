@@ -5,13 +5,11 @@ torchrun --nproc-per-node 2 --max-restarts 3 examples/survive.py RUN_FOLDER
 """
 
 import sys
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import fullshard as sft
-from fullshard.checkpoint import Files, steps_in
 from fullshard.torch import FullyShardedDataParallel as FSDP
 from fullshard.torch import Keep, RunFolder, load_checkpoint, save_checkpoint
 
@@ -19,13 +17,13 @@ STEPS, BATCH = 60, 12  # of a step, over all ranks together
 
 sft.initialize_distributed_training()
 rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-run = RunFolder(Path(sys.argv[1]), keep=Keep(last=2))
+run = RunFolder(sys.argv[1], keep=Keep(last=2))
 torch.manual_seed(0)
 model = FSDP(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 position = 0  # the samples that were used: all there is to know of the data
-if steps_in(Files(), run.path):
-    position = load_checkpoint(run, model, optimizer, fallback=True).extra["position"]
+if loaded := load_checkpoint(run, model, optimizer, fallback=True, if_any=True):
+    position = loaded.extra["position"]
 for step in range(position // BATCH + 1, STEPS + 1):
     samples = torch.arange((step - 1) * BATCH, step * BATCH).chunk(world)[rank]
     inputs = torch.sin(samples[:, None] * torch.arange(1.0, 9.0))  # stands for reading samples

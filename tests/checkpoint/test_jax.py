@@ -74,21 +74,34 @@ def test_any_number_of_devices_reads_any_other(tmp_path, asynchronous):
     assert len(manifest.tensors["state/whole"].boxes) == 1  # replicas once
 
 
-def test_two_axes_padding_and_shapes_without_values(tmp_path):
+def test_two_axes_turned_and_shapes_without_values(tmp_path):
     where = mesh(8, 2, 4)
-    true = np.random.default_rng(0).random((6, 10), np.float32)
-    padded = np.zeros((8, 12), np.float32)
-    padded[:6, :10] = true
-    array = place(padded, where, "a", "b")
-    names = {"w": StoredAs("model/w", axes=(1, 0), shape=(6, 10))}
-    save_checkpoint(tmp_path, {"w": array}, step=1, names=names)
-    assert np.array_equal(open_checkpoint(tmp_path).read("model/w"), true.T)
+    values = np.random.default_rng(0).random((6, 12), np.float32)
+    names = {"w": StoredAs("model/w", axes=(1, 0))}
+    save_checkpoint(tmp_path, {"w": place(values, where, "a", "b")}, step=1, names=names)
+    assert np.array_equal(open_checkpoint(tmp_path).read("model/w"), values.T)
     sharding = NamedSharding(mesh(4), PartitionSpec(None, "a"))
-    like = jax.ShapeDtypeStruct((6, 16), jnp.float32, sharding=sharding)
-    names = {"w": StoredAs("model/w", axes=(1, 0), shape=(6, 10))}
+    like = jax.ShapeDtypeStruct((6, 12), jnp.float32, sharding=sharding)
     loaded = load_checkpoint(tmp_path, {"w": like}, names=names).state["w"]
-    assert np.array_equal(np.asarray(loaded)[:, :10], true)
-    assert not np.asarray(loaded)[:, 10:].any()
+    assert np.array_equal(np.asarray(loaded), values)
+
+
+def test_numbers_are_not_lost_in_silence(tmp_path):
+    stored = {"w": np.array([1.0, 1e300]), "n": np.array([1, 300])}
+    save_checkpoint(tmp_path, stored, step=1)
+    like = {"w": np.zeros(2), "n": np.zeros(2, np.int64)}
+    for name, dtype, why in (
+        ("w", np.float32, "1 numbers of 'state/w' are F64 in it and out of the range of F32"),
+        ("w", np.int64, "'state/w' is F64 in it and I64 here, and fractions to whole numbers"),
+        ("n", np.uint8, "1 numbers of 'state/n' are I64 in it and out of the range of U8"),
+    ):
+        other = {**like, name: np.zeros(2, dtype)}
+        with pytest.raises(CheckpointError, match=why):
+            load_checkpoint(tmp_path, other)
+    with np.errstate(over="ignore"):
+        loaded = load_checkpoint(tmp_path, {**like, "w": np.zeros(2, np.float32)}, strict=False)
+    assert np.isinf(loaded.state["w"][1])
+    assert load_checkpoint(tmp_path / "none", like, if_any=True) is None
 
 
 def test_damage_and_what_does_not_fit(tmp_path):

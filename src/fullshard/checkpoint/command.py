@@ -125,13 +125,17 @@ def _list(arguments: argparse.Namespace) -> int:
     steps = steps_in(Files(), path)
     if not steps and (path / MANIFEST).is_file():  # a step's own folder
         steps = [StepFolder(0, 1, path)]
+    if not path.exists():
+        raise ConfigurationError(f"there is no folder {path}")
     if not steps:
         raise ConfigurationError(f"{path} holds no complete step")
+    damaged = 0
     for folder in steps:
         try:
             checkpoint = Checkpoint(folder.path)
         except CheckpointError as error:
             print(f"{folder.path.name}  damaged: {error}")
+            damaged = 1
             continue
         manifest = checkpoint.manifest
         mark = "verified" if checkpoint.is_verified else ""
@@ -140,28 +144,33 @@ def _list(arguments: argparse.Namespace) -> int:
             f"{len(manifest.tensors):5} tensors  {len(manifest.files):3} files  "
             f"{manifest.saved_at}  {manifest.layout}  {mark}".rstrip()
         )
-    return 0
+    for aside in sorted(path.glob("aside-*")):
+        numbers = ", ".join(str(step.step) for step in steps_in(Files(), aside))
+        print(f"{aside.name}  moved aside: steps {numbers}" if numbers else aside.name)
+    return damaged
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     path = arguments.path
-    if is_sealed(path):
+    sealed = is_sealed(path)
+    if sealed:
         with _progress("verifying", None) as advance:
             report = check_seal(path, advance)
         print(f"{path}: {report.file_count} sealed files, {bytes_text(report.size_bytes)}: right")
         for name in report.unsealed:
             print(f"  not sealed: {name}")
-        return 0
+        ours = path.is_dir() and (steps_in(Files(), path) or (path / MANIFEST).is_file())
+        if not ours and arguments.step is None and not arguments.all:
+            return 0
+    checkpoints = [open_checkpoint(path, arguments.step)]
     if arguments.all:
-        found = [Checkpoint(each.path) for each in steps_in(Files(), path)]
-    else:
-        found = [open_checkpoint(path, arguments.step)]
-    for checkpoint in found:
+        checkpoints = [Checkpoint(step.path) for step in steps_in(Files(), path)] or checkpoints
+    for checkpoint in checkpoints:
         size_bytes = checkpoint.manifest.size_bytes
         with _progress("verifying", size_bytes) as advance:
             checkpoint.verify(advance)
         print(f"{checkpoint.folder}: {bytes_text(size_bytes)}: right")
-    return 0 if found else 2
+    return 0
 
 
 def _seal(arguments: argparse.Namespace) -> int:

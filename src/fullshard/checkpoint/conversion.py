@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which conversions of stored numbers lose nothing but digits, by safetensors' names of dtypes."""
 
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
 from fullshard.core.errors import CheckpointError
 
-__all__ = ["is_narrower", "lost_numbers", "other_kind"]
+__all__ = ["is_narrower", "other_kind", "refuse_lost_numbers"]
 
-# The largest number that is finite; of whole numbers also the smallest.
+# The largest number that is finite.
 _LARGEST = {
     "F8_E4M3": 448.0,
     "F8_E5M2": 57344.0,
@@ -14,10 +19,11 @@ _LARGEST = {
     "F32": 3.4028234663852886e38,
     "F64": 1.7976931348623157e308,
 }
-_RANGES = {
-    f"{sign}{bits}": (0, 2**bits - 1) if sign == "U" else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-    for sign in "UI"
-    for bits in (8, 16, 32, 64)
+_RANGES: dict[str, tuple[float, float]] = {
+    **{f"U{bits}": (0, 2**bits - 1) for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{name: (-largest, largest) for name, largest in _LARGEST.items()},
+    "BOOL": (0, 1),
 }
 
 
@@ -33,18 +39,20 @@ def other_kind(stored: str, wanted: str) -> str:
 
 def is_narrower(stored: str, wanted: str) -> bool:
     """True if some number of the dtype ``stored`` is out of the range of ``wanted``."""
-    if stored in _LARGEST and wanted in _LARGEST:
-        return _LARGEST[stored] > _LARGEST[wanted]
-    if stored in _RANGES and wanted in _RANGES:
-        (low, high), (least, most) = _RANGES[stored], _RANGES[wanted]
-        return low < least or high > most
-    return False
+    (low, high), (least, most) = _RANGES[stored], _RANGES[wanted]
+    return low < least or high > most
 
 
-def lost_numbers(name: str, stored: str, wanted: str, count: int) -> CheckpointError:
-    """The refusal of ``count`` numbers that would become infinite, or others."""
-    return CheckpointError(
-        f"{count} numbers of {name!r} are {stored} in it and out of the range of {wanted}, as "
-        "wanted here; load into a wider dtype, or pass strict=False to let them overflow",
-        tensor=name,
-    )
+def refuse_lost_numbers(name: str, stored: str, wanted: str, values: NDArray[Any]) -> None:
+    """Raise `CheckpointError` if finite ``values`` of a tensor are out of the range of ``wanted``.
+
+    They are whole numbers, or float64.
+    """
+    least, most = _RANGES[wanted]
+    count = numpy.count_nonzero(numpy.isfinite(values) & ((values < least) | (values > most)))
+    if count:
+        raise CheckpointError(
+            f"{count} numbers of {name!r} are {stored} in it and out of the range of {wanted}, as "
+            "wanted here; load into a wider dtype, or pass strict=False to let them overflow",
+            tensor=name,
+        )

@@ -159,6 +159,8 @@ def import_safetensors(
     safetensors files. The step has weights alone: it loads without an optimizer. Raises
     `CheckpointError` for files that cannot be read.
     """
+    if not part or "/" in part or "\0" in part:
+        raise ConfigurationError(f"a model is named by a text without '/', got part={part!r}")
     source = Path(source)
     pieces: dict[str, Piece] = {}
     for path, wanted in _files_of(source).items():

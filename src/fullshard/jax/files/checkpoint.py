@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.checkpoint import Background, Checkpoint, RunFolder, Saving
-from fullshard.checkpoint.conversion import is_narrower, lost_numbers, other_kind
+from fullshard.checkpoint.conversion import is_narrower, other_kind, refuse_lost_numbers
 from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.runs.folder import run_folder
@@ -115,26 +115,25 @@ def _pieces(leaf: Leaf) -> list[Piece]:
             leaf.shape,
             STORED_DTYPES[leaf.dtype],
             () if box is None else (box,),
-            _ShardSource(leaf, data, box),
+            _ShardSource(leaf, data),
         )
         for name in (leaf.stored.name, *leaf.stored.also)
         for box, data in parts
-        if box is not None or 0 in leaf.shape  # else padding alone
+        if box is not None or 0 in leaf.shape
     ]
 
 
 class _ShardSource:
     """The bytes of one device's part, on the host while they are copied."""
 
-    def __init__(self, leaf: Leaf, data: Any, box: Box | None):
-        self._leaf, self._data, self._box = leaf, data, box
+    def __init__(self, leaf: Leaf, data: Any):
+        self._leaf, self._data = leaf, data
         self._source: tuple[ArraySource, int] | None = None
 
     def copy_into(self, view: memoryview, start: int) -> None:
         """Copy from the part; the host copy goes when the last byte is taken."""
-        assert self._box is not None
         if self._source is None:
-            array = self._leaf.as_stored(np.asarray(self._data), self._box)
+            array = self._leaf.as_stored(np.asarray(self._data))
             self._source = ArraySource(array), array.nbytes
         source, size_bytes = self._source
         source.copy_into(view, start)
@@ -249,15 +248,8 @@ class _StateDelivery:
         stored = self._checkpoint.stored(want.name).dtype
         here = STORED_DTYPES[np.dtype(self._leaves[want.key[0][0]].data.dtype).name]
         values = np.frombuffer(data, _NUMPY[stored])
-        with np.errstate(over="ignore"):
-            turned = values.astype(_NUMPY[here])
-        if values.dtype.kind in "iu":
-            lost = turned.astype(values.dtype) != values
-        else:
-            finite = np.isfinite(turned.astype(np.float64))
-            lost = np.isfinite(values.astype(np.float64)) & ~finite
-        if lost.any():
-            raise lost_numbers(want.name, stored, here, int(lost.sum()))
+        values = values if values.dtype.kind in "iu" else values.astype(np.float64)
+        refuse_lost_numbers(want.name, stored, here, values)
 
     def receive(self, loading: Loading) -> None:
         """Make the arrays, leaf by leaf, so that the host holds few of them at a time."""
@@ -298,25 +290,26 @@ def _indices(leaf: Leaf) -> Sequence[Sequence[slice]]:
     """The parts of an array that this process holds."""
     sharding = _sharding(leaf)
     if sharding is None:
-        return [(slice(None),) * len(leaf.padded)]
-    indices = sharding.addressable_devices_indices_map(leaf.padded).values()
+        return [(slice(None),) * len(leaf.here)]
+    indices = sharding.addressable_devices_indices_map(leaf.here).values()
     return [index for index in indices if index is not None]
 
 
 def _array(leaf: Leaf, parts: Mapping[Box, NDArray[Any]]) -> Any:
-    """The leaf made of its ``parts``, and of zeros where it is padded."""
+    """The leaf made of its ``parts``."""
 
     def part(index: Sequence[slice]) -> NDArray[Any]:
-        sizes = [len(range(*s.indices(n))) for s, n in zip(index, leaf.padded, strict=True)]
         box = leaf.box(index)
-        if box is None:
-            return np.zeros(sizes, leaf.data.dtype)
-        return leaf.as_held(parts[box], sizes)
+        if box is not None:
+            return leaf.as_held(parts[box])
+        return np.empty(
+            [len(range(n)[s]) for s, n in zip(index, leaf.here, strict=True)], leaf.data.dtype
+        )
 
     sharding = _sharding(leaf)
     if sharding is None:
-        return _like(leaf, part((slice(None),) * len(leaf.padded)))
-    made = jax.make_array_from_callback(leaf.padded, sharding, lambda index: part(index or ()))
+        return _like(leaf, part((slice(None),) * len(leaf.here)))
+    made = jax.make_array_from_callback(leaf.here, sharding, lambda index: part(index or ()))
     return _like(leaf, made)
 
 

@@ -19,15 +19,13 @@ __all__ = ["Leaf", "Names", "StoredAs", "leaves_of"]
 class StoredAs:
     """Where a leaf is stored: under ``name``, with its ``axes`` in that order (None: as they are).
 
-    ``shape`` is the true one where the array is padded at the ends of its dims. ``also`` are names
-    of further tensors with the same value, ``aliases`` other names of the one tensor. ``dtype``
-    (numpy's name) is the one in the file. A leaf that is ``optional`` may be missing there: it
-    stays as it is, or with ``is_step`` becomes the checkpoint's step.
+    ``also`` are names of further tensors with the same value, ``aliases`` other names of the one
+    tensor. ``dtype`` (numpy's name) is the one in the file. A leaf that is ``optional`` may be
+    missing there: it stays as it is, or with ``is_step`` becomes the checkpoint's step.
     """
 
     name: str
     axes: tuple[int, ...] | None = None
-    shape: tuple[int, ...] | None = None
     also: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     dtype: str | None = None
@@ -45,37 +43,26 @@ class Leaf:
         self.path, self.value, self.stored = path, value, stored
         data = key_data(value)  # of random keys
         self.data = data if hasattr(data, "shape") else np.asarray(data)
-        self.padded = tuple(self.data.shape)
-        self.true = stored.shape or self.padded
-        self.axes = tuple(range(len(self.true))) if stored.axes is None else stored.axes
-        self.shape = tuple(self.true[axis] for axis in self.axes)  # as it is stored
+        self.here = tuple(self.data.shape)
+        self.axes = tuple(range(len(self.here))) if stored.axes is None else stored.axes
+        self.shape = tuple(self.here[axis] for axis in self.axes)  # as it is stored
         self.dtype = stored.dtype or np.dtype(self.data.dtype).name
 
     def box(self, index: Sequence[slice]) -> Box | None:
         """The box of the stored tensor that ``index`` of the array selects; None if it is empty."""
-        bounds = [part.indices(size)[:2] for part, size in zip(index, self.padded, strict=True)]
-        sizes = [max(0, min(b, n) - a) for (a, b), n in zip(bounds, self.true, strict=True)]
-        if 0 in sizes:
-            return None
-        return Box(
-            tuple(bounds[axis][0] for axis in self.axes), tuple(sizes[axis] for axis in self.axes)
-        )
+        ends = [part.indices(size)[:2] for part, size in zip(index, self.here, strict=True)]
+        sizes = tuple(ends[axis][1] - ends[axis][0] for axis in self.axes)
+        return None if 0 in sizes else Box(tuple(ends[axis][0] for axis in self.axes), sizes)
 
-    def as_stored(self, array: NDArray[Any], box: Box) -> NDArray[Any]:
-        """Turn a device's array, without its padding, into the elements of ``box``."""
-        sizes = [box.sizes[self.axes.index(axis)] for axis in range(len(self.axes))]
-        inside = array[tuple(slice(0, size) for size in sizes)].transpose(self.axes)
-        return np.ascontiguousarray(inside.astype(self.dtype, copy=False)).reshape(box.sizes)
+    def as_stored(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Turn a device's array into the elements of its box."""
+        turned = array.transpose(self.axes).astype(self.dtype, copy=False)
+        return np.ascontiguousarray(turned).reshape(turned.shape)
 
-    def as_held(self, part: NDArray[Any], sizes: Sequence[int]) -> NDArray[Any]:
-        """Turn elements of a box into an array of ``sizes`` as a device has it, padded by zeros."""
+    def as_held(self, part: NDArray[Any]) -> NDArray[Any]:
+        """Turn the elements of a box into an array as a device has it."""
         back = [self.axes.index(axis) for axis in range(len(self.axes))]
-        inside = part.transpose(back).astype(self.data.dtype, copy=False)
-        if inside.shape == tuple(sizes):
-            return inside
-        whole = np.zeros(sizes, self.data.dtype)
-        whole[tuple(slice(0, size) for size in inside.shape)] = inside
-        return whole
+        return part.transpose(back).astype(self.data.dtype, copy=False)
 
 
 def leaves_of(state: Any, names: Names | None) -> list[Leaf]:

@@ -54,7 +54,7 @@ def by_key(given: Any, key: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         return {key: given}
     for name in given:
-        if not isinstance(name, str) or not name or "/" in name:
+        if not isinstance(name, str) or not name or "/" in name or "\0" in name:
             raise ConfigurationError(
                 f"{key}s are named by texts without '/', got {name!r} as a key"
             )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import Checkpoint, CheckpointRanks, RunFolder
-from fullshard.checkpoint.conversion import is_narrower, lost_numbers, other_kind
+from fullshard.checkpoint.conversion import is_narrower, other_kind
 from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.ranks import failure_text
 from fullshard.checkpoint.rewriting import same_content
@@ -184,9 +184,8 @@ class _ModelDelivery:
     def look(self, want: Want, data: memoryview) -> None:
         """Take a part that is new, and refuse one with numbers that would be lost."""
         part = self._targets[want.key[0]][1]
-        stored = self._checkpoint.stored(want.name).dtype
-        if want.inspect and (count := part.out_of_range(data, stored)):
-            raise lost_numbers(want.name, stored, part.dtype, count)
+        if want.inspect:
+            part.refuse_lost(want.name, data, self._checkpoint.stored(want.name).dtype)
         if want.fresh:
             self._take(want, data)
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fullshard.checkpoint.conversion import refuse_lost_numbers
 from fullshard.checkpoint.shards import Piece
 from fullshard.core.boxes import Box, boxes_of_interval
 from fullshard.core.errors import ConfigurationError, NotSupportedError
@@ -60,13 +61,11 @@ class LocalPart:
         """The name that safetensors has for the dtype of ``local``."""
         return DTYPE_NAMES[self.local.dtype]
 
-    def out_of_range(self, data: memoryview, dtype: str) -> int:
-        """Count the numbers in ``data``, of that dtype, that ``local`` cannot have."""
+    def refuse_lost(self, name: str, data: memoryview, dtype: str) -> None:
+        """Raise `CheckpointError` if numbers in ``data``, of that dtype, do not fit ``local``."""
         values = torch.frombuffer(data, dtype=DTYPES[dtype])
-        here = values.to(self.local.dtype)
-        if here.is_floating_point():
-            return int((values.double().isfinite() & ~here.double().isfinite()).sum())
-        return int((here.to(values.dtype) != values).sum())
+        values = values.double() if values.is_floating_point() else values
+        refuse_lost_numbers(name, dtype, self.dtype, values.numpy())
 
     def fill(self, start: int, data: memoryview, dtype: str) -> None:
         """Set the elements from ``start`` on to ``data``, which has the dtype of that name."""

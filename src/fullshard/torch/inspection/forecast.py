@@ -79,7 +79,7 @@ def forecast_step(units: Sequence[NamedUnit]) -> StepForecast:
     policies = {}
     for number, each in enumerate(units):
         managed = each.managed
-        reduced = each.unit.trainable and managed.requires_gradient_sync
+        reduced = each.unit.trainable and managed.step.requires_gradient_sync
         root = managed.number == 0 if managed.tracker is not None else each.around is None
         policy = unit_policy(managed, reduced=reduced, root=root)
         policies[number] = replace(

@@ -192,7 +192,7 @@ def refuse_pickle(module: nn.Module) -> NoReturn:
 def require_gradient_sync(module: nn.Module, required: bool, *, recurse: bool = True) -> None:
     """Choose if the units of ``module`` (``recurse``: and below) reduce after backward."""
     for managed in managed_units(module, recurse=recurse):
-        managed.requires_gradient_sync = required
+        managed.step.requires_gradient_sync = required
 
 
 def keep_for_double_backward(module: nn.Module, keep: bool = True) -> None:

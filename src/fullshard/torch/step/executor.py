@@ -3,7 +3,6 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,8 +20,6 @@ __all__ = ["Executor", "TraceRecorder", "unit_policy"]
 _ENDS_OF_REDUCES = (OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
 _NAMED = (OpKind.GATHER, OpKind.AWAIT_GATHER, OpKind.REDUCE, OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
 
-_event = cache(Event)
-
 _MOST_EVENTS = 64
 """The number of events per unit after which an endless step is cut, so that its record does not
 grow for ever when forward runs with gradients and nobody calls backward."""
@@ -36,7 +33,7 @@ class Executor:
     """
 
     def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
-        self._references = [weakref.ref(managed) for managed in units]
+        self.references = [weakref.ref(managed) for managed in units]  # by number
         self._with_copies = [weakref.ref(managed) for managed in units if managed.unit.copies]
         self._marks = UnitMarks()
         self._reducing: list[Unit] = []
@@ -49,7 +46,7 @@ class Executor:
     @property
     def units(self) -> list[ManagedUnit]:
         """The units that still exist, the root's first."""
-        return _alive(self._references)
+        return _alive(self.references)
 
     def set_prefetch(self, prefetch: Prefetch) -> None:
         """Make new schedules from the policies that the units have now; between steps only."""
@@ -71,7 +68,7 @@ class Executor:
         reduced = frozenset(
             managed.number
             for managed in self.units
-            if managed.unit.trainable and managed.requires_gradient_sync
+            if managed.unit.trainable and managed.step.requires_gradient_sync
         )
         if reduced not in self._by_reduced:
             policies = {
@@ -103,7 +100,7 @@ class Executor:
         self.go_on(training=training)
         if self._active.idle:
             return True
-        endless = self._active.recorded > _MOST_EVENTS * len(self._references)
+        endless = self._active.recorded > _MOST_EVENTS * len(self.references)
         if endless or any(m.unit.stale or m.unit.shards.toggled for m in self.units):
             self.finish_step()
         return self._active.idle
@@ -111,7 +108,7 @@ class Executor:
     def finish_step(self) -> None:
         """Free what is full, await what is in flight."""
         if not self._active.idle:
-            self.do(Moment.STEP_END, None)
+            self.do(Event(Moment.STEP_END))
         if self.is_last_backward:
             for unit in self._reducing:
                 unit.await_reduce()
@@ -120,11 +117,11 @@ class Executor:
             managed.unit.synchronize()
         self._evicting.clear()
 
-    def do(self, moment: Moment, managed: ManagedUnit | None) -> None:
-        """Carry out the ops that follow ``moment`` of a unit."""
-        put_off = moment is Moment.STEP_END and not self.is_last_backward
-        for kind, number in self._active.on(_event(moment, managed.number if managed else -1)):
-            owner = self._references[number]()
+    def do(self, event: Event) -> None:
+        """Carry out the ops that follow ``event``."""
+        put_off = event.moment is Moment.STEP_END and not self.is_last_backward
+        for kind, number in self._active.on(event):
+            owner = self.references[number]()
             if owner is None or (put_off and kind in _ENDS_OF_REDUCES):
                 continue
             unit = owner.unit

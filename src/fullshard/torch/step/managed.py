@@ -1,22 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A unit among its modules: the hooks that watch forward and backward, and tell the tracker.
-
-[Note: When a unit's backward is over]
-A unit's parameters may be freed when nothing in its backward will read them again, and its
-gradients reduced when none is still to come. Neither can be seen from gradients alone (frozen
-weights deliver none, and the input's gradient may need a weight after that weight's own gradient is
-out) nor from the inputs alone (a branch that starts from a constant leads to no input). So a unit's
-backward is over when
-
-- the gradients of all inputs that need one are there, for each of its calls;
-- every parameter has delivered that autograd says will get a gradient (without an input to wait
-  for, every trainable one: a recomputed part is not in the graph until it is run);
-- units that began after it in forward are over too: a path to their parameters may lead through it.
-
-What is not over when autograd has finished is over then.
-"""
+"""A unit among its modules: the hooks that watch forward and backward, and tell the tracker."""
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -24,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import CommunicationError, UsageError
+from fullshard.core.step import UnitStep
 from fullshard.core.strategy import Prefetch
-from fullshard.torch.step.calls import WATCHED, Call
+from fullshard.torch.step.arrivals import Arrivals
 from fullshard.torch.step.structures import (
+    WATCHED,
     AttributePlace,
     Swaps,
     attributes_with_gradients,
@@ -34,7 +22,6 @@ from fullshard.torch.step.structures import (
     outputs_with_gradients,
     tensors_with_gradients,
 )
-from fullshard.torch.step.unit_step import UnitStep
 from fullshard.torch.unit.buffers import dtype_of
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.sites import ParamSites
@@ -59,23 +46,25 @@ class StepWatcher(Protocol):
     def set_prefetch(self, prefetch: Prefetch) -> None:
         """Make new schedules."""
 
-    def forward_begins(self, managed: "ManagedUnit") -> Call | None:
-        """A unit's forward is about to run: as a call, if its backward may come."""
+    def forward_begins(self, managed: "ManagedUnit") -> None:
+        """A unit's forward is about to run."""
 
-    def new_call(self, managed: "ManagedUnit") -> Call:
-        """The unit's forward that runs already, as a call whose backward may come."""
+    def new_call(self, managed: "ManagedUnit") -> None:
+        """The backward of the unit's forward that runs already may come."""
 
     def forward_ends(self, managed: "ManagedUnit", *, unseen: bool = False) -> None:
         """A unit's forward has run; ``unseen``: its backward may come without notice."""
 
-    def backward_begins(self, managed: "ManagedUnit", call: Call) -> None:
-        """A gradient has reached the output of a call of the unit."""
+    # Any: a call, which knows its unit, and so this file.
+
+    def output_has_gradient(self, call: Any) -> None:
+        """A gradient has reached an output of a call of a unit."""
+
+    def input_has_gradient(self, call: Any) -> None:
+        """The gradient of an input of a call of a unit is there."""
 
     def gradient_arrives(self, managed: "ManagedUnit", index: int, grad: Tensor) -> None:
         """A parameter has its gradient, or a part of it."""
-
-    def inputs_are_done(self, managed: "ManagedUnit", call: Call) -> None:
-        """The gradients of the inputs of a call of the unit are there."""
 
     def runs_alone(self, managed: "ManagedUnit") -> bool:
         """True if no other unit's forward runs, which would call all modules of the unit."""
@@ -91,10 +80,9 @@ class ManagedUnit:
         plan: Plan,
         adopt: Callable[[nn.Module], StepWatcher],
     ):
-        self.step = UnitStep()
-        self.step.arrivals.belong_to(self)
-        self.unit = Unit(type(modules[0]).__name__, params, plan, self.step.arrivals)
-        self.requires_gradient_sync = True
+        arrivals = Arrivals(_receiver(self))
+        self.step = UnitStep(arrivals.watched, arrivals.absent)
+        self.unit = Unit(type(modules[0]).__name__, params, plan, arrivals)
         # What `change` may change; the units of lists are gathered when this one begins.
         self.reshard_after_forward = plan.reshard_after_forward
         self.reshard_after_backward = True
@@ -102,13 +90,9 @@ class ManagedUnit:
         self.prefetch_forward: list[ManagedUnit] | None = None
         self.prefetch_backward: list[ManagedUnit] | None = None
         self.summoned = False  # modules show full parameters that are not the unit's own
-        # Set if a path to somebody else's parameters leads through the unit: nobody tells when it
-        # has been gone, so the unit stays full until autograd has finished.
-        self.ends_with_backward = False
         self.number = -1
         self.tracker: StepWatcher | None = None
         self._adopt = adopt  # makes a tracker, with the module that runs first as its root
-        self.call: Call | None = None  # that runs forward now, if its backward may come
         self._modules_to_run = len(modules)
         self._modules_run = 0
         self._unseen = False  # the output is of a class that tensors cannot be found in
@@ -140,20 +124,21 @@ class ManagedUnit:
         self._handled_outside = id(sys.exception())  # forward may run in an except clause
         tracker = self.tracker or self._adopt(module)
         if self._modules_run == 0:
-            self.call = tracker.forward_begins(self)
+            tracker.forward_begins(self)
         changed = given = (args, kwargs)
         self._swapped.append(None)
         convert = self._input_conversion
         if convert is not None:
             changed = self._swap(changed, convert)
         if torch.is_grad_enabled():
-            self.call = self.call or tracker.new_call(self)
+            if self.step.call is None:
+                tracker.new_call(self)
             inputs = tensors_with_gradients(changed)
             if inputs:
                 if any(WATCHED in tensor.__dict__ for tensor in inputs):
                     changed = self._swap(changed, _own_views())
                     inputs = tensors_with_gradients(changed)
-                self.call.watch_inputs(inputs)
+                self.step.call.watch_inputs(inputs)
         self._modules_run += 1
         return None if changed is given else changed
 
@@ -210,14 +195,15 @@ class ManagedUnit:
         if wanted is not None:
             dtype = dtype_of(wanted)
             output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
-        if self.call is not None:
+        call = self.step.call
+        if call is not None:
             if isinstance(output, Tensor):  # as most are
                 outputs, hidden = ([output] if output.requires_grad else []), False
             else:
                 outputs, hidden = outputs_with_gradients(output)
             self._unseen = self.unit.trainable and hidden
             if outputs:
-                self.call.watch_outputs(outputs)
+                call.watch_outputs(outputs)
             self._watch_features(_module)
         # Not if the pre-hook has raised before the module ran.
         if self._modules_run and self.tracker is not None:
@@ -231,13 +217,6 @@ class ManagedUnit:
         shared = plain and output.untyped_storage()._cdata in self.unit.full.storages
         return output.clone() if shared else output
 
-    def watch_inside(self, tensors: Sequence[Tensor]) -> None:
-        """Hear of gradients of ``tensors`` too, which somebody has taken inside the unit."""
-        if self.call is not None:
-            made_here = [tensor for tensor in tensors if self.call.has_made(tensor)]
-            if made_here:
-                self.call.watch_outputs(made_here)
-
     def _watch_features(self, module: nn.Module) -> None:
         features = self._features.get(id(module))
         if features is None:
@@ -246,7 +225,7 @@ class ManagedUnit:
             )
             self._features[id(module)] = features
         for attributes, name in features:
-            self.watch_inside(tensors_with_gradients(attributes.get(name)))
+            self.step.call.watch_inside(tensors_with_gradients(attributes.get(name)))
 
     def run(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call another method of ``module`` as if it were its forward."""
@@ -266,7 +245,6 @@ class ManagedUnit:
         self._modules_run = 0
         assert self.tracker is not None
         self.tracker.forward_ends(self, unseen=unseen)
-        self.call = None
 
     def change(self, setting: str, value: Any) -> None:
         """Set one of the unit's settings, by its attribute's name; between steps only."""
@@ -283,9 +261,26 @@ class ManagedUnit:
         self.step.forget()
         self._modules_run = self._inside_itself = 0
         self._swapped.clear()
-        self.call = None
         self.unit.drop_gradients()
         self.unit.hide_full()
+
+
+def _receiver(managed: ManagedUnit) -> Callable[[int, Tensor], None]:
+    """A function that takes gradients of a unit's parameters, which do not keep the unit."""
+    reference = weakref.ref(managed)
+
+    def receive(index: int, grad: Tensor) -> None:
+        managed = reference()
+        if managed is None:
+            return
+        if managed.tracker is None:
+            raise UsageError(
+                "a sharded parameter got a gradient before the first forward of its root; call "
+                "the root module first, so that all ranks know the order of units"
+            )
+        managed.tracker.gradient_arrives(managed, index, grad)
+
+    return receive
 
 
 def _own_views() -> Callable[[Tensor], Tensor]:

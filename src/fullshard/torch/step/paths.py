@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import UsageError
+from fullshard.core.step import UnitStep
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.structures import tensors_with_gradients
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -49,7 +50,7 @@ class Structure:
     forward runs, innermost last.
     """
 
-    def __init__(self, root: nn.Module, running: Sequence[ManagedUnit]):
+    def __init__(self, root: nn.Module, running: Sequence[UnitStep]):
         self._running = running
         self._root = weakref.ref(root)
         root.__dict__[_STRUCTURE] = self
@@ -88,8 +89,8 @@ class Structure:
         running = self._running
 
         def see(_module: nn.Module, inputs: Any, output: Any) -> None:
-            if running:
-                running[-1].watch_inside(tensors_with_gradients((inputs, output)))
+            if running and running[-1].call is not None:
+                running[-1].call.watch_inside(tensors_with_gradients((inputs, output)))
 
         seen = torch.compiler.disable(see)  # type: ignore[no-untyped-call]
         module.register_forward_hook(seen, prepend=True)

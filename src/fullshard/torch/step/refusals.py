@@ -1,42 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backwards that would give wrong gradients, refused where they begin."""
 
-import weakref
-from collections.abc import Callable
-
 import torch
 
 from fullshard.core.errors import NotSupportedError, UsageError
-from fullshard.torch.step.calls import Call
-from fullshard.torch.step.managed import ManagedUnit
+from fullshard.torch.step.calls import WatchedCall
 
-__all__ = ["Ending", "check_backward"]
-
-
-class Ending:
-    """A callback that autograd runs at the end of a backward, and forgets if that fails."""
-
-    def __init__(self, end: Callable[[], None]):
-        self._end = end
-
-    def __call__(self) -> None:
-        """End the backward."""
-        self._end()
-
-    def reference(self) -> "Callable[[], Ending | None]":
-        """Return a function that gives None once the backward has ended or failed."""
-        return weakref.ref(self)
+__all__ = ["check_backward"]
 
 
-def check_backward(managed: ManagedUnit, call: Call, *, failed: bool) -> None:
-    """Refuse a backward that reaches ``call`` of the unit too late or in a way that is not known.
+def check_backward(call: WatchedCall, *, failed: bool) -> None:
+    """Refuse a backward that reaches ``call`` of a unit too late or in a way that is not known.
 
     Raises:
         UsageError: the backward before this one ``failed``, or the unit's parameters have been
             changed since the forward.
         NotSupportedError: ``create_graph=True``, and the unit's parameters will be freed.
     """
-    unit = managed.unit
+    unit = call.managed.unit
     if failed:
         raise UsageError(
             f"backward has reached unit {unit.name!r} again after a backward that failed: units "
@@ -50,7 +31,7 @@ def check_backward(managed: ManagedUnit, call: Call, *, failed: bool) -> None:
             "of the new values. Run forward again after each step"
         )
     # Autograd computes with gradients on if it is to make a graph of the backward.
-    if torch.is_grad_enabled() and not unit.resident and managed.reshard_after_backward:
+    if torch.is_grad_enabled() and not unit.resident and call.managed.reshard_after_backward:
         raise NotSupportedError(
             f"backward with create_graph=True (a gradient penalty, forces, hvp) goes through unit "
             f"{unit.name!r}, whose parameters are freed after backward, while the second backward "

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 __all__ = [
+    "WATCHED",
     "AttributePlace",
     "Swaps",
     "attributes_with_gradients",
@@ -19,6 +20,9 @@ __all__ = [
     "tensors_in",
     "tensors_with_gradients",
 ]
+
+WATCHED = "_fullshard_watched"
+"""The attribute that marks a tensor of which some call of a unit awaits the gradient."""
 
 
 def tensors_in(structure: Any, keep: Callable[[Tensor], bool]) -> Iterator[Tensor]:

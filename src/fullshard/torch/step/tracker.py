@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tracker: follows every forward and backward of the units below one root module.
 
-Hooks tell it what happens; it tells the executor, which asks the schedule for ops.
-
-[Note: One order on all ranks]
-All ranks must issue their collectives in one order, even if one of them did not use a unit.
-Autograd runs the backward of later forwards first; so when a unit's backward begins, a unit whose
-forward began after that unit's was over, and whose backward has not begun, was not used. It is then
-gathered and reduced with zeros, as the ranks that used it do; so are unused units inside a unit
-when that unit's backward ends.
+Hooks tell it what happens, a `fullshard.core.step.StepMachine` which events that makes, and the
+executor carries out the ops that the schedule asks for then.
 """
 
 import weakref
@@ -20,15 +14,15 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from fullshard.core.errors import UsageError
-from fullshard.core.schedule import Moment
+from fullshard.core.schedule import Event, Moment
+from fullshard.core.step import StepMachine
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.step import paths
-from fullshard.torch.step.calls import Call
+from fullshard.torch.step.calls import WatchedCall
 from fullshard.torch.step.executor import Executor
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.profiling import UnitMarks, profiler_runs
-from fullshard.torch.step.refusals import Ending, check_backward
-from fullshard.torch.step.unit_step import Phase
+from fullshard.torch.step.refusals import check_backward
 from fullshard.torch.step.usage import settle_usage
 from fullshard.torch.unit.changes import check_initialised, follow_requires_grad, take_over
 from fullshard.torch.unit.guards.lent import refuse_transforms
@@ -45,17 +39,11 @@ class Tracker:
     """
 
     def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
-        self._running: list[ManagedUnit] = []  # units whose forward is running, outermost first
-        self._events = 0
-        self._forwards = 0  # of the root
-        self._recomputed = 0  # the one that recomputations in this backward belong to
-        self._reached: set[int] = set()  # forwards of the root whose backward has begun in this one
+        self._machine = StepMachine([managed.step for managed in units])
+        self._running = self._machine.running
+        # From the first event of a backward until all is carried out that its end asks for.
         self._in_backward = False
-        self._ending: Callable[[], Ending | None] = lambda: None
-        # Units that are due, or were, with a call to come, by their latest forward; and those that
-        # backward has reached or given a gradient, by when that was (dicts for their order).
-        self._due: dict[ManagedUnit, None] = {}
-        self._active: dict[ManagedUnit, None] = {}
+        self._ending: Callable[[], Callable[[], None] | None] = lambda: None
         self._marks = UnitMarks()
         self.wait_before_gather: Any = None  # an event of a stream that writes to the shards
         self.unchecked = True  # no step has begun for which replicas were compared
@@ -100,7 +88,7 @@ class Tracker:
         for module in root.modules():
             managed = managed_unit_of(module)
             if managed is not None:
-                managed.ends_with_backward |= paths.leads_to_others(module, owners)
+                managed.step.ends_with_backward |= paths.leads_to_others(module, owners)
 
     def _before_first_step(self) -> None:
         """Take up what users have tied since the model was sharded."""
@@ -129,7 +117,7 @@ class Tracker:
 
     # ---- forward --------------------------------------------------------------------------------
 
-    def forward_begins(self, managed: ManagedUnit) -> Call | None:
+    def forward_begins(self, managed: ManagedUnit) -> None:
         """A unit's forward is about to run: gather it."""
         if managed.summoned:
             raise UsageError(
@@ -144,35 +132,25 @@ class Tracker:
         managed.unit.check_shown()
         if not self._running or managed.number == 0:
             self._begin_at_the_top()
-        self._running.append(managed)
-        unit, step = managed.unit, managed.step
-        step.running += 1
-        self.executor.do(Moment.FORWARD_BEGIN, managed)
-        unit.begin_forward()
-        # Reentrant checkpointing runs a unit with gradients for the first time in backward.
-        step.counts = torch.is_grad_enabled() and not (self._in_backward and step.phase.due)
-        if step.counts:
-            self._events += 1
-            step.run_forward(self._events)
-            self._due.pop(managed, None)
-            self._due[managed] = None
+        with_grad = torch.is_grad_enabled()
+        self.executor.do(self._machine.forward_begins(managed.step, with_grad=with_grad))
+        managed.unit.begin_forward()
         if profiler_runs():
-            self._marks.begin("forward", unit)
-        return self.new_call(managed) if torch.is_grad_enabled() else None
+            self._marks.begin("forward", managed.unit)
+        if with_grad:
+            self.new_call(managed)
 
-    def new_call(self, managed: ManagedUnit) -> Call:
-        """The unit's forward that runs already, as a call whose backward may come."""
-        outer = [other for other in self._running if other is not managed]
-        made_in = self._recomputed or self._forwards
-        call = Call(managed, outer[-1].call if outer else None, (made_in, self._events))
-        call.version = managed.unit.full.at_rest._version
-        return call
+    def new_call(self, managed: ManagedUnit) -> None:
+        """The backward of the unit's forward that runs already may come."""
+        call = self._machine.new_call(managed.step, WatchedCall)
+        call.managed, call.version = managed, managed.unit.full.at_rest._version
+        call.first_node = torch._C._autograd._get_sequence_nr()
 
     def _begin_at_the_top(self) -> None:
         in_autograd = torch._C._current_graph_task_id() != -1
         if self._in_backward and in_autograd:
             return  # recomputation: it belongs to the step whose backward is running
-        self._forwards += 1
+        self._machine.root_begins()
         if self._running or self._in_backward:
             self.recover()
         structure = self.structure()
@@ -216,195 +194,106 @@ class Tracker:
         Not if its backward may come ``unseen``, since nobody would gather it again: it then stays
         full until the step ends.
         """
-        while self._running[-1] is not managed:
-            self._running[-1].end_forward()  # of its modules not all were called
-        self._running.pop()
         step = managed.step
-        step.running -= 1
+        while self._running[-1] is not step:
+            inner = self.executor.references[self._running[-1].number]()
+            assert inner is not None
+            inner.end_forward()  # of its modules not all were called
+        event = self._machine.forward_ends(step, training=not self.executor.evaluating)
         if self._marks.open:
             self._marks.end("forward", managed.unit)
         if not step.running:
             managed.unit.end_forward(show_sharded=not step.phase.open)
         if not unseen:
-            self.executor.do(Moment.FORWARD_END, managed)
-        if self.executor.evaluating:
-            if not self._running:
-                self.executor.finish_step()
-        elif step.counts or not self._in_backward:
-            self._events += 1
-            step.last_end = self._events
-            if not (managed.call is not None and managed.call.leads_back) and not step.calls():
-                self._lose_outputs(managed)
+            self.executor.do(event)
+        if self.executor.evaluating and not self._running:
+            self.executor.finish_step()
 
     def runs_alone(self, managed: ManagedUnit) -> bool:
         """True if no other unit's forward runs: its modules are called by themselves then."""
-        return len(self._running) == 1 and self._running[0] is managed
-
-    def _lose_outputs(self, managed: ManagedUnit) -> None:
-        """No output of the unit leads back to it: do not wait for its backward."""
-        managed.step.move("lose its outputs")
-        self._due.pop(managed, None)
+        return len(self._running) == 1 and self._running[0] is managed.step
 
     def recover(self) -> None:
         """Forget a step that an exception has cut short, with the gradients not delivered yet."""
         for managed in self.executor.units:
             managed.forget_step()
         self.executor.finish_step()
+        self._machine.forget()
         self._in_backward = False
-        for noted in (self._running, self._due, self._active, self._reached):
-            noted.clear()
-        self._recomputed = 0
         self._marks.forget()
 
     # ---- backward -------------------------------------------------------------------------------
 
-    def backward_begins(self, managed: ManagedUnit, call: Call) -> None:
-        """A gradient has reached a unit's output: gather it again."""
-        failed = self._in_backward and self._ending() is None
-        changed = call.version != managed.unit.full.at_rest._version
-        if failed or changed or torch.is_grad_enabled():
-            check_backward(managed, call, failed=failed)
-        if not self._in_backward:
-            self._enter_backward()
-        self._reached.add(call.made_in)
-        self._recomputed = call.made_in
-        if managed.step.reach(call):
-            if not managed.step.begun:
-                self._pass_over(after=managed.step.last_end)
-            self._begin(managed)
+    def output_has_gradient(self, call: WatchedCall) -> None:
+        """A gradient has reached an output of a call: gather its unit again."""
+        task = torch._C._current_graph_task_id()
+        for begun in self._machine.begun_by(call, task):
+            failed = self._in_backward and self._ending() is None
+            changed = begun.version != begun.managed.unit.full.at_rest._version
+            if failed or changed or torch.is_grad_enabled():
+                check_backward(begun, failed=failed)
+            if not self._in_backward:
+                self._enter_backward()
+            self._carry_out(self._machine.call_begins(begun, task))
 
     def _enter_backward(self) -> None:
         self._in_backward = True
         self.executor.go_on(training=True)
-        ending = Ending(self._backward_ends)
-        self._ending = ending.reference()
+
+        # Autograd runs it at the end of the backward, and forgets it if that fails.
+        def ending() -> None:
+            self._backward_ends()
+
+        self._ending = weakref.ref(ending)
         Variable._execution_engine.queue_callback(ending)
-
-    def _begin(self, managed: ManagedUnit) -> None:
-        unit = managed.unit
-        managed.step.begin_backward()
-        self._active[managed] = None
-        if profiler_runs():
-            self._marks.begin("backward", unit)
-        self.executor.do(Moment.BACKWARD_BEGIN, managed)
-        if managed.unshard_in_backward:
-            unit.use()
-
-    def _pass_over(self, after: int) -> None:
-        """Gather and reduce unused units as others may. See [Note: One order on all ranks]."""
-        unused = [m for m in self._due_after(after) if not m.step.begun]
-        for managed in sorted(unused, key=lambda m: -m.step.last_end):
-            if managed.step.phase.due and not managed.step.begun:
-                self._begin(managed)
-                self._end(managed, unused=True)
-
-    def _due_after(self, begin: int) -> list[ManagedUnit]:
-        """The units that are due and whose latest forward began after ``begin``, latest first."""
-        found: list[ManagedUnit] = []
-        for managed in reversed(self._due):
-            if managed.step.last_begin <= begin:
-                break
-            found.append(managed)
-        return found
 
     def gradient_arrives(self, managed: ManagedUnit, index: int, grad: Tensor) -> None:
         """A parameter has its gradient."""
         if not self._in_backward:
             self._enter_backward()
         unit, recorder = managed.unit, self.executor.recorder
-        held = unit.transient_bytes if recorder else 0
+        before = unit.transient_bytes if recorder else 0
         unit.deliver(index, grad)
-        if recorder and unit.transient_bytes != held:
+        if recorder and unit.transient_bytes != before:
             recorder.note("fill", unit, self.executor.live_bytes)
-        step = managed.step
-        if step.phase is Phase.AT_REST:
-            step.move("take a gradient")
-            self._active[managed] = None
-        call = step.last_begun()
-        if call is not None and call.begun and call.watched:
-            return  # it is not over: gradients of inputs will come
-        if step.phase.open:
-            self._end_what_is_over(managed)
+        task = torch._C._current_graph_task_id()
+        events = self._machine.gradient_arrives(managed.step, index, task)
+        if events:
+            self._carry_out(events)
 
-    def inputs_are_done(self, managed: ManagedUnit, call: Call) -> None:
-        """The gradients of a call's inputs are there."""
-        managed.step.forget_call(call)
-        self._end_what_is_over(managed)
-
-    def _end_what_is_over(self, managed: ManagedUnit) -> None:
-        """End the backward of ``managed`` if it is over, then of the units that waited for it."""
-        if not self._is_over(managed):
-            return
-        self._end(managed)
-        still_open = [other for other in self._active if other.step.phase.open]
-        for other in sorted(still_open, key=_turn):
-            if self._is_over(other):
-                self._end_what_is_over(other)
-                return
-
-    def _is_over(self, managed: ManagedUnit) -> bool:
-        """See [Note: When a unit's backward is over] in `fullshard.torch.step.managed`."""
-        step = managed.step
-        if managed.ends_with_backward or not step.phase.open:
-            return False
-        if not step.has_all_gradients(self._reached):
-            return False
-        if step.phase.due:
-            for later in self._due_after(step.first_begin):
-                if later is not managed and (
-                    later.step.phase.open or later.step.calls(self._reached)
-                ):
-                    return False
-            return True
-        return not any(self._began_later(m, managed) for m in self.executor.units)
-
-    def _began_later(self, other: ManagedUnit, managed: ManagedUnit) -> bool:
-        """True if ``other`` is not over, and what is left of it began after ``managed``."""
-        if other.step.phase.open and other.step.began_at > managed.step.began_at:
-            return True
-        calls = other.step.calls(self._reached)
-        return any(call.began_at > managed.step.began_at for call in calls)
-
-    def _end(self, managed: ManagedUnit, *, unused: bool = False) -> None:
-        """A unit's backward is over, or has been passed over: free and reduce it."""
-        step = managed.step
-        if step.phase.due and not unused:
-            self._pass_over(after=step.first_begin)
-        if step.end_backward(self._reached):  # else units around it wait for an earlier call
-            self._due.pop(managed, None)
-        self._active.pop(managed, None)
-        step.held_back = managed.unit.trainable and not managed.requires_gradient_sync
-        self.executor.do(Moment.BACKWARD_END, managed)
-        managed.unit.show_sharded()
-        if self._marks.open:
-            self._marks.end("backward", managed.unit)
+    def input_has_gradient(self, call: WatchedCall) -> None:
+        """The gradient of an input of a call is there."""
+        task = torch._C._current_graph_task_id()
+        self._carry_out(self._machine.input_arrives(call, task))
 
     def _backward_ends(self) -> None:
         """Autograd has nothing left to do: reduce what is still due, free everything."""
-        for managed in sorted(self._due, key=lambda m: -m.step.first_begin):
-            if managed.step.phase.due:
-                if not managed.step.begun:
-                    self._begin(managed)
-                self._end(managed)
-        for managed in list(self._active):
-            self._end(managed)
-        self._due.clear()
-        self._reached.clear()
-        self._recomputed = 0
-        for managed in self.executor.units:
-            managed.step.begun = False
-            if managed.step.held_back and managed.requires_gradient_sync:
-                self._end(managed)  # this micro-batch did not use it, earlier ones did
-        self.executor.finish_step()
+        self._carry_out(self._machine.backward_ends(torch._C._current_graph_task_id()))
         self._in_backward = False
         if self.executor.is_last_backward:  # else reduces may be in flight
             settle_usage(self.executor.units)
 
-
-def _turn(managed: ManagedUnit) -> tuple[bool, int]:
-    """Sorts open units: those that are due come first, the latest forward before others."""
-    step = managed.step
-    return (False, -step.last_begin) if step.phase.due else (True, -step.began_at)
+    def _carry_out(self, events: Sequence[Event]) -> None:
+        for event in events:
+            moment, number = event
+            if moment is Moment.STEP_END:
+                self.executor.finish_step()
+                return
+            managed = self.executor.references[number]()
+            if managed is None:
+                continue
+            unit = managed.unit
+            if moment is Moment.BACKWARD_BEGIN:
+                if profiler_runs():
+                    self._marks.begin("backward", unit)
+                self.executor.do(event)
+                if managed.unshard_in_backward:
+                    unit.use()
+            else:
+                self.executor.do(event)
+                unit.show_sharded()
+                if self._marks.open:
+                    self._marks.end("backward", unit)
 
 
 def tracker_of(module: nn.Module) -> Tracker | None:

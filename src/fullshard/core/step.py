@@ -21,9 +21,10 @@ What is not over when autograd has finished is over then.
 [Note: One order on all ranks]
 All ranks must issue their collectives in one order, even if one of them did not use a unit.
 Autograd runs the backward of later forwards first; so when a unit's backward begins, a unit whose
-forward began after that unit's was over, and whose backward has not begun, was not used. It is then
-gathered and reduced with zeros, as the ranks that used it do; so are unused units inside a unit
-when that unit's backward ends.
+forward began after that unit's was over, and whose backward has not begun, was not used. It begins
+then, awaits no gradient, and is over when the units after it are, so that it is gathered and reduced
+(with zeros) as on the ranks that used it; so are unused units inside a unit when that unit's
+backward ends. If it was called before, too, it stays open for that call.
 """
 
 import weakref
@@ -432,12 +433,15 @@ class StepMachine:
         self._events.append(_event(Moment.BACKWARD_BEGIN, unit.number))
 
     def _pass_over(self, after: int) -> None:
-        """Begin and end unused units as others may. See [Note: One order on all ranks]."""
+        """Begin the units that were not used as others may. See [Note: One order on all ranks]."""
         unused = [unit for unit in self._due_after(after) if not unit.begun]
         for unit in sorted(unused, key=lambda unit: -unit.last_end):
             if unit.phase.due and not unit.begun:
                 self._begin(unit)
-                self._end(unit, unused=True)
+                for call in unit.calls(self._reached):
+                    if call.began_at > after:
+                        unit.forget_call(call)
+                self._end_what_is_over(unit)
 
     def _due_after(self, begin: int) -> list[UnitStep]:
         """The units that are due and whose latest forward began after ``begin``, latest first."""
@@ -478,14 +482,14 @@ class StepMachine:
             return True
         return any(call.began_at > unit.began_at for call in other.calls(self._reached))
 
-    def _end(self, unit: UnitStep, *, unused: bool = False) -> None:
-        """A unit's backward is over, or has been passed over."""
-        if unit.phase.due and not unused:
+    def _end(self, unit: UnitStep) -> None:
+        """A unit's backward is over."""
+        self._active.pop(unit, None)
+        if unit.phase.due:
             self._pass_over(after=unit.first_begin)
         unit.end_backward(self._task)
         if not unit.calls(self._reached):  # else units around it wait for an earlier call
             self._due.pop(unit, None)
-        self._active.pop(unit, None)
         unit.held_back = bool(unit.trained) and not unit.requires_gradient_sync
         self._events.append(_event(Moment.BACKWARD_END, unit.number))
 

@@ -16,11 +16,11 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ITEM_BYTES, ParamSpec
 from fullshard.jax.arrays.leaves import path_name
 from fullshard.plan.measured.recording import (
-    Mark,
     MarkKind,
     MemoryUse,
     RecordedCall,
     RecordedOp,
+    StepMark,
     StepRecording,
 )
 
@@ -53,15 +53,15 @@ def record_step(loss: Callable[..., Any], params: Any, *args: Any) -> StepRecord
     needs, costs = compiled.memory_analysis(), compiled.cost_analysis() or {}
     flops, moved = float(costs.get("flops", 0.0)), int(costs.get("bytes accessed", 0))
     marks = [
-        Mark(MarkKind.FORWARD_BEGIN, 0),
-        Mark(MarkKind.ALLOCATE, 0),
-        Mark(MarkKind.OP, 0),
-        Mark(MarkKind.FORWARD_END, 0),
-        Mark(MarkKind.BACKWARD_BEGIN, 0),
-        *(Mark(MarkKind.GRADIENT, number) for number in reversed(trained)),
-        Mark(MarkKind.RELEASE, 0),
-        Mark(MarkKind.CALL_GONE, 0),
-        Mark(MarkKind.BACKWARD_OVER, 0),
+        StepMark(MarkKind.FORWARD_BEGIN, 0),
+        StepMark(MarkKind.ALLOCATE, 0),
+        StepMark(MarkKind.OP, 0),
+        StepMark(MarkKind.FORWARD_END, 0),
+        StepMark(MarkKind.OUTPUT_GRADIENT, 0),
+        *(StepMark(MarkKind.GRADIENT, number) for number in reversed(trained)),
+        StepMark(MarkKind.RELEASE, 0),
+        StepMark(MarkKind.OUTPUTS_GONE, 0),
+        StepMark(MarkKind.BACKWARD_OVER, 0),
     ]
     return StepRecording(
         specs,

@@ -8,8 +8,14 @@ from dataclasses import dataclass
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.schedule import Event, Moment
 from fullshard.core.spec import ModelSpec
-from fullshard.plan.measured.events import EventsOfRecording
-from fullshard.plan.measured.recording import Mark, MarkKind, MemoryUse, RecordedOp, StepRecording
+from fullshard.plan.measured.feeder import RecordingFeeder
+from fullshard.plan.measured.recording import (
+    MarkKind,
+    MemoryUse,
+    RecordedOp,
+    StepMark,
+    StepRecording,
+)
 from fullshard.plan.model.operations import Kind, ModelCall, Operation, Workload
 from fullshard.plan.run import Run
 from fullshard.plan.step.script import Act, ActMemory, Pass, Walk
@@ -76,12 +82,12 @@ class MeasuredModel:
         """The recorded step with events for ``units``."""
         recording = self.record(run)
         writer = _WalkWriter(recording)
-        events = EventsOfRecording(recording, units)
-        for each in events:
-            if isinstance(each, Event):
-                writer.event(each)
+        feeder = RecordingFeeder(recording, units)
+        for happening in feeder:
+            if isinstance(happening, Event):
+                writer.event(happening)
             else:
-                writer.mark(each, events)
+                writer.mark(happening, feeder)
         return writer.written()
 
 
@@ -128,7 +134,7 @@ class _WalkWriter:
                 self._inside.remove(unit)
             self._again = False
 
-    def mark(self, mark: Mark, events: EventsOfRecording) -> None:
+    def mark(self, mark: StepMark, feeder: RecordingFeeder) -> None:
         """Take up what happened to memory, and what was computed."""
         kind, number = mark
         if kind is MarkKind.ALLOCATE or kind is MarkKind.RELEASE:
@@ -145,7 +151,7 @@ class _WalkWriter:
             self._path = self._path or op.module
             self._touched = True
         elif kind is MarkKind.GRADIENT:
-            place = events.place_of(number)
+            place = feeder.place_of(number)
             if place is not None:
                 self._end()
                 self._begin(gives=place)

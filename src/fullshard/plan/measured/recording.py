@@ -18,11 +18,11 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 
 __all__ = [
-    "Mark",
     "MarkKind",
     "MemoryUse",
     "RecordedCall",
     "RecordedOp",
+    "StepMark",
     "StepRecording",
     "WatchedInput",
 ]
@@ -35,17 +35,23 @@ class MarkKind(Enum):
 
     FORWARD_BEGIN = "forward_begin"  # of call ``number``
     FORWARD_END = "forward_end"
-    BACKWARD_BEGIN = "backward_begin"  # a gradient of the call's output is there
-    INPUT_DONE = "input_done"  # the gradient of watched input ``number`` is there
-    CALL_GONE = "call_gone"  # no backward can reach the call any more
+    OUTPUT_GRADIENT = "output_gradient"  # a gradient of an output of the call is there
+    OUTPUTS_GONE = "outputs_gone"  # no backward can reach the call through its outputs any more
+    INPUT_GRADIENT = "input_gradient"  # the gradient of watched input ``number`` is there
+    INPUT_GONE = "input_gone"  # the node that made it is gone
     GRADIENT = "gradient"  # of parameter ``number``; its memory is given away now
+    NO_GRADIENT = "no_gradient"  # autograd came to parameter ``number``, with nothing to add
     ALLOCATE = "allocate"  # block ``number``
     RELEASE = "release"
     OP = "op"  # operation ``number``
+    TASK = "task"  # what follows runs in autograd's graph task ``number``, 0 at first
     BACKWARD_OVER = "backward_over"  # autograd has nothing left to do
 
 
-class Mark(NamedTuple):
+_OF_THE_STEP = (MarkKind.TASK, MarkKind.BACKWARD_OVER)
+
+
+class StepMark(NamedTuple):
     """Something that happened, in the order in which it did."""
 
     kind: MarkKind
@@ -76,11 +82,13 @@ class WatchedInput(NamedTuple):
     """An input of call ``call`` that needs a gradient.
 
     Of a tensor that several calls take, the first one watches the tensor itself, and each other a
-    view of its own: ``source`` is then the number of the input that it is a view of, else -1.
+    view of its own: ``source`` is then the number of the input that it is a view of, else -1. A
+    ``leaf`` was made by no operation, and outlives the graph.
     """
 
     call: int
     source: int = -1
+    leaf: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,11 +119,11 @@ class StepRecording:
     inputs: tuple[WatchedInput, ...]
     blocks: tuple[tuple[int, MemoryUse], ...]
     ops: tuple[RecordedOp, ...]
-    marks: tuple[Mark, ...]
+    marks: tuple[StepMark, ...]
     compute_dtype: str | None = None
     buffers_bytes: int = 0
 
-    def __iter__(self) -> Iterator[Mark]:
+    def __iter__(self) -> Iterator[StepMark]:
         return iter(self.marks)
 
     @property
@@ -157,10 +165,10 @@ class StepRecording:
             recording = cls(
                 tuple(_param(each) for each in read["params"]),
                 tuple(RecordedCall(**each) for each in read["calls"]),
-                tuple(WatchedInput(*map(int, each)) for each in read["inputs"]),
+                tuple(WatchedInput(call, source, leaf) for call, source, leaf in read["inputs"]),
                 tuple((int(size), MemoryUse(use)) for size, use in read["blocks"]),
                 tuple(RecordedOp(**each) for each in read["ops"]),
-                tuple(Mark(MarkKind(kind), int(number)) for kind, number in read["marks"]),
+                tuple(StepMark(MarkKind(kind), int(number)) for kind, number in read["marks"]),
                 read["compute_dtype"],
                 int(read["buffers_bytes"]),
             )
@@ -172,17 +180,20 @@ class StepRecording:
     def _check(self) -> None:
         numbered: dict[MarkKind, Sequence[object]] = {
             MarkKind.GRADIENT: self.params,
-            MarkKind.INPUT_DONE: self.inputs,
+            MarkKind.NO_GRADIENT: self.params,
+            MarkKind.INPUT_GRADIENT: self.inputs,
+            MarkKind.INPUT_GONE: self.inputs,
             MarkKind.ALLOCATE: self.blocks,
             MarkKind.RELEASE: self.blocks,
             MarkKind.OP: self.ops,
-            MarkKind.BACKWARD_OVER: (None,),
         }
         for kind, number in self.marks:
             known = len(numbered.get(kind, self.calls))
-            if not (0 <= number < known or kind is MarkKind.BACKWARD_OVER):
+            if kind not in _OF_THE_STEP and not 0 <= number < known:
                 raise ValueError(f"{kind.value} of number {number}, of which there are {known}")
-        for number, (call, source) in enumerate(self.inputs):
+        for number, (call, source, leaf) in enumerate(self.inputs):
+            if not isinstance(leaf, bool):
+                raise ValueError(f"input {number} is a leaf or not, which {leaf!r} does not tell")
             if not (0 <= call < len(self.calls) and -1 <= source < number):
                 raise ValueError(f"input {number} is of call {call} and from input {source}")
 

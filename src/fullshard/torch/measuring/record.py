@@ -169,7 +169,8 @@ def _watch_gradient(tape: Tape, param: Tensor, index: int) -> Callable[[], None]
         return lambda: None
 
     def take(each: Tensor) -> None:
-        tape.mark(MarkKind.GRADIENT, index)
+        kind = MarkKind.NO_GRADIENT if each.grad is None else MarkKind.GRADIENT
+        tape.mark_backward(kind, index)
         each.grad = None
 
     handle = param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]

@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from fullshard.plan.measured.recording import (
-    Mark,
     MarkKind,
     MemoryUse,
     RecordedCall,
     RecordedOp,
+    StepMark,
     WatchedInput,
 )
 from fullshard.torch.measuring.workspace import workspace_bytes
@@ -33,7 +33,7 @@ class Tape:
     """Collects marks. Storages in ``known`` (parameters, buffers) are not counted as memory."""
 
     def __init__(self, known: Sequence[Tensor]):
-        self.marks: list[Mark] = []
+        self.marks: list[StepMark] = []
         self.calls: list[RecordedCall] = []
         self.inputs: list[WatchedInput] = []
         self.blocks: list[tuple[int, MemoryUse]] = []
@@ -41,6 +41,8 @@ class Tape:
         self.use = MemoryUse.ACTIVATIONS
         self.running: list[CallToken] = []
         self.last_begun = ""
+        self._tasks: dict[int, int] = {}  # autograd's graph tasks, in the order in which they began
+        self._task = 0
         self._references: dict[int, weakref.ref[Any] | None] = {}
         self._numbers: dict[int, int] = {}
         self._on = True
@@ -50,7 +52,15 @@ class Tape:
     def mark(self, kind: MarkKind, number: int = -1) -> None:
         """Note that something happened."""
         if self._on:
-            self.marks.append(Mark(kind, number))
+            self.marks.append(StepMark(kind, number))
+
+    def mark_backward(self, kind: MarkKind, number: int) -> None:
+        """Note that something happened in a backward, and in which graph task if it is another."""
+        task = self._tasks.setdefault(torch._C._current_graph_task_id(), len(self._tasks))
+        if task != self._task:
+            self._task = task
+            self.mark(MarkKind.TASK, task)
+        self.mark(kind, number)
 
     def stop(self) -> None:
         """Take no more notes: what is still there is there when the step is over."""
@@ -136,7 +146,7 @@ class CallToken:
         self._first_node = torch._C._autograd._get_sequence_nr()
         self._begun = False
         tape.calls.append(RecordedCall(module, False, torch.is_grad_enabled()))
-        gone = weakref.finalize(self, tape.mark, MarkKind.CALL_GONE, self.number)
+        gone = weakref.finalize(self, tape.mark, MarkKind.OUTPUTS_GONE, self.number)
         gone.atexit = False
 
     def watch_inputs(self, given: Any) -> Any:
@@ -154,10 +164,13 @@ class CallToken:
             own = tensor if source < 0 else tensor.view_as(tensor)
             views[id(tensor)] = views[id(own)] = own
             number = len(self._tape.inputs)
-            self._tape.inputs.append(WatchedInput(self.number, source))
+            self._tape.inputs.append(WatchedInput(self.number, source, own.is_leaf))
             setattr(own, _WATCHED, number)
-            hook = partial(_tell, self._tape, number)
-            own.register_hook(hook)  # type: ignore[no-untyped-call]
+            hook = partial(self._tape.mark_backward, MarkKind.INPUT_GRADIENT, number)
+            own.register_hook(lambda _: hook())  # type: ignore[no-untyped-call]
+            if not own.is_leaf:
+                gone = weakref.finalize(hook, self._tape.mark, MarkKind.INPUT_GONE, number)
+                gone.atexit = False
             return own
 
         return map_tensors(given, watched)
@@ -168,6 +181,7 @@ class CallToken:
             self._tape.calls[self.number] = replace(self._tape.calls[self.number], leads_back=True)
             node = tensor.grad_fn
             if node is None:
+                tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
                 continue
             node.register_prehook(self._on_output_gradient)
             base = tensor._base.grad_fn if tensor._is_view() else None  # type: ignore[union-attr]
@@ -180,11 +194,7 @@ class CallToken:
             if not self._outermost:
                 self._tape.use = MemoryUse.ACTIVATIONS
             self._tape.last_begun = self.module
-            self._tape.mark(MarkKind.BACKWARD_BEGIN, self.number)
-
-
-def _tell(tape: Tape, number: int, _grad: object) -> None:
-    tape.mark(MarkKind.INPUT_DONE, number)
+        self._tape.mark_backward(MarkKind.OUTPUT_GRADIENT, self.number)
 
 
 def watch_module(tape: Tape, module: nn.Module, path: str) -> list[Callable[[], None]]:

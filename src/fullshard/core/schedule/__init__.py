@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule: which units to gather, free and reduce after each event of a step.
 
-`record` holds events and what they foretell, `rules` which ops follow them, `scheduler` records
-and replays steps while they run.
+`step` tells events by what hooks hear, `record` what events foretell, `rules` which ops follow
+them, `scheduler` records and replays steps while they run.
 """
 
 from fullshard.core.schedule.record import Event, Moment

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import CommunicationError, UsageError
-from fullshard.core.step import UnitStep
+from fullshard.core.schedule.step import UnitStep
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.step.arrivals import Arrivals
 from fullshard.torch.step.structures import (

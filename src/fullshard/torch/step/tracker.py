@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tracker: follows every forward and backward of the units below one root module.
 
-Hooks tell it what happens, a `fullshard.core.step.StepMachine` which events that makes, and the
-executor carries out the ops that the schedule asks for then.
+Hooks tell it what happens, a `fullshard.core.schedule.step.StepMachine` which events that makes,
+and the executor carries out the ops that the schedule asks for then.
 """
 
 import weakref
@@ -15,7 +15,7 @@ from torch.autograd import Variable
 
 from fullshard.core.errors import UsageError
 from fullshard.core.schedule import Event, Moment
-from fullshard.core.step import StepMachine
+from fullshard.core.schedule.step import StepMachine
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.step import paths
 from fullshard.torch.step.calls import WatchedCall

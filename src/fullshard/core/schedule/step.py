@@ -22,9 +22,9 @@ What is not over when autograd has finished is over then.
 All ranks must issue their collectives in one order, even if one of them did not use a unit.
 Autograd runs the backward of later forwards first; so when a unit's backward begins, a unit whose
 forward began after that unit's was over, and whose backward has not begun, was not used. It begins
-then, awaits no gradient, and is over when the units after it are, so that it is gathered and reduced
-(with zeros) as on the ranks that used it; so are unused units inside a unit when that unit's
-backward ends. If it was called before, too, it stays open for that call.
+then, awaits no gradient, and is over when the units after it are: so it is gathered, and reduced
+with zeros, in the order of the ranks that used it. So are unused units inside a unit when that
+unit's backward ends. One that was called before, too, stays open for that call.
 """
 
 import weakref
@@ -34,7 +34,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from fullshard.core.errors import UsageError
-from fullshard.core.schedule import Event, Moment
+from fullshard.core.schedule.record import Event, Moment
 
 __all__ = ["Phase", "StepMachine", "UnitCall", "UnitStep"]
 

@@ -7,7 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import GPT
-from support.planned_engine import DEVICE, LINK, Configuration, carried_out, planned
+from support.planned_engine import (
+    DEVICE,
+    LINK,
+    Configuration,
+    carried_out,
+    planned,
+    steps_of_random_model,
+)
 from support.planned_workers import prices_of_units
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -48,6 +55,21 @@ def test_random_configurations_on_ranks_as_threads(seed):
     shards = len(expected[1])
     for rank, each in enumerate(found):
         compare(configuration, each, expected, rank % shards)
+
+
+# Reentrant checkpoints and calls whose output is thrown away, at which planner and engine differed.
+ODD_MODELS = (3, 12, 60, 114, 125, 138, 150, 153, 154, 156, 196, 209, 228, 257, 266)
+
+
+@pytest.mark.parametrize("seed", sorted({*range(0, 258, 10), *ODD_MODELS}))
+def test_steps_of_random_models_are_the_engines(seed):
+    """All of the first 900 seeds agree but those that torch itself refuses, as tried by hand."""
+    steps = steps_of_random_model(seed, world=2)
+    if steps is None:
+        pytest.skip("torch itself refuses this model")
+    trace_planned, traces = steps
+    for trace in traces:
+        assert trace == trace_planned
 
 
 @pytest.mark.parametrize("seed", range(100, 106))

@@ -2,11 +2,13 @@
 """Random configurations, run by the engine and planned, for tests that compare both to the byte."""
 
 import random
+import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from support.models import CASES, loss_of, make, make_batches
+from support.random_models import WIDTH, build
 from torch import nn
 
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
@@ -15,6 +17,7 @@ from fullshard.plan.measured import MeasuredModel
 from fullshard.plan.memory import planned_trace, resting_memory
 from fullshard.plan.run import Run
 from fullshard.plan.step.script import write_script
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffload,
     FullyShardedDataParallel,
@@ -202,3 +205,51 @@ def _mixed(precision: Precision):
         dtype(precision.reduce),
         keep_low_precision_grads=precision.keep_low_grads,
     )
+
+
+def steps_of_random_model(seed: int, world: int):
+    """The planned trace of the random model of ``seed`` and those of ranks; None if torch refuses.
+
+    Inputs need gradients for every other seed.
+    """
+
+    def train(model):
+        inputs = torch.ones(3, WIDTH, dtype=torch.float64, requires_grad=seed % 2 == 0)
+        loss_of_random(model(inputs)).backward()
+
+    model, units = build(seed)
+    try:
+        train(model)
+    except RuntimeError:
+        return None
+    inputs = torch.ones(3, WIDTH, dtype=torch.float64, requires_grad=seed % 2 == 0)
+    recording = record_step(build(seed)[0], (inputs,), loss=loss_of_random)
+    units &= {call.module for call in recording.calls}
+    in_order = [path for path, _ in model.named_modules() if path in units]
+    run = Run(micro_batch=3, precision=Precision(), align="element", optimizer="sgd")
+    cluster = Cluster(DEVICE, world, world, LINK, LINK)
+    measured = MeasuredModel.of("random", recording, in_order)
+    script = as_among_threads(write_script(measured, run, cluster))
+    building = threading.Lock()
+
+    def body(comm):
+        with building:
+            model, _ = build(seed)
+        chosen = {model.get_submodule(path) for path in units}
+        wrapped = FullyShardedDataParallel(
+            model,
+            comm,
+            auto_wrap_policy=lambda module, recurse, **_: recurse or module in chosen,
+            align="element",
+        )
+        for _ in range(2):
+            wrapped.zero_grad()
+            with tracing(wrapped) as trace:
+                train(wrapped)
+        return described(trace)
+
+    return described(planned_trace(script, run, cluster)), LocalWorld(world).run(body)
+
+
+def loss_of_random(output):
+    return output["y"].square().mean()

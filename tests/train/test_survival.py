@@ -23,7 +23,7 @@ from fullshard.train.metrics import Reporter
 from fullshard.train.survival import (
     CHECKPOINTS,
     COME_AGAIN,
-    Clock,
+    SaveClock,
     StopRequest,
     folder_to_resume,
     forget_after,
@@ -31,7 +31,7 @@ from fullshard.train.survival import (
 )
 from fullshard.train.torch.checkpoints import ModelCheckpoints
 from fullshard.train.torch.loop import fit
-from fullshard.train.torch.setup import Run
+from fullshard.train.torch.setup import TorchRun
 from fullshard.train.torch.world import World
 
 CPU = torch.device("cpu")
@@ -102,7 +102,7 @@ def train_on(folder, size, data, *settings, stop=None, every=5):
         object.__setattr__(world, "comm", comm)
         model = FullyShardedDataParallel(seeded(small_model, 3), comm)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        run = Run(config, world, data, model, optimizer, 1.0, Bytes.unsharded(model))
+        run = TorchRun(config, world, data, model, optimizer, 1.0, Bytes.unsharded(model))
         mine = folder if comm.rank == 0 else None
         reporter = Reporter(world, mine, STEPS)
         reporter.step = lambda step, values, token: losses.setdefault(step, values["loss"])
@@ -207,13 +207,13 @@ def test_another_batch_is_refused(tmp_path):
 def test_when_a_checkpoint_is_due(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    clock = Clock(CheckpointConfig(every=4, minutes=2))
+    clock = SaveClock(CheckpointConfig(every=4, minutes=2))
     assert [step for step in range(1, 10) if clock.is_due(step)] == [4, 8]
     now[0] += 120
     assert clock.is_due(1)
     clock.saved()
     assert not clock.is_due(1)
-    assert not Clock(CheckpointConfig(every=0, minutes=0)).is_due(4)
+    assert not SaveClock(CheckpointConfig(every=0, minutes=0)).is_due(4)
 
 
 def test_which_folder_goes_on(tmp_path, monkeypatch):

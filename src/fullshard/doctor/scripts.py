@@ -60,7 +60,7 @@ def check_script(text: str | bytes, path: str = "script.py") -> list[Finding]:
     """List the findings of one script's ``text``; ``path`` is the name to show."""
     checks = (_missing_names, _too_early, _on_some_ranks)
     try:
-        script = _Script(ast.parse(text), path)
+        script = _ParsedScript(ast.parse(text), path)
         findings = [finding for check in checks for finding in check(script)]
     except (SyntaxError, ValueError, RecursionError) as error:
         what = f"this Python cannot read the script: {error}"
@@ -69,7 +69,7 @@ def check_script(text: str | bytes, path: str = "script.py") -> list[Finding]:
     return sorted(findings, key=lambda finding: int(finding.where.rpartition(":")[2]))
 
 
-class _Script:
+class _ParsedScript:
     """One parsed script: its calls, imports and assignments, and what it shards."""
 
     def __init__(self, tree: ast.Module, path: str):
@@ -163,7 +163,7 @@ class _Script:
         return all(map(_OF_RANK.fullmatch, texts or [ast.unparse(test)]))
 
 
-def _missing_names(script: _Script) -> Iterator[Finding]:
+def _missing_names(script: _ParsedScript) -> Iterator[Finding]:
     """Find names that the installed torch lacks."""
     for node in script.nodes:
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("torch."):
@@ -190,7 +190,7 @@ def _exists(module: str, name: str) -> bool:
     return hasattr(home, name) or bool(is_module)
 
 
-def _too_early(script: _Script) -> Iterator[Finding]:
+def _too_early(script: _ParsedScript) -> Iterator[Finding]:
     """Find optimizers that are made of a model before it is sharded."""
     for call in script.calls:
         if not re.fullmatch(r"torch\.optim\.[A-Z]\w*", script.name(call.func)):
@@ -207,7 +207,7 @@ def _too_early(script: _Script) -> Iterator[Finding]:
                 break
 
 
-def _on_some_ranks(script: _Script) -> Iterator[Finding]:
+def _on_some_ranks(script: _ParsedScript) -> Iterator[Finding]:
     """Find calls that all ranks must make and that a test of the rank keeps from some."""
     tests = {call: script.rank_test(call) for call in script.calls}
     for call, test in tests.items():
@@ -226,7 +226,7 @@ def _on_some_ranks(script: _Script) -> Iterator[Finding]:
         yield script.finding(call, "severe", what, means, fix)
 
 
-def _is_collective(script: _Script, call: ast.Call) -> bool:
+def _is_collective(script: _ParsedScript, call: ast.Call) -> bool:
     name = script.name(call.func)
     last = (name or _last(call)).rpartition(".")[2]
     arguments = {keyword.arg for keyword in call.keywords}

@@ -82,10 +82,11 @@ def main(argv: Sequence[str]) -> int:
     for name in options.only or _SECTIONS:
         with console.status(f"trying {name} ..."):
             sections.append(_tried(name, FAST if options.fast else FULL))
-    proof = Proof(bound_to, tuple(sections), time.monotonic() - begin_s)
+    skipped = tuple(name for name in _SECTIONS if options.only and name not in options.only)
+    proof = Proof(bound_to, tuple(sections), time.monotonic() - begin_s, skipped)
     print_proof(proof, console)
     page, data = write_proof(proof, options.out)
-    console.print(f"{proof.verdict}: {page} and {data}", highlight=False)
+    console.print(f"{proof.verdict}{proof.without}: {page} and {data}", highlight=False)
     return 1 if failed(sections) else 0
 
 

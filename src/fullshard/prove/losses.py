@@ -11,7 +11,7 @@ from dataclasses import asdict
 import torch
 
 from fullshard.prove.claims import Claim, Section
-from fullshard.prove.training import Run, Training, train_on_local_ranks
+from fullshard.prove.training import EngineRun, Training, train_on_local_ranks
 
 __all__ = ["TRAININGS", "floor_of", "loss_claims", "prove_losses", "rounding"]
 
@@ -60,7 +60,7 @@ def prove_losses(steps: int, timeout_s: float) -> Section:
 
 
 def loss_claims(
-    trainings: Sequence[Training], runs: Mapping[str, Sequence[Run]]
+    trainings: Sequence[Training], runs: Mapping[str, Sequence[EngineRun]]
 ) -> Iterator[Claim]:
     """Judge ``runs`` by the training's name: the noise floor first, then each of our engines."""
     floor = max(floor_of(runs[each.name]) for each in trainings)
@@ -74,9 +74,9 @@ def loss_claims(
             yield _beside(training, first, run)
 
 
-def floor_of(runs: Sequence[Run]) -> float:
+def floor_of(runs: Sequence[EngineRun]) -> float:
     """Return the largest difference between two runs of one engine, of losses or weights."""
-    by_engine: dict[str, list[Run]] = {}
+    by_engine: dict[str, list[EngineRun]] = {}
     for run in runs:
         by_engine.setdefault(run.engine, []).append(run)
     return max(
@@ -86,7 +86,7 @@ def floor_of(runs: Sequence[Run]) -> float:
     )
 
 
-def _learning(training: Training, run: Run) -> Iterator[Claim]:
+def _learning(training: Training, run: EngineRun) -> Iterator[Claim]:
     """Equal losses prove nothing if nobody learns: they must fall, and be numbers."""
     begin, end = (sum(each[place] for each in run.losses) / len(run.losses) for place in (0, -1))
     yield Claim.that(
@@ -94,7 +94,7 @@ def _learning(training: Training, run: Run) -> Iterator[Claim]:
     )
 
 
-def _beside(training: Training, first: Run, run: Run) -> Claim:
+def _beside(training: Training, first: EngineRun, run: EngineRun) -> Claim:
     steps = len(first.losses[0])
     allowed = 0.0 if training.exact else rounding(steps)
     difference = _difference(first, run)
@@ -106,7 +106,7 @@ def _beside(training: Training, first: Run, run: Run) -> Claim:
     return Claim.that(what, equal, figure, bound)
 
 
-def _difference(first: Run, other: Run) -> float:
+def _difference(first: EngineRun, other: EngineRun) -> float:
     """The largest relative difference of a loss; infinite where one is not a number."""
     pairs = [
         (a, b)

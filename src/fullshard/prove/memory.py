@@ -30,7 +30,7 @@ __all__ = [
     "BACKWARD",
     "FORWARD",
     "OVER",
-    "Held",
+    "CountedBytes",
     "Paced",
     "Scene",
     "count_all",
@@ -69,7 +69,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Held:
+class CountedBytes:
     """Bytes of one rank: ``unit_bytes`` are those of a unit's full parameters."""
 
     rest_bytes: int
@@ -108,7 +108,7 @@ class _PacedWork:
         return self._complete
 
 
-class _Blocks(nn.Module):
+class _BlockStack(nn.Module):
     """The blocks of a GPT, without embedding and head."""
 
     def __init__(self, shape: Transformer):
@@ -122,7 +122,7 @@ class _Blocks(nn.Module):
         return x
 
 
-def _fsdp2(model: _Blocks) -> nn.Module:
+def _fsdp2(model: _BlockStack) -> nn.Module:
     blocks: list[Any] = list(model.blocks)
     for block in blocks:
         torch_fsdp.fully_shard(block)
@@ -133,8 +133,8 @@ def _fsdp2(model: _Blocks) -> nn.Module:
     return model
 
 
-def _ours(at_once: bool) -> Callable[[_Blocks], nn.Module]:
-    def shard(model: _Blocks) -> nn.Module:
+def _ours(at_once: bool) -> Callable[[_BlockStack], nn.Module]:
+    def shard(model: _BlockStack) -> nn.Module:
         world = dist.group.WORLD
         assert world is not None
         mesh: Any = Paced(ProcessGroupComm(world), at_once)
@@ -147,7 +147,7 @@ def _ours(at_once: bool) -> Callable[[_Blocks], nn.Module]:
     return shard
 
 
-_ENGINES: dict[str, Callable[[_Blocks], nn.Module]] = {
+_ENGINES: dict[str, Callable[[_BlockStack], nn.Module]] = {
     "FSDP2": _fsdp2,
     "fully_shard": _ours(at_once=True),
     "fully_shard, collectives late": _ours(at_once=False),
@@ -163,7 +163,7 @@ def prove_memory(scene: Scene, timeout_s: float) -> Section:
     # The profiler writes to stderr, which is kept here for a failure.
     program = f"from fullshard.prove.memory import *; print(count_all({scene!r}))"
     held = {
-        name: Held(**each)
+        name: CountedBytes(**each)
         for name, each in json.loads(ask_python(["-c", program], timeout_s)).items()
     }
     unit_mb = held["FSDP2"].unit_bytes / 1e6
@@ -172,7 +172,7 @@ def prove_memory(scene: Scene, timeout_s: float) -> Section:
     return Section(f"Memory of one of {scene.ranks} ranks", how, tuple(memory_claims(held)), data)
 
 
-def memory_claims(held: Mapping[str, Held]) -> Iterator[Claim]:
+def memory_claims(held: Mapping[str, CountedBytes]) -> Iterator[Claim]:
     """Judge bytes by the name of the engine; the first is PyTorch's, and the others are ours."""
     (peer, theirs), *ours = held.items()
     for name, mine in ours:
@@ -204,20 +204,20 @@ def count_all(scene: Scene) -> str:
         dist.destroy_process_group()
 
 
-def _count(shard: Callable[[_Blocks], nn.Module], scene: Scene) -> Held:
+def _count(shard: Callable[[_BlockStack], nn.Module], scene: Scene) -> CountedBytes:
     gc.collect()
-    plain = _Blocks(scene.shape)
+    plain = _BlockStack(scene.shape)
     unit_bytes = sum(p.numel() * p.element_size() for p in plain.blocks[0].parameters())
     del plain
 
     def run(mark: Callable[[str], None]) -> None:
-        model = shard(_Blocks(scene.shape))
+        model = shard(_BlockStack(scene.shape))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         take_marked_step(model, optimizer, torch.ones(1, 1, scene.width), mark)
 
     held = held_bytes(run)
     rest = held["rest"]
-    return Held(rest, held["forward"] - rest, held["backward"] - rest, unit_bytes)
+    return CountedBytes(rest, held["forward"] - rest, held["backward"] - rest, unit_bytes)
 
 
 def held_bytes(run: Callable[[Callable[[str], None]], None]) -> dict[str, int]:

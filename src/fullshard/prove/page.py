@@ -32,16 +32,25 @@ _COLOURS: dict[Verdict, str] = {"holds": "green", "fails": "bold red", "not prov
 
 @dataclass(frozen=True)
 class Proof:
-    """All sections and what they are bound to; ``took_s`` is the time of the whole, in seconds."""
+    """All sections and what they are bound to; ``took_s`` is the time of the whole, in seconds.
+
+    ``skipped`` are the sections that were not tried.
+    """
 
     bound_to: Provenance
     sections: tuple[Section, ...]
     took_s: float
+    skipped: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> Verdict:
         """The verdict over all sections."""
         return verdict_of(self.sections)
+
+    @property
+    def without(self) -> str:
+        """What follows the verdict in the heading: the sections that were not tried."""
+        return f" (not tried: {', '.join(self.skipped)})" if self.skipped else ""
 
 
 def write_proof(proof: Proof, folder: Path) -> tuple[Path, Path]:
@@ -63,6 +72,7 @@ def _html(proof: Proof) -> str:
     )
     return environment.get_template("page.html").render(
         verdict=proof.verdict,
+        without=proof.without,
         bound_to=list(_bound_to(proof)),
         sections=proof.sections,
         not_proved=NOT_PROVED,

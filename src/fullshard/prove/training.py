@@ -27,7 +27,7 @@ from fullshard.torch import FullyShardedDataParallel, MixedPrecisionPolicy, full
 from fullshard.train.torch.models import GPT, Block
 from fullshard.wrap import ModuleWrapPolicy
 
-__all__ = ["ENGINES", "Run", "Training", "train_on_local_ranks"]
+__all__ = ["ENGINES", "EngineRun", "Training", "train_on_local_ranks"]
 
 SEQUENCES, POSITIONS = 2, 64  # a micro-batch of a rank
 JOIN_S = 300.0
@@ -50,7 +50,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Run:
+class EngineRun:
     """The results of one engine: a loss for each rank and step, and its weights.
 
     ``distance`` is that of the weights from those of the first engine's first run, relative to
@@ -98,7 +98,7 @@ ENGINES: dict[str, Callable[[nn.Module, Training], nn.Module]] = {
 
 def train_on_local_ranks(
     trainings: tuple[Training, ...], steps: int, timeout_s: float
-) -> dict[str, list[Run]]:
+) -> dict[str, list[EngineRun]]:
     """Train by every engine of every training, all of them twice; runs by the training's name.
 
     Starts the ranks, and ends them. ``timeout_s`` bounds the whole, in seconds.
@@ -106,14 +106,14 @@ def train_on_local_ranks(
     Raises:
         CommunicationError: if a rank fails, in its words, or the ranks take longer.
     """
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[EngineRun]] = {}
     for ranks in sorted({each.ranks for each in trainings}):
         chosen = tuple(each for each in trainings if each.ranks == ranks)
         text = run_local_ranks(_train_all, (chosen, steps), ranks, timeout_s)
         assert text is not None  # rank 0 returns it, or fails
         for name, runs in json.loads(text).items():
             found[name] = [
-                Run(run["engine"], tuple(map(tuple, run["losses"])), run["distance"])
+                EngineRun(run["engine"], tuple(map(tuple, run["losses"])), run["distance"])
                 for run in runs
             ]
     return found
@@ -130,7 +130,7 @@ def _train_all(trainings: tuple[Training, ...], steps: int) -> str:
     return json.dumps(found)
 
 
-def _runs(training: Training, steps: int) -> list[Run]:
+def _runs(training: Training, steps: int) -> list[EngineRun]:
     """Run A B A B: every engine once, then every engine again."""
     runs, first = [], None
     for engine in training.engines * 2:
@@ -138,7 +138,7 @@ def _runs(training: Training, steps: int) -> list[Run]:
         first = weights if first is None else first
         equal = torch.equal(weights, first)
         distance = 0.0 if equal else float((weights - first).norm() / first.norm())
-        runs.append(Run(engine, losses, distance))
+        runs.append(EngineRun(engine, losses, distance))
     return runs
 
 

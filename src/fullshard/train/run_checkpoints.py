@@ -11,8 +11,8 @@ from fullshard.train.config import Config
 from fullshard.train.metrics import Reporter
 from fullshard.train.survival import (
     COME_AGAIN,
-    Clock,
     FoundStep,
+    SaveClock,
     StopRequest,
     check_position,
     forget_after,
@@ -35,7 +35,7 @@ class RunCheckpoints(ABC):
         self._first = first
         self._reporter = reporter
         self._stop = stop
-        self._clock = Clock(config.checkpoint)
+        self._clock = SaveClock(config.checkpoint)
         self._folder = RunFolder(path, keep=Keep(last=config.checkpoint.keep))
         self._saving: Saving | None = None
 

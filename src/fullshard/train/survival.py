@@ -26,8 +26,8 @@ __all__ = [
     "CHECKPOINTS",
     "COME_AGAIN",
     "FINISHED",
-    "Clock",
     "FoundStep",
+    "SaveClock",
     "StopRequest",
     "check_position",
     "folder_to_resume",
@@ -142,7 +142,7 @@ def forget_after(folder: Path, step: int) -> None:
         staged.replace(path)
 
 
-class Clock:
+class SaveClock:
     """When a checkpoint is due, by steps or by minutes since the last one."""
 
     def __init__(self, config: CheckpointConfig):

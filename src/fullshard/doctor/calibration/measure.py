@@ -107,7 +107,7 @@ def calibrate(device: torch.device, comm: Comm | None = None, backend: str = "")
     Every rank returns what the slowest of them measured for compute.
     """
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    clock = _Clock(device, comm)
+    clock = _StepClock(device, comm)
     flops, ramp = _matmuls(clock, dtype)
     rates = [flops, _attention(clock, dtype), _bandwidth(clock), 1 / _kernel_s(clock)]
     rates = clock.slowest([*rates, _fresh(clock) if device.type == "cpu" else 0.0])
@@ -132,7 +132,7 @@ def calibrate(device: torch.device, comm: Comm | None = None, backend: str = "")
     )
 
 
-class _Clock:
+class _StepClock:
     """Medians of repeated work on a device, begun by all ranks together."""
 
     def __init__(self, device: torch.device, comm: Comm | None):
@@ -169,7 +169,7 @@ class _Clock:
         return least
 
 
-def _matmuls(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]:
+def _matmuls(clock: _StepClock, dtype: torch.dtype) -> tuple[float, float]:
     """The rate of large products, and how short dimensions slow it: a line through all shapes."""
     points = []
     for m, n, k in _SHAPES[clock.device.type]:
@@ -188,7 +188,7 @@ def _matmuls(clock: _Clock, dtype: torch.dtype) -> tuple[float, float]:
     return 1 / each, slope / each
 
 
-def _attention(clock: _Clock, dtype: torch.dtype) -> float:
+def _attention(clock: _StepClock, dtype: torch.dtype) -> float:
     heads, length, width = (4, 256, 64) if clock.device.type == "cpu" else (32, 4096, 128)
     query = torch.randn(1, heads, length, width, device=clock.device, dtype=dtype)
     query.requires_grad_()
@@ -201,14 +201,14 @@ def _attention(clock: _Clock, dtype: torch.dtype) -> float:
     return flops / clock.median_s(both, 5)
 
 
-def _bandwidth(clock: _Clock) -> float:
+def _bandwidth(clock: _StepClock) -> float:
     """Bytes read and written by an element-wise operation, a second."""
     a = torch.ones(_BUFFER_BYTES // 4, device=clock.device)
     b = torch.empty_like(a)
     return 2 * _BUFFER_BYTES / clock.median_s(lambda: torch.mul(a, 2.0, out=b), 5)
 
 
-def _fresh(clock: _Clock) -> float:
+def _fresh(clock: _StepClock) -> float:
     """Bytes a second that the system hands out for a buffer, beyond the time of writing to it."""
     buffer = FlatBuffer([(_BUFFER_BYTES // 4, torch.float32)], clock.device)
     kept_s = clock.median_s(lambda: buffer.flats[0].fill_(1.0), 5)
@@ -221,7 +221,7 @@ def _fresh(clock: _Clock) -> float:
     return _BUFFER_BYTES / max(clock.median_s(anew, 5) - kept_s, 0.05 * kept_s)
 
 
-def _kernel_s(clock: _Clock) -> float:
+def _kernel_s(clock: _StepClock) -> float:
     small = torch.ones(8, device=clock.device)
 
     def many() -> None:
@@ -231,7 +231,7 @@ def _kernel_s(clock: _Clock) -> float:
     return clock.median_s(many, 5) / 200
 
 
-def _contention(clock: _Clock, comm: Comm) -> float:
+def _contention(clock: _StepClock, comm: Comm) -> float:
     """How much longer products take while a gather runs, as a share of the gather's time."""
     size = 1 << 22
     shard = torch.ones(size // comm.size, device=clock.device)

@@ -76,7 +76,7 @@ def measure_links(
     Sizes are rounded up to whole elements for each rank. Raises `CommunicationError` if a rank
     fails or does not answer within the group's timeout.
     """
-    clock = _Clock(comm, device)
+    clock = _LinkClock(comm, device)
     numels = [max(1, -(-size // (4 * comm.size))) for size in sorted(sizes_bytes)]
     medians: list[float] = []
     for numel in numels:
@@ -103,7 +103,7 @@ def measure_links(
     )
 
 
-class _Clock:
+class _LinkClock:
     """Times collectives from a moment at which all ranks are there."""
 
     def __init__(self, comm: Comm, device: torch.device):

@@ -18,7 +18,7 @@ from fullshard.checkpoint import Saving
 from fullshard.jax import StoredAs, TrainState, load_checkpoint, save_checkpoint, torch_layout
 from fullshard.jax.files.leaves import leaves_of
 from fullshard.jax.files.processes import process_ranks
-from fullshard.train.jax.setup import Run
+from fullshard.train.jax.setup import JaxRun
 from fullshard.train.metrics import Reporter
 from fullshard.train.run_checkpoints import RunCheckpoints
 from fullshard.train.survival import CHECKPOINTS, StopRequest
@@ -29,7 +29,7 @@ __all__ = ["StateCheckpoints", "layout"]
 class StateCheckpoints(RunCheckpoints):
     """The checkpoints of one run. With several processes all of them call each method."""
 
-    def __init__(self, run: Run, folder: Path | None, reporter: Reporter, stop: StopRequest):
+    def __init__(self, run: JaxRun, folder: Path | None, reporter: Reporter, stop: StopRequest):
         # The first process knows the folder; the others write into it, too.
         path = str(folder / CHECKPOINTS) if folder is not None else ""
         self._ranks = process_ranks()
@@ -70,7 +70,7 @@ class StateCheckpoints(RunCheckpoints):
         return tuple(bool(each) for each in told.any(axis=0))
 
 
-def layout(run: Run) -> tuple[Mapping[str, StoredAs], Mapping[str, Any]]:
+def layout(run: JaxRun) -> tuple[Mapping[str, StoredAs], Mapping[str, Any]]:
     """Names under which the state is what the torch engine stores."""
     return torch_layout(run.step.abstract_state(), run.plain.names(), _group)
 

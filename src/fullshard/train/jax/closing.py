@@ -9,14 +9,14 @@ import numpy as np
 
 from fullshard.core.spec import item_bytes
 from fullshard.jax import TrainState, generate, save_weights
-from fullshard.train.jax.setup import Run
+from fullshard.train.jax.setup import JaxRun
 from fullshard.train.metrics import Reporter, bytes_table, writing
 from fullshard.train.summary import PROMPT, say_files, say_sample
 
 __all__ = ["bytes_of", "conclude", "write_text"]
 
 
-def conclude(run: Run, state: TrainState, reporter: Reporter) -> None:
+def conclude(run: JaxRun, state: TrainState, reporter: Reporter) -> None:
     """Save the weights, print the table of memory, a sample of text, and where things are.
 
     With several processes all of them must call. The weights have the names of the torch model, so
@@ -35,7 +35,7 @@ def conclude(run: Run, state: TrainState, reporter: Reporter) -> None:
     say_files(reporter)
 
 
-def bytes_of(run: Run) -> list[tuple[str, int, int | None]]:
+def bytes_of(run: JaxRun) -> list[tuple[str, int, int | None]]:
     """What each device holds, by what for, and one process without shards would (None: unknown).
 
     Parameters, gradients and optimizer state by their layout. The rest is the
@@ -77,14 +77,14 @@ def _device_bytes(leaf: Any) -> int:
     return int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
 
 
-def _compiled(run: Run) -> Any:
+def _compiled(run: JaxRun) -> Any:
     batch = run.batch(run.data.train_batch(0, range(run.config.train.batch)))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     return run.step.compiled(shapes)
 
 
 def write_text(
-    run: Run, state: TrainState, prompt: bytes, count: int, temperature: float = 0.7
+    run: JaxRun, state: TrainState, prompt: bytes, count: int, temperature: float = 0.7
 ) -> bytes:
     """``prompt`` and ``count`` bytes that the model draws after it.
 

@@ -18,7 +18,7 @@ from fullshard.train.config import Config, learning_rate
 from fullshard.train.data import rank_slice
 from fullshard.train.jax.checkpoints import StateCheckpoints
 from fullshard.train.jax.closing import conclude
-from fullshard.train.jax.setup import Run, cross_entropy, prepare
+from fullshard.train.jax.setup import JaxRun, cross_entropy, prepare
 from fullshard.train.metrics import Reporter, Speed
 from fullshard.train.summary import introduce, open_folder, turn_away
 from fullshard.train.survival import stop_request
@@ -47,7 +47,7 @@ def train(config: Config, devices: list[jax.Device]) -> None:
 
 
 def fit(
-    run: Run, state: TrainState, reporter: Reporter, checkpoints: StateCheckpoints
+    run: JaxRun, state: TrainState, reporter: Reporter, checkpoints: StateCheckpoints
 ) -> TrainState:
     """All training steps that are left; returns the last state."""
     config, log = run.config.train, run.config.log
@@ -73,7 +73,7 @@ def fit(
 
 
 def train_step(
-    run: Run, state: TrainState, step: int, reporter: Reporter
+    run: JaxRun, state: TrainState, step: int, reporter: Reporter
 ) -> tuple[TrainState, dict[str, float]]:
     """One step on the global batch; returns the next state and what to report."""
     config = run.config
@@ -91,7 +91,7 @@ def train_step(
     return state, values
 
 
-def evaluate(run: Run, state: TrainState) -> tuple[float, float]:
+def evaluate(run: JaxRun, state: TrainState) -> tuple[float, float]:
     """Mean loss per target and accuracy over the held-back samples.
 
     The last batch is filled up with samples that count nothing.

@@ -3,7 +3,7 @@
 
 Plain NNX, but for one word: `scan_layers` goes through layers whose weights travel together. They
 have the names of the torch models, so that `fullshard.jax.torch_names` tells which array is which.
-From equal weights the GPTs of both engines give equal losses; `DigitNet` does so without dropout
+From equal weights the GPTs of both engines give equal losses; `NnxDigitNet` does so without dropout
 only, since JAX and torch draw other random numbers.
 """
 
@@ -18,7 +18,15 @@ from jax import Array
 from fullshard.core.presets import Transformer
 from fullshard.jax import scan_layers
 
-__all__ = ["GPT", "Attention", "Block", "DigitNet", "FeedForward", "digit_flops", "rotary"]
+__all__ = [
+    "NnxAttention",
+    "NnxBlock",
+    "NnxDigitNet",
+    "NnxFeedForward",
+    "NnxGPT",
+    "digit_flops",
+    "rotary",
+]
 
 _STD = 0.02
 
@@ -54,7 +62,7 @@ def _norm(shape: Transformer, dtype: Any, rngs: nnx.Rngs) -> nnx.RMSNorm:
     return nnx.RMSNorm(shape.width, epsilon=1e-5, param_dtype=dtype, rngs=rngs)
 
 
-class Attention(nnx.Module):
+class NnxAttention(nnx.Module):
     """Causal self-attention in which groups of query heads share a key and value head."""
 
     def __init__(self, shape: Transformer, dtype: Any, rngs: nnx.Rngs) -> None:
@@ -97,11 +105,11 @@ def _split(x: Array, heads: int) -> Array:
 
 def _residual_std(shape: Transformer) -> float:
     # Matrices that write to the residual stream start smaller, so that its variance does not grow
-    # with depth (GPT-2, section 2.3).
+    # with depth (NnxGPT-2, section 2.3).
     return _STD / math.sqrt(2 * shape.layers)
 
 
-class FeedForward(nnx.Module):
+class NnxFeedForward(nnx.Module):
     """SwiGLU (arXiv:2002.05202): ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, shape: Transformer, dtype: Any, rngs: nnx.Rngs) -> None:
@@ -114,14 +122,14 @@ class FeedForward(nnx.Module):
         return self.down(nnx.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nnx.Module):
+class NnxBlock(nnx.Module):
     """One layer: attention, then feed-forward, each normed before and added to its input."""
 
     def __init__(self, shape: Transformer, dtype: Any, rngs: nnx.Rngs) -> None:
         self.attention_norm = _norm(shape, dtype, rngs)
-        self.attention = Attention(shape, dtype, rngs)
+        self.attention = NnxAttention(shape, dtype, rngs)
         self.feed_forward_norm = _norm(shape, dtype, rngs)
-        self.feed_forward = FeedForward(shape, dtype, rngs)
+        self.feed_forward = NnxFeedForward(shape, dtype, rngs)
 
     def __call__(self, x: Array, angles: Angles) -> Array:
         """Refine ``x`` (batch, positions, width)."""
@@ -137,7 +145,7 @@ class Block(nnx.Module):
         return x + self.feed_forward(self.feed_forward_norm(x)), cache
 
 
-class GPT(nnx.Module):
+class NnxGPT(nnx.Module):
     """A decoder-only language model of a preset's shape; ``dtype`` is that of its parameters."""
 
     def __init__(self, shape: Transformer, dtype: Any = jnp.float32, *, rngs: nnx.Rngs) -> None:
@@ -146,7 +154,7 @@ class GPT(nnx.Module):
         self.embedding = nnx.Embed(
             shape.vocab, shape.width, embedding_init=init, param_dtype=dtype, rngs=rngs
         )
-        self.blocks = nnx.List([Block(shape, dtype, rngs) for _ in range(shape.layers)])
+        self.blocks = nnx.List([NnxBlock(shape, dtype, rngs) for _ in range(shape.layers)])
         self.norm = _norm(shape, dtype, rngs)
         self.output = None if shape.tied else _linear(shape.width, shape.vocab, _STD, dtype, rngs)
 
@@ -182,7 +190,7 @@ class GPT(nnx.Module):
         return self._logits(x)[:, 0], after
 
 
-class DigitNet(nnx.Module):
+class NnxDigitNet(nnx.Module):
     """Two convolutions and two linear layers for 28 x 28 digits; 1,199,882 parameters."""
 
     def __init__(self, dtype: Any = jnp.float32, *, rngs: nnx.Rngs) -> None:

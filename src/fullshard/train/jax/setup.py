@@ -27,17 +27,17 @@ from fullshard.plan.cluster.read import device_of_driver
 from fullshard.train.config import Config, check_world
 from fullshard.train.data import Batch, Dataset, load
 from fullshard.train.fits import check_memory
-from fullshard.train.jax.models import GPT, DigitNet, digit_flops
+from fullshard.train.jax.models import NnxDigitNet, NnxGPT, digit_flops
 from fullshard.train.jax.optimizer import adamw
 from fullshard.train.summary import Facts
 
-__all__ = ["Devices", "PlainModel", "Run", "build_model", "cross_entropy", "loss_of", "prepare"]
+__all__ = ["Devices", "JaxModel", "JaxRun", "build_model", "cross_entropy", "loss_of", "prepare"]
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
 @dataclass(frozen=True)
-class PlainModel:
+class JaxModel:
     """How to make the model, what a token costs (forward and backward), and its names in torch.
 
     The names are those of the model of `fullshard.train.torch.models`, whose files this one reads.
@@ -93,14 +93,14 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Run:
+class JaxRun:
     """What one run works with. The state it begins with is apart: every step uses one up."""
 
     config: Config
     devices: Devices
     data: Dataset
     step: TrainStep
-    plain: PlainModel
+    plain: JaxModel
 
     def batch(self, arrays: Batch) -> Batch:
         """Inputs and targets of the whole step as the model wants them."""
@@ -118,7 +118,7 @@ class Run:
         return Facts(self.data, numel, self.plain.flops_per_token, str(self.devices))
 
 
-def prepare(config: Config, devices: list[jax.Device]) -> tuple[Run, TrainState]:
+def prepare(config: Config, devices: list[jax.Device]) -> tuple[JaxRun, TrainState]:
     """Load the data, and make model and optimizer sharded over ``devices``.
 
     With several processes all of them must call. Raises `ConfigurationError` for data or weights
@@ -143,19 +143,19 @@ def prepare(config: Config, devices: list[jax.Device]) -> tuple[Run, TrainState]
     state = step.init()
     if config.train.initial_weights:
         state = load_weights(config.train.initial_weights, step, state, plain.names())
-    return Run(config, Devices(mesh), data, step, plain), state
+    return JaxRun(config, Devices(mesh), data, step, plain), state
 
 
-def build_model(config: Config) -> PlainModel:
+def build_model(config: Config) -> JaxModel:
     """The plain model with parameters of the dtype asked for; nothing is computed yet."""
     dtype, seed = _DTYPES[config.train.dtype], config.train.seed
     if config.model.name == "mnist":
-        return PlainModel(
-            lambda: DigitNet(dtype, rngs=nnx.Rngs(seed, dropout=seed + 1)), digit_flops()
+        return JaxModel(
+            lambda: NnxDigitNet(dtype, rngs=nnx.Rngs(seed, dropout=seed + 1)), digit_flops()
         )
     shape = transformer(config.model.preset)
-    return PlainModel(
-        lambda: GPT(shape, dtype, rngs=nnx.Rngs(seed)),
+    return JaxModel(
+        lambda: NnxGPT(shape, dtype, rngs=nnx.Rngs(seed)),
         training_flops_per_token(shape, config.context),
         {"output.weight": "embedding.weight"} if shape.tied else {},
     )

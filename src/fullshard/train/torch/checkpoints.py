@@ -10,7 +10,7 @@ from fullshard.torch import load_checkpoint, save_checkpoint
 from fullshard.train.metrics import Reporter
 from fullshard.train.run_checkpoints import RunCheckpoints
 from fullshard.train.survival import CHECKPOINTS, StopRequest
-from fullshard.train.torch.setup import Run
+from fullshard.train.torch.setup import TorchRun
 
 __all__ = ["ModelCheckpoints"]
 
@@ -18,7 +18,7 @@ __all__ = ["ModelCheckpoints"]
 class ModelCheckpoints(RunCheckpoints):
     """The checkpoints of one run. All methods are collective."""
 
-    def __init__(self, run: Run, folder: Path | None, reporter: Reporter, stop: StopRequest):
+    def __init__(self, run: TorchRun, folder: Path | None, reporter: Reporter, stop: StopRequest):
         self._run = run
         # Rank 0 knows the folder; the others write into it, too.
         path = run.world.shared_text(str(folder / CHECKPOINTS) if folder is not None else "")

@@ -11,12 +11,12 @@ from fullshard.torch import save_full_weights
 from fullshard.torch.inspection import Bytes, resting_bytes
 from fullshard.train.metrics import Reporter, bytes_table, writing
 from fullshard.train.summary import PROMPT, say_files, say_sample
-from fullshard.train.torch.setup import Run
+from fullshard.train.torch.setup import TorchRun
 
 __all__ = ["conclude", "write_text"]
 
 
-def conclude(run: Run, trace: Trace, reporter: Reporter) -> None:
+def conclude(run: TorchRun, trace: Trace, reporter: Reporter) -> None:
     """Save the weights, print the table of bytes, a sample of text, and where things are.
 
     Collective. The trace is that of one whole step; gradients of the last step are still there.
@@ -57,7 +57,7 @@ def _rows(rank: Bytes, unsharded: Bytes) -> list[tuple[str, int, int | None]]:
 
 
 @torch.no_grad()
-def write_text(run: Run, prompt: bytes, count: int, temperature: float = 0.7) -> bytes:
+def write_text(run: TorchRun, prompt: bytes, count: int, temperature: float = 0.7) -> bytes:
     """``prompt`` and ``count`` bytes that the model draws after it. Collective.
 
     All ranks run the same forwards, since each gathers parameters, and draw from the same seed.

@@ -18,7 +18,7 @@ from fullshard.train.summary import NonFiniteError, introduce, open_folder, turn
 from fullshard.train.survival import stop_request
 from fullshard.train.torch.checkpoints import ModelCheckpoints
 from fullshard.train.torch.closing import conclude
-from fullshard.train.torch.setup import Run, prepare
+from fullshard.train.torch.setup import TorchRun, prepare
 from fullshard.train.torch.world import World
 
 __all__ = ["agree", "evaluate", "fit", "train", "train_step"]
@@ -45,7 +45,7 @@ def train(config: Config, world: World) -> None:
     conclude(run, trace, reporter)
 
 
-def fit(run: Run, reporter: Reporter, checkpoints: ModelCheckpoints) -> Trace:
+def fit(run: TorchRun, reporter: Reporter, checkpoints: ModelCheckpoints) -> Trace:
     """All training steps that are left; returns the engine's trace of the second of them."""
     config, log = run.config.train, run.config.log
     speed = Speed(run.flops_per_token, run.world.size, run.world.peak_flops(run.dtype))
@@ -69,7 +69,7 @@ def fit(run: Run, reporter: Reporter, checkpoints: ModelCheckpoints) -> Trace:
     return trace
 
 
-def train_step(run: Run, step: int, reporter: Reporter) -> dict[str, float]:
+def train_step(run: TorchRun, step: int, reporter: Reporter) -> dict[str, float]:
     """One step on this rank's slice of the global batch; returns what to report. Collective."""
     config, world = run.config, run.world
     numbers = rank_slice(step, config.train.batch, world.rank, world.size)
@@ -108,7 +108,7 @@ def agree(world: World, loss: Tensor, norm: Tensor) -> tuple[float, list[int]]:
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> tuple[float, float]:
+def evaluate(run: TorchRun) -> tuple[float, float]:
     """Mean loss per target and accuracy over the held-back samples. Collective.
 
     Every rank must call forward equally often: one that has run out of samples repeats one and does
@@ -129,7 +129,7 @@ def evaluate(run: Run) -> tuple[float, float]:
     return loss / targets_seen, right / targets_seen
 
 
-def _forward(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
+def _forward(run: TorchRun, batch: Batch) -> tuple[Tensor, Tensor]:
     """Logits, float32 (targets, classes), and the targets that belong to them, flat."""
     inputs, targets = (torch.as_tensor(part, device=run.world.device) for part in batch)
     if inputs.is_floating_point():

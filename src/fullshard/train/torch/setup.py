@@ -17,11 +17,11 @@ from fullshard.train.torch.models import GPT, Block, DigitNet
 from fullshard.train.torch.world import World
 from fullshard.wrap import ModuleWrapPolicy
 
-__all__ = ["PlainModel", "Run", "build_model", "prepare"]
+__all__ = ["TorchModel", "TorchRun", "build_model", "prepare"]
 
 
 @dataclass(frozen=True)
-class PlainModel:
+class TorchModel:
     """A model before sharding: which of its modules become units, and what a token costs.
 
     ``flops_per_token`` counts forward and backward.
@@ -33,7 +33,7 @@ class PlainModel:
 
 
 @dataclass(frozen=True)
-class Run:
+class TorchRun:
     """The parts of a run on one rank; ``unsharded`` is the memory that one process would need."""
 
     config: Config
@@ -62,7 +62,7 @@ class Run:
         return _dtype(self.config)
 
 
-def prepare(config: Config, world: World) -> Run:
+def prepare(config: Config, world: World) -> TorchRun:
     """Load the data, build the model alike on every rank, shard it, then make its optimizer.
 
     Collective. In this order: an optimizer made before sharding would hold parameters that the
@@ -82,17 +82,17 @@ def prepare(config: Config, world: World) -> Run:
         load_full_weights(model, config.train.initial_weights)
     torch.manual_seed(config.train.seed + 1 + world.rank)  # dropout differs between ranks
     optimizer = _adamw(model, config.optim)
-    return Run(config, world, data, model, optimizer, plain.flops_per_token, unsharded)
+    return TorchRun(config, world, data, model, optimizer, plain.flops_per_token, unsharded)
 
 
-def build_model(config: Config) -> PlainModel:
+def build_model(config: Config) -> TorchModel:
     """The plain model on torch's default device, with parameters of the dtype asked for."""
     if config.model.name == "gpt":
         shape = transformer(config.model.preset)
         flops = training_flops_per_token(shape, config.context)
-        plain = PlainModel(GPT(shape, config.context), {Block}, flops)
+        plain = TorchModel(GPT(shape, config.context), {Block}, flops)
     else:
-        plain = PlainModel(DigitNet(), {nn.Conv2d, nn.Linear}, _digit_flops())
+        plain = TorchModel(DigitNet(), {nn.Conv2d, nn.Linear}, _digit_flops())
     for param in plain.module.parameters():  # not buffers: rotary angles stay exact
         param.data = param.data.to(_dtype(config))
     return plain

@@ -650,8 +650,6 @@ def test_prefetch_cannot_change_in_the_middle_of_a_step():
         loss = model(torch.ones(2, WIDTH)).sum()
         with pytest.raises(UsageError, match="only be changed between steps"):
             set_prefetch(model, 2, 2)
-        with pytest.raises(UsageError, match="only be changed between steps"):
-            model.set_reshard_after_forward(False)
         loss.backward()
         with pytest.raises(ConfigurationError, match="forward must be a whole number"):
             set_prefetch(model, -1)

@@ -232,14 +232,14 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The sharded parameters under the names they have in the plain model."""
         for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield clean_name(name), param
+            yield clean_name(name, compiled=True), param
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """The buffers under the names they have in the plain model."""
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield clean_name(name), buffer
+            yield clean_name(name, compiled=True), buffer
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``.

@@ -5,6 +5,7 @@ Unless a method says otherwise it is called between steps, with the same argumen
 concerns the module's own unit; with ``recurse`` also those below.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -112,6 +113,7 @@ class FSDPModule(_OwnModule):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Choose if full parameters are dropped after forward and gathered again in backward."""
+        _check_bool("reshard_after_forward", reshard_after_forward)
         for managed in _managed_below(self, recurse):
             managed.change("reshard_after_forward", reshard_after_forward)
 
@@ -123,11 +125,13 @@ class FSDPModule(_OwnModule):
         With False they stay, P bytes a unit, for the next micro-batch; the forward after an
         optimizer's step gathers them again.
         """
+        _check_bool("reshard_after_backward", reshard_after_backward)
         for managed in _managed_below(self, recurse):
             managed.change("reshard_after_backward", reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Choose if backward gathers the unit: False if it needs no parameters (an embedding)."""
+        _check_bool("unshard_in_backward", unshard_in_backward)
         _managed(self).change("unshard_in_backward", unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: "list[FSDPModule]") -> None:
@@ -152,6 +156,7 @@ class FSDPModule(_OwnModule):
         of the full gradients' memory on every rank; the first backward with True again reduces
         their sum. Until then ``.grad`` has none of it.
         """
+        _check_bool("requires_gradient_sync", requires_gradient_sync)
         require_gradient_sync(_module(self), requires_gradient_sync, recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -161,6 +166,7 @@ class FSDPModule(_OwnModule):
         the reduce dtype; the first backward with True sums what was kept over the replicas. Until
         then ``.grad`` has none of it.
         """
+        _check_bool("requires_all_reduce", requires_all_reduce)
         for managed in _managed_below(self, recurse):
             managed.unit.settings.all_reduce = requires_all_reduce
 
@@ -170,12 +176,17 @@ class FSDPModule(_OwnModule):
         After others, reduces may still be under way when ``backward()`` returns, and overlap the
         next micro-batch's forward.
         """
+        _check_bool("is_last_backward", is_last_backward)
         ensure_tracker(_module(self)).executor.is_last_backward = is_last_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor``, not by the number of ranks."""
-        if not factor > 0:
-            raise ConfigurationError(f"gradients must be divided by more than 0, got {factor!r}")
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            raise ConfigurationError(f"gradients must be divided by a number, got {factor!r}")
+        if not 0 < factor < math.inf:
+            raise ConfigurationError(
+                f"gradients must be divided by a finite number of more than 0, got {factor!r}"
+            )
         _managed(self).unit.settings.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -279,7 +290,7 @@ class FSDPModule(_OwnModule):
         """Yield parameters under the names that they have in the plain model and its state dict."""
         _take_over_meta(_module(self))  # an optimizer may be made of them
         for name, param in super().named_parameters(*args, **kwargs):
-            yield clean_name(name), param
+            yield clean_name(name, compiled=True), param
 
     def reset_iter_state(self) -> None:
         """Forget a step that an exception has ended, with its gradients; on the root.
@@ -361,6 +372,11 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 def _module(module: object) -> nn.Module:
     assert isinstance(module, nn.Module)
     return module
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be True or False, got {value!r}")
 
 
 def _show_sharded(module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
@@ -15,7 +16,7 @@ def check_modules(modules: Sequence[nn.Module], params: Iterable[ParamSites]) ->
     """Refuse modules below ``modules`` that write to ``params`` in forward, or alias them.
 
     Raises:
-        NotSupportedError: an embedding with ``max_norm``.
+        NotSupportedError: an embedding with ``max_norm``, a TorchScript module.
         ConfigurationError: a buffer in the memory of a parameter.
     """
     by_id = {id(each.param): each.spec.name for each in params}
@@ -26,6 +27,14 @@ def check_modules(modules: Sequence[nn.Module], params: Iterable[ParamSites]) ->
             memory[address] = each.spec.name
     for root in modules:
         for path, module in root.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) and any(
+                id(param) in by_id for param in module.parameters()
+            ):
+                raise NotSupportedError(
+                    f"{clean_name(path) or '(root)'!r} is a TorchScript module, whose parameters "
+                    "nobody can replace. Shard the module that it was made of, or leave it out "
+                    "(ignored_modules, ignored_params)"
+                )
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 _check_embedding(clean_name(path), module, by_id)
             for key, buffer in module._buffers.items():

@@ -45,9 +45,10 @@ def summon_full_params(
     """Let modules show full parameters within, in the dtypes in which they rest.
 
     Collective, between steps. All units of ``module`` (``recurse``: and below) are whole at the
-    same time, which costs their memory. ``writeback``: on leaving, every rank keeps its spans of
-    what it sees then; change them alike on all ranks. ``rank0_only``: only the first rank sees
-    them. ``offload_to_cpu``: in host memory. ``with_grads``: with full ``.grad``, written back too.
+    same time, which costs their memory. ``writeback``: on leaving, by an error too, every rank
+    keeps its spans of what it sees then; change them alike on all ranks. ``rank0_only``: only the
+    first rank sees them. ``offload_to_cpu``: in host memory. ``with_grads``: with full ``.grad``,
+    written back too.
 
     Raises:
         ConfigurationError: ``writeback`` with ``rank0_only``: other ranks have nothing to write.
@@ -75,10 +76,12 @@ def summon_full_params(
         for managed in chosen:
             seen = managed.unit.ranks.first or not rank0_only
             summoned.append(_show(managed, seen, offload_to_cpu, with_grads))
-        yield
-        if writeback:
-            for each in summoned:
-                _write_back(each, with_grads)
+        try:
+            yield
+        finally:  # what was changed before an error stays changed, as in memory of one's own
+            if writeback:
+                for each in summoned:
+                    _write_back(each, with_grads)
     finally:
         for each in summoned:
             each.managed.summoned = False

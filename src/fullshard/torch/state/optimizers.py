@@ -49,6 +49,12 @@ def translate(optimizer: Optimizer) -> None:
     if getattr(optimizer, _TRANSLATED, False):
         return
     setattr(optimizer, _TRANSLATED, True)
+    if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+        # One that wraps another (Lookahead) without Optimizer.__init__; that one has the state.
+        inner = getattr(optimizer, "optimizer", None)
+        if isinstance(inner, Optimizer):
+            translate(inner)
+        return
     optimizer.register_state_dict_post_hook(_hand_out)
     optimizer.register_load_state_dict_pre_hook(_cut_before_loading)
 

@@ -35,6 +35,9 @@ _ATTRIBUTE = "_fullshard_unit"
 class StepWatcher(Protocol):
     """The listener to what happens to units: `fullshard.torch.step.tracker.Tracker`."""
 
+    settings_changed: bool
+    """True if schedules are to be made anew when the step has ended."""
+
     @property
     def prefetch(self) -> Prefetch:
         """The depth to which units are gathered ahead."""
@@ -247,14 +250,23 @@ class ManagedUnit:
         self.tracker.forward_ends(self, unseen=unseen)
 
     def change(self, setting: str, value: Any) -> None:
-        """Set one of the unit's settings, by its attribute's name; between steps only."""
+        """Set one of the unit's settings, by its attribute's name, while it is in no step.
+
+        In the middle of a step of others it counts from the next step on.
+        """
         if getattr(self, setting) == value:
             return
-        if self.tracker is not None and not self.tracker.idle:
-            raise UsageError(f"{setting} can only be changed between steps")
+        in_step = self.tracker is not None and not self.tracker.idle
+        if in_step and (self.step.running or self.step.phase.open):
+            raise UsageError(
+                f"{setting} of unit {self.unit.name!r} cannot be changed while the unit is in "
+                "forward or backward; change it before or after"
+            )
         setattr(self, setting, value)
-        if self.tracker is not None:
+        if self.tracker is not None and not in_step:
             self.tracker.set_prefetch(self.tracker.prefetch)
+        elif self.tracker is not None:
+            self.tracker.settings_changed = True
 
     def forget_step(self) -> None:
         """Return to the state between steps, whatever happened; drop full gradients."""

@@ -46,6 +46,7 @@ class Tracker:
         self._ending: Callable[[], Callable[[], None] | None] = lambda: None
         self._marks = UnitMarks()
         self.wait_before_gather: Any = None  # an event of a stream that writes to the shards
+        self.settings_changed = False  # in the middle of a step: schedules are made anew after it
         self.unchecked = True  # no step has begun for which replicas were compared
         self.unresolved: list[str] = []  # tied parameters of which a unit owns but one use
         for number, managed in enumerate(units):
@@ -172,7 +173,7 @@ class Tracker:
                 "which do not contain this use, so it would not be trained; shard the nearest "
                 "module that contains all uses, too, before the first forward"
             )
-        changed = False
+        changed, self.settings_changed = self.settings_changed, False
         for managed in self.executor.units:
             if managed.unit.unchecked:
                 check_initialised(managed.unit)

@@ -123,9 +123,13 @@ class Holders:
                     container[key] = value
 
 
-def clean_name(name: str) -> str:
-    """Return a name as the plain model has it, without what wrappers of all kinds add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPING)
+def clean_name(name: str, *, compiled: bool = False) -> str:
+    """Return a name as the plain model has it, without what wrappers of all kinds add.
+
+    With ``compiled`` what `torch.compile` adds stays, as in PyTorch's names of parameters.
+    """
+    added = _WRAPPING - {"_orig_mod"} if compiled else _WRAPPING
+    return ".".join(part for part in name.split(".") if part not in added)
 
 
 def notes_on(param: Tensor) -> dict[str, Any]:

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What users set, summon, compile and wrap around a sharded model is right, or named."""
+
+import contextlib
+import math
+import warnings
+from collections import OrderedDict, defaultdict
+
+import pytest
+import torch
+from support.models import seeded
+from support.settings_workers import compiled_state, dtensors_put_into_summoned
+from torch import nn
+from torch.distributed.checkpoint.state_dict import _get_fqns
+from torch.optim import Optimizer
+
+from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.testing import LocalWorld
+from fullshard.torch import FullyShardedDataParallel, fully_shard, summon_full_params
+
+X = torch.arange(6.0).view(2, 3) / 6
+
+
+def net():
+    return seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
+
+
+def sharded(comm, door, align, model=None):
+    model = net() if model is None else model
+    if door == "wrapper":
+        return FullyShardedDataParallel(model, comm, align=align)
+    return fully_shard(model, mesh=comm, align=align)
+
+
+both_doors = pytest.mark.parametrize("door", ["wrapper", "function"])
+both_layouts = pytest.mark.parametrize("align", ["row", "element"])
+
+
+class Chunked(nn.Module):
+    """Calls its head in chunks, and chooses for each what is kept, as losses in chunks do."""
+
+    def __init__(self, choose=lambda head, last: None):
+        super().__init__()
+        self.body, self.head, self.choose = net(), seeded(lambda: nn.Linear(3, 5), 1), choose
+
+    def forward(self, x):
+        hidden, total = self.body(x), 0.0
+        for number, part in enumerate(hidden.chunk(2)):
+            self.choose(self.head, number == 1)
+            total = total + self.head(part).square().sum()
+        return total
+
+
+def keep_until_last(head, last):
+    head.set_reshard_after_forward(last)
+    head.set_reshard_after_backward(last)
+
+
+@both_layouts
+def test_resharding_may_be_chosen_in_the_step_of_others(align):
+    def body(comm):
+        model, plain = Chunked(keep_until_last), Chunked()
+        for part in (model.body, model.head):
+            fully_shard(part, mesh=comm, align=align)
+        fully_shard(model, mesh=comm, align=align)
+        for _ in range(3):
+            loss = model(X)
+            model.head.set_reshard_after_backward(False)
+            model.head.set_reshard_after_forward(False)
+            loss.backward()
+            plain(X).backward()
+            expected = dict(plain.named_parameters())
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(param.grad.full_tensor(), expected[name].grad, msg=name)
+        model.choose = lambda head, last: head.set_reshard_after_forward(True)
+        model.head.register_forward_pre_hook(lambda head, _: head.set_reshard_after_forward(False))
+        with pytest.raises(UsageError, match="unit 'head' cannot be changed while"):
+            model(X)
+
+    LocalWorld(2).run(body)
+
+
+@both_doors
+@both_layouts
+def test_what_was_changed_before_an_error_in_summon_stays_changed(door, align):
+    def body(comm):
+        model = sharded(comm, door, align)
+        with contextlib.suppress(KeyError), summon_full_params(model), torch.no_grad():
+            for param in model.parameters():
+                param.fill_(0.5)
+            raise KeyError("of the user's own")
+        assert all(bool((p.full_tensor() == 0.5).all()) for p in model.parameters())
+
+    LocalWorld(2).run(body)
+
+
+@both_doors
+@both_layouts
+def test_names_of_compiled_parts_are_pytorchs(door, align):
+    """So that `torch.distributed.checkpoint.state_dict` finds the modules."""
+
+    with warnings.catch_warnings(action="ignore"):  # of what the compiler itself imports
+        torch.compile(nn.Linear(1, 1))
+
+    def body(comm):
+        model = net()
+        model[0] = torch.compile(model[0])
+        model = sharded(comm, door, align, model)
+        names = [name for name, _ in model.named_parameters()]
+        assert names[:2] == ["0._orig_mod.weight", "0._orig_mod.bias"]
+        assert set(names) == set(model.state_dict())
+        if door == "function":
+            assert _get_fqns(model, names[0]) == {"0.weight"}
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("set_gradient_divide_factor", math.inf),
+        ("set_gradient_divide_factor", math.nan),
+        ("set_gradient_divide_factor", "2"),
+        ("set_gradient_divide_factor", -1.0),
+        ("set_reshard_after_forward", "no"),
+        ("set_reshard_after_forward", 2),
+        ("set_reshard_after_backward", None),
+        ("set_unshard_in_backward", "no"),
+        ("set_requires_gradient_sync", "no"),
+        ("set_requires_all_reduce", "no"),
+        ("set_is_last_backward", "no"),
+    ],
+)
+def test_settings_of_another_type_are_named(setting, value):
+    def body(comm):
+        model = sharded(comm, "function", "row")
+        with pytest.raises(ConfigurationError, match="must be"):
+            getattr(model, setting)(value)
+
+    LocalWorld(1).run(body)
+
+
+@both_doors
+def test_torchscript_modules_are_named(door):
+    with pytest.warns(DeprecationWarning, match="jit.script"):
+        script = torch.jit.script(nn.Linear(3, 4))
+
+    def body(comm):
+        with pytest.raises(NotSupportedError, match="'0' is a TorchScript module"):
+            sharded(comm, door, "row", nn.Sequential(script, nn.Tanh()))
+
+    LocalWorld(1).run(body)
+
+
+class Lookahead(Optimizer):
+    """Wraps an optimizer as libraries do, without `Optimizer.__init__`."""
+
+    def __init__(self, optimizer):
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), {}
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.state, self.defaults = defaultdict(dict), {}
+        self._patch_step_function()
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["slow"] = param.detach().clone()
+
+    def step(self, closure=None):
+        self.optimizer.step()
+        with torch.no_grad():
+            for param, state in self.state.items():
+                state["slow"].lerp_(param, 0.5)
+                param.copy_(state["slow"])
+
+
+@both_doors
+@both_layouts
+def test_optimizers_that_wrap_others_step_as_on_one_process(door, align):
+    def body(comm):
+        model, plain = sharded(comm, door, align), net()
+        ours = Lookahead(torch.optim.AdamW(model.parameters(), lr=0.1))
+        theirs = Lookahead(torch.optim.AdamW(plain.parameters(), lr=0.1))
+        for _ in range(3):
+            model(X).square().sum().backward()
+            plain(X).square().sum().backward()
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+        expected = dict(plain.named_parameters())
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.detach().full_tensor(), expected[name].detach())
+        assert ours.optimizer.state_dict()["state"]
+
+    LocalWorld(2).run(body)
+
+
+@both_layouts
+@pytest.mark.parametrize("whole", [False, True], ids=["a part", "all"])
+def test_state_of_compiled_models_goes_by_pytorchs_names(gloo_world, align, whole):
+    for weights, state, alike in gloo_world.run(2, compiled_state, align, whole):
+        assert alike
+        assert state == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        assert [name.replace("_orig_mod.", "") for name in weights] == state
+
+
+@both_doors
+@both_layouts
+def test_dtensors_put_into_a_summoned_model_are_written_back(gloo_world, door, align):
+    assert all(gloo_world.run(2, dtensors_put_into_summoned, door, align))

@@ -77,7 +77,7 @@ def test_every_entry_is_held_by_a_test():
 
 # Where the engine raises NotSupportedError, and the entry that says so; one for each place.
 RAISED_FOR = {
-    "checkpoint/tensors.py:held_here": ["checkpoints of values", "checkpoints of values"],
+    "checkpoint/tensors.py:local_part": ["checkpoints of values", "checkpoints of values"],
     "checkpoint/tensors.py:_box_of": ["checkpoints of values"],
     "fsdp1/flat_params.py:FlatParameter.__new__": ["`FlatParameter`"],
     "fsdp1/flat_params.py:_CastableParameter.data": ["`FlatParameter`"],

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans as pictures: memory, streams and scaling over devices, by matplotlib (extra ``plots``)."""
 
-from collections.abc import Sequence
-from itertools import pairwise, takewhile
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,6 +54,7 @@ _COLUMNS = 160
 _AROUND = 6  # lines of the step shown on each side of the peak
 _SHADES = (0.95, 0.6)  # neighbouring units differ
 _LIMIT = "#b00020"
+_UPRIGHT = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 6}
 
 
 def _figure(title: str, width: float, height: float) -> "Figure":
@@ -169,32 +170,34 @@ def draw_streams(
     ``units`` are the names of the units by number; neighbours differ in shade. ``step_s`` of a
     whole step is told, if the micro-batch drawn is a part of it.
     """
-    streams = [name for name in ("reduce", "gather", "compute") if _of(records, name)]
-    figure = _figure(title, 12, 1.6 + 1.1 * len(streams))
+    lanes = [name for name in ("reduce", "gather", "compute") if _of(records, name)]
+    figure = _figure(title, 12, 1.6 + 1.1 * len(lanes))
     axes = figure.subplots()
-    end_s = max((each.stop_s for each in records), default=0.0)
+    end_s = max(each.stop_s for each in records)
     unit, scale = ("s", 1.0) if end_s >= 10 else ("ms", 1e3)
-    names = short_names(units)
-    for kind, colour in KIND_COLOURS.items():
-        mine = [each for each in records if each.kind == kind]
-        for shade in range(len(_SHADES)):
-            drawn = [each for each in mine if each.unit % len(_SHADES) == shade]
-            for stream in dict.fromkeys(each.stream for each in drawn):
-                bars = [
-                    (each.start_s * scale, (each.stop_s - each.start_s) * scale) for each in drawn
-                ]
-                place = (streams.index(stream) - 0.4, 0.8)
-                axes.broken_barh(bars, place, color=colour, alpha=_SHADES[shade])
-        if mine:
-            word = "recomputation" if kind == "again" else kind
-            axes.broken_barh([], (0, 0), color=colour, label=word)
-    for lane, stream in enumerate(streams):
-        _write_names(axes, _of(records, stream), lane, names, end_s, scale)
-    busy = {
-        name: sum(each.stop_s - each.start_s for each in _of(records, name)) for name in streams
-    }
-    ticks = [f"{name}\n{busy[name] / end_s:.0%} busy" if end_s else name for name in streams]
-    axes.set_yticks(range(len(streams)), ticks)
+    names, ticks = short_names(units), []
+    for lane, stream in enumerate(lanes):
+        mine = _of(records, stream)
+        for kind in dict.fromkeys(each.kind for each in mine):
+            drawn = [each for each in mine if each.kind == kind]
+            axes.broken_barh(
+                [(each.start_s * scale, (each.stop_s - each.start_s) * scale) for each in drawn],
+                (lane - 0.4, 0.8),
+                facecolors=[(KIND_COLOURS[kind], _SHADES[each.unit % 2]) for each in drawn],
+            )
+        busy_s = sum(each.stop_s - each.start_s for each in mine)
+        ticks.append(f"{stream}\n{busy_s / end_s:.0%} busy")
+        for middle_s, number in _labelled(mine, end_s / 85):
+            axes.text(
+                middle_s * scale,
+                lane,
+                names[number],
+                **_UPRIGHT,  # type: ignore[arg-type]
+            )
+    for kind in dict.fromkeys(each.kind for each in records):
+        word = "recomputation" if kind == "again" else kind
+        axes.broken_barh([], (0, 0), color=KIND_COLOURS[kind], label=word)
+    axes.set_yticks(range(len(lanes)), ticks)
     whole = f" of a step of {step_s * scale:,.1f} {unit}" if step_s else ""
     axes.set_xlabel(f"{unit}: a micro-batch takes {end_s * scale:,.1f} {unit}{whole}")
     axes.margins(x=0)
@@ -207,38 +210,16 @@ def _of(records: Sequence[Busy], stream: str) -> list[Busy]:
     return [each for each in records if each.stream == stream]
 
 
-def _write_names(
-    axes: "Axes",
-    records: Sequence[Busy],
-    lane: int,
-    names: Sequence[str],
-    end_s: float,
-    scale: float,
-) -> None:
-    """Write units' names into runs of bars, where there is room beside the name before."""
-    room_s, free_s = end_s / 85, 0.0
-    runs: list[list[float]] = []
-    last: tuple[str, int] | None = None
-    for each in records:
-        if (each.kind, each.unit) == last:
-            runs[-1][1] = each.stop_s
-        else:
-            runs.append([each.start_s, each.stop_s, each.unit])
-        last = each.kind, each.unit
-    for start_s, stop_s, unit in runs:
+def _labelled(records: Sequence[Busy], room_s: float) -> Iterator[tuple[float, int]]:
+    """Yield middle and unit of runs of bars where a name has room beside the one before."""
+    free_s = 0.0
+    for (_, unit), run in groupby(records, lambda each: (each.kind, each.unit)):
+        bars = list(run)
+        start_s, stop_s = bars[0].start_s, bars[-1].stop_s
         middle_s = (start_s + stop_s) / 2
-        if middle_s - room_s / 2 < free_s or stop_s - start_s < room_s / 4:
-            continue
-        free_s = middle_s + room_s / 2
-        axes.text(
-            middle_s * scale,
-            lane,
-            names[int(unit)],
-            rotation=90,
-            ha="center",
-            va="center",
-            fontsize=6,
-        )
+        if middle_s - room_s / 2 >= free_s and stop_s - start_s >= room_s / 4:
+            free_s = middle_s + room_s / 2
+            yield middle_s, unit
 
 
 def draw_scaling(points: Sequence[ScalePoint], title: str) -> "Figure":

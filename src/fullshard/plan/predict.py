@@ -10,7 +10,7 @@ from fullshard.plan.cluster.read import fitted_constants, fitted_spread
 from fullshard.plan.memory import MemoryForecast, forecast_memory
 from fullshard.plan.model.model import Model
 from fullshard.plan.run import Run
-from fullshard.plan.step.clock import Timeline, replay
+from fullshard.plan.step.clock import replay
 from fullshard.plan.step.interval import Unknown, half_width, unknowns
 from fullshard.plan.step.script import Script, write_script
 
@@ -94,12 +94,6 @@ def predict(
     script = script or write_script(model, run, cluster)
     memory = forecast_memory(script, model, run, cluster)
     timeline = replay(script, run, cluster, constants)
-    return _prediction(model, run, cluster, memory, timeline)
-
-
-def _prediction(
-    model: Model, run: Run, cluster: Cluster, memory: MemoryForecast, timeline: Timeline
-) -> Prediction:
     step_s = timeline.step_s
     samples = run.micro_batch * run.accumulate / run.tensor_parallel  # a device's share
     share = memory.peak_bytes / cluster.device.memory_bytes

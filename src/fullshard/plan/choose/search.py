@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks the configurations of a space by predicted speed, within a memory budget."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +24,7 @@ USABLE = 0.95
 """The share of a device's memory that a choice may fill: fragments have the rest."""
 
 _REFINED = 4  # of the best, how many are tried with other units and prefetch
+_STEP = 0.01
 _UNIT_KEY = ("strategy", "replicas", "wrap", "offload")
 
 
@@ -89,18 +91,19 @@ def search(
 
 
 def _speed(prediction: Prediction) -> tuple[float, int, int]:
-    """Sort the fastest first; of those told as fast, to three digits, the smallest, the simplest.
-
-    Digits beyond the third are far within every interval.
-    """
+    """Sort the fastest first; of those told as fast the smallest, then the simplest."""
     run = prediction.run
     changes = (run.wrap is not Wrap.BLOCK) + (run.prefetch != Prefetch()) + (run.replicas > 1)
     return -told_speed(prediction), prediction.memory.peak_bytes, changes
 
 
 def told_speed(prediction: Prediction) -> float:
-    """Return tokens/s of one device as they are told: to three digits."""
-    return float(f"{prediction.tokens_per_s:.3g}")
+    """Return tokens/s of one device as they are told: in steps of 1%, to three digits.
+
+    Finer differences are far within every interval.
+    """
+    steps = round(math.log(prediction.tokens_per_s) / _STEP)
+    return float(f"{math.exp(steps * _STEP):.3g}")
 
 
 def least_memory(ranked: Sequence[Prediction]) -> Prediction:

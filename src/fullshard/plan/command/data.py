@@ -7,7 +7,7 @@ from typing import Any
 from fullshard.core.errors import NotSupportedError
 from fullshard.core.presets import TRANSFORMERS
 from fullshard.plan.choose.questions import Answer
-from fullshard.plan.choose.search import Choice, pareto
+from fullshard.plan.choose.search import Choice, pareto, told_speed
 from fullshard.plan.choose.words import describe, offload_name, strategy_name
 from fullshard.plan.command.recipe import code_of
 from fullshard.plan.predict import Prediction
@@ -36,6 +36,7 @@ def prediction_data(prediction: Prediction, tokens: float = 0.0) -> dict[str, An
         "parts_s": dict(prediction.parts),
         "communication_s": prediction.communication_s,
         "tokens_per_s_per_device": prediction.tokens_per_s,
+        "tokens_per_s_told": told_speed(prediction),
         "tokens_per_s": prediction.cluster_tokens_per_s,
         "mfu": prediction.mfu,
         "unknowns": {each.name: each.share for each in prediction.unknowns},

@@ -74,17 +74,8 @@ _SHAPES: dict[str, Shape] = {
     "mpt-70b": _mpt(80, 8192, 64),
     # Jiang et al., arXiv:2310.06825 and arXiv:2401.04088.
     "mistral-7b": _llama(32, 4096, 32, 8, 14_336, 32_000, 8192),
-    "mixtral-8x7b": Shape(
-        32,
-        4096,
-        32,
-        8,
-        128,
-        14_336,
-        32_000,
-        8192,
-        experts=Experts(8, 2, 14_336),
-        naming=LLAMA,
+    "mixtral-8x7b": replace(
+        _llama(32, 4096, 32, 8, 14_336, 32_000, 8192), experts=Experts(8, 2, 14_336)
     ),
     # Brown et al., arXiv:2005.14165, table 2.1; OPT (arXiv:2205.01068) has the same shapes.
     "gpt3-1.3b": _gpt3(24, 2048, 32),

@@ -103,13 +103,10 @@ GPT2 = Naming(
     down="c_proj",
     feed_forward_norm="ln_2",
 )
-MPT = Naming(
+MPT = replace(
+    GPT2,
     blocks="transformer.blocks",
-    embedding="transformer.wte",
-    positions="transformer.wpe",
     final_norm="transformer.norm_f",
-    head="lm_head",
-    attention="attn",
     joint="Wqkv",
     out="out_proj",
     attention_norm="norm_1",

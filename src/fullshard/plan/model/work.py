@@ -44,46 +44,40 @@ class Pricer:
         self, name: str, into: int, out: int, *, saved: int = 0, trained: bool | None = None
     ) -> Operation:
         """``into`` features to ``out``; ``saved`` features a token of its output are kept."""
-        m, k, n = self.tokens, into, out
-        flops, moved = 2.0 * m * k * n, float(self.item * (m * k + k * n + m * n))
         times = 2 if (self.trained if trained is None else trained) else 1
+        return self._products(name, (self.tokens, out, into), 1, times, saved)
+
+    def experts(self, name: str, into: int, out: int, active: int, count: int) -> Operation:
+        """Products with ``active`` of ``count`` experts a token: all weights are read."""
+        rows = self.tokens * active
+        return self._products(name, (rows, out, into), count, 2 if self.trained else 1, out)
+
+    def _products(
+        self, name: str, shape: tuple[int, int, int], count: int, times: int, saved: int
+    ) -> Operation:
+        """Products of (m, n, k) in all, by ``count`` weights, and ``times`` as many in backward."""
+        m, n, k = shape
+        flops, moved = 2.0 * m * k * n, float(self.item * (m * (k + n) + count * k * n))
+        each = (max(1, m // count), n, k)
         return Operation(
             name,
             Kind.MATMUL,
-            Workload(flops, moved, shape=(m, n, k)),
-            Workload(times * flops, times * moved, kernels=times, shape=(m, n, k), count=times),
+            Workload(flops, moved, shape=each, count=count),
+            Workload(times * flops, times * moved, kernels=times, shape=each, count=times * count),
             saved_bytes=self.item * m * saved,
             output_bytes=self.item * m * n,
             backward_scratch_bytes=self.item * m * (k + n),
             cheap=False,
         )
 
-    def experts(self, name: str, into: int, out: int, active: int, count: int) -> Operation:
-        """Products with ``active`` of ``count`` experts a token: all weights are read."""
-        rows = self.tokens * active
-        flops = 2.0 * rows * into * out
-        moved = float(self.item * (rows * (into + out) + count * into * out))
-        times = 2 if self.trained else 1
-        shape = (max(1, rows // count), out, into)
-        return Operation(
-            name,
-            Kind.MATMUL,
-            Workload(flops, moved, shape=shape, count=count),
-            Workload(times * flops, times * moved, kernels=times, shape=shape, count=times * count),
-            saved_bytes=self.item * rows * out,
-            output_bytes=self.item * rows * out,
-            backward_scratch_bytes=self.item * rows * (into + out),
-            cheap=False,
-        )
-
     def attention(
-        self, heads: int, kv_heads: int, head_width: int, *, window: int = 0, causal: bool = True
+        self, heads: int, kv_heads: int, head_width: int, *, window: int = 0
     ) -> Operation:
         """A fused kernel that keeps its output and one float32 a row (arXiv:2307.08691).
 
         A causal mask halves the work; backward computes the scores again: 5 products for 2.
         """
-        span = self.length / 2 if causal else float(self.length)
+        span = self.length / 2
         if window and window < self.length:
             span = min(span, window)
         flops = 4.0 * self.tokens * span * heads * head_width

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.core.layout import lay_out
 from fullshard.core.schedule import (
     Event,
     Moment,
@@ -15,8 +16,10 @@ from fullshard.core.schedule import (
     UnitPolicy,
     compile_step,
     rules,
+    unit_policy,
 )
-from fullshard.core.strategy import Prefetch
+from fullshard.core.spec import ParamSpec
+from fullshard.core.strategy import Precision, Prefetch
 
 F_BEGIN, F_END = Moment.FORWARD_BEGIN, Moment.FORWARD_END
 B_BEGIN, B_END = Moment.BACKWARD_BEGIN, Moment.BACKWARD_END
@@ -445,3 +448,32 @@ def test_each_trainable_unit_is_reduced_once(step, prefetch):
     for unit, policy in policies.items():
         assert ops.count(Op(OpKind.REDUCE, unit)) == policy.reduced
         assert ops.count(Op(OpKind.AWAIT_REDUCE, unit)) == policy.reduced
+
+
+@pytest.mark.parametrize(
+    ("choices", "setting", "value"),
+    [
+        ({}, "reshard_after_forward", True),
+        ({"root": True}, "reshard_after_forward", False),
+        ({"root": True, "reshard_after_forward": True}, "reshard_after_forward", True),
+        ({"reshard_after_forward": False}, "reshard_after_forward", False),
+        ({}, "gathered", True),
+        ({"resident": True}, "gathered", False),
+        ({"params": ()}, "gathered", False),
+        ({}, "replicated", False),
+        ({"replicas": 2}, "replicated", True),
+        ({"replicas": 2, "shards": 1}, "replicated", False),
+        ({}, "widened", False),
+        ({"precision": Precision("bfloat16", "float32")}, "widened", True),
+        ({"precision": Precision("bfloat16", "float32"), "on_cpu": True}, "widened", False),
+    ],
+)
+def test_a_units_policy_follows_from_its_layout(choices, setting, value):
+    choices = dict(choices)
+    params = choices.pop("params", (ParamSpec("weight", (64, 64), "float32"),))
+    precision = choices.pop("precision", Precision())
+    layout = lay_out(params, choices.pop("shards", 4), precision, "element")
+    unset = {"root": False, "resident": False, "reduced": True, "reshard_after_forward": None}
+    policy = unit_policy(layout, **{**unset, "replicas": 1, "on_cpu": False, **choices})
+    assert getattr(policy, setting) is value
+    assert policy.full_bytes == layout.full_bytes

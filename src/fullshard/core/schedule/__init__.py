@@ -6,7 +6,16 @@ them, `scheduler` records and replays steps while they run.
 """
 
 from fullshard.core.schedule.record import Event, Moment
-from fullshard.core.schedule.rules import Op, OpKind, UnitPolicy, compile_step
+from fullshard.core.schedule.rules import Op, OpKind, UnitPolicy, compile_step, unit_policy
 from fullshard.core.schedule.scheduler import Scheduler
 
-__all__ = ["Event", "Moment", "Op", "OpKind", "Scheduler", "UnitPolicy", "compile_step"]
+__all__ = [
+    "Event",
+    "Moment",
+    "Op",
+    "OpKind",
+    "Scheduler",
+    "UnitPolicy",
+    "compile_step",
+    "unit_policy",
+]

@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from fullshard.core.layout import Layout
 from fullshard.core.schedule.record import Event, Moment, first_of_backward, turns, upcoming
 from fullshard.core.strategy import Prefetch
 
-__all__ = ["Op", "OpKind", "State", "UnitPolicy", "compile_step"]
+__all__ = ["Op", "OpKind", "State", "UnitPolicy", "compile_step", "unit_policy"]
 
 
 class OpKind(Enum):
@@ -76,6 +77,32 @@ class UnitPolicy:
     prefetch_backward: tuple[int, ...] | None = None
     full_bytes: int = 0
     widened: bool = False
+
+
+def unit_policy(
+    layout: Layout,
+    *,
+    root: bool,
+    resident: bool,
+    reduced: bool,
+    reshard_after_forward: bool | None,
+    replicas: int,
+    on_cpu: bool,
+) -> UnitPolicy:
+    """Return the policy of a unit by its layout.
+
+    ``reshard_after_forward`` None is for all units but the ``root``'s, whose parameters are needed
+    again as soon as its forward is over. A ``resident`` one is full at rest. On a CPU the host
+    would wait for the earlier reduces of `UnitPolicy.widened` gradients.
+    """
+    return UnitPolicy(
+        gathered=bool(layout.segments) and not resident,
+        reduced=reduced,
+        reshard_after_forward=not root if reshard_after_forward is None else reshard_after_forward,
+        replicated=layout.shards > 1 and replicas > 1,
+        full_bytes=layout.full_bytes,
+        widened=not on_cpu and layout.grad_copied_bytes > layout.full_bytes,
+    )
 
 
 class State:

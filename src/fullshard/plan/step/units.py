@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The units that the engine would make of a model, with their layouts, policies and prices."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.forecast import UnitCost, unit_cost
 from fullshard.core.grouping import around_of, group_parameters
 from fullshard.core.layout import Layout, lay_out, stored_bytes
-from fullshard.core.schedule import UnitPolicy
+from fullshard.core.schedule import UnitPolicy, unit_policy
 from fullshard.core.spec import ParamSpec, item_bytes
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.model.model import Model
@@ -88,24 +88,25 @@ def units_of(
     units: list[PlannedUnit] = []
     for path, around in zip(paths, around_of(paths), strict=True):
         layout = lay_out(groups[path], shards, run.precision, run.align)
-        policy = _policy(layout, run, replicas, root=path == "", reduces=reduces)
-        if not cluster.device.cpu:
-            widened = layout.grad_copied_bytes > layout.full_bytes
-            policy = replace(policy, widened=widened)
-        cost = _cost(layout, run, replicas, cluster, resident=not policy.gathered)
+        resident = not layout.segments or _shard_is_full(layout, run)
+        policy = unit_policy(
+            layout,
+            root=path == "",
+            resident=resident,
+            reduced=reduces and any(segment.trainable for segment in layout.segments),
+            reshard_after_forward=_reshards(run),
+            replicas=replicas,
+            on_cpu=cluster.device.cpu,
+        )
+        cost = _cost(layout, run, replicas, cluster, resident=resident)
         units.append(PlannedUnit(path, around, layout, policy, cost))
     return tuple(units)
 
 
-def _policy(layout: Layout, run: Run, replicas: int, *, root: bool, reduces: bool) -> UnitPolicy:
-    sharding = run.strategy.sharding
-    return UnitPolicy(
-        gathered=bool(layout.segments) and not _shard_is_full(layout, run),
-        reduced=reduces and any(segment.trainable for segment in layout.segments),
-        reshard_after_forward=sharding.reshard_after_forward and (not root or run.reshard_root),
-        replicated=layout.shards > 1 and replicas > 1,
-        full_bytes=layout.full_bytes,
-    )
+def _reshards(run: Run) -> bool | None:
+    """The setting of all units; None leaves out the root's."""
+    reshards = run.strategy.sharding.reshard_after_forward
+    return None if reshards and not run.reshard_root else reshards
 
 
 def _shard_is_full(layout: Layout, run: Run) -> bool:

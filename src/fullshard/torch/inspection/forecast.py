@@ -10,7 +10,7 @@ from torch import nn
 from fullshard.core.forecast import Sent, UnitCost, forecast, step_events, unit_cost
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm.compressed import CompressedComm
-from fullshard.torch.step.executor import unit_policy
+from fullshard.torch.step.executor import policy_of
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of
 from fullshard.torch.step.tracker import Tracker
 from fullshard.torch.unit.buffers import dtype_of
@@ -81,7 +81,7 @@ def forecast_step(units: Sequence[NamedUnit]) -> StepForecast:
         managed = each.managed
         reduced = each.unit.trainable and managed.step.requires_gradient_sync
         root = managed.number == 0 if managed.tracker is not None else each.around is None
-        policy = unit_policy(managed, reduced=reduced, root=root)
+        policy = policy_of(managed, reduced=reduced, root=root)
         policies[number] = replace(
             policy,
             prefetch_forward=_numbered(managed.prefetch_forward, numbers),

@@ -3,11 +3,12 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from fullshard.core.schedule import Event, Moment, OpKind, Scheduler, UnitPolicy
+from fullshard.core.schedule import Event, Moment, OpKind, Scheduler, UnitPolicy, unit_policy
 from fullshard.core.strategy import Prefetch
 from fullshard.core.trace import Trace, TraceRecord
 from fullshard.torch.step.managed import ManagedUnit
@@ -15,7 +16,7 @@ from fullshard.torch.step.profiling import UnitMarks, profiler_runs
 from fullshard.torch.unit.streams import DeviceClock
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["Executor", "TraceRecorder", "unit_policy"]
+__all__ = ["Executor", "TraceRecorder", "policy_of"]
 
 _ENDS_OF_REDUCES = (OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
 _NAMED = (OpKind.GATHER, OpKind.AWAIT_GATHER, OpKind.REDUCE, OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
@@ -53,7 +54,9 @@ class Executor:
         self.prefetch = prefetch
         policies = {
             m.number: UnitPolicy(
-                _gathered(m.unit), reduced=False, full_bytes=m.unit.layout.full_bytes
+                gathered=bool(m.unit.params) and not m.unit.resident,
+                reduced=False,
+                full_bytes=m.unit.layout.full_bytes,
             )
             for m in self.units
         }
@@ -72,7 +75,7 @@ class Executor:
         )
         if reduced not in self._by_reduced:
             policies = {
-                m.number: unit_policy(m, reduced=m.number in reduced, root=m.number == 0)
+                m.number: policy_of(m, reduced=m.number in reduced, root=m.number == 0)
                 for m in self.units
             }
             self._by_reduced[reduced] = Scheduler(policies, self.prefetch)
@@ -175,39 +178,32 @@ def _alive(references: Sequence[weakref.ref[ManagedUnit]]) -> list[ManagedUnit]:
     return [managed for managed in found if managed is not None]
 
 
-def _gathered(unit: Unit) -> bool:
-    return not unit.resident and bool(unit.params)
-
-
-def unit_policy(managed: ManagedUnit, *, reduced: bool, root: bool) -> UnitPolicy:
+def policy_of(managed: ManagedUnit, *, reduced: bool, root: bool) -> UnitPolicy:
     """Return how the schedule is to treat a unit with its present settings.
 
     ``root`` is true for the root's unit.
     """
-    reshard, ranks = managed.reshard_after_forward, managed.unit.ranks
-    if reshard is None:
-        # The root's parameters are needed again as soon as its forward is over.
-        reshard = not root
-
-    layout = managed.unit.layout
-    # On a CPU the host would wait.
-    widened = managed.unit.device.type != "cpu" and layout.grad_copied_bytes > layout.full_bytes
+    unit = managed.unit
 
     def numbers(chosen: "list[ManagedUnit] | None") -> tuple[int, ...] | None:
         return None if chosen is None else tuple(other.number for other in chosen)
 
-    return UnitPolicy(
-        gathered=_gathered(managed.unit),
+    policy = unit_policy(
+        unit.layout,
+        root=root,
+        resident=unit.resident,
         reduced=reduced,
-        reshard_after_forward=reshard,
+        reshard_after_forward=managed.reshard_after_forward,
+        replicas=unit.ranks.replicas.size,
+        on_cpu=unit.device.type == "cpu",
+    )
+    return replace(
+        policy,
         reshard_after_backward=managed.reshard_after_backward,
-        shrunk=ranks.block is not None,
-        replicated=ranks.gather.size > 1 and ranks.replicas.size > 1,
+        shrunk=unit.ranks.block is not None,
         unshard_in_backward=managed.unshard_in_backward,
         prefetch_forward=numbers(managed.prefetch_forward),
         prefetch_backward=numbers(managed.prefetch_backward),
-        full_bytes=layout.full_bytes,
-        widened=widened,
     )
 
 

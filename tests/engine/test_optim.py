@@ -19,7 +19,8 @@ from fullshard.core.layout import lay_out
 from fullshard.core.spec import ParamSpec
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import fully_shard
-from fullshard.torch.optim.checks import clip_grad_norm_, optimizer_state_bytes, watch_optimizers
+from fullshard.torch.optim.checks import optimizer_state_bytes, watch_optimizers
+from fullshard.torch.optim.clipping import clip_grad_norm_
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.reductions import GlobalScalar, global_norms, global_sum

@@ -19,7 +19,7 @@ from fullshard.torch import (
     fully_shard,
     set_prefetch,
 )
-from fullshard.torch.sharding.shard import require_gradient_sync
+from fullshard.torch.sharding.settings import require_gradient_sync
 
 STEPS = 3
 FOUND_FAULTS = (587, 1133, 2009)  # beyond those that are always tried

@@ -23,7 +23,7 @@ from fullshard.plan.step.script import write_script
 from fullshard.plan.step.units import unit_paths
 from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, resting_bytes, tracing
-from fullshard.torch.sharding.shard import ensure_tracker
+from fullshard.torch.step.tracker import ensure_tracker
 from fullshard.train.torch.models import GPT
 
 SHAPE = Transformer(3, 8, 2, 1, 12, 11, context=4)

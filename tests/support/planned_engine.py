@@ -26,7 +26,7 @@ from fullshard.torch import (
     tracing,
 )
 from fullshard.torch.measuring import record_step
-from fullshard.torch.sharding.shard import ensure_tracker
+from fullshard.torch.step.tracker import ensure_tracker
 
 LINK = Link(1e9, 1e-6)
 DEVICE = Device(

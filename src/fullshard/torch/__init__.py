@@ -18,7 +18,7 @@ from fullshard.torch.fsdp1.wrapper import FullyShardedDataParallel
 from fullshard.torch.fsdp2.fully_shard import fully_shard
 from fullshard.torch.fsdp2.module import FSDPModule
 from fullshard.torch.inspection.traffic import tracing
-from fullshard.torch.optim.checks import clip_grad_norm_
+from fullshard.torch.optim.clipping import clip_grad_norm_
 from fullshard.torch.optim.grad_scaler import ShardedGradScaler
 from fullshard.torch.optim.overlap_optimizer import overlap_optimizer
 from fullshard.torch.sharding.memory_pool import use_memory_pool
@@ -28,7 +28,7 @@ from fullshard.torch.sharding.options import (
     MixedPrecision,
     MixedPrecisionPolicy,
 )
-from fullshard.torch.sharding.shard import (
+from fullshard.torch.sharding.settings import (
     keep_for_double_backward,
     set_prefetch,
     set_separate_reduce_scatter_group,

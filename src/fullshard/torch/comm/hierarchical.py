@@ -205,7 +205,7 @@ class HierarchicalComm(WrappedComm):
             self._thread.start()
             weakref.finalize(self, self._calls.put, None)
         self._calls.put(stages)
-        return _Call(what, self._witness, stages)
+        return _StagedWork(what, self._witness, stages)
 
 
 class _TwoStages:
@@ -245,7 +245,7 @@ class _TwoStages:
         return self._last.is_completed()
 
 
-class _Call:
+class _StagedWork:
     """The `Work` of two stages."""
 
     def __init__(self, what: str, witness: Witness | None, stages: _TwoStages):

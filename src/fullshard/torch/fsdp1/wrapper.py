@@ -28,19 +28,18 @@ from fullshard.torch.fsdp1.units import (
     prefetch_of,
     prefetches_backward,
 )
-from fullshard.torch.optim.checks import clip_grad_norm_
+from fullshard.torch.optim.clipping import clip_grad_norm_
 from fullshard.torch.optim.original_params import switch_optimizers
 from fullshard.torch.sharding.auto_wrap import auto_wrap_policy
 from fullshard.torch.sharding.find import ignored_parts
 from fullshard.torch.sharding.initialisation import broadcast_buffers, initialise
 from fullshard.torch.sharding.module_buffers import cast_buffers, move_buffers
 from fullshard.torch.sharding.options import CPUOffload, MixedPrecision
+from fullshard.torch.sharding.settings import require_gradient_sync, set_prefetch
 from fullshard.torch.sharding.shard import (
     agree,
     refuse_copy,
     refuse_pickle,
-    require_gradient_sync,
-    set_prefetch,
     shard_modules,
     shardable_parameters,
 )

@@ -20,13 +20,11 @@ from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm.process_group import group_of
 from fullshard.torch.fsdp2.state import ModuleState
 from fullshard.torch.sharding.initialisation import filled_with_nan
-from fullshard.torch.sharding.shard import (
-    refuse_copy,
-    refuse_pickle,
+from fullshard.torch.sharding.settings import (
     require_gradient_sync,
     set_separate_reduce_scatter_group,
-    take_over_below,
 )
+from fullshard.torch.sharding.shard import refuse_copy, refuse_pickle, take_over_below
 from fullshard.torch.state.forms import AS_DTENSORS, ask_before_loading, collecting, hand_out
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.paths import make_ties

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of optimizers over sharded parameters, their state's bytes, and gradient clipping.
+"""Checks of optimizers over sharded parameters, and the bytes of their state.
 
 [Note: Looking at optimizers]
 An optimizer that was created before the model was sharded holds parameters that nothing uses any
@@ -9,11 +9,10 @@ has more parameters or more parameters have been sharded since.
 """
 
 import threading
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -28,7 +27,6 @@ from fullshard.torch.unit.guards.replaced import last_replacement, name_of_repla
 
 __all__ = [
     "NEEDS_WHOLE_TENSORS",
-    "clip_grad_norm_",
     "look_at",
     "optimizer_state_bytes",
     "watch_optimizers",
@@ -136,19 +134,6 @@ def _count(optimizer: Optimizer) -> None:
     count_step(getattr(optimizer, _COMMS))
     stepped = [each for each in getattr(optimizer, _EMPTY) if each.grad is not None]
     count_change(*(each.local for each in stepped))
-
-
-def clip_grad_norm_(
-    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
-) -> Tensor:
-    """Scale the gradients so that their global norm is at most ``max_norm``.
-
-    Returns the norm before clipping, the same on every rank. Gradients of plain parameters count
-    once: every rank is assumed to hold the same. Collective. `torch.nn.utils.clip_grad_norm_` does
-    the same.
-    """
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    return nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
 
 def optimizer_state_bytes(optimizer: Optimizer) -> int:

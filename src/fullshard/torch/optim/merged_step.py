@@ -20,9 +20,9 @@ its place in vectorised loops: see [Note: Thirty-two elements] in `fullshard.cor
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,9 +72,9 @@ class MergedStep:
     def __init__(self, optimizer: Optimizer):
         self._optimizer = weakref.ref(optimizer)
         self._collect: Callable[..., Any] = type(optimizer)._init_group  # type: ignore[attr-defined]
-        self._plans: dict[int, _Plan] = {}  # by the first parameter collected
+        self._plans: dict[int, _Merging] = {}  # by the first parameter collected
         self._misses: dict[int, int] = {}  # for how many steps on end there was none that fits
-        self._unfinished: _Plan | None = None
+        self._unfinished: _Merging | None = None
         self._reads = 0
         self.prepare: Callable[[list[Tensor]], None] | None = None  # sees parameters to collect
 
@@ -115,7 +115,7 @@ class MergedStep:
             misses = self._misses[key] = self._misses.get(key, 0) + 1
             if misses > _MOST_MISSES and misses % _MOST_MISSES:
                 return  # other gradients in each step: plans cost more than they bring
-            plan = _Plan(lists, self._equal_numbers)
+            plan = _Merging(lists, self._equal_numbers)
             grads = plan.merged_grads(lists)
             if grads is None:  # no plan fits this
                 return
@@ -124,7 +124,7 @@ class MergedStep:
         self._unfinished = plan
         plan.apply(lists, grads)
 
-    def _watch(self, plan: "_Plan", lists: Lists, key: int) -> None:
+    def _watch(self, plan: "_Merging", lists: Lists, key: int) -> None:
         reference = weakref.ref(self)
 
         def forget(_: object) -> None:
@@ -170,7 +170,7 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-class _Run:
+class _SpanRun:
     """Parameters whose spans, and the gradients of these, follow each other in memory."""
 
     def __init__(self, first: int, kind: Any):
@@ -235,27 +235,27 @@ def _where(part: Tensor, *, behind: bool = False) -> tuple[int, int]:
     return part.untyped_storage().data_ptr(), part.data_ptr() + end
 
 
-class _Plan:
+class _HeldSpan(NamedTuple):
+    """A span that this rank holds elements of, by the place of its parameter in the lists."""
+
+    place: int
+    first: int  # the place of the first of its run
+    offset: int  # bytes that its gradient lies behind that one's
+
+
+class _Merging:
     """The replacements in the lists of one group, valid while these hold the same tensors."""
 
     def __init__(self, lists: Lists, equal: Callable[[list[Tensor]], list[Any]]):
         self._columns = [k for k in range(2, len(lists)) if lists[k]]  # of state
-        self.runs: list[_Run] = []
-        self._rows: list[_Run | int] = []  # what the lists become: a run, or what is at a place
+        self.runs: list[_SpanRun] = []
+        self._rows: list[_SpanRun | int] = []  # what the lists become: a run, or what is at a place
         self._find_runs(lists, equal)
         self._members = [i for run in self.runs for i in run.members]
-        self._held = [i for run in self.runs for i in run.held]
-        # For each span held, where its gradient lies behind the first one of its run.
-        firsts = [run.held[0] for run in self.runs for _ in run.held]
-        self._firsts = [self._held.index(i) for i in firsts]
-        self._offsets = [
-            lists[1][i].local.data_ptr() - lists[1][first].local.data_ptr()
-            for i, first in zip(self._held, firsts, strict=True)
-        ]
+        self._spans = list(self._find_spans(lists[1]))
         self._long_runs = [run for run in self.runs if len(run.held) > 1]
         self._numbers: list[Tensor] = []
-        self._leaders: list[Tensor] = []
-        self._followers: list[Tensor] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []  # of the first of a run, to another
         self._state: dict[int, list[Tensor]] = {}  # by column, for each run
         for run in self.runs:
             run.param = run.view(lists[0])
@@ -267,6 +267,12 @@ class _Plan:
         self._ids = _ids(lists)
         self._versions = list(map(_version, self._numbers))
         self._watched: list[weakref.ref[Any]] = []
+
+    def _find_spans(self, grads: Sequence[Any]) -> Iterator[_HeldSpan]:
+        for run in self.runs:
+            at = [grads[place].local.data_ptr() for place in run.held]
+            for place, here in zip(run.held, at, strict=True):
+                yield _HeldSpan(place, run.held[0], here - at[0])
 
     def _find_runs(self, lists: Lists, equal: Callable[[list[Tensor]], list[Any]]) -> None:
         params, grads, *_ = lists
@@ -283,14 +289,14 @@ class _Plan:
             k: dict(zip(fitting, equal([lists[k][i] for i in fitting]), strict=True))
             for k in columns
         }
-        run: _Run | None = None
+        run: _SpanRun | None = None
         for i in sorted(fitting, key=lambda i: _where(params[i].local)):
             span, grad = params[i].local, grads[i].local
             kind = (*(kinds[i] or ()), *(values[k][i] for k in columns))
             if run is not None and run.takes(kind, span, grad):
                 run.members.append(i)
             else:
-                run = _Run(i, kind)
+                run = _SpanRun(i, kind)
                 self.runs.append(run)
             run.add(i, span, grad)
         self.runs.sort(key=attrgetter("first"))
@@ -300,10 +306,10 @@ class _Plan:
 
     def _take_numbers(self, items: Sequence[Tensor]) -> list[Tensor]:
         for run in self.runs:
-            followers = [items[i] for i in run.members if i != run.first]
-            self._followers += followers
-            self._leaders += [items[run.first]] * len(followers)
-            self._numbers += [items[run.first], *followers]
+            first = items[run.first]
+            others = [items[i] for i in run.members if i != run.first]
+            self._copies += [(other, first) for other in others]
+            self._numbers += [first, *others]
         return [items[run.first] for run in self.runs]
 
     def watch(self, lists: Lists, forget: Callable[[Any], None]) -> None:
@@ -326,10 +332,10 @@ class _Plan:
         mine = [grads[i] for i in self._members]
         if not all(map(_goes_with, mine, [params[i] for i in self._members])):
             return None
-        parts: list[Tensor] = [grads[i].local for i in self._held]
-        at = [part.data_ptr() for part in parts]
-        offsets = [here - at[first] for here, first in zip(at, self._firsts, strict=True)]
-        if offsets != self._offsets or not all(run.fits_storage(grads) for run in self._long_runs):
+        at = {span.place: grads[span.place].local.data_ptr() for span in self._spans}
+        if any(at[span.place] - at[span.first] != span.offset for span in self._spans):
+            return None
+        if not all(run.fits_storage(grads) for run in self._long_runs):
             return None
         return [run.view(grads) for run in self.runs]
 
@@ -346,8 +352,9 @@ class _Plan:
 
     def finish(self) -> None:
         """After the step: numbers that are equal stay equal."""
-        if self._followers:
-            torch._foreach_copy_(self._followers, self._leaders)
+        if self._copies:
+            others, firsts = map(list, zip(*self._copies, strict=True))
+            torch._foreach_copy_(others, firsts)
         self._versions = list(map(_version, self._numbers))
 
 

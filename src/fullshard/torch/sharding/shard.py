@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
-from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.ranks import Where, compute_device
 from fullshard.torch.optim.checks import watch_optimizers
@@ -24,8 +23,8 @@ from fullshard.torch.sharding.same_values import values_are_checked, verify_valu
 from fullshard.torch.step.autograd_calls import watch_autograd
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.paths import note_left_out
-from fullshard.torch.step.tracker import Tracker, ensure_tracker
-from fullshard.torch.unit.changes import gather_apart, give_up, take_over
+from fullshard.torch.step.tracker import Tracker
+from fullshard.torch.unit.changes import give_up, take_over
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites, device_of
 from fullshard.torch.unit.unit import Unit
@@ -33,12 +32,8 @@ from fullshard.torch.unit.unit import Unit
 __all__ = [
     "ToShard",
     "agree",
-    "keep_for_double_backward",
     "refuse_copy",
     "refuse_pickle",
-    "require_gradient_sync",
-    "set_prefetch",
-    "set_separate_reduce_scatter_group",
     "shard_modules",
     "shardable_parameters",
     "take_over_below",
@@ -187,56 +182,3 @@ def refuse_pickle(module: nn.Module) -> NoReturn:
         f"a sharded {type(module).__name__} cannot be pickled: one rank holds a part of it. Save "
         "fullshard.torch.save_full_weights(model, path), or its state dict"
     )
-
-
-def require_gradient_sync(module: nn.Module, required: bool, *, recurse: bool = True) -> None:
-    """Choose if the units of ``module`` (``recurse``: and below) reduce after backward."""
-    for managed in managed_units(module, recurse=recurse):
-        managed.step.requires_gradient_sync = required
-
-
-def keep_for_double_backward(module: nn.Module, keep: bool = True) -> None:
-    """Keep the units of ``module`` and below full from forward to the next optimizer step.
-
-    What ``backward(create_graph=True)`` and ``torch.autograd.grad(..., create_graph=True)`` need,
-    since the second backward reads parameters again. It costs the memory of all full parameters.
-    Between steps; all ranks must choose the same.
-    """
-    for managed in managed_units(module):
-        managed.change("reshard_after_forward", False if keep else None)
-        managed.change("reshard_after_backward", not keep)
-
-
-def set_prefetch(
-    module: nn.Module, forward: int = 1, backward: int = 1, *, least_bytes: int = 0
-) -> None:
-    """Set how many units are gathered ahead of use below the root ``module``, between steps.
-
-    ``forward`` and ``backward`` count units beyond the one in use: 0 gathers each when it is
-    needed. Every unit more costs the memory of one full unit. With ``least_bytes`` further units
-    are gathered ahead, and further reduces left under way, until those beside the last hold so many
-    bytes: it keeps a link busy where units are small. All ranks must choose the same.
-    """
-    tracker = ensure_tracker(module)
-    if not tracker.idle:
-        raise UsageError("prefetch can only be changed between steps, not in the middle of one")
-    reduces = tracker.prefetch.reduces_in_flight
-    tracker.set_prefetch(Prefetch(forward, backward, reduces, least_bytes))
-
-
-def set_separate_reduce_scatter_group(
-    module: nn.Module, enable: bool = True, *, recurse: bool = True
-) -> None:
-    """Choose whether gathers and reduces have a communicator each (as made) or share one.
-
-    For the units of ``module`` (``recurse``: and below), between steps; all ranks must choose the
-    same. With two, a gather need not queue behind a reduce, and on NCCL gathers have a stream of
-    high priority. A communicator of NCCL takes memory of the device, at its first use or, if
-    ``init_process_group`` was given a ``device_id``, when it is made: choose one before the first
-    step where that memory is missed. Raises `UsageError` in the middle of a step.
-    """
-    chosen = list(managed_units(module, recurse=recurse))
-    if any(managed.tracker is not None and not managed.tracker.idle for managed in chosen):
-        raise UsageError("communicators can only be chosen between steps, not in the middle of one")
-    for managed in chosen:
-        gather_apart(managed.unit, enable)

@@ -100,7 +100,7 @@ def join(backend: str | None = None, timeout_s: float | None = None) -> None:
 
 
 def default_nproc() -> int:
-    """The number of ranks to start on this host: one for each GPU, or two without GPUs."""
+    """Return the number of ranks to start on this host: one for each GPU, or two without GPUs."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 

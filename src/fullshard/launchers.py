@@ -32,7 +32,7 @@ _FIRST_PORT, _PORTS = 20_000, 20_000
 def launcher_environment(
     environ: Mapping[str, str], *, local_only: bool = False
 ) -> dict[str, str] | None:
-    """The variables to add to ``environ`` to join a launcher's ranks; None without a launcher.
+    """Return variables to add to ``environ`` to join a launcher's ranks; None without one.
 
     That is nothing under torchrun; else RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and,
     where it is known, LOCAL_WORLD_SIZE. An Open MPI process is known by OMPI_COMM_WORLD_RANK, a
@@ -66,7 +66,7 @@ def launcher_environment(
 
 
 def rank_of(environ: Mapping[str, str]) -> int:
-    """The rank that a launcher has given this process; 0 without one."""
+    """Return the rank that a launcher has given this process; 0 without one."""
     return int(_found(environ).get("RANK", "0"))
 
 
@@ -77,13 +77,13 @@ def local_rank_of(environ: Mapping[str, str]) -> int | None:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of SLURM's short form: ``gpu[03-05,09],cpu1`` gives ``gpu03``."""
+    """Return the first host of SLURM's short form: ``gpu[03-05,09],cpu1`` gives ``gpu03``."""
     match = re.match(r"([^,\[]+)(?:\[([0-9]+)[^\]]*\])?", nodes)
     return match[1] + (match[2] or "") if match else "localhost"
 
 
 def usable_cores() -> int:
-    """The cores that this process may use; a container's quota counts."""
+    """Return the cores that this process may use; a container's quota counts."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cores = allowed or 1
     with contextlib.suppress(OSError, ValueError):

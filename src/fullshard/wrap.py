@@ -43,7 +43,7 @@ __all__ = [
 def modules_to_wrap(
     root: nn.Module, policy: Any, ignored: AbstractSet[nn.Module] = frozenset()
 ) -> dict[nn.Module, dict[str, Any]]:
-    """The submodules of ``root`` that ``policy`` makes units of their own; changes nothing.
+    """Return the submodules of ``root`` that ``policy`` makes units of their own; changes nothing.
 
     Args:
         root: the module being wrapped; itself never in the result.
@@ -125,7 +125,7 @@ def _run_stepwise(
 
 
 def _bottom_up(root: nn.Module) -> Iterator[nn.Module]:
-    """Each submodule once, children before parents, without the root."""
+    """Return each submodule once, children before parents, without the root."""
     seen = {root}
 
     def below(module: nn.Module) -> Iterator[nn.Module]:

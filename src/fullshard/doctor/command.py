@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a text such as ``4MiB``, ``64k`` or ``1048576``; units are powers of 1024."""
+    """Return bytes of a text such as ``4MiB``, ``64k`` or ``1048576``; units are powers of 1024."""
     match = re.fullmatch(r"(\d+)\s*([kmg]?)(i?b)?", text.strip().lower())
     digits = match[1] if match and len(match[1]) < 20 else "0"
     size_bytes = int(digits) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2]] if match else 0
@@ -114,7 +114,7 @@ def parse_size(text: str) -> int:
 
 
 def _launched(nproc: int | None) -> Mapping[str, str] | None:
-    """The variables to add to the environment to join launched ranks; None without any."""
+    """Return the variables to add to the environment to join launched ranks; None without any."""
     try:
         launcher_environment(os.environ)
     except ValueError:
@@ -170,7 +170,7 @@ def _among_launched(with_links: bool, sizes_bytes: Sequence[int]) -> tuple[Repor
 
 
 def check_hosts(texts: Sequence[str]) -> tuple[dict[str, dict[str, str]], list[Finding]]:
-    """The facts and findings of all ranks' reports (`to_json`), and where hosts differ."""
+    """Return the facts and findings of all ranks' reports (`to_json`), and where hosts differ."""
     facts_of: dict[str, dict[str, str]] = {}
     findings: list[Finding] = []
     for text in texts:

@@ -32,12 +32,12 @@ class Report:
 
     @property
     def is_bad(self) -> bool:
-        """Whether anything severe was found."""
+        """True if anything severe was found."""
         return any(is_severe(finding) for finding in self.findings)
 
 
 def to_json(report: Report) -> str:
-    """One object: ``facts``, ``findings``, ``links`` (with ``bus_bytes_per_s``), ``severe``."""
+    """Return ``facts``, ``findings``, ``links`` (``bus_bytes_per_s`` too) and ``severe`` as JSON."""
     links = None
     if report.links is not None:
         links = dataclasses.asdict(report.links)

@@ -52,12 +52,12 @@ _OTHERWISE = "start the script without fullshard if it cannot do without"
 
 
 def replaced_names(original: ModuleType) -> dict[str, Any]:
-    """The replacements for torch's public names in a served module, by name."""
+    """Return the replacements for torch's public names in a served module, by name."""
     return {name: _OURS[name] for name in _public(original) if name in _OURS}
 
 
 def stand_in(original: ModuleType) -> ModuleType:
-    """A module that passes for ``original``; torch's is not touched.
+    """Return a module that passes for ``original``; torch's is not touched.
 
     Taking a public name that fullshard lacks raises `ImportError`.
     """
@@ -100,5 +100,5 @@ def _passing_on(original: ModuleType, lacking: set[str]) -> Callable[[str], Any]
 
 
 def torchs_modules() -> dict[str, ModuleType]:
-    """The modules that are served, by name, as torch has them; while no stand-in is in place."""
+    """Return the served modules by name as torch has them, while no stand-in is in place."""
     return {name: sys.modules[name] for name in _SERVED_MODULES}

@@ -31,7 +31,7 @@ exit status: 0 if no claim fails, 1 if one does, 2 for invalid arguments
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is tried: ``timeout_s`` bounds each section."""
+    """The extent of a proof: ``timeout_s`` bounds each section."""
 
     steps: int
     scene: Scene

@@ -107,7 +107,7 @@ def _beside(training: Training, first: EngineRun, run: EngineRun) -> Claim:
 
 
 def _difference(first: EngineRun, other: EngineRun) -> float:
-    """The largest relative difference of a loss; infinite where one is not a number."""
+    """Return the largest relative difference of a loss; infinite where one is not a number."""
     pairs = [
         (a, b)
         for one, two in zip(first.losses, other.losses, strict=True)

@@ -49,7 +49,7 @@ class Proof:
 
     @property
     def without(self) -> str:
-        """What follows the verdict in the heading: the sections that were not tried."""
+        """Words after the verdict in the heading: the sections that were not tried."""
         return f" (not tried: {', '.join(self.skipped)})" if self.skipped else ""
 
 

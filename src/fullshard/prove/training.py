@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same training by several engines, on local ranks over Gloo: losses of steps, and weights.
+"""Train alike by several engines, on local ranks over Gloo; tell losses and weights.
 
 Nothing in here judges: `fullshard.prove.losses` does.
 """
@@ -168,9 +168,10 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, tuple(losses))
-    return tuple(of_ranks), _weights(model)
+    mine = torch.tensor(losses, dtype=torch.float64)
+    of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, mine)
+    return tuple(tuple(theirs.tolist()) for theirs in of_ranks), _weights(model)
 
 
 def _without_reduces(model: Any, training: Training, last: bool) -> Any:
@@ -184,7 +185,7 @@ def _without_reduces(model: Any, training: Training, last: bool) -> Any:
 
 
 def _weights(model: nn.Module) -> Tensor:
-    """All parameters, whole, one after the other: a tensor of shape (elements,). Collective."""
+    """Return all parameters, whole, in one tensor of shape (elements,). Collective."""
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return torch.cat([each.detach().flatten() for each in whole])
 

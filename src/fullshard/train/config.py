@@ -190,7 +190,7 @@ def resolve(
     model: str | None = None,
     engine: str | None = None,
 ) -> Config:
-    """Settings of one run: defaults of the model, then ``file`` (TOML), then ``overrides``.
+    """Return settings of one run: defaults of the model, then ``file`` (TOML), then ``overrides``.
 
     ``model`` is what ``--model`` gave, the same as ``model.name=``, and ``engine`` what
     ``--engine`` did, the same as ``train.engine=``. Raises `ConfigurationError` for a file that
@@ -295,7 +295,7 @@ def _unknown(
 
 
 def _build(section: str, cls: Any, given: Mapping[str, Any]) -> Any:
-    """A section of the settings; each value fits its field's type and limits."""
+    """Return a section of the settings; each value fits its field's type and limits."""
     wanted = get_type_hints(cls)
     values = {}
     for name, value in given.items():
@@ -314,7 +314,7 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def _fit(key: str, value: Any, wanted: Any) -> Any:
-    """The value as the field's type, if it is one without loss."""
+    """Return the value as the field's type, if it is one without loss."""
     if isinstance(value, _Text):
         value = value.value(wanted)
     if get_origin(wanted) is Literal:
@@ -366,7 +366,7 @@ def check_world(config: Config, world: int) -> None:
 
 
 def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
-    """The rate of ``step`` (from 0): linear warm-up to ``lr``, then a cosine to its final share."""
+    """Return the rate of ``step`` (from 0): linear warm-up to ``lr``, then a cosine."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     progress = (step - optim.warmup_steps) / max(1, steps - 1 - optim.warmup_steps)
@@ -375,12 +375,12 @@ def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
 
 
 def to_toml(config: Config) -> str:
-    """All settings as TOML that `resolve` reads back to an equal config."""
+    """Return all settings as TOML that `resolve` reads back to an equal config."""
     return tomli_w.dumps(dataclasses.asdict(config))
 
 
 def describe_options() -> str:
-    """Every key with its default and meaning, for ``--help``."""
+    """Return every key with its default and meaning, for ``--help``."""
     lines = []
     for section, cls in get_type_hints(Config).items():
         for option in dataclasses.fields(cls):

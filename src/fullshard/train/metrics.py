@@ -30,11 +30,11 @@ _GIB = 2**30
 
 
 class Speaker(Protocol):
-    """Whoever knows if it is to speak for all."""
+    """A process that knows if it is to speak for all."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints and writes."""
+        """True if this process prints and writes."""
 
 
 class RunFolderError(FullshardError, OSError):
@@ -100,7 +100,7 @@ class Speed:
         return seconds
 
     def take(self) -> dict[str, float]:
-        """Rates since the last call, over all ranks; MFU is the share of their peak (0 to 1)."""
+        """Return rates since the last call, of all ranks; MFU is the share of their peak."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
         self.tokens, self.seconds = 0, 0.0
         rates = {"tokens_per_s": rate, "tflops_per_s": rate * self.flops_per_token / 1e12}
@@ -135,7 +135,7 @@ class Reporter:
         self._progress.stop()
 
     def advance(self, steps: int = 1) -> None:
-        """One step is done, or several."""
+        """Move the bar on by ``steps``."""
         self._progress.advance(self._task, steps)
 
     def say(self, text: str) -> None:
@@ -184,7 +184,7 @@ class Reporter:
 def bytes_table(
     title: str, rows: Sequence[tuple[str, int, int | None]], each: str = "rank"
 ) -> Table:
-    """The table that a run ends with: memory of ``each``, and of one process without shards.
+    """Return the table that a run ends with: memory of ``each``, and of one process without shards.
 
     What nobody knows of the latter is None.
     """

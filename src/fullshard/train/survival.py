@@ -41,7 +41,7 @@ COME_AGAIN = 75  # exit status after a signal: saved, start it again (EX_TEMPFAI
 
 
 def folder_to_resume(config: Config) -> Path | None:
-    """The run folder to go on with, None to begin a new one.
+    """Return the run folder to go on with, None to begin a new one.
 
     ``checkpoint.resume`` may name one. With "auto", and after torchrun has restarted its ranks, it
     is the newest folder of this run's name that has a checkpoint, is not finished and has the same
@@ -78,7 +78,7 @@ class FoundStep(Protocol):
 
     @property
     def step(self) -> int:
-        """How many steps were done."""
+        """Number of steps that were done."""
 
     @property
     def extra(self) -> Any:
@@ -86,11 +86,11 @@ class FoundStep(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
+        """Folder of the step."""
 
 
 def check_position(loaded: FoundStep, batch: int) -> int:
-    """The position in the data of a loaded step, if steps of ``batch`` samples lead there.
+    """Return the position in the data of a loaded step, if steps of ``batch`` samples lead there.
 
     Raises `ConfigurationError` if not.
     """
@@ -111,7 +111,7 @@ def _has_steps(path: Path) -> bool:
 
 
 def _is_of(path: Path, config: Config) -> bool:
-    """True if the folder is of a run with these settings, but for how it was to begin."""
+    """Return whether the folder is of a run with these settings, but for how it was to begin."""
     try:
         kept = resolve(path / "config.toml")
     except ConfigurationError:
@@ -150,7 +150,7 @@ class SaveClock:
         self._last_s = time.monotonic()
 
     def is_due(self, done: int) -> bool:
-        """True after ``done`` steps if it is time; ranks may differ about minutes."""
+        """Return true after ``done`` steps if it is time; ranks may differ about minutes."""
         by_steps = bool(self._config.every) and done % self._config.every == 0
         minutes = (time.monotonic() - self._last_s) / 60
         return by_steps or 0 < self._config.minutes <= minutes
@@ -161,7 +161,7 @@ class SaveClock:
 
 
 class StopRequest:
-    """Whether somebody wants the run to save and leave."""
+    """The wish that the run saves and leaves: the signal that brought it, or 0."""
 
     def __init__(self) -> None:
         self.signal = 0

@@ -27,7 +27,7 @@ _SHAPES = {  # (m, n, k) of matrix products: large ones, and with one short dime
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured. Rates are in FLOP/s and bytes/s, times in seconds.
+    """Measured constants of a machine. Rates are in FLOP/s and bytes/s, times in seconds.
 
     ``ramp`` is the inner dimension at which a matrix product takes twice its time at full speed.
     ``links`` is None without other ranks; ``contention`` is how much longer compute takes while a
@@ -61,7 +61,7 @@ class Calibration:
         return bandwidth, max(latency, 1e-6)
 
     def toml(self, key: str, per_host: int) -> str:
-        """The calibration as a file that ``--device FILE.toml`` takes."""
+        """Return the calibration as a file that ``--device FILE.toml`` takes."""
         bandwidth, latency = self.link
         assumed = [] if self.links is not None else ["inside", "between"]
         link = (bandwidth or 1e9, latency or 1e-4)
@@ -159,7 +159,7 @@ class _StepClock:
         return statistics.median(found)
 
     def slowest(self, rates: list[float]) -> list[float]:
-        """The least of each rate over the ranks."""
+        """Return the least of each rate over the ranks."""
         if self.comm is None:
             return rates
         mine = torch.tensor(rates, dtype=torch.float64, device=self.device)
@@ -170,7 +170,7 @@ class _StepClock:
 
 
 def _matmuls(clock: _StepClock, dtype: torch.dtype) -> tuple[float, float]:
-    """The rate of large products, and how short dimensions slow it: a line through all shapes."""
+    """Fit the rate of large products, and how short dimensions slow it."""
     points = []
     for m, n, k in _SHAPES[clock.device.type]:
         a = torch.randn(m, k, device=clock.device, dtype=dtype)
@@ -202,14 +202,14 @@ def _attention(clock: _StepClock, dtype: torch.dtype) -> float:
 
 
 def _bandwidth(clock: _StepClock) -> float:
-    """Bytes read and written by an element-wise operation, a second."""
+    """Return bytes read and written by an element-wise operation, a second."""
     a = torch.ones(_BUFFER_BYTES // 4, device=clock.device)
     b = torch.empty_like(a)
     return 2 * _BUFFER_BYTES / clock.median_s(lambda: torch.mul(a, 2.0, out=b), 5)
 
 
 def _fresh(clock: _StepClock) -> float:
-    """Bytes a second that the system hands out for a buffer, beyond the time of writing to it."""
+    """Measure the bytes a second that the system hands out, beyond the time of writing."""
     buffer = FlatBuffer([(_BUFFER_BYTES // 4, torch.float32)], clock.device)
     kept_s = clock.median_s(lambda: buffer.flats[0].fill_(1.0), 5)
 
@@ -232,7 +232,7 @@ def _kernel_s(clock: _StepClock) -> float:
 
 
 def _contention(clock: _StepClock, comm: Comm) -> float:
-    """How much longer products take while a gather runs, as a share of the gather's time."""
+    """Return how much longer products take during a gather, as a share of its time."""
     size = 1 << 22
     shard = torch.ones(size // comm.size, device=clock.device)
     full = torch.ones(shard.numel() * comm.size, device=clock.device)

@@ -56,7 +56,7 @@ class Links:
 
     @classmethod
     def of_json(cls, text: str) -> "Links":
-        """The reverse of ``json.dumps(dataclasses.asdict(links))``."""
+        """Return the reverse of ``json.dumps(dataclasses.asdict(links))``."""
         read: dict[str, Any] = json.loads(text)
         times = tuple(LinkTime(**each) for each in read.pop("times"))
         work_s, from_previous_s = tuple(read.pop("work_s")), tuple(read.pop("from_previous_s"))
@@ -64,7 +64,7 @@ class Links:
 
 
 def bus_bytes_per_s(full_bytes: int, time_s: float, ranks: int) -> float:
-    """What each rank sends, and receives, in a second: (N-1)/N of the full buffer in ``time_s``."""
+    """Return the bytes that each rank sends in a second: (N-1)/N of the buffer in ``time_s``."""
     return full_bytes * (ranks - 1) / ranks / time_s
 
 
@@ -128,7 +128,7 @@ class _LinkClock:
 
 
 def _ring(comm: Comm, device: torch.device, numel: int) -> Callable[[], Work]:
-    """Each rank sends to the next alone, so that a slow link delays one rank and not all."""
+    """Let each rank send to the next alone: a slow link delays one rank and not all."""
     before, behind = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     numels_in = [numel if rank == before else 0 for rank in range(comm.size)]
     numels_out = [numel if rank == behind else 0 for rank in range(comm.size)]
@@ -138,7 +138,7 @@ def _ring(comm: Comm, device: torch.device, numel: int) -> Callable[[], Work]:
 
 
 def _work_s(device: torch.device) -> float:
-    """The least time of a matrix product of fixed size: other processes only ever add to it."""
+    """Return the least time of a fixed matrix product: other processes only add to it."""
     matrix = torch.ones(4096 if device.type == "cuda" else 384, device=device).diag()
     times_s = []
     for _ in range(7):
@@ -163,7 +163,7 @@ def _all_values(comm: Comm, device: torch.device, own: Sequence[float]) -> list[
 
 
 def unit_bytes_for_most_bandwidth(links: Links) -> int:
-    """The least measured size at which gathers and reduces both reach MOST of their best.
+    """Return the least measured size at which gathers and reduces reach MOST of their best.
 
     The largest size where no size does.
     """
@@ -182,7 +182,7 @@ def unit_bytes_for_most_bandwidth(links: Links) -> int:
 
 
 def check_links(links: Links) -> list[Finding]:
-    """The advice for unit sizes, and ranks and links that are slower than the others."""
+    """Advise on unit sizes; find ranks and links that are slower than the others."""
     findings = _slow_ones(links)
     if len(links.times) > 1:
         findings.append(_unit_size(links))

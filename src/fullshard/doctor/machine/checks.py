@@ -19,7 +19,7 @@ LITTLE_LOCKED_BYTES = 2**30
 
 
 def check_machine(machine: Machine) -> list[Finding]:
-    """All findings of all checks; empty for a machine without faults."""
+    """Return all findings of all checks; empty for a machine without faults."""
     return [finding for check in MACHINE_CHECKS for finding in check(machine)]
 
 

@@ -67,7 +67,7 @@ def _torchrun(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
-    """The variable as a whole number; -1 if it is not one."""
+    """Return the variable as a whole number; -1 if it is not one."""
     text = environ.get(name, str(default)).strip()
     return int(text) if re.fullmatch(r"-?\d+", text) else -1
 

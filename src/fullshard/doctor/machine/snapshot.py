@@ -58,7 +58,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks need to know of one host; the defaults are a machine without faults.
+    """Facts about one host that checks need; the defaults are a machine without faults.
 
     ``local_ranks`` is how many ranks run, or would run, on this host; ``world_size`` how many in
     all. A limit is None where there is none. ``packages`` maps a name to its version, None if it is
@@ -89,7 +89,7 @@ class Machine:
 
     @property
     def several_hosts(self) -> bool:
-        """Whether ranks run on other hosts too."""
+        """True if ranks run on other hosts, too."""
         return self.world_size > self.local_ranks
 
 
@@ -198,13 +198,13 @@ def _nccl() -> str:
 
 
 def _no_peer_access(count: int) -> tuple[tuple[int, int], ...]:
-    """The pairs of devices that cannot read each other's memory."""
+    """Return the pairs of devices that cannot read each other's memory."""
     pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
     return tuple(pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair))
 
 
 def _driver(path: Path) -> str | None:
-    """The version of NVIDIA's kernel module, None without one."""
+    """Return the version of NVIDIA's kernel module, None without one."""
     try:
         match = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text("utf-8", "replace"))
     except OSError:
@@ -221,7 +221,7 @@ def _space(path: str) -> Space | None:
 
 
 def _limit(name: str) -> tuple[int | None, int | None]:
-    """The soft and the hard limit of this process; None: unlimited, or not to be known here."""
+    """Return the soft and the hard limit of this process; None: unlimited or unknown."""
     if not RESOURCE_LIMITS:
         return None, None
     limits = resource.getrlimit(getattr(resource, name))

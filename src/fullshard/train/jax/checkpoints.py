@@ -38,7 +38,7 @@ class StateCheckpoints(RunCheckpoints):
         self._names, self._about = layout(run)
 
     def resume(self, state: TrainState) -> tuple[TrainState, int]:
-        """The newest step that is right, and how many steps are done; ``state`` is used up."""
+        """Load the newest step that is right; return it and the steps done. Uses ``state`` up."""
         like = _emptied(state, self._names)
         loaded = load_checkpoint(self._folder, like, names=self._names, fallback=True)
         self._go_on(loaded)
@@ -88,7 +88,7 @@ def _emptied(state: TrainState, names: Mapping[str, StoredAs]) -> TrainState:
 
 
 def _group(_: str, shape: tuple[int, ...]) -> int:
-    """The group of the torch engine's AdamW: those that decay come first."""
+    """Return the group of the torch engine's AdamW: those that decay come first."""
     return 0 if len(shape) >= 2 else 1
 
 

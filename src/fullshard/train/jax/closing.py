@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run on the JAX engine ends: its weights, the table of bytes, a sample of text."""
+"""The end of a run on the JAX engine: weights, the table of bytes, a sample of text."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def conclude(run: JaxRun, state: TrainState, reporter: Reporter) -> None:
 
 
 def bytes_of(run: JaxRun) -> list[tuple[str, int, int | None]]:
-    """What each device holds, by what for, and one process without shards would (None: unknown).
+    """List the bytes of each device by purpose, and of one unsharded process (None: unknown).
 
     Parameters, gradients and optimizer state by their layout. The rest is the
     compiler's account of the whole step, gradients, full parameters and activations among it.

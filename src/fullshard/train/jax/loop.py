@@ -49,7 +49,7 @@ def train(config: Config, devices: list[jax.Device]) -> None:
 def fit(
     run: JaxRun, state: TrainState, reporter: Reporter, checkpoints: StateCheckpoints
 ) -> TrainState:
-    """All training steps that are left; returns the last state."""
+    """Do all training steps that are left; return the last state."""
     config, log = run.config.train, run.config.log
     peak = run.devices.peak_flops(config.dtype)
     speed = Speed(run.plain.flops_per_token, run.devices.size, peak)
@@ -75,7 +75,7 @@ def fit(
 def train_step(
     run: JaxRun, state: TrainState, step: int, reporter: Reporter
 ) -> tuple[TrainState, dict[str, float]]:
-    """One step on the global batch; returns the next state and what to report."""
+    """Do one step on the global batch; return the next state and what to report."""
     config = run.config
     numbers = rank_slice(step, config.train.batch, 0, 1)
     batch = run.batch(run.data.train_batch(config.train.seed, numbers))
@@ -92,7 +92,7 @@ def train_step(
 
 
 def evaluate(run: JaxRun, state: TrainState) -> tuple[float, float]:
-    """Mean loss per target and accuracy over the held-back samples.
+    """Return mean loss per target and accuracy over the held-back samples.
 
     The last batch is filled up with samples that count nothing.
     """
@@ -109,7 +109,7 @@ def evaluate(run: JaxRun, state: TrainState) -> tuple[float, float]:
 
 
 def _sums(model: Any, batch: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-    """The sum of losses, right answers, and targets."""
+    """Return the sum of losses, right answers, and targets."""
     inputs, targets, counts = batch
     logits = model(inputs)
     losses = cross_entropy(logits, targets)

@@ -82,7 +82,7 @@ class NnxAttention(nnx.Module):
     def decode(
         self, x: Array, angles: Angles, cache: tuple[Array, Array], position: Array
     ) -> tuple[Array, tuple[Array, Array]]:
-        """The same for one new position of ``x`` (batch, 1, width), others being in ``cache``."""
+        """Mix one new position of ``x`` (batch, 1, width) with those in ``cache``."""
         query, *new = self._parts(x, angles)
         room = cache[0].shape[1]
         keys, values = (
@@ -139,7 +139,7 @@ class NnxBlock(nnx.Module):
     def decode(
         self, x: Array, angles: Angles, cache: tuple[Array, Array], position: Array
     ) -> tuple[Array, tuple[Array, Array]]:
-        """The same for one new position, with the keys and values of those before it."""
+        """Refine one new position, with the keys and values of those before it."""
         mixed, cache = self.attention.decode(self.attention_norm(x), angles, cache, position)
         x = x + mixed
         return x + self.feed_forward(self.feed_forward_norm(x)), cache
@@ -159,7 +159,7 @@ class NnxGPT(nnx.Module):
         self.output = None if shape.tied else _linear(shape.width, shape.vocab, _STD, dtype, rngs)
 
     def __call__(self, tokens: Array) -> Array:
-        """Logits (batch, positions, vocab) of the next token from ``tokens`` (batch, positions)."""
+        """Return logits (batch, positions, vocab) of the token after ``tokens``."""
         angles = rotary(tokens.shape[-1], self.shape.head_width, self.shape.rope_theta)
         x = self.embedding(tokens)
         return self._logits(scan_layers(self.blocks)(x, angles))
@@ -176,7 +176,7 @@ class NnxGPT(nnx.Module):
         return [(jnp.zeros(room, dtype), jnp.zeros(room, dtype)) for _ in self.blocks]
 
     def decode(self, tokens: Array, cache: Any, position: Array) -> tuple[Array, Any]:
-        """Logits (rows, vocab) of the token after ``tokens`` (rows,), which are at ``position``.
+        """Return logits (rows, vocab) of the token after ``tokens`` (rows,) at ``position``.
 
         ``cache`` comes back with their keys and values in it; beyond a context the oldest go.
         """

@@ -31,7 +31,7 @@ class AdamWState(NamedTuple):
 
 
 def adamw(optim: OptimConfig, steps: int) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of a run of ``steps`` steps.
+    """Return the optimizer of a run of ``steps`` steps.
 
     ``update`` takes the loss as ``value=``, as `fullshard.jax.TrainStep` gives it.
     """

@@ -38,7 +38,7 @@ _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 @dataclass(frozen=True)
 class JaxModel:
-    """How to make the model, what a token costs (forward and backward), and its names in torch.
+    """A model to be made, the cost of a token (forward and backward), and its names in torch.
 
     The names are those of the model of `fullshard.train.torch.models`, whose files this one reads.
     """
@@ -48,7 +48,7 @@ class JaxModel:
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def names(self) -> dict[str, TorchName]:
-        """The name of each array in the torch model; nothing is computed."""
+        """Return the name of each array in the torch model; nothing is computed."""
         return torch_names(nnx.eval_shape(self.make), self.tied)
 
 
@@ -60,12 +60,12 @@ class Devices:
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of devices."""
         return int(self.mesh.devices.size)
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints and writes."""
+        """True if this process prints and writes."""
         return jax.process_index() == 0
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Devices:
         return known.peak("bfloat16") if known and dtype == "bfloat16" else None
 
     def memory_used(self) -> dict[str, int]:
-        """The most bytes used so far and how many there are: of a device, or of this host."""
+        """Return the most bytes used so far and how many there are: of a device, or the host."""
         told = jax.local_devices()[0].memory_stats() or {}
         if "peak_bytes_in_use" in told and "bytes_limit" in told:
             used, total = told["peak_bytes_in_use"], told["bytes_limit"]
@@ -94,7 +94,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class JaxRun:
-    """What one run works with. The state it begins with is apart: every step uses one up."""
+    """The parts of a run. The state it begins with is apart: every step uses one up."""
 
     config: Config
     devices: Devices
@@ -103,7 +103,7 @@ class JaxRun:
     plain: JaxModel
 
     def batch(self, arrays: Batch) -> Batch:
-        """Inputs and targets of the whole step as the model wants them."""
+        """Return inputs and targets of the whole step as the model wants them."""
         inputs, targets = arrays
         if np.issubdtype(inputs.dtype, np.floating):
             inputs = inputs.astype(_DTYPES[self.config.train.dtype])
@@ -113,7 +113,7 @@ class JaxRun:
 
     @property
     def facts(self) -> Facts:
-        """What there is to say of it before it begins."""
+        """Facts about the run, known before it begins."""
         numel = sum(each.spec.numel for each in self.step.placements)
         return Facts(self.data, numel, self.plain.flops_per_token, str(self.devices))
 
@@ -147,7 +147,7 @@ def prepare(config: Config, devices: list[jax.Device]) -> tuple[JaxRun, TrainSta
 
 
 def build_model(config: Config) -> JaxModel:
-    """The plain model with parameters of the dtype asked for; nothing is computed yet."""
+    """Return the plain model with parameters of the dtype asked for; nothing is computed yet."""
     dtype, seed = _DTYPES[config.train.dtype], config.train.seed
     if config.model.name == "mnist":
         return JaxModel(
@@ -167,12 +167,12 @@ def _remat(config: Config) -> Literal["block", "none"]:
 
 
 def cross_entropy(logits: Array, targets: Array) -> Array:
-    """The loss of each target, float32, from ``logits`` (..., classes)."""
+    """Return the loss of each target, float32, from ``logits`` (..., classes)."""
     chances = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.take_along_axis(chances, targets[..., None], axis=-1)[..., 0]
 
 
 def loss_of(model: Any, batch: tuple[Array, Array]) -> Array:
-    """Mean loss per target."""
+    """Return mean loss per target."""
     inputs, targets = batch
     return cross_entropy(model(inputs), targets).mean()

@@ -46,7 +46,7 @@ def train(config: Config, world: World) -> None:
 
 
 def fit(run: TorchRun, reporter: Reporter, checkpoints: ModelCheckpoints) -> Trace:
-    """All training steps that are left; returns the engine's trace of the second of them."""
+    """Do all training steps that are left; return the engine's trace of the second."""
     config, log = run.config.train, run.config.log
     speed = Speed(run.flops_per_token, run.world.size, run.world.peak_flops(run.dtype))
     trace = Trace()
@@ -70,7 +70,7 @@ def fit(run: TorchRun, reporter: Reporter, checkpoints: ModelCheckpoints) -> Tra
 
 
 def train_step(run: TorchRun, step: int, reporter: Reporter) -> dict[str, float]:
-    """One step on this rank's slice of the global batch; returns what to report. Collective."""
+    """Do one step on this rank's slice of the batch; return what to report. Collective."""
     config, world = run.config, run.world
     numbers = rank_slice(step, config.train.batch, world.rank, world.size)
     batch = run.data.train_batch(config.train.seed, numbers)
@@ -93,7 +93,7 @@ def train_step(run: TorchRun, step: int, reporter: Reporter) -> dict[str, float]
 
 
 def agree(world: World, loss: Tensor, norm: Tensor) -> tuple[float, list[int]]:
-    """The mean loss over all ranks, and the ranks whose loss or gradient norm is not finite.
+    """Return the mean loss over all ranks, and the ranks whose loss or gradient norm is not finite.
 
     Collective: one small all-reduce, after which every rank knows the same and takes the same turn.
     A norm over all ranks is not finite on every rank; then those with a bad loss are named, if any.
@@ -109,7 +109,7 @@ def agree(world: World, loss: Tensor, norm: Tensor) -> tuple[float, list[int]]:
 
 @torch.no_grad()
 def evaluate(run: TorchRun) -> tuple[float, float]:
-    """Mean loss per target and accuracy over the held-back samples. Collective.
+    """Return mean loss per target and accuracy over the held-back samples. Collective.
 
     Every rank must call forward equally often: one that has run out of samples repeats one and does
     not count it.
@@ -130,7 +130,7 @@ def evaluate(run: TorchRun) -> tuple[float, float]:
 
 
 def _forward(run: TorchRun, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Logits, float32 (targets, classes), and the targets that belong to them, flat."""
+    """Return logits, float32 (targets, classes), and the targets that belong to them, flat."""
     inputs, targets = (torch.as_tensor(part, device=run.world.device) for part in batch)
     if inputs.is_floating_point():
         inputs = inputs.to(run.dtype)

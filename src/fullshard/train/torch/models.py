@@ -109,7 +109,7 @@ class GPT(nn.Module):
             self.output.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (batch, positions, vocab) of the next token from ``tokens`` (batch, positions)."""
+        """Return logits (batch, positions, vocab) of the token after ``tokens``."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.rotary)

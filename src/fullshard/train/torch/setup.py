@@ -86,7 +86,7 @@ def prepare(config: Config, world: World) -> TorchRun:
 
 
 def build_model(config: Config) -> TorchModel:
-    """The plain model on torch's default device, with parameters of the dtype asked for."""
+    """Return the plain model on torch's default device, with parameters of the dtype asked for."""
     if config.model.name == "gpt":
         shape = transformer(config.model.preset)
         flops = training_flops_per_token(shape, config.context)

@@ -26,7 +26,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank prints and writes."""
+        """True if this rank prints and writes."""
         return self.rank == 0
 
     def peak_flops(self, dtype: torch.dtype) -> float | None:
@@ -37,7 +37,7 @@ class World:
         return device.peak("bfloat16") if device else None
 
     def memory_used(self) -> dict[str, int]:
-        """The most bytes used so far and how many there are: of the GPU, or of this host."""
+        """Return the most bytes used so far and how many there are: of the GPU, or of the host."""
         memory = memory_of_rank(self.device)
         if memory.device_peak_allocated_bytes is None or memory.device_total_bytes is None:
             used, total = memory.host_peak_rss_bytes, memory.host_total_bytes

@@ -37,7 +37,7 @@ class Report:
 
 
 def to_json(report: Report) -> str:
-    """Return ``facts``, ``findings``, ``links`` (``bus_bytes_per_s`` too) and ``severe`` as JSON."""
+    """Return facts, findings, links (with ``bus_bytes_per_s``) and "severe" as JSON."""
     links = None
     if report.links is not None:
         links = dataclasses.asdict(report.links)

@@ -71,7 +71,7 @@ def test_a_disk_that_fails_at_the_very_end_leaves_nothing_behind(tmp_path, monke
 
 def test_an_exception_between_two_pieces_leaves_nothing_behind(tmp_path, monkeypatch):
     def pieces(_entries):
-        yield module._Piece(torch.zeros(3, dtype=torch.uint8))
+        yield module._Transfer(torch.zeros(3, dtype=torch.uint8))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, "_pieces", pieces)

@@ -17,7 +17,16 @@ from typing import Any
 
 from fullshard.core.errors import ConfigurationError
 
-__all__ = ["DTYPE_BYTES", "Entry", "FileWriter", "Place", "entries_in", "header_of", "places_in"]
+__all__ = [
+    "DTYPE_BYTES",
+    "Entry",
+    "EntryPlace",
+    "FileWriter",
+    "SliceReader",
+    "entries_in",
+    "header_of",
+    "places_in",
+]
 
 _METADATA = "__metadata__"  # the one key of a header that is no tensor
 LARGEST_HEADER_BYTES = 100_000_000  # as the format says
@@ -56,7 +65,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Place:
+class EntryPlace:
     """An entry and where in the file its bytes begin."""
 
     entry: Entry
@@ -124,6 +133,31 @@ class FileWriter:
             self.failure = self.failure or error
 
 
+class SliceReader:
+    """Reads bytes of a file from any place; a context that closes it. Methods raise `OSError`."""
+
+    def __init__(self, source: Path):
+        self._descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __enter__(self) -> "SliceReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def read_into(self, view: memoryview, start: int) -> None:
+        """Fill ``view`` with the bytes from ``start``.
+
+        Raises `ConfigurationError` if the file ends before.
+        """
+        filled = 0
+        while filled < view.nbytes:
+            count = os.preadv(self._descriptor, [view[filled:]], start + filled)
+            if not count:
+                raise ConfigurationError(f"it ends {view.nbytes - filled} bytes early")
+            filled += count
+
+
 def _refuse_other_than_file(path: Path) -> None:
     try:
         mode = path.lstat().st_mode
@@ -159,7 +193,7 @@ def header_of(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None =
     return len(text).to_bytes(8, "little") + text
 
 
-def places_in(source: Path, wanted: Mapping[str, Entry]) -> dict[str, Place]:
+def places_in(source: Path, wanted: Mapping[str, Entry]) -> dict[str, EntryPlace]:
     """The offset of each entry in a file that holds these entries and no others.
 
     Raises `ConfigurationError` if it does not fit, `OSError` if it cannot be read.
@@ -181,7 +215,7 @@ def places_in(source: Path, wanted: Mapping[str, Entry]) -> dict[str, Place]:
     return {name: places[name] for name in wanted}
 
 
-def entries_in(source: Path) -> dict[str, Place]:
+def entries_in(source: Path) -> dict[str, EntryPlace]:
     """All that the file holds, by name.
 
     Raises `ConfigurationError` for a header that cannot be, `OSError` if it cannot be read.
@@ -202,7 +236,7 @@ def _entry_told(name: str, told: Any) -> Entry:
     return Entry(dtype, tuple(shape))
 
 
-def _places(described: Mapping[str, Any], first: int, data_bytes: int) -> dict[str, Place]:
+def _places(described: Mapping[str, Any], first: int, data_bytes: int) -> dict[str, EntryPlace]:
     """Where all entries begin, if together they are all of the data, each byte once."""
     spans: list[tuple[int, int, str]] = []
     places = {}
@@ -210,7 +244,7 @@ def _places(described: Mapping[str, Any], first: int, data_bytes: int) -> dict[s
         entry = _entry_told(name, told)
         start = _start_of(name, told, entry, data_bytes)
         spans.append((start, start + entry.size_bytes, name))
-        places[name] = Place(entry, first + start)
+        places[name] = EntryPlace(entry, first + start)
     end = 0
     for start, stop, name in sorted(spans):
         if start != end:

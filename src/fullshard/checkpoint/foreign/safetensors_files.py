@@ -2,7 +2,6 @@
 """Whole weights as safetensors: one file, or several with the index that Hugging Face reads."""
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,14 @@ from fullshard.checkpoint.saving import About, save
 from fullshard.checkpoint.shards import Piece, ShardReader
 from fullshard.core.boxes import Box, boxes_of_interval
 from fullshard.core.errors import CheckpointError, ConfigurationError
-from fullshard.core.safetensors_format import Entry, FileWriter, Place, entries_in, header_of
+from fullshard.core.safetensors_format import (
+    Entry,
+    EntryPlace,
+    FileWriter,
+    SliceReader,
+    entries_in,
+    header_of,
+)
 
 __all__ = ["export_safetensors", "import_safetensors"]
 
@@ -137,17 +143,15 @@ def _parts(tensor: StoredTensor) -> Iterator[tuple[list[Box], int]]:
 class _FileSource:
     """The bytes of one tensor of a safetensors file."""
 
-    def __init__(self, path: Path, place: Place):
+    def __init__(self, path: Path, place: EntryPlace):
         self._path, self._start = path, place.start
 
     def copy_into(self, view: memoryview, start: int) -> None:
-        with self._path.open("rb", buffering=0) as file:
-            filled = 0
-            while filled < view.nbytes:
-                count = os.preadv(file.fileno(), [view[filled:]], self._start + start + filled)
-                if not count:
-                    raise CheckpointError(f"{self._path} ends early", file=str(self._path))
-                filled += count
+        try:
+            with SliceReader(self._path) as file:
+                file.read_into(view, self._start + start)
+        except ConfigurationError as error:
+            raise CheckpointError(f"{self._path}: {error}", file=str(self._path)) from error
 
 
 def import_safetensors(

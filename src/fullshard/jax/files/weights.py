@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.safetensors_format import (
     Entry,
+    EntryPlace,
     FileWriter,
-    Place,
+    SliceReader,
     entries_in,
     header_of,
     places_in,
@@ -143,7 +144,7 @@ def _stored(step: TrainStep, names: Names | None) -> dict[str, _Stored]:
 
 
 def _refuse_unequal_ties(
-    source: Path, wanted: Mapping[str, _Stored], places: Mapping[str, Place]
+    source: Path, wanted: Mapping[str, _Stored], places: Mapping[str, EntryPlace]
 ) -> None:
     first: dict[str, str] = {}
     for name, each in wanted.items():
@@ -160,14 +161,16 @@ def _refuse_unequal_ties(
             )
 
 
-def _raw(source: Path, place: Place) -> NDArray[np.uint8]:
-    """The bytes of one entry, which are read where they are looked at."""
-    size = place.entry.size_bytes  # nothing cannot be mapped
-    return np.memmap(source, np.uint8, "r", place.start, (size,)) if size else np.empty(0, np.uint8)
+def _raw(source: Path, place: EntryPlace) -> NDArray[np.uint8]:
+    """The bytes of one entry."""
+    raw = np.empty(place.entry.size_bytes, np.uint8)
+    with SliceReader(source) as file:
+        file.read_into(raw.data, place.start)
+    return raw
 
 
 def _read(
-    source: Path, wanted: Mapping[str, _Stored], places: Mapping[str, Place]
+    source: Path, wanted: Mapping[str, _Stored], places: Mapping[str, EntryPlace]
 ) -> Iterator[tuple[str, NDArray[Any]]]:
     for name, each in wanted.items():
         if not each.tied:

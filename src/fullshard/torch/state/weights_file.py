@@ -4,7 +4,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.layout import Span
-from fullshard.core.safetensors_format import Entry, FileWriter, Place, header_of, places_in
+from fullshard.core.safetensors_format import (
+    Entry,
+    EntryPlace,
+    FileWriter,
+    SliceReader,
+    header_of,
+    places_in,
+)
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.protocol import Comm, Parts, Work
 from fullshard.torch.comm.ranks import Ranks
@@ -72,7 +78,7 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     writer = FileWriter(target, header) if entries.first else None
     try:
         # One piece travels while the one before it is written.
-        before: _Piece | None = None
+        before: _Transfer | None = None
         for piece in _pieces(entries):
             if before is not None:
                 before.finish(writer)
@@ -106,7 +112,7 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
     entries.call_roll("load_full_weights()")
     source = Path(path)
     failure: Exception | None = None
-    places: dict[str, Place] = {}
+    places: dict[str, EntryPlace] = {}
     try:
         places = places_in(source, entries_of(entries.values))
     except (OSError, ConfigurationError) as error:
@@ -114,7 +120,7 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
     entries.raise_together(f"cannot load the weights in {source}", failure)
     try:
         buffer = _buffer(PIECE_BYTES, torch.device("cpu"))
-        with source.open("rb", buffering=0) as file:
+        with SliceReader(source) as file:
             for name, tensor in entries.values.items():
                 _read_into(name, tensor, file, places[name].start, buffer)
     except (OSError, ConfigurationError) as error:
@@ -181,7 +187,7 @@ def _ranks_of(model: nn.Module) -> Ranks:
 
 
 @dataclass
-class _Piece:
+class _Transfer:
     """Consecutive bytes on their way to the rank that writes them."""
 
     data: Tensor
@@ -194,7 +200,7 @@ class _Piece:
             writer.append(self.data.cpu().numpy().data)
 
 
-def _pieces(entries: _Entries) -> Iterator[_Piece]:
+def _pieces(entries: _Entries) -> Iterator[_Transfer]:
     """Yield all bytes in the order of the file, as pieces in flight. Collective.
 
     A piece that is not for this rank is empty.
@@ -211,7 +217,7 @@ def _pieces(entries: _Entries) -> Iterator[_Piece]:
         elif isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if entries.first:
-            yield from (_Piece(part) for part in torch.split(_bytes_of(tensor), PIECE_BYTES))
+            yield from (_Transfer(part) for part in torch.split(_bytes_of(tensor), PIECE_BYTES))
 
 
 def _destinations(entries: _Entries) -> dict[Comm, int | None]:
@@ -246,7 +252,7 @@ def _buffer(size_bytes: int, device: torch.device) -> Tensor:
 
 def _sent_pieces(
     name: str, tensor: ShardedParameter, destination: int, room: _Room
-) -> Iterator[_Piece]:
+) -> Iterator[_Transfer]:
     ownership, item = tensor.ownership, tensor.element_size()
     comm, mine, total = ownership.comm, tensor.span, ownership.spans[-1].stop
     local, label = _bytes_of(tensor.local), f"a piece of {name!r} for the file"
@@ -262,7 +268,7 @@ def _sent_pieces(
                 outgoing = local[(first - mine.start) * item : (last - mine.start) * item]
         data = room.take(sum(received), local.device)
         work = comm.all_to_all(Parts(data, received), Parts(outgoing, sent), label)
-        yield _Piece(data, work)
+        yield _Transfer(data, work)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -273,7 +279,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 # -- reading -------------------------------------------------------------------------------------
 
 
-def _read_into(name: str, tensor: Tensor, file: IO[bytes], start: int, buffer: Tensor) -> None:
+def _read_into(name: str, tensor: Tensor, file: SliceReader, start: int, buffer: Tensor) -> None:
     """Fill ``tensor``, or this rank's part of it, from the bytes that begin at ``start``."""
     if isinstance(tensor, ShardedParameter) and tensor.ownership.is_interval:
         begin = start + tensor.span.start * tensor.element_size()
@@ -293,20 +299,14 @@ def _read_into(name: str, tensor: Tensor, file: IO[bytes], start: int, buffer: T
         _read_pieces(tensor, file, start, buffer)
 
 
-def _read_pieces(into: Tensor, file: IO[bytes], start: int, buffer: Tensor) -> None:
+def _read_pieces(into: Tensor, file: SliceReader, start: int, buffer: Tensor) -> None:
     """Fill ``into`` with consecutive bytes, by way of ``buffer``."""
-    file.seek(start)
     in_place = into.is_contiguous()
     flat = into.detach().view(-1) if in_place else into.new_empty(into.numel())
     for part in torch.split(flat, len(buffer) // flat.element_size()):
         piece = buffer[: part.numel() * part.element_size()]
-        view = piece.numpy().data
-        filled = 0
-        while filled < len(view):
-            count = file.readinto(view[filled:])  # type: ignore[attr-defined]
-            if not count:
-                raise ConfigurationError(f"it ends {len(view) - filled} bytes early")
-            filled += count
+        file.read_into(piece.numpy().data, start)
+        start += len(piece)
         part.copy_(piece.view(part.dtype))
     if not in_place:
         into.detach().copy_(flat.view(into.shape))

@@ -22,6 +22,7 @@ __all__ = [
     "TorchVersionError",
     "UnshardedOperationError",
     "UsageError",
+    "check_whole",
 ]
 
 

@@ -48,6 +48,23 @@ def grads(model):
     }
 
 
+def train_beside(model, plain, steps, backward, **options):
+    """Train both by SGD, ``backward(model, step)`` giving the gradients, which are equal."""
+    options = {"lr": 0.1, **options}
+    optimizers = [torch.optim.SGD(each.parameters(), **options) for each in (model, plain)]
+    for step in range(steps):
+        backward(model, step)
+        backward(plain, step)
+        assert_grads(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def squared(model, step):
+    model(X).square().sum().backward()
+
+
 def assert_grads(model, plain):
     expected = grads(plain)
     for name, found in grads(model).items():
@@ -478,15 +495,7 @@ def test_a_module_of_several_units_equals_one_process(comm, door):
         model = FullyShardedDataParallel(model, comm)
     else:
         model = shard(model, comm, door, units=(WithShared,))
-    ours = torch.optim.SGD(model.parameters(), lr=0.1)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        model(X).square().sum().backward()
-        plain(X).square().sum().backward()
-        assert_grads(model, plain)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+    train_beside(model, plain, 3, squared)
 
 
 @on_ranks(2)
@@ -558,15 +567,7 @@ def penalised(model):
 def test_a_gradient_penalty_equals_one_process(comm, door):
     model, plain = shard(seeded(net), comm, door), seeded(net)
     keep_for_double_backward(model)
-    ours = torch.optim.SGD(model.parameters(), lr=0.1)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        penalised(model).backward()
-        penalised(plain).backward()
-        assert_grads(model, plain)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+    train_beside(model, plain, 3, lambda model, step: penalised(model).backward())
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -704,16 +705,11 @@ class Branches(nn.Module):
 @on_ranks("world")
 def test_nobody_used_is_none_and_weight_decay_leaves_it_alone(comm, door, world):
     model, plain = shard(seeded(Branches).double(), comm, door), seeded(Branches).double()
-    options = {"lr": 0.1, "weight_decay": 0.5, "momentum": 0.9}
-    ours = torch.optim.SGD(model.parameters(), **options)
-    theirs = torch.optim.SGD(plain.parameters(), **options)
-    for step in range(4):
+
+    def backward(model, step):
         model(X, step == 1).sum().backward()
-        plain(X, step == 1).sum().backward()
-        assert_grads(model, plain)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+
+    train_beside(model, plain, 4, backward, weight_decay=0.5, momentum=0.9)
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.full_tensor(), plain.get_parameter(name).detach())
 
@@ -821,15 +817,7 @@ def test_training_goes_on_after_inference_mode_has_seen_a_thawed_parameter(comm,
         whole = {name: param.full_tensor() for name, param in model.named_parameters()}
         model.load_state_dict(model.state_dict())
     torch.testing.assert_close(whole, {n: p.detach() for n, p in plain.named_parameters()})
-    ours = torch.optim.SGD(model.parameters(), lr=0.1)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(2):
-        model(X).square().sum().backward()
-        plain(X).square().sum().backward()
-        assert_grads(model, plain)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+    train_beside(model, plain, 2, squared)
 
 
 @pytest.mark.parametrize("align", ["row", "element"])

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.compression_workers import WIDTH, inputs_of, shard_stack, stack, train, train_choices
+from support.tensor_classes import Halved
 from support.threads import on_ranks
 from torch import nn
 
@@ -515,35 +516,10 @@ def test_a_policy_chooses_for_each_unit():
     assert LocalWorld(2).run(body) == [[None, None, INT8]] * 2
 
 
-class Chosen(torch.Tensor):
-    """Of a class that decides itself what is gathered."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __tensor_flatten__(self):
-        return ["inner"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        assert func is torch.ops.aten.detach.default, func
-        return Chosen(args[0].inner)
-
-    def fsdp_pre_all_gather(self, mesh):
-        raise AssertionError("no gather is expected")
-
-    def fsdp_post_all_gather(self, outputs, notes, dtype, *, out=None):
-        raise AssertionError("no gather is expected")
-
-
 @on_ranks(2)
 def test_what_decides_itself_what_is_gathered_is_not_compressed(comm):
     model = nn.Linear(8, 8, bias=False)
-    model.weight = nn.Parameter(Chosen(torch.ones(8, 8)))
+    model.weight = nn.Parameter(Halved(torch.ones(8, 8)))
     with pytest.raises(NotSupportedError, match=r"choose themselves .*\['weight'\]"):
         fully_shard(model, mesh=comm, compression=INT8)
     assert type(model) is nn.Linear

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import GPT, Block, loss_of, make_batches, seeded
+from support.tensor_classes import Halved
 from support.threads import on_ranks
 from torch import nn
 
@@ -222,40 +223,6 @@ def test_an_empty_unit_is_never_gathered():
         return {record.unit for record in trace.records}
 
     assert LocalWorld(2).run(body) == [{"(root)"}] * 2
-
-
-class Halved(torch.Tensor):
-    """Rests in fp32 and travels as fp16, by FSDP2's protocol for tensor classes."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __tensor_flatten__(self):
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner, context, shape, stride):
-        return Halved(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        assert func is torch.ops.aten.detach.default, func
-        return type(args[0])(args[0].inner)
-
-    def fsdp_pre_all_gather(self, mesh):
-        return (self.inner.half(),), "a note"
-
-    def fsdp_post_all_gather(self, outputs, notes, dtype, *, out=None):
-        assert notes == "a note"
-        if out is not None:
-            out.data.copy_(outputs[0])
-            return None
-        made = outputs[0].to(dtype)
-        return made, (made,)
 
 
 class WithHalved(nn.Module):

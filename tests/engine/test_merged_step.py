@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from support.optimizers import CASES, FORMS, OPTIMIZERS
 from support.threads import on_ranks
 from torch import Tensor, nn
 
@@ -25,27 +26,10 @@ from fullshard.torch.unit.guards.replaced import mark_replaced
 
 SHAPES = [(4, 32), (32,), (), (64,), (33,), (8, 8), (1,), (7, 32), (32,)]
 
-OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1),
-    "sgd-momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    "adam-amsgrad": partial(torch.optim.Adam, lr=0.1, weight_decay=0.1, amsgrad=True),
-    "adamw": partial(torch.optim.AdamW, lr=0.1, maximize=True),
-    "adagrad": partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.1),
-    "adadelta": partial(torch.optim.Adadelta, lr=0.1),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
-    "adamax": partial(torch.optim.Adamax, lr=0.1),
-    "nadam": partial(torch.optim.NAdam, lr=0.1),
-    "radam": partial(torch.optim.RAdam, lr=0.1),
-    "asgd": partial(torch.optim.ASGD, lr=0.1, t0=1, lambd=0.01),
-    "rprop": partial(torch.optim.Rprop, lr=0.01),
-}
-FUSED = {"sgd", "sgd-momentum", "adam-amsgrad", "adamw", "adagrad"}
-FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-CASES = [(name, form) for name in OPTIMIZERS for form in FORMS if form != "fused" or name in FUSED]
-
 UNLIKE = {
     # torch's own kernel leaves a part of the first momentum undefined.
     ("sgd-momentum", "fused", torch.bfloat16),
+    ("sgd-nesterov", "fused", torch.bfloat16),
     # A 0-dim parameter is computed in the dtype of a 0-dim number, spans are not 0-dim.
     ("asgd", "foreach", torch.bfloat16),
 }

@@ -5,6 +5,11 @@ from functools import cache
 
 import pytest
 import torch
+from support.accumulation import (
+    halves_each_reduced,
+    halves_overlapping,
+    halves_without_communication,
+)
 from support.models import GPT, loss_of, make_batches, seeded
 from support.threads import on_ranks
 from torch import nn
@@ -172,25 +177,6 @@ def test_tied_embeddings(door):
 
 
 # ---- gradient accumulation and its kin ----------------------------------------------------------
-
-
-def halves_without_communication(model, number, backward):
-    model.set_requires_gradient_sync(False)
-    backward(0.5)
-    model.set_requires_gradient_sync(True)
-    backward(0.5)
-
-
-def halves_each_reduced(model, number, backward):
-    backward(0.5)
-    backward(0.5)
-
-
-def halves_overlapping(model, number, backward):
-    model.set_is_last_backward(False)
-    backward(0.5)
-    model.set_is_last_backward(True)
-    backward(0.5)
 
 
 def halves_kept_full(model, number, backward):

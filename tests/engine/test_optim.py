@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.optimizers import CASES, FORMS, OPTIMIZERS
 from support.threads import on_ranks
 from torch import Tensor, nn
 from torch.optim.optimizer import _default_to_fused_or_foreach
@@ -29,26 +30,6 @@ from fullshard.torch.unit.guards.replaced import mark_replaced, name_of_replacem
 watch_optimizers()  # as the first sharding does
 
 SHAPES = [(5, 7), (), (33,), (1,), (16, 4), (3, 2, 5), (2, 50)]
-
-OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=0.1),
-    "sgd-momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "sgd-nesterov": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
-    "adam": partial(torch.optim.Adam, lr=0.1, weight_decay=0.1),
-    "adam-amsgrad": partial(torch.optim.Adam, lr=0.1, amsgrad=True, maximize=True),
-    "adamw": partial(torch.optim.AdamW, lr=0.1),
-    "adagrad": partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.1),
-    "adadelta": partial(torch.optim.Adadelta, lr=0.1),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, centered=True, momentum=0.9),
-    "adamax": partial(torch.optim.Adamax, lr=0.1),
-    "nadam": partial(torch.optim.NAdam, lr=0.1),
-    "radam": partial(torch.optim.RAdam, lr=0.1),
-    "asgd": partial(torch.optim.ASGD, lr=0.1, t0=1, lambd=0.01),
-    "rprop": partial(torch.optim.Rprop, lr=0.01),
-}
-FUSED = {"sgd", "sgd-momentum", "sgd-nesterov", "adam", "adam-amsgrad", "adamw", "adagrad"}
-FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-CASES = [(name, form) for name in OPTIMIZERS for form in FORMS if form != "fused" or name in FUSED]
 
 
 def values(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:

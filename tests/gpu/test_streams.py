@@ -11,6 +11,11 @@ from gpu.stream_world import (
     sleep_on,
 )
 from gpu.training import assert_same, build, full_parameters, plain, shard, train
+from support.accumulation import (
+    halves_each_reduced,
+    halves_overlapping,
+    halves_without_communication,
+)
 from support.models import loss_of, make_batches, seeded
 from torch import nn
 
@@ -97,25 +102,6 @@ def test_late_and_poisoned_steps_equal_one_process(way, device, monkeypatch):
     expected = plain(WAYS[way][0], device)
     for found in steps_of(way, device, monkeypatch):
         assert_same(found, expected)
-
-
-def halves_without_communication(model, number, backward):
-    model.set_requires_gradient_sync(False)
-    backward(0.5)
-    model.set_requires_gradient_sync(True)
-    backward(0.5)
-
-
-def halves_each_reduced(model, number, backward):
-    backward(0.5)
-    backward(0.5)
-
-
-def halves_overlapping(model, number, backward):
-    model.set_is_last_backward(False)
-    backward(0.5)
-    model.set_is_last_backward(True)
-    backward(0.5)
 
 
 @pytest.mark.parametrize("way", ["full", "hybrid", "offload"])

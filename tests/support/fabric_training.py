@@ -20,6 +20,7 @@ from support.library_models import (
     weights_by_summon,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 
@@ -41,12 +42,12 @@ def run(case, folder):
     fabric = _fabric(case)
     parts = _prepared(fabric, case, seed=0)
     engine = engine_of(parts[0]._forward_module)
-    losses, norms = _train(fabric, case, parts, range(SAVED_AT))
+    losses, norms = train(fabric, case, parts, range(SAVED_AT))
     state = {"model": parts[0], "optimizer": parts[1], "steps": SAVED_AT}
     saves = engine == "fullshard" or case.torch_can_save
     if saves:
         fabric.save(folder, state)
-    more_losses, more_norms = _train(fabric, case, parts, range(SAVED_AT, STEPS))
+    more_losses, more_norms = train(fabric, case, parts, range(SAVED_AT, STEPS))
     weights = weights_by_summon(parts[0]._forward_module)
     resumed = resume(case, folder) if saves else []
     return Answer(engine, losses + more_losses, norms + more_norms, resumed, weights)
@@ -58,7 +59,7 @@ def resume(case, folder):
     parts = _prepared(fabric, case, seed=9)
     state = {"model": parts[0], "optimizer": parts[1], "steps": 0}
     assert fabric.load(folder, state) == {}
-    return _train(fabric, case, parts, range(state["steps"], STEPS))[0]
+    return train(fabric, case, parts, range(state["steps"], STEPS))[0]
 
 
 def _fabric(case):
@@ -83,7 +84,7 @@ def _prepared(fabric, case, seed):
     return model, optimizer, fabric.setup_dataloaders(data)
 
 
-def _train(fabric, case, parts, steps):
+def train(fabric, case, parts, steps):
     model, optimizer, data = parts
     losses, norms = [], []
     for number, batch in enumerate(data):
@@ -94,7 +95,8 @@ def _train(fabric, case, parts, steps):
             loss = loss_of(case.model, model, batch)
             fabric.backward(loss)
         if last:
-            norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=1.0)))
+            norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
             optimizer.step()
             optimizer.zero_grad()
         losses.append(float(fabric.all_reduce(loss.detach(), reduce_op="mean")))

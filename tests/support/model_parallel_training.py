@@ -4,8 +4,9 @@
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import ModelParallelStrategy
+from support.fabric_training import train
 from support.library_cases import BATCH, SAVED_AT, STEPS, Answer
-from support.library_models import as_arrays, block_classes, engine_of, loss_of, make, samples
+from support.library_models import as_arrays, block_classes, engine_of, make, samples
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -16,10 +17,10 @@ def run(case, folder):
     """Losses of training, and of training on from what `Fabric.save` saved in mid-way."""
     fabric = _fabric(case)
     parts = _prepared(fabric, case, seed=0)
-    losses, norms = _train(fabric, case, parts, range(SAVED_AT))
+    losses, norms = train(fabric, case, parts, range(SAVED_AT))
     state = {"model": parts[0], "optimizer": parts[1], "steps": SAVED_AT}
     fabric.save(folder, state)
-    more_losses, more_norms = _train(fabric, case, parts, range(SAVED_AT, STEPS))
+    more_losses, more_norms = train(fabric, case, parts, range(SAVED_AT, STEPS))
     model = parts[0]._forward_module
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = as_arrays(get_model_state_dict(model, options=options))
@@ -33,7 +34,7 @@ def resume(case, folder):
     parts = _prepared(fabric, case, seed=9)
     state = {"model": parts[0], "optimizer": parts[1], "steps": 0}
     assert fabric.load(folder, state) == {}
-    return _train(fabric, case, parts, range(state["steps"], STEPS))[0]
+    return train(fabric, case, parts, range(state["steps"], STEPS))[0]
 
 
 def _fabric(case):
@@ -63,23 +64,3 @@ def _prepared(fabric, case, seed):
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
     data = DataLoader(samples(case.model, 2 * BATCH * STEPS * case.accumulation), BATCH)
     return model, optimizer, fabric.setup_dataloaders(data)
-
-
-def _train(fabric, case, parts, steps):
-    model, optimizer, data = parts
-    losses, norms = [], []
-    for number, batch in enumerate(data):
-        if number // case.accumulation not in steps:
-            continue
-        last = (number + 1) % case.accumulation == 0
-        with fabric.no_backward_sync(model, enabled=not last):
-            loss = loss_of(case.model, model, batch)
-            fabric.backward(loss)
-        if last:
-            norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
-            norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(float(fabric.all_reduce(loss.detach(), reduce_op="mean")))
-    assert len(norms) == len(steps)
-    return losses, norms

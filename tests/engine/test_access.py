@@ -80,21 +80,19 @@ def test_summoned_parameters_are_those_of_the_plain_model(options):
         assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
-def test_what_is_written_is_kept_if_asked():
-    def body(comm):
-        model = wrap(comm)
-        with summon_full_params(model):
-            model.module.head.weight.data.fill_(7)
-            model.module.blocks[0].module.norm1.weight = nn.Parameter(torch.full((12,), 3.0))
-        with summon_full_params(model, writeback=False):
-            model.module.norm.weight.data.fill_(9)
-        params = dict(model.named_parameters())
-        return [
-            params[name].full_tensor().unique().tolist()
-            for name in ("head.weight", "blocks.0.norm1.weight", "norm.weight")
-        ]
-
-    assert LocalWorld(3).run(body) == [[[7.0], [3.0], [1.0]]] * 3
+@on_ranks(3)
+def test_what_is_written_is_kept_if_asked(comm):
+    model = wrap(comm)
+    with summon_full_params(model):
+        model.module.head.weight.data.fill_(7)
+        model.module.blocks[0].module.norm1.weight = nn.Parameter(torch.full((12,), 3.0))
+    with summon_full_params(model, writeback=False):
+        model.module.norm.weight.data.fill_(9)
+    params = dict(model.named_parameters())
+    assert [
+        params[name].full_tensor().unique().tolist()
+        for name in ("head.weight", "blocks.0.norm1.weight", "norm.weight")
+    ] == [[7.0], [3.0], [1.0]]
 
 
 def test_summoning_one_unit_or_on_one_rank():
@@ -112,22 +110,20 @@ def test_summoning_one_unit_or_on_one_rank():
     assert LocalWorld(2).run(body) == [(True, True), (True, False)]
 
 
-def test_gradients_are_summoned_and_written_back():
-    def body(comm):
-        model = wrap(comm)
-        step(model)
-        before = model.module.head.weight.grad.full_tensor()
-        with summon_full_params(model, with_grads=True):
-            assert torch.equal(model.module.head.weight.grad, before)
-            model.module.head.weight.grad.mul_(2)
-            model.module.norm.weight.grad = None
-            model.module.norm.bias.grad = torch.ones(12)
-        weight, norm = model.module.head.weight, model.module.norm
-        assert norm.weight.grad is None
-        assert norm.bias.grad.full_tensor().tolist() == [1.0] * 12
-        return torch.equal(weight.grad.full_tensor(), 2 * before)
-
-    assert LocalWorld(2).run(body) == [True, True]
+@on_ranks(2)
+def test_gradients_are_summoned_and_written_back(comm):
+    model = wrap(comm)
+    step(model)
+    before = model.module.head.weight.grad.full_tensor()
+    with summon_full_params(model, with_grads=True):
+        assert torch.equal(model.module.head.weight.grad, before)
+        model.module.head.weight.grad.mul_(2)
+        model.module.norm.weight.grad = None
+        model.module.norm.bias.grad = torch.ones(12)
+    weight, norm = model.module.head.weight, model.module.norm
+    assert norm.weight.grad is None
+    assert norm.bias.grad.full_tensor().tolist() == [1.0] * 12
+    assert torch.equal(weight.grad.full_tensor(), 2 * before)
 
 
 @on_ranks(2)
@@ -188,30 +184,26 @@ def test_an_unsharded_unit_can_be_used_outside_forward():
     assert [(a, b, c, tuple(d)) for a, b, c, d in LocalWorld(2).run(body)] == [expected] * 2
 
 
-def test_an_unsharded_unit_is_gathered_again_after_the_optimizer():
-    def body(comm):
-        model = fully_shard(nn.Linear(2, 2, bias=False), mesh=comm)
-        model.unshard()
-        with torch.no_grad():
-            model.weight.fill_(1.0)  # shows the full one, which nobody writes back
-        model.reshard()
-        model.unshard()
-        for param in managed_unit_of(model).unit.sharded:
-            param.detach().fill_(3.0)
-        return model(torch.ones(1, 2)).tolist()
-
-    assert LocalWorld(2).run(body) == [[[6.0, 6.0]]] * 2
+@on_ranks(2)
+def test_an_unsharded_unit_is_gathered_again_after_the_optimizer(comm):
+    model = fully_shard(nn.Linear(2, 2, bias=False), mesh=comm)
+    model.unshard()
+    with torch.no_grad():
+        model.weight.fill_(1.0)  # shows the full one, which nobody writes back
+    model.reshard()
+    model.unshard()
+    for param in managed_unit_of(model).unit.sharded:
+        param.detach().fill_(3.0)
+    assert model(torch.ones(1, 2)).tolist() == [[6.0, 6.0]]
 
 
-def test_a_unit_resharded_between_forward_and_backward_is_gathered_again():
-    def body(comm):
-        model = fully_shard(nn.Linear(3, 3), mesh=comm, reshard_after_forward=False)
-        loss = model(torch.ones(1, 3, requires_grad=True)).square().sum()
-        model.reshard()
-        loss.backward()
-        return model.weight.grad.full_tensor().isfinite().all().item()
-
-    assert LocalWorld(2).run(body) == [True, True]
+@on_ranks(2)
+def test_a_unit_resharded_between_forward_and_backward_is_gathered_again(comm):
+    model = fully_shard(nn.Linear(3, 3), mesh=comm, reshard_after_forward=False)
+    loss = model(torch.ones(1, 3, requires_grad=True)).square().sum()
+    model.reshard()
+    loss.backward()
+    assert model.weight.grad.full_tensor().isfinite().all().item()
 
 
 @on_ranks(2)
@@ -252,20 +244,19 @@ def test_lists_say_what_is_gathered_ahead():
     assert gathered[at : at + len(rest) + 1] == [*rest, "blocks.1"]
 
 
-def test_reset_iter_state_gives_the_memory_back():
-    def body(comm):
-        model = shard_stack(comm, reshard_after_forward=False)
-        units = [managed_unit_of(block).unit for block in model.blocks]
-        model(torch.ones(1, WIDTH)).sum()
-        with pytest.raises(UsageError, match="for the root module"):
-            model.blocks[0].reset_iter_state()
-        before = [unit.transient_bytes == unit.layout.full_bytes for unit in units]
-        model.reset_iter_state()
-        after = [unit.transient_bytes for unit in units]
-        model(torch.ones(1, WIDTH)).sum().backward()
-        return all(before), after
-
-    assert LocalWorld(2).run(body) == [(True, [0] * LAYERS)] * 2
+@on_ranks(2)
+def test_reset_iter_state_gives_the_memory_back(comm):
+    model = shard_stack(comm, reshard_after_forward=False)
+    units = [managed_unit_of(block).unit for block in model.blocks]
+    model(torch.ones(1, WIDTH)).sum()
+    with pytest.raises(UsageError, match="for the root module"):
+        model.blocks[0].reset_iter_state()
+    before = [unit.transient_bytes == unit.layout.full_bytes for unit in units]
+    model.reset_iter_state()
+    after = [unit.transient_bytes for unit in units]
+    model(torch.ones(1, WIDTH)).sum().backward()
+    assert all(before)
+    assert after == [0] * LAYERS
 
 
 # ---- methods run as forward ---------------------------------------------------------------------
@@ -289,25 +280,24 @@ class Coder(nn.Module):
         raise ValueError("on purpose")
 
 
-def test_other_methods_gather_too():
-    def body(comm):
-        model = seeded(Coder)
-        expected = model.encode(torch.ones(2, 3), scale=2.0)
-        fully_shard(model, mesh=comm)
-        for name in ("encode", "fail"):
-            register_fsdp_forward_method(model, name)
-        register_fsdp_forward_method(nn.Linear(1, 1), "anything")  # no unit's: nothing happens
-        with pytest.raises(ConfigurationError, match="has no method 'nothing'"):
-            register_fsdp_forward_method(model, "nothing")
-        found = model.encode(torch.ones(2, 3), scale=2.0)
-        found.sum().backward()
-        with pytest.raises(ValueError, match="on purpose"):
-            model.fail()
-        model(torch.ones(2, 3)).sum().backward()
-        grad = model.inner.bias.grad.full_tensor().tolist()
-        return torch.equal(found, expected), grad
-
-    assert LocalWorld(2).run(body) == [(True, [6.0, 6.0, 6.0])] * 2
+@on_ranks(2)
+def test_other_methods_gather_too(comm):
+    model = seeded(Coder)
+    expected = model.encode(torch.ones(2, 3), scale=2.0)
+    fully_shard(model, mesh=comm)
+    for name in ("encode", "fail"):
+        register_fsdp_forward_method(model, name)
+    register_fsdp_forward_method(nn.Linear(1, 1), "anything")  # no unit's: nothing happens
+    with pytest.raises(ConfigurationError, match="has no method 'nothing'"):
+        register_fsdp_forward_method(model, "nothing")
+    found = model.encode(torch.ones(2, 3), scale=2.0)
+    found.sum().backward()
+    with pytest.raises(ValueError, match="on purpose"):
+        model.fail()
+    model(torch.ones(2, 3)).sum().backward()
+    grad = model.inner.bias.grad.full_tensor().tolist()
+    assert torch.equal(found, expected)
+    assert grad == [6.0, 6.0, 6.0]
 
 
 # ---- state dicts --------------------------------------------------------------------------------
@@ -377,15 +367,13 @@ def test_copies_and_pickles_are_refused(comm, door):
 
 
 @pytest.mark.parametrize("change", ["half", "bfloat16", "double"])
-def test_another_dtype_after_sharding_is_refused(change):
-    def body(comm):
-        model = fully_shard(gpt(), mesh=comm)
-        before = model.head.weight.full_tensor()
-        with pytest.raises(NotImplementedError, match="convert or move the model before it is"):
-            getattr(model, change)()
-        return torch.equal(model.head.weight.full_tensor(), before)
-
-    assert LocalWorld(2).run(body) == [True, True]
+@on_ranks(2)
+def test_another_dtype_after_sharding_is_refused(comm, change):
+    model = fully_shard(gpt(), mesh=comm)
+    before = model.head.weight.full_tensor()
+    with pytest.raises(NotImplementedError, match="convert or move the model before it is"):
+        getattr(model, change)()
+    assert torch.equal(model.head.weight.full_tensor(), before)
 
 
 # ---- what scripts read --------------------------------------------------------------------------

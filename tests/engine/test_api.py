@@ -12,6 +12,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from support.limits import PROCESS_S
 from support.models import GPT, loss_of, make, make_batches
+from support.threads import on_ranks
 from support.training import shard
 from support.workers import meshes, ways_to_name_axes
 from torch import nn
@@ -73,14 +74,12 @@ class Net(nn.Module):
         return "hello"
 
 
-def test_printing_shows_the_nested_wrapping():
-    def body(comm):
-        policy = lambda module, recurse, nonwrapped_numel: size_based_auto_wrap_policy(  # noqa: E731
-            module, recurse, nonwrapped_numel, min_num_params=1000
-        )
-        return repr(FSDP(Net(), comm, auto_wrap_policy=policy))
-
-    assert alone(body) == (
+@on_ranks(1)
+def test_printing_shows_the_nested_wrapping(comm):
+    policy = lambda module, recurse, nonwrapped_numel: size_based_auto_wrap_policy(  # noqa: E731
+        module, recurse, nonwrapped_numel, min_num_params=1000
+    )
+    assert repr(FSDP(Net(), comm, auto_wrap_policy=policy)) == (
         "FullyShardedDataParallel(\n"
         "  (_fsdp_wrapped_module): Net(\n"
         "    (conv): Conv2d(1, 3, kernel_size=(3, 3), stride=(1, 1))\n"
@@ -296,14 +295,12 @@ def test_ignored_parameters_stay_as_they_are(how):
     assert LocalWorld(2).run(body) == [expected] * 2
 
 
-def test_a_device_id_says_where_shards_live():
-    def body(comm):
-        model = FSDP(Net(), comm, device_id=torch.device("cpu"))
-        with pytest.raises(ConfigurationError, match=r"ignored_states may hold .* got int"):
-            FSDP(Net(), comm, ignored_states=[3])
-        return {p.local.device.type for p in model.parameters()}
-
-    assert alone(body) == {"cpu"}
+@on_ranks(1)
+def test_a_device_id_says_where_shards_live(comm):
+    model = FSDP(Net(), comm, device_id=torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match=r"ignored_states may hold .* got int"):
+        FSDP(Net(), comm, ignored_states=[3])
+    assert {p.local.device.type for p in model.parameters()} == {"cpu"}
 
 
 # ---- refusals -----------------------------------------------------------------------------------
@@ -315,125 +312,113 @@ def untouched(model):
     )
 
 
-def test_options_of_the_wrong_kind_are_refused():
-    def body(comm):
-        model = Net()
-        with pytest.raises(ConfigurationError, match="mixed_precision must be a MixedPrecision"):
-            FSDP(model, comm, mixed_precision=torch.bfloat16)
-        with pytest.raises(ConfigurationError, match="sharding_strategy must be a fullshard"):
-            FSDP(model, comm, "FULL_SHARD")
-        with pytest.raises(ConfigurationError, match="backward_prefetch must be a fullshard"):
-            FSDP(model, comm, backward_prefetch=1)
-        with pytest.raises(ConfigurationError, match="process_group or device_mesh, not both"):
-            FSDP(model, comm, device_mesh=comm)
-        with pytest.raises(ConfigurationError, match=r"expected a process group, .*got str: 'dp'"):
-            FSDP(model, "dp")
-        with pytest.raises(ConfigurationError, match=r"expected a process group, .*got int: 2"):
-            fully_shard(model, mesh=2)
-        with pytest.raises(ConfigurationError, match="expected a module to wrap, got list"):
-            FSDP([model], comm)
-        with pytest.raises(ConfigurationError, match="have a forward, got ModuleList"):
-            fully_shard(nn.ModuleList([model]), mesh=comm)
-        with pytest.raises(ConfigurationError, match="at least one module"):
-            fully_shard([], mesh=comm)
-        return untouched(model)
-
-    assert alone(body)
+@on_ranks(1)
+def test_options_of_the_wrong_kind_are_refused(comm):
+    model = Net()
+    with pytest.raises(ConfigurationError, match="mixed_precision must be a MixedPrecision"):
+        FSDP(model, comm, mixed_precision=torch.bfloat16)
+    with pytest.raises(ConfigurationError, match="sharding_strategy must be a fullshard"):
+        FSDP(model, comm, "FULL_SHARD")
+    with pytest.raises(ConfigurationError, match="backward_prefetch must be a fullshard"):
+        FSDP(model, comm, backward_prefetch=1)
+    with pytest.raises(ConfigurationError, match="process_group or device_mesh, not both"):
+        FSDP(model, comm, device_mesh=comm)
+    with pytest.raises(ConfigurationError, match=r"expected a process group, .*got str: 'dp'"):
+        FSDP(model, "dp")
+    with pytest.raises(ConfigurationError, match=r"expected a process group, .*got int: 2"):
+        fully_shard(model, mesh=2)
+    with pytest.raises(ConfigurationError, match="expected a module to wrap, got list"):
+        FSDP([model], comm)
+    with pytest.raises(ConfigurationError, match="have a forward, got ModuleList"):
+        fully_shard(nn.ModuleList([model]), mesh=comm)
+    with pytest.raises(ConfigurationError, match="at least one module"):
+        fully_shard([], mesh=comm)
+    assert untouched(model)
 
 
-def test_parameters_on_several_devices_are_refused_by_name():
-    def body(comm):
-        model = Net()
-        model.fc2.to("meta")
-        for door in (lambda: FSDP(model, comm), lambda: fully_shard(model, mesh=comm)):
-            with pytest.raises(ConfigurationError, match=r"'conv\.weight' is on cpu and 'fc2\."):
-                door()
-        return untouched(model)
-
-    assert alone(body)
+@on_ranks(1)
+def test_parameters_on_several_devices_are_refused_by_name(comm):
+    model = Net()
+    model.fc2.to("meta")
+    for door in (lambda: FSDP(model, comm), lambda: fully_shard(model, mesh=comm)):
+        with pytest.raises(ConfigurationError, match=r"'conv\.weight' is on cpu and 'fc2\."):
+            door()
+    assert untouched(model)
 
 
-def test_an_unknown_policy_result_changes_nothing():
-    def body(comm):
-        model = Net()
-        for policy in (lambda **_: None, "blocks"):
-            with pytest.raises(ConfigurationError):
-                FSDP(model, comm, auto_wrap_policy=policy)
-        return untouched(model)
-
-    assert alone(body)
-
-
-def test_a_policy_over_sharded_modules_or_with_unknown_options_is_refused():
-    def body(comm):
-        model = Net()
-        policy = CustomPolicy(lambda module: module is model.fc1 and {"sharding_strateggy": 1})
-        with pytest.raises(ConfigurationError, match=r"options for Linear have sharding_strateggy"):
+@on_ranks(1)
+def test_an_unknown_policy_result_changes_nothing(comm):
+    model = Net()
+    for policy in (lambda **_: None, "blocks"):
+        with pytest.raises(ConfigurationError):
             FSDP(model, comm, auto_wrap_policy=policy)
-        assert untouched(model)
-        model.fc1 = FSDP(model.fc1, comm)
-        with pytest.raises(ConfigurationError, match=r"but 'fc1' is sharded already"):
-            FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-        FSDP(model, comm)(torch.ones(2, 1, 8, 8)).sum().backward()
-        return [name for name, p in model.named_parameters() if p.grad is None]
-
-    assert alone(body) == []
+    assert untouched(model)
 
 
-def test_a_policy_may_choose_options_for_a_unit():
-    def body(comm):
-        model = Net()
-        kept = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
-        wrapped = FSDP(
-            model,
-            comm,
-            auto_wrap_policy=CustomPolicy(
-                lambda module: kept if module is model.fc1 else isinstance(module, nn.Linear)
-            ),
-        )
-        step = lambda: wrapped(torch.ones(2, 1, 8, 8)).sum().backward()  # noqa: E731
+@on_ranks(1)
+def test_a_policy_over_sharded_modules_or_with_unknown_options_is_refused(comm):
+    model = Net()
+    policy = CustomPolicy(lambda module: module is model.fc1 and {"sharding_strateggy": 1})
+    with pytest.raises(ConfigurationError, match=r"options for Linear have sharding_strateggy"):
+        FSDP(model, comm, auto_wrap_policy=policy)
+    assert untouched(model)
+    model.fc1 = FSDP(model.fc1, comm)
+    with pytest.raises(ConfigurationError, match=r"but 'fc1' is sharded already"):
+        FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    FSDP(model, comm)(torch.ones(2, 1, 8, 8)).sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+@on_ranks(2)
+def test_a_policy_may_choose_options_for_a_unit(comm):
+    model = Net()
+    kept = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    wrapped = FSDP(
+        model,
+        comm,
+        auto_wrap_policy=CustomPolicy(
+            lambda module: kept if module is model.fc1 else isinstance(module, nn.Linear)
+        ),
+    )
+    step = lambda: wrapped(torch.ones(2, 1, 8, 8)).sum().backward()  # noqa: E731
+    step()
+    with tracing(wrapped) as trace:
         step()
-        with tracing(wrapped) as trace:
-            step()
-        return Counter(record.unit for record in trace if record.op == "gather")
+    assert Counter(record.unit for record in trace if record.op == "gather") == {
+        "(root)": 1,
+        "fc1": 1,
+        "fc2": 1,
+    }  # fc2 runs last
 
-    assert LocalWorld(2).run(body) == [{"(root)": 1, "fc1": 1, "fc2": 1}] * 2  # fc2 runs last
 
-
-def test_sharding_twice_is_refused():
-    def body(comm):
-        model = fully_shard(Net(), mesh=comm)
-        with pytest.raises(UsageError, match="this FSDPNet is sharded already"):
-            fully_shard(model, mesh=comm)
-        wrapped = FSDP(Net(), comm)
-        with pytest.raises(UsageError, match="this FullyShardedDataParallel is sharded already"):
-            FSDP(wrapped, comm)
-
-    alone(body)
+@on_ranks(1)
+def test_sharding_twice_is_refused(comm):
+    model = fully_shard(Net(), mesh=comm)
+    with pytest.raises(UsageError, match="this FSDPNet is sharded already"):
+        fully_shard(model, mesh=comm)
+    wrapped = FSDP(Net(), comm)
+    with pytest.raises(UsageError, match="this FullyShardedDataParallel is sharded already"):
+        FSDP(wrapped, comm)
 
 
 @pytest.mark.parametrize("door", ["wrapper", "function"])
-def test_an_optimizer_created_before_sharding_is_found_at_its_first_step(door):
-    def body(comm):
-        model = make("twice")
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model = shard(model, "twice", comm, door=door)
-        model(torch.ones(2, 5)).sum().backward()
-        before = {n: p.local.clone() for n, p in model.named_parameters()}
-        with pytest.raises(UsageError, match="created before the model was sharded"):
-            optimizer.step()
-        return all(torch.equal(before[n], p.local) for n, p in model.named_parameters())
-
-    assert LocalWorld(2).run(body) == [True, True]
+@on_ranks(2)
+def test_an_optimizer_created_before_sharding_is_found_at_its_first_step(comm, door):
+    model = make("twice")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model = shard(model, "twice", comm, door=door)
+    model(torch.ones(2, 5)).sum().backward()
+    before = {n: p.local.clone() for n, p in model.named_parameters()}
+    with pytest.raises(UsageError, match="created before the model was sharded"):
+        optimizer.step()
+    assert all(torch.equal(before[n], p.local) for n, p in model.named_parameters())
 
 
-def test_sparse_gradients_are_refused_by_name():
-    def body(comm):
-        model = fully_shard(nn.Embedding(5, 3, sparse=True), mesh=comm)
-        with pytest.raises(NotSupportedError, match=r"'weight' got a torch.sparse_coo gradient"):
-            model(torch.tensor([1, 2])).sum().backward()
-
-    alone(body)
+@on_ranks(1)
+def test_sparse_gradients_are_refused_by_name(comm):
+    model = fully_shard(nn.Embedding(5, 3, sparse=True), mesh=comm)
+    with pytest.raises(NotSupportedError, match=r"'weight' got a torch.sparse_coo gradient"):
+        model(torch.tensor([1, 2])).sum().backward()
 
 
 def test_process_groups_and_meshes_name_the_ranks(gloo_world):
@@ -481,14 +466,12 @@ def test_without_a_group_and_without_a_launcher_it_says_what_to_do():
     assert "sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT, missing here" in result.stderr
 
 
-def test_sharded_parameters_are_of_one_type_behind_both_doors():
-    def body(comm):
-        return [
-            {type(p) for p in shard(make("twice"), "twice", comm, door=door).parameters()}
-            for door in ("wrapper", "function")
-        ]
-
-    assert alone(body) == [{ShardedParameter}] * 2
+@on_ranks(1)
+def test_sharded_parameters_are_of_one_type_behind_both_doors(comm):
+    assert [
+        {type(p) for p in shard(make("twice"), "twice", comm, door=door).parameters()}
+        for door in ("wrapper", "function")
+    ] == [{ShardedParameter}] * 2
 
 
 @pytest.mark.parametrize("door", ["wrapper", "function"])

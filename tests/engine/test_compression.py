@@ -132,16 +132,13 @@ def test_reduces_add_in_rank_order_and_own_parts_exactly(kind):
             assert torch.equal(results[place][0][number], expected.to(dtype))
 
 
-def test_works_complete_when_they_are_complete():
-    def body(comm):
-        compressed = CompressedComm(comm, INT8)
-        full = torch.ones(comm.size * 32)
-        work = compressed.reduce_scatter([(torch.empty(32), full)])
-        return compressed.all_gather([(full.clone(), torch.ones(32))]).is_completed(), (
-            work.is_completed()
-        )
-
-    assert LocalWorld(2, eager=True).run(body) == [(True, True)] * 2
+@on_ranks(2, eager=True)
+def test_works_complete_when_they_are_complete(comm):
+    compressed = CompressedComm(comm, INT8)
+    full = torch.ones(comm.size * 32)
+    work = compressed.reduce_scatter([(torch.empty(32), full)])
+    assert compressed.all_gather([(full.clone(), torch.ones(32))]).is_completed()
+    assert work.is_completed()
 
 
 def test_what_is_left_to_the_communicator():
@@ -368,13 +365,11 @@ class WithAnEmptyOne(nn.Module):
         return inputs * self.scale + self.none.sum()
 
 
-def test_parameters_without_elements_have_nothing_to_round():
-    def body(comm):
-        model = fully_shard(WithAnEmptyOne(), mesh=comm, compression=INT8)
-        model(torch.ones(3)).sum().backward()
-        return model.scale.grad.full_tensor().tolist()
-
-    assert LocalWorld(2).run(body) == [[1.0] * 3] * 2
+@on_ranks(2)
+def test_parameters_without_elements_have_nothing_to_round(comm):
+    model = fully_shard(WithAnEmptyOne(), mesh=comm, compression=INT8)
+    model(torch.ones(3)).sum().backward()
+    assert model.scale.grad.full_tensor().tolist() == [1.0] * 3
 
 
 def test_in_debug_mode():
@@ -390,33 +385,31 @@ def test_in_debug_mode():
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("reduce", ["int8", "bf16"])
-def test_a_bad_gradient_is_seen_and_leaves_nothing_behind(bad, reduce):
-    def body(comm):
-        choice = CommunicationCompression("int8", reduce, 32, error_feedback=True)
-        model = shard_stack(comm, choice)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = ShardedGradScaler(device="cpu", init_scale=4.0, process_group=comm)
-        scales, norms = [], []
-        for step in range(3):
-            before = [p.full_tensor().clone() for p in model.parameters()]
-            inputs = inputs_of(comm.rank)
-            if step == 1 and comm.rank == 1:
-                inputs[0, 0] = bad
-            scaler.scale(model(inputs).square().mean()).backward()
-            scaler.unscale_(optimizer)
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-            optimizer.zero_grad()
-            after = [p.full_tensor() for p in model.parameters()]
-            moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
-            assert moved == [step != 1] * len(moved)
-        return scales, torch.tensor(norms).isfinite().tolist()
-
-    for scales, finite in LocalWorld(3).run(body):
-        assert scales == [4.0, 2.0, 2.0]
-        assert finite == [True, False, True]
+@on_ranks(3)
+def test_a_bad_gradient_is_seen_and_leaves_nothing_behind(comm, bad, reduce):
+    choice = CommunicationCompression("int8", reduce, 32, error_feedback=True)
+    model = shard_stack(comm, choice)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = ShardedGradScaler(device="cpu", init_scale=4.0, process_group=comm)
+    scales, norms = [], []
+    for step in range(3):
+        before = [p.full_tensor().clone() for p in model.parameters()]
+        inputs = inputs_of(comm.rank)
+        if step == 1 and comm.rank == 1:
+            inputs[0, 0] = bad
+        scaler.scale(model(inputs).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        optimizer.zero_grad()
+        after = [p.full_tensor() for p in model.parameters()]
+        moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert moved == [step != 1] * len(moved)
+    finite = torch.tensor(norms).isfinite().tolist()
+    assert scales == [4.0, 2.0, 2.0]
+    assert finite == [True, False, True]
 
 
 # ---- bytes --------------------------------------------------------------------------------------
@@ -505,15 +498,17 @@ def test_ranks_that_choose_differently_are_told(comm):
     assert type(model) is nn.Sequential
 
 
-def test_a_policy_chooses_for_each_unit():
-    def body(comm):
-        model = stack()
-        choices = {model[0]: True, model[1]: {"compression": INT8}}
-        policy = CustomPolicy(lambda module: choices.get(module, False))
-        wrapped = FullyShardedDataParallel(model, comm, auto_wrap_policy=policy)
-        return [managed.unit.ranks.compression for managed in managed_units(wrapped)]
-
-    assert LocalWorld(2).run(body) == [[None, None, INT8]] * 2
+@on_ranks(2)
+def test_a_policy_chooses_for_each_unit(comm):
+    model = stack()
+    choices = {model[0]: True, model[1]: {"compression": INT8}}
+    policy = CustomPolicy(lambda module: choices.get(module, False))
+    wrapped = FullyShardedDataParallel(model, comm, auto_wrap_policy=policy)
+    assert [managed.unit.ranks.compression for managed in managed_units(wrapped)] == [
+        None,
+        None,
+        INT8,
+    ]
 
 
 @on_ranks(2)

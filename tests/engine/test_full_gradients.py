@@ -4,6 +4,7 @@
 import pytest
 import torch
 from support.models import loss_of, make, make_batches
+from support.threads import on_ranks
 from support.training import shard
 from torch import nn
 
@@ -94,32 +95,29 @@ class Sharing(nn.Module):
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-def test_gradients_that_share_memory(nothing_packed, hooked):
+@on_ranks(2)
+def test_gradients_that_share_memory(comm, nothing_packed, hooked):
     """Neither is changed when the other is added to, or written to by a hook."""
+    model = fully_shard(Sharing(), mesh=comm)
+    found = []
+    full = managed_unit_of(model).unit.gradients.full
+    put = full.put
+    full.put = lambda index, grad: (found.append(grad.data_ptr()), put(index, grad))
+    if hooked:
 
-    def body(comm):
-        model = fully_shard(Sharing(), mesh=comm)
-        found = []
-        full = managed_unit_of(model).unit.gradients.full
-        put = full.put
-        full.put = lambda index, grad: (found.append(grad.data_ptr()), put(index, grad))
-        if hooked:
+        def hook(full, shard):
+            full.mul_(2)
+            shard.copy_(full.chunk(comm.size)[comm.rank])
 
-            def hook(full, shard):
-                full.mul_(2)
-                shard.copy_(full.chunk(comm.size)[comm.rank])
-
-            managed_unit_of(model).unit.settings.hook = hook
-        model.set_requires_gradient_sync(False)
-        model(torch.ones(8)).backward()
-        model.set_requires_gradient_sync(True)
-        model(torch.full((8,), 2.0)).backward()
-        assert found[0] == found[1]  # the premise
-        return [param.grad.to_local() for param in model.parameters()]
-
-    for grads in LocalWorld(2).run(body):
-        for grad in grads:
-            assert torch.equal(grad, torch.full_like(grad, 6.0 if hooked else 3.0))
+        managed_unit_of(model).unit.settings.hook = hook
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(8)).backward()
+    model.set_requires_gradient_sync(True)
+    model(torch.full((8,), 2.0)).backward()
+    assert found[0] == found[1]  # the premise
+    grads = [param.grad.to_local() for param in model.parameters()]
+    for grad in grads:
+        assert torch.equal(grad, torch.full_like(grad, 6.0 if hooked else 3.0))
 
 
 def test_elements_that_do_not_lie_as_they_travel():

@@ -15,6 +15,7 @@ from support.scaled_training import (
     train_plain,
     train_sharded,
 )
+from support.threads import on_ranks
 from support.training import shard
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
@@ -162,23 +163,22 @@ def test_hybrid_sharding_finds_an_overflow_on_all_replicas():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_of_two_optimizers_only_the_one_with_a_bad_gradient_skips(fused):
-    def body(comm):
-        model = shard(make("twice"), "twice", comm)
-        shared, last = list(model.shared.parameters()), list(model.last.parameters())
-        before = [p.full_tensor() for p in (*shared, *last)]
-        optimizers = [torch.optim.SGD(each, lr=0.1, fused=fused) for each in (shared, last)]
-        scale = scaler()
-        scale.scale(model(torch.ones(2, 5)).square().sum()).backward()
-        if comm.rank == 0:
-            shared[0].grad.local[0] = math.inf
-        for optimizer in optimizers:
-            scale.step(optimizer)
-        scale.update()
-        after = [p.full_tensor() for p in (*shared, *last)]
-        return scale.get_scale(), list(map(torch.equal, before, after))
-
-    assert LocalWorld(2).run(body) == [(INIT_SCALE / 2, [True, True, False, False])] * 2
+@on_ranks(2)
+def test_of_two_optimizers_only_the_one_with_a_bad_gradient_skips(comm, fused):
+    model = shard(make("twice"), "twice", comm)
+    shared, last = list(model.shared.parameters()), list(model.last.parameters())
+    before = [p.full_tensor() for p in (*shared, *last)]
+    optimizers = [torch.optim.SGD(each, lr=0.1, fused=fused) for each in (shared, last)]
+    scale = scaler()
+    scale.scale(model(torch.ones(2, 5)).square().sum()).backward()
+    if comm.rank == 0:
+        shared[0].grad.local[0] = math.inf
+    for optimizer in optimizers:
+        scale.step(optimizer)
+    scale.update()
+    after = [p.full_tensor() for p in (*shared, *last)]
+    assert scale.get_scale() == INIT_SCALE / 2
+    assert list(map(torch.equal, before, after)) == [True, True, False, False]
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["fp16 sums", "fp32 sums"])
@@ -218,23 +218,24 @@ def test_fp16_training_finds_a_scale_that_fits(kind, reduce_dtype):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_fp16_gradients_are_unscaled_by_the_sharded_scaler_only():
-    def body(comm):
-        model = fully_shard(nn.Linear(4, 4).half(), mesh=comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        for param in model.parameters():
-            held = torch.full_like(param.local, 64.0)
-            param.grad = ShardedParameter.value(held, param.ownership)
-        plain = torch.amp.GradScaler("cpu", init_scale=16.0)
-        plain.scale(torch.ones(()))
-        with pytest.raises(ValueError, match="FP16"):
-            plain.unscale_(optimizer)
-        mine = ShardedGradScaler("cpu", init_scale=16.0, process_group=comm)
-        mine.scale(torch.ones(()))
-        mine.unscale_(optimizer)
-        return [param.grad.full_tensor().unique().tolist() for param in model.parameters()]
-
-    assert LocalWorld(2).run(body) == [[[4.0], [4.0]]] * 2
+@on_ranks(2)
+def test_fp16_gradients_are_unscaled_by_the_sharded_scaler_only(comm):
+    model = fully_shard(nn.Linear(4, 4).half(), mesh=comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for param in model.parameters():
+        held = torch.full_like(param.local, 64.0)
+        param.grad = ShardedParameter.value(held, param.ownership)
+    plain = torch.amp.GradScaler("cpu", init_scale=16.0)
+    plain.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="FP16"):
+        plain.unscale_(optimizer)
+    mine = ShardedGradScaler("cpu", init_scale=16.0, process_group=comm)
+    mine.scale(torch.ones(()))
+    mine.unscale_(optimizer)
+    assert [param.grad.full_tensor().unique().tolist() for param in model.parameters()] == [
+        [4.0],
+        [4.0],
+    ]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -72,19 +72,17 @@ def test_every_collective_has_the_values_of_the_direct_form(size, per_host, eage
         assert found == (direct, direct)
 
 
-def test_a_gather_takes_several_dtypes_slices_in_place_and_empty_ones():
-    def body(comm):
-        hierarchical = HierarchicalComm(comm, 2)
-        apart = torch.empty(4 * 5, dtype=torch.int64), torch.arange(5) + 10 * comm.rank
-        within = torch.zeros(4 * 3)
-        mine = within.chunk(4)[comm.rank].fill_(comm.rank + 1)
-        nothing = torch.empty(0), torch.empty(0)
-        hierarchical.all_gather([apart, (within, mine), nothing]).wait()
-        return apart[0], within
-
-    for ints, floats in LocalWorld(4).run(body):
-        assert ints.tolist() == [10 * rank + i for rank in range(4) for i in range(5)]
-        assert floats.tolist() == [1.0] * 3 + [2.0] * 3 + [3.0] * 3 + [4.0] * 3
+@on_ranks(4)
+def test_a_gather_takes_several_dtypes_slices_in_place_and_empty_ones(comm):
+    hierarchical = HierarchicalComm(comm, 2)
+    apart = torch.empty(4 * 5, dtype=torch.int64), torch.arange(5) + 10 * comm.rank
+    within = torch.zeros(4 * 3)
+    mine = within.chunk(4)[comm.rank].fill_(comm.rank + 1)
+    nothing = torch.empty(0), torch.empty(0)
+    hierarchical.all_gather([apart, (within, mine), nothing]).wait()
+    ints, floats = apart[0], within
+    assert ints.tolist() == [10 * rank + i for rank in range(4) for i in range(5)]
+    assert floats.tolist() == [1.0] * 3 + [2.0] * 3 + [3.0] * 3 + [4.0] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -211,14 +209,12 @@ def test_hosts_must_have_equally_many_ranks(comm):
     [(4, {}), (4, {"reshard_after_forward": False}), (8, {"reshard_after_forward": 4})],
     ids=str,
 )
-def test_training_is_as_in_the_direct_form(size, options):
-    def body(comm):
-        hierarchical = trained_over(HierarchicalComm(comm, 2), comm.rank, **options)
-        return hierarchical, trained_over(comm, comm.rank, **options)
-
-    for (name, found), (_, expected) in LocalWorld(size).run(body):
-        assert name == "HierarchicalComm"
-        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
+@on_ranks("size")
+def test_training_is_as_in_the_direct_form(comm, size, options):
+    hierarchical = trained_over(HierarchicalComm(comm, 2), comm.rank, **options)
+    (name, found), (_, expected) = hierarchical, trained_over(comm, comm.rank, **options)
+    assert name == "HierarchicalComm"
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
 def test_processes_choose_it_for_several_ranks_on_several_hosts(gloo_world):

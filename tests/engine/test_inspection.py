@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from support.stack import WIDTH, Stack, shard_stack, step
+from support.threads import on_ranks
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
@@ -145,56 +146,52 @@ SHARDED = {
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_what_is_foreseen_is_sent(name, sent_by):
-    def body(comm):
-        model = SHARDED[name](comm)
-        unseen = communication(model)  # before the first forward has told who is the root
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train(model, optimizer)
-        foreseen = communication(model)
-        sent_by()
-        with tracing(model) as trace:
-            train(model)
-        measured = sent_by()
-        optimizer.step()
-        counted = communication(model, trace).counted
-        traced = [counted.gather_bytes, counted.reduce_bytes, counted.all_reduce_bytes]
-        peak = memory_summary(model).rank.transient_bytes
-        return as_list(unseen), as_list(foreseen), measured, traced, peak, trace.peak_bytes
-
-    for unseen, foreseen, measured, traced, peak, traced_peak in LocalWorld(WORLD).run(body):
-        assert foreseen == measured == unseen
-        assert traced == measured
-        assert sum(measured) > 0
-        # The embedding's gradient, of the unit around all, comes last but is counted first.
-        assert peak >= traced_peak > 0
+@on_ranks(WORLD)
+def test_what_is_foreseen_is_sent(comm, name, sent_by):
+    model = SHARDED[name](comm)
+    unseen = communication(model)  # before the first forward has told who is the root
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    foreseen = communication(model)
+    sent_by()
+    with tracing(model) as trace:
+        train(model)
+    measured = sent_by()
+    optimizer.step()
+    counted = communication(model, trace).counted
+    traced = [counted.gather_bytes, counted.reduce_bytes, counted.all_reduce_bytes]
+    peak = memory_summary(model).rank.transient_bytes
+    unseen, foreseen, traced_peak = as_list(unseen), as_list(foreseen), trace.peak_bytes
+    assert foreseen == measured == unseen
+    assert traced == measured
+    assert sum(measured) > 0
+    # The embedding's gradient, of the unit around all, comes last but is counted first.
+    assert peak >= traced_peak > 0
 
 
 @pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
-def test_accumulation_without_sync_gathers_only(name, sent_by):
-    def body(comm):
-        model = SHARDED[name](comm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train(model, optimizer)
-        found = []
-        with model.no_sync():
-            for _ in range(2):
-                foreseen = as_list(communication(model))
-                sent_by()
-                train(model)
-                found.append((foreseen, sent_by()))
-        foreseen = as_list(communication(model))
-        train(model)
-        found.append((foreseen, sent_by()))
-        return found
-
-    for within, again, last in LocalWorld(WORLD).run(body):
-        # The first one is recorded: nobody knows yet for what the last unit should stay.
-        assert within[0] == again[0] == again[1]
-        assert within[1][0] >= again[1][0]
-        assert within[1][1:] == [0, 0]
-        assert last[0] == last[1]
-        assert sum(last[1][1:]) > 0
+@on_ranks(WORLD)
+def test_accumulation_without_sync_gathers_only(comm, name, sent_by):
+    model = SHARDED[name](comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    found = []
+    with model.no_sync():
+        for _ in range(2):
+            foreseen = as_list(communication(model))
+            sent_by()
+            train(model)
+            found.append((foreseen, sent_by()))
+    foreseen = as_list(communication(model))
+    train(model)
+    found.append((foreseen, sent_by()))
+    within, again, last = found
+    # The first one is recorded: nobody knows yet for what the last unit should stay.
+    assert within[0] == again[0] == again[1]
+    assert within[1][0] >= again[1][0]
+    assert within[1][1:] == [0, 0]
+    assert last[0] == last[1]
+    assert sum(last[1][1:]) > 0
 
 
 def test_traffic_by_unit_and_phase_by_hand():
@@ -213,23 +210,21 @@ def test_traffic_by_unit_and_phase_by_hand():
     assert "blocks.3" in text
 
 
-def test_frozen_units_in_front_have_no_backward(sent_by):
-    def body(comm):
-        model = Stack(4)
-        for block in model.blocks[:2]:
-            block.requires_grad_(False)
-        for block in model.blocks:
-            fully_shard(block, mesh=comm)
-        fully_shard(model, mesh=comm)
-        step(model)
-        foreseen = communication(model)
-        sent_by()
-        step(model)
-        return foreseen, sent_by()
-
-    for foreseen, measured in LocalWorld(2).run(body):
-        assert as_list(foreseen) == measured
-        assert foreseen.units["blocks.1"].gather_backward_bytes == 0
+@on_ranks(2)
+def test_frozen_units_in_front_have_no_backward(comm, sent_by):
+    model = Stack(4)
+    for block in model.blocks[:2]:
+        block.requires_grad_(False)
+    for block in model.blocks:
+        fully_shard(block, mesh=comm)
+    fully_shard(model, mesh=comm)
+    step(model)
+    foreseen = communication(model)
+    sent_by()
+    step(model)
+    measured = sent_by()
+    assert as_list(foreseen) == measured
+    assert foreseen.units["blocks.1"].gather_backward_bytes == 0
 
 
 def test_who_communicates_by_hand_is_named():
@@ -260,29 +255,27 @@ RESTING += [(name, torch.optim.SGD) for name in ("FULL_SHARD", LOW)]
 
 
 @pytest.mark.parametrize(("name", "optimizer_class"), RESTING)
-def test_the_summary_is_what_rests(name, optimizer_class):
-    def body(comm):
-        model = SHARDED[name](comm)
-        optimizer = optimizer_class(model.parameters(), lr=0.1)
-        said = memory_summary(model)
-        train(model)
-        optimizer.step()
-        return said, memory_summary(model, optimizer), resting_bytes(model, optimizer)
-
-    for said, summary, rest in LocalWorld(WORLD).run(body):
-        found = summary.rank
-        assert (found.parameters_bytes, found.gradients_bytes) == (
-            rest.parameters_bytes,
-            rest.gradients_bytes,
-        )
-        assert found.optimizer_bytes == rest.optimizer_bytes
-        assert summary.measured
-        assert (found.optimizer_bytes == said.rank.optimizer_bytes) == (
-            optimizer_class is torch.optim.AdamW
-        )
-        assert not said.measured
-        assert found.at_rest_bytes == rest.total_bytes
-        assert summary.unsharded == plain_bytes(optimizer_class)
+@on_ranks(WORLD)
+def test_the_summary_is_what_rests(comm, name, optimizer_class):
+    model = SHARDED[name](comm)
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    said = memory_summary(model)
+    train(model)
+    optimizer.step()
+    summary, rest = memory_summary(model, optimizer), resting_bytes(model, optimizer)
+    found = summary.rank
+    assert (found.parameters_bytes, found.gradients_bytes) == (
+        rest.parameters_bytes,
+        rest.gradients_bytes,
+    )
+    assert found.optimizer_bytes == rest.optimizer_bytes
+    assert summary.measured
+    assert (found.optimizer_bytes == said.rank.optimizer_bytes) == (
+        optimizer_class is torch.optim.AdamW
+    )
+    assert not said.measured
+    assert found.at_rest_bytes == rest.total_bytes
+    assert summary.unsharded == plain_bytes(optimizer_class)
 
 
 def plain_bytes(optimizer_class):
@@ -307,25 +300,23 @@ def test_a_plain_model_saves_nothing():
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_the_transient_peak_is_the_traces(name, prefetch):
-    def body(comm):
-        model = FullyShardedDataParallel(
-            Stack(),
-            comm,
-            sharding_strategy=ShardingStrategy[name],
-            auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-        )
-        set_prefetch(model, prefetch, prefetch)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            step(model, optimizer)
-            optimizer.zero_grad()
-        with tracing(model) as trace:
-            step(model)
-        return memory_summary(model).rank.transient_bytes, trace.peak_bytes
-
-    for foreseen, measured in LocalWorld(2).run(body):
-        assert foreseen == measured
+@on_ranks(2)
+def test_the_transient_peak_is_the_traces(comm, name, prefetch):
+    model = FullyShardedDataParallel(
+        Stack(),
+        comm,
+        sharding_strategy=ShardingStrategy[name],
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+    )
+    set_prefetch(model, prefetch, prefetch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        step(model, optimizer)
+        optimizer.zero_grad()
+    with tracing(model) as trace:
+        step(model)
+    foreseen, measured = memory_summary(model).rank.transient_bytes, trace.peak_bytes
+    assert foreseen == measured
 
 
 def test_savings_by_hand():
@@ -348,26 +339,23 @@ def test_savings_by_hand():
     assert "optimizer state (AdamW's)" in text
 
 
-def test_the_copy_that_stays_when_optimizer_state_is_away_is_counted():
-    def body(comm):
-        model = strategy(
-            "FULL_SHARD",
-            cpu_offload=CPUOffload(offload_optimizer=True),
-            mixed_precision=MixedPrecision(BF16),
-        )(comm)
-        train(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        copies = sum(m.unit.full.working.bytes for m in managed_units(model) if m.unit.params)
-        resting = resting_bytes(model, optimizer)
-        return (
-            memory_summary(model, optimizer).rank.parameters_bytes,
-            resting.parameters_bytes,
-            copies,
-        )
-
-    for said, resting, copies in LocalWorld(2).run(body):
-        assert said == resting + copies
-        assert 2 * copies == resting
+@on_ranks(2)
+def test_the_copy_that_stays_when_optimizer_state_is_away_is_counted(comm):
+    model = strategy(
+        "FULL_SHARD",
+        cpu_offload=CPUOffload(offload_optimizer=True),
+        mixed_precision=MixedPrecision(BF16),
+    )(comm)
+    train(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copies = sum(m.unit.full.working.bytes for m in managed_units(model) if m.unit.params)
+    resting = resting_bytes(model, optimizer)
+    said, resting = (
+        memory_summary(model, optimizer).rank.parameters_bytes,
+        resting.parameters_bytes,
+    )
+    assert said == resting + copies
+    assert 2 * copies == resting
 
 
 def test_models_on_the_meta_device_are_described_too():

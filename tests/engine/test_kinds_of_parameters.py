@@ -199,30 +199,28 @@ def test_complex_parameters(policy):
         torch.testing.assert_close(bias, plain.bias.detach(), **tolerance)
 
 
-def test_what_users_note_on_parameters_stays():
-    def body(comm):
-        model = nn.Linear(3, 3)
-        model.weight.no_decay = True
-        seen = []
-        model.register_forward_hook(lambda m, a, o: seen.append(m.weight.no_decay))
-        fully_shard(model, mesh=comm)
-        model(torch.ones(1, 3))
-        return seen, model.weight.no_decay, hasattr(model.bias, "no_decay")
+@on_ranks(2)
+def test_what_users_note_on_parameters_stays(comm):
+    model = nn.Linear(3, 3)
+    model.weight.no_decay = True
+    seen = []
+    model.register_forward_hook(lambda m, a, o: seen.append(m.weight.no_decay))
+    fully_shard(model, mesh=comm)
+    model(torch.ones(1, 3))
+    assert seen == [True]
+    assert model.weight.no_decay
+    assert not hasattr(model.bias, "no_decay")
 
-    assert LocalWorld(2).run(body) == [([True], True, False)] * 2
 
-
-def test_an_empty_unit_is_never_gathered():
-    def body(comm):
-        model = nn.Sequential(nn.ReLU(), nn.Linear(3, 3))
-        fully_shard(model[0], mesh=comm)
-        fully_shard(model, mesh=comm)
-        with tracing(model) as trace:
-            model(torch.ones(1, 3)).sum().backward()
-        assert managed_unit_of(model[0]).unit.params == []
-        return {record.unit for record in trace.records}
-
-    assert LocalWorld(2).run(body) == [{"(root)"}] * 2
+@on_ranks(2)
+def test_an_empty_unit_is_never_gathered(comm):
+    model = nn.Sequential(nn.ReLU(), nn.Linear(3, 3))
+    fully_shard(model[0], mesh=comm)
+    fully_shard(model, mesh=comm)
+    with tracing(model) as trace:
+        model(torch.ones(1, 3)).sum().backward()
+    assert managed_unit_of(model[0]).unit.params == []
+    assert {record.unit for record in trace.records} == {"(root)"}
 
 
 class WithHalved(nn.Module):

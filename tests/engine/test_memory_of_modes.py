@@ -6,9 +6,9 @@ import weakref
 import pytest
 import torch
 from support.stack import LAYERS, WIDTH, Stack, shard_stack, step
+from support.threads import on_ranks
 from torch import nn
 
-from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffload,
     FullyShardedDataParallel,
@@ -53,167 +53,151 @@ def count_sent(comm, name):
     return sent
 
 
-def test_hybrid_sharding_sums_slices_over_the_replicas():
-    def body(comm):
-        within, across = halves(comm)
-        summed = count_sent(across, "all_reduce")
-        model = Stack()
-        for block in model.blocks:
-            fully_shard(block, mesh=(within, across))
-        model = fully_shard(model, mesh=(within, across))
-        summed.clear()
-        trace = traced(model)
-        unit = unit_of(model)
-        return summed, unit.layout, [r.op for r in trace.records].count("all_reduce")
-
-    for summed, layout, all_reduces in LocalWorld(4).run(body):
-        assert layout.shards == 2
-        assert summed == [layout.grad_shard_bytes] * 2 * LAYERS  # two steps
-        assert all_reduces == LAYERS
+@on_ranks(4)
+def test_hybrid_sharding_sums_slices_over_the_replicas(comm):
+    within, across = halves(comm)
+    summed = count_sent(across, "all_reduce")
+    model = Stack()
+    for block in model.blocks:
+        fully_shard(block, mesh=(within, across))
+    model = fully_shard(model, mesh=(within, across))
+    summed.clear()
+    trace = traced(model)
+    unit = unit_of(model)
+    layout, all_reduces = unit.layout, [r.op for r in trace.records].count("all_reduce")
+    assert layout.shards == 2
+    assert summed == [layout.grad_shard_bytes] * 2 * LAYERS  # two steps
+    assert all_reduces == LAYERS
 
 
-def test_a_smaller_group_gathers_in_backward_from_what_its_ranks_kept():
-    def body(comm):
-        model = shard_stack(comm, reshard_after_forward=2)
-        block = unit_of(model).ranks.block
-        apart = unit_of(model).ranks.apart
-        from_all, from_block = count_sent(apart, "all_gather"), count_sent(block, "all_gather")
-        from_all.clear()
-        trace = traced(model)
-        layout = unit_of(model).layout
-        last = max(i for i, record in enumerate(trace.records) if record.op == "shrink")
-        arrived = next(r for r in trace.records[last:] if r.op == "await_gather")
-        return from_all, from_block, layout, arrived.live_bytes
-
-    for from_all, from_block, layout, live in LocalWorld(4).run(body):
-        assert from_all == [layout.shard_bytes] * 2 * LAYERS
-        # In the second step the last unit stays whole for its backward.
-        assert from_block == [layout.full_bytes // 2] * (2 * LAYERS - 1)
-        assert live == (LAYERS - 1) * layout.full_bytes // 2 + layout.full_bytes
+@on_ranks(4)
+def test_a_smaller_group_gathers_in_backward_from_what_its_ranks_kept(comm):
+    model = shard_stack(comm, reshard_after_forward=2)
+    block = unit_of(model).ranks.block
+    apart = unit_of(model).ranks.apart
+    from_all, from_block = count_sent(apart, "all_gather"), count_sent(block, "all_gather")
+    from_all.clear()
+    trace = traced(model)
+    layout = unit_of(model).layout
+    last = max(i for i, record in enumerate(trace.records) if record.op == "shrink")
+    arrived = next(r for r in trace.records[last:] if r.op == "await_gather")
+    live = arrived.live_bytes
+    assert from_all == [layout.shard_bytes] * 2 * LAYERS
+    # In the second step the last unit stays whole for its backward.
+    assert from_block == [layout.full_bytes // 2] * (2 * LAYERS - 1)
+    assert live == (LAYERS - 1) * layout.full_bytes // 2 + layout.full_bytes
 
 
-def test_working_shard_of_an_offloaded_optimizer():
-    def body(comm):
-        model = Stack()
-        blocks = set(model.blocks)
-        wrapped = FullyShardedDataParallel(
-            model,
-            comm,
-            cpu_offload=CPUOffload(offload_optimizer=True),
-            auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks,
+@on_ranks(2)
+def test_working_shard_of_an_offloaded_optimizer(comm):
+    model = Stack()
+    blocks = set(model.blocks)
+    wrapped = FullyShardedDataParallel(
+        model,
+        comm,
+        cpu_offload=CPUOffload(offload_optimizer=True),
+        auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks,
+    )
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    unit = unit_of(wrapped.module)
+    seen = []
+    for _ in range(3):
+        step(wrapped, optimizer)
+        seen.append(
+            (unit.full.working.bytes, unit.full.working_version == unit.full.at_rest._version)
         )
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        unit = unit_of(wrapped.module)
-        seen = []
-        for _ in range(3):
-            step(wrapped, optimizer)
-            seen.append(
-                (unit.full.working.bytes, unit.full.working_version == unit.full.at_rest._version)
-            )
-            with torch.no_grad():
-                wrapped(torch.ones(2, WIDTH))
-            seen.append(unit.full.working_version == unit.full.at_rest._version)
-        return seen, unit.layout.shard_bytes
-
-    for seen, shard_bytes in LocalWorld(2).run(body):
-        # stale after each optimizer step, brought up to date by the next gather
-        assert seen == [(shard_bytes, False), True] * 3
+        with torch.no_grad():
+            wrapped(torch.ones(2, WIDTH))
+        seen.append(unit.full.working_version == unit.full.at_rest._version)
+    shard_bytes = unit.layout.shard_bytes
+    # stale after each optimizer step, brought up to date by the next gather
+    assert seen == [(shard_bytes, False), True] * 3
 
 
 @pytest.mark.parametrize("held", ["full", "slices"])
-def test_what_accumulation_holds_between_micro_batches(held):
-    def body(comm):
-        within, across = halves(comm)
-        model = Stack()
-        for block in model.blocks:
-            fully_shard(block, mesh=(within, across), mp_policy=MixedPrecisionPolicy())
-        model = fully_shard(model, mesh=(within, across))
-        if held == "full":
-            model.set_requires_gradient_sync(False)
-        else:
-            model.set_requires_all_reduce(False)
-        step(model)
-        units = [managed_unit_of(block).unit for block in model.blocks]
-        full = sum(unit.transient_bytes for unit in units)
-        kept = sum(u.gradients._kept.bytes for u in units if u.gradients._kept is not None)
-        rest = resting_bytes(model, torch.optim.SGD(model.parameters())).gradients_bytes
-        layout = units[0].layout
-        return full, kept, rest, layout.grad_made_bytes, layout.grad_shard_bytes
-
-    for full, kept, rest, made_bytes, shard_bytes in LocalWorld(4).run(body):
-        assert rest == 0
-        kept_bytes = 0 if held == "full" else LAYERS * shard_bytes
-        assert kept == kept_bytes
-        assert full == (LAYERS * made_bytes if held == "full" else kept_bytes)
+@on_ranks(4)
+def test_what_accumulation_holds_between_micro_batches(comm, held):
+    within, across = halves(comm)
+    model = Stack()
+    for block in model.blocks:
+        fully_shard(block, mesh=(within, across), mp_policy=MixedPrecisionPolicy())
+    model = fully_shard(model, mesh=(within, across))
+    if held == "full":
+        model.set_requires_gradient_sync(False)
+    else:
+        model.set_requires_all_reduce(False)
+    step(model)
+    units = [managed_unit_of(block).unit for block in model.blocks]
+    full = sum(unit.transient_bytes for unit in units)
+    kept = sum(u.gradients._kept.bytes for u in units if u.gradients._kept is not None)
+    rest = resting_bytes(model, torch.optim.SGD(model.parameters())).gradients_bytes
+    layout = units[0].layout
+    made_bytes, shard_bytes = layout.grad_made_bytes, layout.grad_shard_bytes
+    assert rest == 0
+    kept_bytes = 0 if held == "full" else LAYERS * shard_bytes
+    assert kept == kept_bytes
+    assert full == (LAYERS * made_bytes if held == "full" else kept_bytes)
 
 
-def test_parameters_kept_after_backward_are_not_gathered_for_the_next_micro_batch():
-    def body(comm):
-        model = shard_stack(comm)
-        model.set_reshard_after_forward(False)
-        model.set_reshard_after_backward(False)
-        step(model)
-        gathered = count_sent(unit_of(model).ranks.apart, "all_gather")
-        step(model)
-        micro_batch = len(gathered)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        step(model)
-        return micro_batch, len(gathered)
-
-    assert LocalWorld(2).run(body) == [(0, LAYERS)] * 2
-
-
-def test_frozen_after_sharding_costs_no_gradient():
-    def body(comm):
-        model = shard_stack(comm)
-        step(model)
-        model.zero_grad()
-        model.blocks[0].requires_grad_(False)
-        step(model)
-        optimizer = torch.optim.SGD(model.parameters())
-        return resting_bytes(model, optimizer).gradients_bytes, unit_of(model).layout
-
-    for gradients, layout in LocalWorld(2).run(body):
-        assert gradients == (LAYERS - 1) * layout.grad_shard_bytes
+@on_ranks(2)
+def test_parameters_kept_after_backward_are_not_gathered_for_the_next_micro_batch(comm):
+    model = shard_stack(comm)
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False)
+    step(model)
+    gathered = count_sent(unit_of(model).ranks.apart, "all_gather")
+    step(model)
+    micro_batch = len(gathered)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    step(model)
+    assert micro_batch == 0
+    assert len(gathered) == LAYERS
 
 
-def test_thawing_does_not_move_what_is_trained():
+@on_ranks(2)
+def test_frozen_after_sharding_costs_no_gradient(comm):
+    model = shard_stack(comm)
+    step(model)
+    model.zero_grad()
+    model.blocks[0].requires_grad_(False)
+    step(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    gradients, layout = resting_bytes(model, optimizer).gradients_bytes, unit_of(model).layout
+    assert gradients == (LAYERS - 1) * layout.grad_shard_bytes
+
+
+@on_ranks(3)
+def test_thawing_does_not_move_what_is_trained(comm):
     """Optimizer state is cut as its parameter is: spans of trained parameters must stay."""
-
-    def body(comm):
-        model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 5), nn.Linear(5, 3))
-        model[1].requires_grad_(False)
-        model[2].bias.requires_grad_(False)
-        fully_shard(model, mesh=comm)
-        before = {name: p.span for name, p in model.named_parameters() if p.requires_grad}
-        params = dict(model.named_parameters())
-        model[1].weight.requires_grad_(True)
-        model(torch.ones(1, 7)).sum().backward()
-        after = dict(model.named_parameters())
-        assert all(after[name] is params[name] for name in params)
-        assert all(after[name].span == span for name, span in before.items())
-        assert after["1.weight"].grad is not None
-        assert after["1.bias"].grad is None
-        layout = managed_unit_of(model).unit.layout
-        return [(s.trainable, [slot.spec.name for slot in s.slots]) for s in layout.segments]
-
-    for segments in LocalWorld(3).run(body):
-        assert segments == [
-            (True, ["0.weight", "0.bias", "2.weight"]),
-            (False, ["1.bias", "2.bias"]),
-            (True, ["1.weight"]),
-        ]
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 5), nn.Linear(5, 3))
+    model[1].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    fully_shard(model, mesh=comm)
+    before = {name: p.span for name, p in model.named_parameters() if p.requires_grad}
+    params = dict(model.named_parameters())
+    model[1].weight.requires_grad_(True)
+    model(torch.ones(1, 7)).sum().backward()
+    after = dict(model.named_parameters())
+    assert all(after[name] is params[name] for name in params)
+    assert all(after[name].span == span for name, span in before.items())
+    assert after["1.weight"].grad is not None
+    assert after["1.bias"].grad is None
+    layout = managed_unit_of(model).unit.layout
+    segments = [(s.trainable, [slot.spec.name for slot in s.slots]) for s in layout.segments]
+    assert segments == [
+        (True, ["0.weight", "0.bias", "2.weight"]),
+        (False, ["1.bias", "2.bias"]),
+        (True, ["1.weight"]),
+    ]
 
 
 @pytest.mark.parametrize("door", ["wrapper", "function"])
-def test_the_original_parameters_are_given_back(door):
-    def body(comm):
-        layer = nn.Linear(64, 64, bias=False)
-        original = weakref.ref(layer.weight)
-        if door == "wrapper":
-            FullyShardedDataParallel(layer, comm)
-        else:
-            fully_shard(layer, mesh=comm)
-        return original()
-
-    assert LocalWorld(2).run(body) == [None, None]
+@on_ranks(2)
+def test_the_original_parameters_are_given_back(comm, door):
+    layer = nn.Linear(64, 64, bias=False)
+    original = weakref.ref(layer.weight)
+    if door == "wrapper":
+        FullyShardedDataParallel(layer, comm)
+    else:
+        fully_shard(layer, mesh=comm)
+    assert original() is None

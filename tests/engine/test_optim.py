@@ -140,21 +140,19 @@ def test_the_fast_forms_are_chosen_as_for_plain_parameters():
     assert LocalWorld(1).run(body) == [(True, False)]
 
 
-def test_optimizer_state_survives_its_state_dict():
-    def body(comm):
-        params = sharded(comm, values(0))
-        optimizer = torch.optim.AdamW(params, lr=0.1)
-        set_grads(params, values(1))
-        optimizer.step()
-        twins = copy.deepcopy(params)
-        other = torch.optim.AdamW(twins, lr=0.1)
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for each, step_of in ((params, optimizer), (twins, other)):
-            set_grads(each, values(2))
-            step_of.step()
-        return all(torch.equal(p.local, twin.local) for p, twin in zip(params, twins, strict=True))
-
-    assert LocalWorld(3).run(body) == [True] * 3
+@on_ranks(3)
+def test_optimizer_state_survives_its_state_dict(comm):
+    params = sharded(comm, values(0))
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    set_grads(params, values(1))
+    optimizer.step()
+    twins = copy.deepcopy(params)
+    other = torch.optim.AdamW(twins, lr=0.1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, step_of in ((params, optimizer), (twins, other)):
+        set_grads(each, values(2))
+        step_of.step()
+    assert all(torch.equal(p.local, twin.local) for p, twin in zip(params, twins, strict=True))
 
 
 def test_state_bytes_are_those_of_the_spans_and_of_the_step_counts():
@@ -238,16 +236,14 @@ def test_a_nan_on_one_rank_is_seen_by_all(comm):
         nn.utils.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
 
 
-def test_clip_grad_value():
-    def body(comm):
-        params = sharded(comm, values(0))
-        set_grads(params, values(1))
-        nn.utils.clip_grad_value_(params, 0.1)
-        return [param.grad.full_tensor() for param in params]
-
-    for grads in LocalWorld(2).run(body):
-        for got, full in zip(grads, values(1), strict=True):
-            assert torch.equal(got, full.clamp(-0.1, 0.1))
+@on_ranks(2)
+def test_clip_grad_value(comm):
+    params = sharded(comm, values(0))
+    set_grads(params, values(1))
+    nn.utils.clip_grad_value_(params, 0.1)
+    grads = [param.grad.full_tensor() for param in params]
+    for got, full in zip(grads, values(1), strict=True):
+        assert torch.equal(got, full.clamp(-0.1, 0.1))
 
 
 # ---- refusals -----------------------------------------------------------------------------------

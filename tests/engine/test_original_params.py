@@ -111,16 +111,14 @@ def test_low_precision_is_cast_to_float32_as_accelerate_does():
         assert losses == expected
 
 
-def test_flat_parameters_are_good_for_nothing_else():
-    def body(comm):
-        model = wrapped(net(torch.bfloat16), comm)
-        flat = FSDP.fsdp_modules(model)[1]._flat_param
-        for value in (flat.data.half(), torch.zeros(3)):
-            with pytest.raises(NotSupportedError, match=r"no flat parameters.*model\.parameters"):
-                flat.data = value
-        return [p.dtype for p in model.parameters()] == 6 * [torch.bfloat16]
-
-    assert LocalWorld(2).run(body) == [True, True]
+@on_ranks(2)
+def test_flat_parameters_are_good_for_nothing_else(comm):
+    model = wrapped(net(torch.bfloat16), comm)
+    flat = FSDP.fsdp_modules(model)[1]._flat_param
+    for value in (flat.data.half(), torch.zeros(3)):
+        with pytest.raises(NotSupportedError, match=r"no flat parameters.*model\.parameters"):
+            flat.data = value
+    assert [p.dtype for p in model.parameters()] == 6 * [torch.bfloat16]
 
 
 def test_low_precision_is_clipped_by_a_norm_in_float32():
@@ -143,12 +141,12 @@ def test_low_precision_is_clipped_by_a_norm_in_float32():
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_what_optimizers_shall_be_made_from_is_marked_unless_originals_do(kept):
-    def body(comm):
-        model = FSDP(net(), comm, use_orig_params=kept)
-        return [getattr(param, "_fsdp_flattened", False) for param in model.parameters()]
-
-    assert LocalWorld(2).run(body) == [6 * [not kept]] * 2
+@on_ranks(2)
+def test_what_optimizers_shall_be_made_from_is_marked_unless_originals_do(comm, kept):
+    model = FSDP(net(), comm, use_orig_params=kept)
+    assert [getattr(param, "_fsdp_flattened", False) for param in model.parameters()] == 6 * [
+        not kept
+    ]
 
 
 def test_sharded_tensors_become_dtensors(gloo_world):

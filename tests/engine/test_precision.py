@@ -250,40 +250,34 @@ def test_a_unit_may_have_its_own_policy():
     assert LocalWorld(2).run(body)[0] == [(BF16, BF16), (FP32, FP32), (BF16, BF16)]
 
 
-def test_low_precision_gradients_are_kept_if_asked():
-    def body(comm):
-        precision = MixedPrecision(BF16, keep_low_precision_grads=True)
-        model = FullyShardedDataParallel(make("twice"), comm, mixed_precision=precision)
-        for _ in range(2):
-            model(torch.ones(2, 5)).float().sum().backward()
-        dtypes = {p.grad.dtype for p in model.parameters()}
-        for param in model.parameters():
-            param.grad = param.grad.to(FP32)
-        return dtypes
-
-    assert LocalWorld(2).run(body) == [{BF16}] * 2
+@on_ranks(2)
+def test_low_precision_gradients_are_kept_if_asked(comm):
+    precision = MixedPrecision(BF16, keep_low_precision_grads=True)
+    model = FullyShardedDataParallel(make("twice"), comm, mixed_precision=precision)
+    for _ in range(2):
+        model(torch.ones(2, 5)).float().sum().backward()
+    dtypes = {p.grad.dtype for p in model.parameters()}
+    for param in model.parameters():
+        param.grad = param.grad.to(FP32)
+    assert dtypes == {BF16}
 
 
-def test_gradients_held_back_add_up_in_the_reduce_dtype():
-    def body(comm):
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.zeros_(model.weight)
-        model = fully_shard(model, mesh=comm, mp_policy=MixedPrecisionPolicy(BF16, FP32))
-        model.set_requires_gradient_sync(False)
-        model(torch.full((1, 1), 256.0)).float().sum().backward()
-        model.set_requires_gradient_sync(True)
-        model(torch.ones(1, 1)).float().sum().backward()
-        return model.weight.grad.full_tensor().item()
-
-    assert LocalWorld(2).run(body) == [257.0] * 2  # in bf16 it would be 256
+@on_ranks(2)
+def test_gradients_held_back_add_up_in_the_reduce_dtype(comm):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model = fully_shard(model, mesh=comm, mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    model.set_requires_gradient_sync(False)
+    model(torch.full((1, 1), 256.0)).float().sum().backward()
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 1)).float().sum().backward()
+    assert model.weight.grad.full_tensor().item() == 257.0  # in bf16 it would be 256
 
 
-def test_a_low_precision_model_rests_in_low_precision():
-    def body(comm):
-        model = shard(make("gpt", BF16), "gpt", comm, door="function")
-        return {p.dtype for p in model.parameters()}
-
-    assert LocalWorld(2).run(body) == [{BF16}] * 2
+@on_ranks(2)
+def test_a_low_precision_model_rests_in_low_precision(comm):
+    model = shard(make("gpt", BF16), "gpt", comm, door="function")
+    assert {p.dtype for p in model.parameters()} == {BF16}
 
 
 @on_ranks(1)

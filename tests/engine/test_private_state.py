@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from fullshard.core.errors import NotSupportedError, UsageError
-from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, MixedPrecision, fully_shard
 from fullshard.torch.step.managed import managed_units
 from fullshard.wrap import ModuleWrapPolicy
@@ -58,22 +57,20 @@ def train(model, comm, between=lambda: None):
     return losses
 
 
-def test_a_wrapped_model_is_moved_by_handles():
-    def body(comm):
-        model = wrapped(comm)
-        kept = list(model.parameters())
-        losses = train(model, comm, lambda: move_by_handles(model, torch.device("cpu")))
-        assert all(a is b for a, b in zip(model.parameters(), kept, strict=True))
-        inner = model.module.blocks[0]
-        assert not inner._is_root
-        # All memory of a unit is a handle's: that of the root's below, and of its own.
-        mine = {h.flat_param.data.data_ptr() for h in model._all_handles}
-        assert mine == {u.unit.shards.buffer.memory.data_ptr() for u in managed_units(model)}
-        assert inner._handle.flat_param.data.data_ptr() in mine
-        return losses, train(wrapped(comm), comm)
-
-    for moved, stayed in LocalWorld(2).run(body):
-        assert moved == stayed
+@on_ranks(2)
+def test_a_wrapped_model_is_moved_by_handles(comm):
+    model = wrapped(comm)
+    kept = list(model.parameters())
+    losses = train(model, comm, lambda: move_by_handles(model, torch.device("cpu")))
+    assert all(a is b for a, b in zip(model.parameters(), kept, strict=True))
+    inner = model.module.blocks[0]
+    assert not inner._is_root
+    # All memory of a unit is a handle's: that of the root's below, and of its own.
+    mine = {h.flat_param.data.data_ptr() for h in model._all_handles}
+    assert mine == {u.unit.shards.buffer.memory.data_ptr() for u in managed_units(model)}
+    assert inner._handle.flat_param.data.data_ptr() in mine
+    moved, stayed = losses, train(wrapped(comm), comm)
+    assert moved == stayed
 
 
 @pytest.mark.parametrize("precision", [None, MixedPrecision(torch.bfloat16)])

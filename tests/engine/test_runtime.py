@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.models import CASES, loss_of, make, make_batches
 from support.stack import WIDTH, Stack, shard_stack, step
+from support.threads import on_ranks
 from support.training import shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -45,16 +46,14 @@ PINNED = {
 
 
 @pytest.mark.parametrize("depth", PINNED)
-def test_ops_of_a_step_are_pinned(depth):
-    def body(comm):
-        model = shard_stack(comm, layers=3)
-        set_prefetch(model, depth, depth)
+@on_ranks(2)
+def test_ops_of_a_step_are_pinned(comm, depth):
+    model = shard_stack(comm, layers=3)
+    set_prefetch(model, depth, depth)
+    step(model)
+    with tracing(model) as trace:
         step(model)
-        with tracing(model) as trace:
-            step(model)
-        return ops_of(trace)
-
-    assert LocalWorld(2).run(body) == [PINNED[depth]] * 2
+    assert ops_of(trace) == PINNED[depth]
 
 
 class CountingComm:
@@ -91,36 +90,33 @@ class CountingComm:
         ("odd", "FULL_SHARD", 3 + 1, 3),
     ],
 )
-def test_collectives_of_a_step_are_counted(name, strategy, gathers, reduces):
-    def body(comm):
-        counts = Counter()
-        model = shard(make(name), name, CountingComm(comm, counts), strategy=strategy)
-        for inputs, targets in make_batches(name, 2, 2):
-            counts.clear()
-            loss_of(model(inputs), targets).backward()
-        return counts["all_gather"], counts["reduce_scatter"] + counts["all_reduce"]
+@on_ranks(2)
+def test_collectives_of_a_step_are_counted(comm, name, strategy, gathers, reduces):
+    counts = Counter()
+    model = shard(make(name), name, CountingComm(comm, counts), strategy=strategy)
+    for inputs, targets in make_batches(name, 2, 2):
+        counts.clear()
+        loss_of(model(inputs), targets).backward()
+    assert counts["all_gather"] == gathers
+    assert counts["reduce_scatter"] + counts["all_reduce"] == reduces
 
-    assert LocalWorld(2).run(body) == [(gathers, reduces)] * 2
 
-
-def test_modules_show_sharded_parameters_outside_of_forward_and_backward():
-    def body(comm):
-        model = shard(make("gpt"), "gpt", comm, door="function")
-        shown = [type(p).__name__ for p in model.parameters()]
-        inputs, targets = make_batches("gpt", 1, 2)[0]
-        inside = []
-        model.blocks[0].register_forward_pre_hook(
-            lambda m, _: inside.append((type(m.attention.out.weight), m.attention.out.weight.shape))
-        )
-        loss = loss_of(model(inputs), targets)
-        shown += [type(p).__name__ for p in model.parameters()]
-        loss.backward()
-        shown += [type(p).__name__ for p in model.parameters()]
-        return set(shown), inside
-
-    for shown, inside in LocalWorld(2).run(body):
-        assert shown == {"ShardedParameter"}
-        assert inside == [(nn.Parameter, (12, 12))]
+@on_ranks(2)
+def test_modules_show_sharded_parameters_outside_of_forward_and_backward(comm):
+    model = shard(make("gpt"), "gpt", comm, door="function")
+    shown = [type(p).__name__ for p in model.parameters()]
+    inputs, targets = make_batches("gpt", 1, 2)[0]
+    inside = []
+    model.blocks[0].register_forward_pre_hook(
+        lambda m, _: inside.append((type(m.attention.out.weight), m.attention.out.weight.shape))
+    )
+    loss = loss_of(model(inputs), targets)
+    shown += [type(p).__name__ for p in model.parameters()]
+    loss.backward()
+    shown += [type(p).__name__ for p in model.parameters()]
+    shown = set(shown)
+    assert shown == {"ShardedParameter"}
+    assert inside == [(nn.Parameter, (12, 12))]
 
 
 def gradients(model):
@@ -525,25 +521,21 @@ def test_an_ignored_parameter_behind_frozen_weights():
         torch.testing.assert_close(found, plain.prompt.grad)
 
 
-def test_a_root_whose_output_is_unknown_is_reduced():
-    def body(comm):
-        model = fully_shard(Hidden.Block(), mesh=comm)
-        model(torch.ones(1, 4)).y.sum().backward()
-        return [p.grad is not None for p in model.parameters()]
-
-    assert LocalWorld(2).run(body) == [[True] * 4] * 2
+@on_ranks(2)
+def test_a_root_whose_output_is_unknown_is_reduced(comm):
+    model = fully_shard(Hidden.Block(), mesh=comm)
+    model(torch.ones(1, 4)).y.sum().backward()
+    assert [p.grad is not None for p in model.parameters()] == [True] * 4
 
 
-def test_forwards_without_backward_do_not_pile_up():
-    def body(comm):
-        model = shard_stack(comm)
-        for _ in range(200):
-            model(torch.ones(1, WIDTH))
-        step(model)
-        return managed_unit_of(model).tracker.executor._training._compiled.events
-
-    for events in LocalWorld(2).run(body):
-        assert len(events) < 64 * 6
+@on_ranks(2)
+def test_forwards_without_backward_do_not_pile_up(comm):
+    model = shard_stack(comm)
+    for _ in range(200):
+        model(torch.ones(1, WIDTH))
+    step(model)
+    events = managed_unit_of(model).tracker.executor._training._compiled.events
+    assert len(events) < 64 * 6
 
 
 def test_hooks_on_sharded_parameters_see_the_reduced_gradient():
@@ -644,21 +636,19 @@ def test_recomputation_in_and_around_units(reentrant):
         assert_equal_gradients(found, {n: p.grad for n, p in plain.named_parameters()})
 
 
-def test_prefetch_cannot_change_in_the_middle_of_a_step():
-    def body(comm):
-        model = shard_stack(comm)
-        loss = model(torch.ones(2, WIDTH)).sum()
-        with pytest.raises(UsageError, match="only be changed between steps"):
-            set_prefetch(model, 2, 2)
-        loss.backward()
-        with pytest.raises(ConfigurationError, match="forward must be a whole number"):
-            set_prefetch(model, -1)
-        model.set_reshard_after_forward(False)
-        with tracing(model) as trace:
-            step(model)
-        return trace.count("gather")
-
-    assert LocalWorld(2).run(body) == [4, 4]
+@on_ranks(2)
+def test_prefetch_cannot_change_in_the_middle_of_a_step(comm):
+    model = shard_stack(comm)
+    loss = model(torch.ones(2, WIDTH)).sum()
+    with pytest.raises(UsageError, match="only be changed between steps"):
+        set_prefetch(model, 2, 2)
+    loss.backward()
+    with pytest.raises(ConfigurationError, match="forward must be a whole number"):
+        set_prefetch(model, -1)
+    model.set_reshard_after_forward(False)
+    with tracing(model) as trace:
+        step(model)
+    assert trace.count("gather") == 4
 
 
 def test_a_sharded_child_used_alone_joins_a_larger_model_later():
@@ -697,16 +687,14 @@ class TiedThroughFrozen(nn.Module):
         return self.inner(torch.ones_like(x)) + x @ self.weight
 
 
-def test_a_unit_stays_full_while_a_tied_parameter_is_reached_through_it():
-    def body(comm):
-        model = TiedThroughFrozen()
-        fully_shard(model.inner, mesh=comm)
-        model = fully_shard(model, mesh=comm)
-        model(torch.ones(2, 5)).sum().backward()
-        return model.weight.grad.full_tensor()
-
-    for grad in LocalWorld(2).run(body):
-        assert torch.equal(grad, torch.full((5, 5), 6.0))
+@on_ranks(2)
+def test_a_unit_stays_full_while_a_tied_parameter_is_reached_through_it(comm):
+    model = TiedThroughFrozen()
+    fully_shard(model.inner, mesh=comm)
+    model = fully_shard(model, mesh=comm)
+    model(torch.ones(2, 5)).sum().backward()
+    grad = model.weight.grad.full_tensor()
+    assert torch.equal(grad, torch.full((5, 5), 6.0))
 
 
 def test_an_output_that_is_an_input_recomputed():

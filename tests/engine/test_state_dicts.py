@@ -195,17 +195,16 @@ def test_loaded_spans_do_not_follow_steps(gloo_world):
     gloo_world.run(2, workers.loaded_spans_stay)
 
 
-def test_buffers_are_saved_in_the_dtype_they_had():
-    def body(comm):
-        low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-        inner = FSDP(torch.nn.BatchNorm1d(3), comm, mixed_precision=low)
-        model = FSDP(torch.nn.Sequential(inner), comm, mixed_precision=low)
-        assert inner.running_mean.dtype == torch.bfloat16
-        state = model.state_dict()
-        assert {each.dtype for each in state.values()} == {torch.float32, torch.int64}
-        state["0.running_mean"] += 2
-        model.load_state_dict(state)
-        assert inner.running_mean.tolist() == [2, 2, 2]
-        return inner.state_dict()["running_mean"].dtype, inner.running_mean.dtype
-
-    assert LocalWorld(2).run(body) == [(torch.float32, torch.bfloat16)] * 2
+@on_ranks(2)
+def test_buffers_are_saved_in_the_dtype_they_had(comm):
+    low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    inner = FSDP(torch.nn.BatchNorm1d(3), comm, mixed_precision=low)
+    model = FSDP(torch.nn.Sequential(inner), comm, mixed_precision=low)
+    assert inner.running_mean.dtype == torch.bfloat16
+    state = model.state_dict()
+    assert {each.dtype for each in state.values()} == {torch.float32, torch.int64}
+    state["0.running_mean"] += 2
+    model.load_state_dict(state)
+    assert inner.running_mean.tolist() == [2, 2, 2]
+    assert inner.state_dict()["running_mean"].dtype == torch.float32
+    assert inner.running_mean.dtype == torch.bfloat16

@@ -48,6 +48,7 @@ NEEDS_WHOLE_TENSORS = {
 their kind are stopped by the operations that they call on a `ShardedParameter`."""
 
 _CHECKED = "_fullshard_checked"
+_EAGER = "_fullshard_steps_eagerly"
 _COMMS = "_fullshard_comms"  # that share its parameters
 _EMPTY = "_fullshard_empty"  # those of its parameters of which this rank has nothing
 
@@ -106,7 +107,7 @@ def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
 
 
 def _check_low_bit(optimizer: Optimizer, sharded: ShardedParameter) -> None:
-    """Refuse what torchao's optimizers with low-bit state cannot do."""
+    """Refuse what torchao's optimizers with low-bit state cannot do, and step them eagerly."""
     kind = type(optimizer)
     if not any(cls.__module__.startswith("torchao.optim") for cls in kind.__mro__):
         return
@@ -115,14 +116,31 @@ def _check_low_bit(optimizer: Optimizer, sharded: ShardedParameter) -> None:
             f"{kind.__name__} keeps its state in blocks of rows, but {sharded.ownership.name!r} is "
             "sharded by element: use fully_shard, or an elementwise optimizer"
         )
-    # Importing torch._dynamo takes seconds, and torchao has done so.
-    stance = getattr(torch._dynamo.eval_frame, "_stance", None)
-    compiles = stance is not None and stance.stance != "force_eager"
-    if compiles and not torch._dynamo.config.disable:
-        raise NotSupportedError(
-            f"{kind.__name__} compiles its step, and torch.compile cannot trace sharded parameters "
-            'outside forward: step within torch.compiler.set_stance("force_eager")'
-        )
+    _step_eagerly(optimizer)
+
+
+def _step_eagerly(optimizer: Optimizer) -> None:
+    """Run the compiled parts of the optimizer's steps as they are written, from this step on.
+
+    torch.compile cannot trace sharded parameters outside forward. After a step that fails compiled
+    code of others runs eagerly, too, until the next step has ended.
+    """
+    if getattr(optimizer, _EAGER, False):
+        return
+    setattr(optimizer, _EAGER, True)
+    entered: list[Any] = []
+
+    def enter(*_: Any) -> None:
+        if not entered:
+            entered.append(torch.compiler.set_stance("force_eager"))
+            entered[0].__enter__()
+
+    def leave(*_: Any) -> None:
+        if entered:
+            entered.pop().__exit__(None, None, None)
+
+    optimizer.register_step_pre_hook(enter)
+    optimizer.register_step_post_hook(leave)
 
 
 def _count(optimizer: Optimizer) -> None:

@@ -82,17 +82,13 @@ def _mixtral(fields: _Fields) -> Shape:
     return _llama_like(fields, experts=experts)
 
 
-def _experts_of_qwen(fields: _Fields, shared: int) -> Experts:
-    return Experts(
+def _qwen3_moe(fields: _Fields) -> Shape:
+    experts = Experts(
         fields.whole("num_experts", "num_local_experts"),
         fields.whole("num_experts_per_tok"),
         fields.whole("moe_intermediate_size"),
-        shared=shared,
     )
-
-
-def _qwen3_moe(fields: _Fields) -> Shape:
-    return _llama_like(fields, query_key_norm=True, experts=_experts_of_qwen(fields, 0))
+    return _llama_like(fields, query_key_norm=True, experts=experts)
 
 
 def _gpt2(fields: _Fields) -> Shape:

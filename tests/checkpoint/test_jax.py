@@ -170,7 +170,7 @@ def matrices(tree):
 
 class OnJax:
     def __init__(self, seed):
-        self.module = jax_models.GPT(SHAPE, rngs=nnx.Rngs(seed))
+        self.module = jax_models.NnxGPT(SHAPE, rngs=nnx.Rngs(seed))
         self.graph, params, rest = nnx.split(self.module, nnx.Param, ...)
         self.rest = rest
         self.like = params

@@ -51,7 +51,7 @@ def test_a_torch_gpt_goes_through_the_jax_gpt_bit_for_bit(tmp_path):
     safetensors.torch.save_file(held, tmp_path / "torch.safetensors")
 
     def make():
-        return in_jax.GPT(shape, rngs=nnx.Rngs(0))
+        return in_jax.NnxGPT(shape, rngs=nnx.Rngs(0))
 
     names = torch_names(nnx.eval_shape(make), {"output.weight": "embedding.weight"})
     step = step_of(make, 3)

@@ -55,7 +55,7 @@ def relative(found, expected):
 @pytest.mark.parametrize(("shape", "tied"), [(SHAPE, {}), (TIED, TIED_NAMES)])
 def test_the_gpt_has_torchs_logits_and_gradients(shape, tied):
     plain = GPT(shape)
-    model, names = with_weights_of(plain, lambda: in_jax.GPT(shape, rngs=nnx.Rngs(0)), tied)
+    model, names = with_weights_of(plain, lambda: in_jax.NnxGPT(shape, rngs=nnx.Rngs(0)), tied)
     inputs, targets = tokens(1, 3, 16), tokens(2, 3, 16)
     expected_logits = plain(torch.from_numpy(inputs))
     F.cross_entropy(expected_logits.flatten(0, 1), torch.from_numpy(targets).flatten()).backward()
@@ -78,7 +78,7 @@ def test_the_digit_net_has_torchs_output_without_dropout():
     plain = DigitNet().eval()
 
     def make():
-        return nnx.view(in_jax.DigitNet(rngs=nnx.Rngs(0)), deterministic=True)
+        return nnx.view(in_jax.NnxDigitNet(rngs=nnx.Rngs(0)), deterministic=True)
 
     model, names = with_weights_of(plain, make)
     images = np.random.default_rng(0).normal(size=(3, 1, 28, 28)).astype(np.float32)
@@ -152,7 +152,7 @@ def test_what_is_not_finite_changes_nothing_but_the_count(gradient, loss):
 
 @pytest.mark.parametrize("shape", [SHAPE, TIED])
 def test_decoding_one_by_one_gives_the_logits_of_the_whole(shape):
-    model = in_jax.GPT(shape, rngs=nnx.Rngs(0))
+    model = in_jax.NnxGPT(shape, rngs=nnx.Rngs(0))
     inputs = jnp.asarray(tokens(1, 2, 16))
     expected = np.asarray(nnx.jit(lambda model, x: model(x))(model, inputs))
     decode = nnx.jit(lambda model, x, cache, at: model.decode(x, cache, at))
@@ -166,7 +166,7 @@ def test_generation_without_chance_takes_the_likeliest():
     shape = SHAPE
 
     def make():
-        return in_jax.GPT(shape, rngs=nnx.Rngs(3))
+        return in_jax.NnxGPT(shape, rngs=nnx.Rngs(3))
 
     step = make_train_step(make, optax.sgd(0.1), loss_of, create_mesh(fsdp=4))
     state = step.init()

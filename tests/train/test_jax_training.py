@@ -82,7 +82,7 @@ def by_torch(config):
     plain.module.load_state_dict(load_file(config.train.initial_weights))
     optimizer = torch_setup._adamw(plain.module, config.optim)
     bytes_ = Bytes.unsharded(plain.module)
-    run = torch_setup.Run(config, ONE, load(config), plain.module, optimizer, 1.0, bytes_)
+    run = torch_setup.TorchRun(config, ONE, load(config), plain.module, optimizer, 1.0, bytes_)
     steps = [torch_loop.train_step(run, step, Reporter(ONE, None, 1)) for step in range(STEPS)]
     return steps, torch_loop.evaluate(run), plain.module
 
@@ -192,7 +192,7 @@ def test_stopped_and_resumed_it_is_the_same_bit_by_bit(by_jax, by_torch, tmp_pat
         assert np.array_equal(np.asarray(one), np.asarray(other))
     assert run.step.compilations == 1
 
-    torch_run = torch_setup.Run(
+    torch_run = torch_setup.TorchRun(
         run.config, ONE, run.data, by_torch[2], torch_setup._adamw(by_torch[2], run.config.optim),
         1.0, Bytes.unsharded(by_torch[2]),
     )  # fmt: skip

@@ -79,6 +79,7 @@ class Memory:
     accesses: list[Access] = field(default_factory=list)
     written: list[tuple[int, int]] = field(default_factory=list)
     versions: list[tuple[int, int, int]] = field(default_factory=list)  # begin, end, version
+    numbers: list = field(default_factory=list)  # that it was filled with, to be compared by ranks
 
     def version(self, span, choose=max):
         """The version of the weights of which bytes ``span`` were made, or 0."""
@@ -139,6 +140,7 @@ class Machine:
         self.running = False
         self._freed = []
         self.held = Held()
+        self._directions = {}  # of the copies on each stream
         self.rest_bytes = 0  # what a step has left behind
         self._version = 0
 
@@ -273,6 +275,14 @@ class Machine:
             made = self._version if memory.weights else version
             if made or memory.versions:
                 memory.put_version(span, made)
+
+    def cross(self, timeline, to_host):
+        """A copy between the host and the device: one way on each stream of copies."""
+        if (
+            timeline not in (HOST, COMPUTE)
+            and self._directions.setdefault(timeline, to_host) != to_host
+        ):
+            self.find(f"copies wait for those the other way on {timeline}")
 
     def find(self, text):
         if self.running:

@@ -2,464 +2,360 @@
 """Faults of the engine's order, one at a time: each wait, event, join and keep-alive left out.
 
 `MUTANTS` must each be found by one of the programs named with it. `EQUIVALENT` change nothing that
-can be observed; the reason is their value's.
+can be observed; the reason is their value's. All are edits of the engine's source.
 """
 
-from contextlib import contextmanager
+import importlib
+import inspect
+import textwrap
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from unittest import mock
-
-import torch
-from torch import Tensor
-
-from fullshard.torch.comm import process_group
-from fullshard.torch.comm.protocol import Done, Together
-from fullshard.torch.unit import gradients, streams
-from fullshard.torch.unit.buffers import FlatBuffer
-from fullshard.torch.unit.full_gradients import FullGradients
-from fullshard.torch.unit.full_parameters import FullParameters
-from fullshard.torch.unit.gradients import Gradients
-from fullshard.torch.unit.packing import PackedArrival
-from fullshard.torch.unit.streams import CopyStream
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """``changes`` are (owner, name, stand-in); ``programs`` those of which one must find it."""
+    """``edits`` are (function, before, after); ``programs`` those of which one must find it.
 
-    changes: tuple
+    A function is "module:name" below `fullshard.torch`. ``ranks`` are run and compared.
+    """
+
+    edits: tuple[tuple[str, str, str], ...]
     programs: tuple[str, ...]
+    ranks: tuple[int, ...] = (0,)
 
 
-def nothing(*args, **kwargs):
-    return None
-
-
-def _works_without_wait(method):
-    """``method`` of a communicator, whose result nobody can wait for."""
-
-    def call(*args, **kwargs):
-        method(*args, **kwargs)
-        return Done()
-
-    return call
-
-
-def _except(owner, name, chosen):
-    """Leave out ``owner.name`` for the units, ops or arguments that are ``chosen``."""
-    method = getattr(owner, name)
-
-    def call(self, *args, **kwargs):
-        return None if chosen(self, *args) else method(self, *args, **kwargs)
-
-    return (owner, name, call)
-
-
-def _before(owner, name, first):
-    method = getattr(owner, name)
-
-    def call(self, *args, **kwargs):
-        first(self)
-        return method(self, *args, **kwargs)
-
-    return (owner, name, call)
-
-
-def _after(owner, name, then):
-    method = getattr(owner, name)
-
-    def call(self, *args, **kwargs):
-        result = method(self, *args, **kwargs)
-        then(self)
-        return result
-
-    return (owner, name, call)
-
-
-# ---- streams ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _beside_without_wait(self):
-    stream = streams._stream_for(self._device, self._direction)
-    with torch.cuda.stream(stream):
-        yield
-        self._last = stream.record_event()
-
-
-@contextmanager
-def _event_before_copies(self):
-    stream = streams._stream_for(self._device, self._direction)
-    stream.wait_stream(torch.cuda.current_stream(self._device))
-    with torch.cuda.stream(stream):
-        self._last = stream.record_event()
-        yield
-
-
-@contextmanager
-def _no_event(self):
-    stream = streams._stream_for(self._device, self._direction)
-    stream.wait_stream(torch.cuda.current_stream(self._device))
-    with torch.cuda.stream(stream):
-        yield
-
-
-def _only(direction, stand_in, name):
-    """``stand_in`` for the streams of one direction only."""
-    method = getattr(CopyStream, name)
-
-    def call(self, *args):
-        wanted = self._direction == direction and self._device.type == "cuda"
-        return (stand_in if wanted else method)(self, *args)
-
-    return (CopyStream, name, call)
-
-
-# ---- waits --------------------------------------------------------------------------------------
-
-
-def _wait_without_work(self):
-    if self._gathering is not None:
-        self._gathering = _Unawaited(self._gathering)
-    _wait(self)
-
-
-def _unpack_first(self):
-    if self._gathering is not None and self._packed is not None and self.part is None:
-        self._packed.there.allocate()
-        self._packed._unpacking.copy()
-    _wait(self)
-
-
-_wait = FullParameters.wait
-
-
-def _reduce_freeing_at_once(self):
-    _reduce(self)
-    self.full.release()
-
-
-def _reduce_letting_go(self):
-    _reduce(self)
-    self.full.sent = []
-
-
-_reduce = Gradients.reduce
-_all_reduce = Gradients.all_reduce
-_to_rest = Gradients._to_rest
-
-
-def _without_waiting_works(method):
-    """Gradients' ``method`` with works that are taken for finished."""
-
-    def call(self):
-        if self._work is not None:
-            self._work = _Unawaited(self._work)
-        return method(self)
-
-    return call
-
-
-class _Unawaited:
-    """A work that is kept, and not waited for."""
-
-    def __init__(self, work):
-        self.work = work
-
-    def wait(self):
-        pass
-
-    def is_completed(self):
-        return self.work.is_completed()
-
-
-def _await_without_second_wait(self):
-    if self._work is not None:
-        self.all_reduce()
-        if self._work is not gradients._DONE:
-            self._work = _Unawaited(self._work)
-    return _await_all(self)
-
-
-_await_all = Gradients.await_all
-
-
-def _drop_without_wait(self):
-    self._work = None if self._work is None else _Unawaited(self._work)
-    return _drop_gradients(self)
-
-
-_drop_gradients = Gradients.drop
-
-
-def _evict_without_keeping(self, onboard):
-    host = _evict(self, onboard)
-    self._leaving.clear()
-    return host
-
-
-_evict = Gradients._evict
-
-
-def _evict_on_compute(self, onboard):
-    """The copy's memory is pageable: the host waits for it."""
-    host = FlatBuffer([(f.numel(), f.dtype) for f in onboard.flats], self._plan.resting_device)
-    with self._to_host.behind_compute():
-        for to, flat in zip(host.flats, onboard.flats, strict=True):
-            to.copy_(flat, non_blocking=True)
-    return host
-
-
-def _let_go_without_join(self):
-    self._leaving.clear()
-
-
-def _converted_on_compute(self, shards):
-    """Across on the stream of computation, while the gather runs behind the copy stream."""
-    with torch.cuda.stream(torch.cuda.default_stream()):
-        return _converted(self, shards)
-
-
-_converted = FullParameters._converted
-
-
-def _blocking_fetch(self, shards):
-    def to(tensor, *args, non_blocking=False, **kwargs):
-        return _to(tensor, *args, **kwargs)
-
-    with mock.patch.object(Tensor, "to", to):
-        return _converted(self, shards)
-
-
-_to = Tensor.to
-
-
-def _unpack_leaving_holes(self):
-    self._fills = False
-    _unpack(self)
-
-
-_unpack = PackedArrival.unpack
-
-
-def _shrink_without_wait(self):
-    self._gathering, late = None, self._gathering
-    part = _shrink(self)
-    self._gathering = late
-    return part
-
-
-_shrink = FullParameters.shrink
-
-
-def _drop_full_without_wait(self):
-    if self.part is not None:
-        self.part = None
-        return False
-    self._release()
-    return True
-
-
-def _gather_without_allocating(self, custom):
-    with mock.patch.object(FlatBuffer, "allocate", nothing):
-        _gather(self, custom)
-
-
-_gather = FullParameters.gather
-
-
-def _let_part_go(self):
-    if self.part is not None:
-        self.part = FlatBuffer([], self._plan.device)
-
-
-def _pending_without_works(self, witness, what, works, finish=None, device=None):
-    _pending_init(self, witness, what, (), finish, device)
-
-
-_pending_init = process_group._Pending.__init__
-
-
-def _together_without_keeping(self, works, finish=None, *in_flight):
-    _together_init(self, works, finish)
-
-
-def _together_without_waiting(self, works, finish=None, *in_flight):
-    _together_init(self, [], finish)
-
-
-_together_init = Together.__init__
-
-
-def _look_past_padding(self, buffer):
-    _look_into(self, buffer)
-    self._padding.clear()
-
-
-_look_into = FullGradients._look_into
-
-
-def _item_in_reduce(self):
-    _reduce(self)
-    self._reduced.flats[0][0].item()
-
-
-def _synchronizing_gather(self, custom):
-    _gather(self, custom)
-    torch.cuda.synchronize()
-
-
-_FULL = ("full",)
-_OFFLOAD = ("offload", "offload replicas")
-_HYBRID = ("hybrid", "bf16 hybrid", "hybrid accumulation")
-_BACKWARDS = ("an exception in backward", "an exception in a hybrid backward")
-_behind = "behind_compute"
-
-MUTANTS = {
-    # the copies' streams
-    "fetches do not wait for compute": Mutant(
-        (_only("to the device", _beside_without_wait, _behind),), _OFFLOAD
-    ),
-    "evictions do not wait for compute": Mutant(
-        (_only("to the host", _beside_without_wait, _behind),), _OFFLOAD
-    ),
-    "fetches are marked before they are issued": Mutant(
-        (_only("to the device", _event_before_copies, _behind),), ("NO_SHARD offloaded",)
-    ),
-    "evictions are marked before they are issued": Mutant(
-        (_only("to the host", _event_before_copies, _behind),), _OFFLOAD
-    ),
-    "fetches are not marked": Mutant(
-        (_only("to the device", _no_event, _behind),), ("NO_SHARD offloaded",)
-    ),
-    "evictions are not marked": Mutant((_only("to the host", _no_event, _behind),), _OFFLOAD),
-    "no join": Mutant(((CopyStream, "join", nothing),), _OFFLOAD),
-    "no join of fetches": Mutant(
-        (_only("to the device", nothing, "join"),), ("NO_SHARD offloaded",)
-    ),
-    "no join of evictions": Mutant((_only("to the host", nothing, "join"),), _OFFLOAD),
-    "the host waits for no copies": Mutant(((CopyStream, "synchronize", nothing),), _OFFLOAD),
-    "the host waits for no evictions": Mutant(
-        (_only("to the host", nothing, "synchronize"),), _OFFLOAD
-    ),
-    "the host waits for no fetches": Mutant(
-        (_only("to the device", nothing, "synchronize"),), ("evaluation offloaded",)
-    ),
-    # gathers
-    "gathers are not waited for": Mutant(((FullParameters, "wait", _wait_without_work),), _FULL),
-    "unwaited gathers in bf16": Mutant(((FullParameters, "wait", _wait_without_work),), ("bf16",)),
-    "unwaited gathers of offloaded shards": Mutant(
-        ((FullParameters, "wait", _wait_without_work),), _OFFLOAD
-    ),
-    "no wait at the schedule's await": Mutant(((FullParameters, "wait", nothing),), _FULL),
-    "shards cross on the compute stream": Mutant(
-        ((FullParameters, "_converted", _converted_on_compute),), _OFFLOAD
-    ),
-    "fetches block the host": Mutant(((FullParameters, "_converted", _blocking_fetch),), _OFFLOAD),
-    "packed parameters are unpacked before they are there": Mutant(
-        ((FullParameters, "wait", _unpack_first),), _FULL
-    ),
-    "what arrives packed is freed when its gather is issued": Mutant(
-        (_after(FullParameters, "gather", lambda self: self._packed.arriving.release()),), _FULL
-    ),
-    "what lies between packed parameters is not filled": Mutant(
-        ((PackedArrival, "unpack", _unpack_leaving_holes),), ("blocks of 2",)
-    ),
-    "gathers get no memory": Mutant(
-        ((FullParameters, "gather", _gather_without_allocating),), _FULL
-    ),
-    "a gather from the block passes for one from all": Mutant(
-        (_after(FullParameters, "gather", lambda self: setattr(self, "part", None)),),
-        ("blocks of 2",),
-    ),
-    "gathers hold up the host": Mutant(((FullParameters, "gather", _synchronizing_gather),), _FULL),
-    "full parameters are freed when gathered": Mutant(
-        (_after(FullParameters, "gather", lambda self: self._buffer.release()),), _FULL
-    ),
-    "full parameters are freed when they are there": Mutant(
-        (_after(FullParameters, "wait", lambda self: self._buffer.release()),), _FULL
-    ),
-    # reduces
-    "full gradients are freed when the reduce is issued": Mutant(
-        ((Gradients, "reduce", _reduce_freeing_at_once),), _FULL
-    ),
-    "reduces are not waited for": Mutant(
-        ((Gradients, "all_reduce", _without_waiting_works(_all_reduce)),), _FULL
-    ),
-    "unwaited reduces before the all-reduce": Mutant(
-        ((Gradients, "all_reduce", _without_waiting_works(_all_reduce)),), _HYBRID
-    ),
-    "unwaited reduces in bf16": Mutant(
-        ((Gradients, "all_reduce", _without_waiting_works(_all_reduce)),), ("bf16",)
-    ),
-    "all-reduces are not waited for": Mutant(
-        ((Gradients, "await_all", _await_without_second_wait),), _HYBRID
-    ),
-    "gradients are dropped under way": Mutant(
-        ((Gradients, "drop", _drop_without_wait),), _BACKWARDS
-    ),
-    "a reduce does not wait for the same unit's before it": Mutant(
-        (_before(Gradients, "reduce", lambda self: setattr(self, "_work", None)),),
-        ("the reduce of a single unit left under way",),
-    ),
-    # What travels packed is zeroed where it has holes, and so always written: by element there are
-    # none.
-    "gradients are not copied to where they are sent from": Mutant(
-        ((FullGradients, "_copy", nothing),), ("FULL_SHARD",)
-    ),
-    "padding is not zeroed": Mutant(
-        ((FullGradients, "_look_into", _look_past_padding),), ("odd parameters", "full over 3")
-    ),
-    "the host looks at every reduce": Mutant(((Gradients, "reduce", _item_in_reduce),), _FULL),
-    # evictions
-    "evicted gradients are not kept": Mutant(
-        ((Gradients, "_evict", _evict_without_keeping),), _OFFLOAD
-    ),
-    "evictions to pageable memory": Mutant(((Gradients, "_evict", _evict_on_compute),), _OFFLOAD),
-    "evicted gradients are let go without a join": Mutant(
-        ((Gradients, "let_go", _let_go_without_join),), _OFFLOAD
-    ),
-    # the communicator
-    "works are lost": Mutant(
-        ((process_group._Pending, "__init__", _pending_without_works),), _FULL
-    ),
-    "what follows a compressed gather comes first": Mutant(
-        ((Together, "__init__", _together_without_waiting),), ("gathers in int8", "reduces in int8")
-    ),
-}
-
-EQUIVALENT = {
-    "units are shrunk before they are there": (
-        Mutant(((FullParameters, "shrink", _shrink_without_wait),), ("blocks of 2",)),
-        "the schedule awaits every gather before it shrinks the unit",
-    ),
-    "a block's part is dropped when its gather is issued": (
-        Mutant((_after(FullParameters, "gather", _let_part_go),), ("blocks of 2",)),
-        "the works of torch.distributed keep their tensors until they are waited for",
-    ),
-    "messages of a compressed reduce are not kept": (
-        Mutant(((Together, "__init__", _together_without_keeping),), ("reduces in int8",)),
-        "the works of torch.distributed keep their tensors until they are waited for",
-    ),
-    "gradients that are sent as they were made are let go when their reduce is issued": (
-        Mutant(((Gradients, "reduce", _reduce_letting_go),), _FULL),
-        "the works of torch.distributed keep their tensors until they are waited for",
-    ),
-    "full parameters are dropped without a wait": (
-        Mutant(((FullParameters, "drop", _drop_full_without_wait),), _FULL),
-        "the schedule awaits every gather before it frees the unit",
-    ),
-}
+def _edit(where, before, after="pass", *programs, ranks=(0,)):
+    return Mutant(((where, before, after),), programs or ("full",), ranks)
 
 
 @contextmanager
 def applied(mutant):
-    """Run the engine with the fault within."""
-    before = [(owner, name, owner.__dict__[name]) for owner, name, _ in mutant.changes]
-    try:
-        for owner, name, stand_in in mutant.changes:
-            setattr(owner, name, stand_in)
+    """Run the engine with the fault within. Raises `ValueError` if it does not fit any more."""
+    with ExitStack() as stack:
+        sources = {}  # as edited so far
+        for where, before, after in mutant.edits:
+            function = _function(where)
+            source = sources.get(where) or textwrap.dedent(inspect.getsource(function))
+            if source.count(before) != 1:
+                raise ValueError(f"{where} has {before!r} {source.count(before)} times, not once")
+            source = sources[where] = source[source.index("def ") :].replace(before, after)
+            if function.__code__.co_freevars == ("__class__",):  # it calls super()
+                source = f"def around(__class__):\n{textwrap.indent(source, '    ')}"
+            made = compile(source, function.__code__.co_filename, "exec")
+            code = _code_named(function.__name__, made)
+            stack.callback(setattr, function, "__code__", function.__code__)
+            function.__code__ = code
         yield
-    finally:
-        for owner, name, original in before:
-            setattr(owner, name, original)
+
+
+def _code_named(name, code):
+    """Return the code of the function of this name within ``code``, or None."""
+    inner = [each for each in code.co_consts if inspect.iscode(each)]
+    deeper = (_code_named(name, each) for each in inner)
+    return next((each for each in (*inner, *deeper) if each and each.co_name == name), None)
+
+
+def _function(where):
+    module, _, path = where.partition(":")
+    place = importlib.import_module(f"fullshard.torch.{module}")
+    for name in path.split("."):
+        place = inspect.getattr_static(place, name)
+    return inspect.unwrap(place.fget if isinstance(place, property) else place)
+
+
+_UNIT = "unit.full_parameters:FullParameters."
+_GRADS = "unit.gradients:Gradients."
+_FULL_GRADS = "unit.full_gradients:FullGradients."
+_COPIES = "unit.streams:CopyStream."
+_OFFLOAD = ("offload", "offload replicas")
+_HYBRID = ("hybrid", "bf16 hybrid", "hybrid accumulation")
+_BACKWARDS = ("an exception in backward", "an exception in a hybrid backward")
+_ORDERS = ("blocks dropped and in changing order", "optimizer in backward, units gathered ahead")
+
+_IN, _OUT = (f'self._direction == "to the {end}"' for end in ("device", "host"))
+_BEHIND = "stream.wait_stream(self._module.current_stream(self._device))"
+_MARK = "self._last = stream.record_event()"
+_GATHER = "return self._comm.all_gather(pairs, label=self._label)"
+_THERE = "self._gathering = self.part = None"
+_REDUCE = "self._work = self._reduce_scatter(pairs)"
+
+
+def _marked_early(which):
+    return (
+        (_COPIES + "behind_compute", _BEHIND, f"{_BEHIND}; early = stream.record_event()"),
+        (_COPIES + "behind_compute", _MARK, f"{_MARK} if not ({which}) else early"),
+    )  # fmt: skip
+
+
+def _unless(which, name, *programs):
+    test = "if self._last is not None:"
+    return _edit(_COPIES + name, test, f"{test[:-1]} and not {which}:", *programs)
+
+
+def _gathered(then, *programs):
+    after = f"work = {_GATHER.removeprefix('return ')}; {then}; return work"
+    return _edit(_UNIT + "_all_gather", _GATHER, after, *programs)
+
+
+# fmt: off
+MUTANTS = {
+    # the copies' streams
+    "fetches do not wait for compute": _edit(
+        _COPIES + "behind_compute", _BEHIND, f"{_IN} or {_BEHIND}", *_OFFLOAD,
+    ),
+    "fetches are not marked": _edit(
+        _COPIES + "behind_compute", _MARK, f"if not ({_IN}): {_MARK}", "NO_SHARD offloaded",
+    ),
+    "evictions are not marked": _edit(
+        _COPIES + "behind_compute", _MARK, f"if not ({_OUT}): {_MARK}", *_OFFLOAD,
+    ),
+    "fetches are marked before they are issued": Mutant(
+        _marked_early(_IN), ("NO_SHARD offloaded",)
+    ),
+    "evictions are marked before they are issued": Mutant(_marked_early(_OUT), _OFFLOAD),
+    "no join": _edit(_COPIES + "join", "if self._last is not None:", "if False:", *_OFFLOAD),
+    "no join of fetches": _unless(_IN, "join", "NO_SHARD offloaded"),
+    "no join of evictions": _unless(_OUT, "join", *_OFFLOAD),
+    "the host waits for no evictions": _unless(_OUT, "synchronize", *_OFFLOAD),
+    "the host waits for no fetches": _unless(_IN, "synchronize", "evaluation offloaded"),
+    "the host writes offloaded shards while they are fetched": _edit(
+        "unit.unit:Unit.synchronize", "self.full.synchronize()", "pass", "evaluation offloaded",
+    ),
+    "copies to the host on the stream of fetches": _edit(
+        _COPIES + "behind_compute", "_stream_for(self._device, self._direction)",
+        '_stream_for(self._device, "to the device")', *_OFFLOAD,
+    ),
+    # gathers
+    "gathers are not waited for": _edit(_UNIT + "wait", "self._gathering.wait()"),
+    "unwaited gathers in bf16": _edit(_UNIT + "wait", "self._gathering.wait()", "pass", "bf16"),
+    "unwaited gathers of offloaded shards": _edit(
+        _UNIT + "wait", "self._gathering.wait()", "pass", *_OFFLOAD,
+    ),
+    "no wait at the schedule's await": _edit(
+        _UNIT + "wait", "if self._gathering is not None:", "if False:",
+    ),
+    "shards cross on the compute stream": _edit(
+        _UNIT + "_converted", "across.append(",
+        "with torch.cuda.stream(torch.cuda.default_stream()): across.append(", *_OFFLOAD,
+    ),
+    "fetches block the host": _edit(
+        _UNIT + "_converted", "non_blocking=True", "non_blocking=False", *_OFFLOAD,
+    ),
+    "packed parameters are unpacked before they are there": Mutant(
+        (
+            (_UNIT + "wait", "self._gathering.wait()", "pass"),
+            (_UNIT + "wait", _THERE, f"self._gathering.wait(); {_THERE}"),
+        ),
+        ("full",),
+    ),
+    "what arrives packed is freed when its gather is issued": _gathered(
+        "self._packed.arriving.release()"
+    ),
+    "what arrives packed is never freed": _edit(
+        "unit.packing:PackedArrival.unpack", "self.arriving.release()",
+    ),
+    "packed parameters are never freed": _edit(_UNIT + "_release", "self._packed.there.release()"),
+    "what lies between packed parameters is not filled": _edit(
+        "unit.packing:PackedArrival.unpack", "if self._fills:", "if False:", "blocks of 2",
+    ),
+    "gathers get no memory": _edit(_UNIT + "gather", "self._buffer.allocate()"),
+    "a gather from the block passes for one from all": _edit(
+        _UNIT + "gather", "self._gathering = block.all_gather(pairs, label=self._label)",
+        "self._gathering = block.all_gather(pairs, label=self._label); self.part = None",
+        "blocks of 2",
+    ),
+    "gathers hold up the host": _gathered("torch.cuda.synchronize()"),
+    "gathers ask the device": _gathered("bool(self._pairs[0][1].any())"),
+    "full parameters are freed when gathered": _gathered("self._buffer.release()"),
+    "full parameters are freed when they are there": _edit(
+        _UNIT + "wait", _THERE, f"{_THERE}; self._buffer.release()",
+    ),
+    "full parameters are never freed": _edit(_UNIT + "_release", "self._buffer.release()"),
+    "full parameters of an older step are used": _edit(
+        _UNIT + "outdated", "not self.resident and", "False and", "kept after backward",
+    ),
+    "the working copy is never refreshed": _edit(
+        _UNIT + "_refreshed_working", "self.working_version != self.at_rest._version",
+        "self.working_version == -1", "offload optimizer",
+    ),
+    "full parameters are taken on another stream": _edit(
+        _UNIT + "gather", "self._buffer.allocate()",
+        "with torch.cuda.stream(torch.cuda.Stream()): self._buffer.allocate()",
+    ),
+    "what a class receives is not waited for": Mutant(
+        ((_UNIT + "wait", "self._gathering.wait()", "pass"),),
+        ("a class that decides what travels",),
+    ),
+    "what a class makes is never freed": _edit(
+        "unit.extensions:Extension.release", "storage.resize_(0)", "pass",
+        "a class that decides what travels",
+    ),
+    "parameters keep what a class wraps": _edit(
+        "unit.sites:notes_on", "k not in values", "True", "a class that decides what travels",
+    ),
+    "unshard's handle waits for nothing": _edit(
+        "fsdp2.module:UnshardHandle.wait", "self._managed.unit.await_gather()", "pass",
+        "unshard by handle",
+    ),
+    "what was resharded by hand is not gathered again": _edit(
+        "unit.unit:Unit.use", "self.full.wait()", "pass", "use after a reshard by hand",
+    ),
+    "an optimizer does not wait for gathers": _edit(
+        "unit.guards.optimizer_steps:count_step", "gathered.wait()", "pass",
+        "an optimizer before gathers are there",
+    ),
+    "an event after the optimizer is ignored": _edit(
+        "step.tracker:Tracker._between_steps", "self.wait_before_gather.wait()", "pass",
+        "an event after the optimizer",
+    ),
+    "an optimizer in backward does not wait for a unit gathered ahead": _edit(
+        "optim.overlap_optimizer:_Overlap.step", "unit.await_gather()", "pass", *_ORDERS[1:],
+    ),
+    "an optimizer in backward does not wait for the host's gradients": _edit(
+        "optim.overlap_optimizer:_Overlap.step", "unit.synchronize()", "pass",
+        "optimizer in backward, offloaded",
+    ),
+    # reduces
+    "full gradients are freed when the reduce is issued": _edit(
+        _GRADS + "reduce", _REDUCE, f"{_REDUCE}; self.full.release()",
+    ),
+    "full gradients are never freed": _edit(
+        _GRADS + "all_reduce", "self.full.release()", "pass", "full", "bf16",
+    ),
+    "buffers of full gradients are never freed": _edit(
+        _FULL_GRADS + "release", "self._buffer.release()", "self._is_open = True",
+    ),
+    "reduces are not waited for": _edit(_GRADS + "all_reduce", "self._work.wait()"),
+    "unwaited reduces before the all-reduce": _edit(
+        _GRADS + "all_reduce", "self._work.wait()", "pass", *_HYBRID,
+    ),
+    "unwaited reduces in bf16": _edit(_GRADS + "all_reduce", "self._work.wait()", "pass", "bf16"),
+    "all-reduces are not waited for": _edit(
+        _GRADS + "await_all", "self._work.wait()", "pass", *_HYBRID,
+    ),
+    "hybrid sums are never freed": _edit(
+        _GRADS + "all_reduce", "self._kept = None", "self._left = self._kept; self._kept = None",
+        "hybrid accumulation",
+    ),
+    "gradients are dropped under way": _edit(
+        _GRADS + "drop", "self._work.wait()", "pass", *_BACKWARDS,
+    ),
+    "a reduce does not wait for the same unit's before it": _edit(
+        _GRADS + "reduce", "self.await_all()", "pass", "the reduce of a single unit left under way",
+    ),
+    "a user's reduce-scatter is not waited for": _edit(
+        _GRADS + "_reduce_scatter", "work.wait()", "pass", "collectives of the user's",
+    ),
+    # What travels packed is zeroed where it has holes, and so always written: by element there are
+    # none.
+    "gradients are not copied to where they are sent from": _edit(
+        _FULL_GRADS + "_copy", "torch._foreach_copy_(views, parts)", "pass", "FULL_SHARD",
+    ),
+    "padding is not zeroed": _edit(
+        _FULL_GRADS + "_open", "torch._foreach_zero_(self._padding)", "pass", "odd parameters",
+        "full over 3",
+    ),
+    "the host looks at every reduce": _edit(
+        _GRADS + "reduce", _REDUCE, f"{_REDUCE}; self._reduced.flats[0][0].item()",
+    ),
+    # evictions
+    "evicted gradients are not kept": _edit(
+        _GRADS + "_evict", "self._leaving.append(onboard)", "pass", *_OFFLOAD,
+    ),
+    "evictions to pageable memory": _edit(
+        _GRADS + "_evict", "pin=self._plan.pin", "pin=False", *_OFFLOAD,
+    ),
+    "evicted gradients are let go without a join": _edit(
+        _GRADS + "let_go", "self._to_host.join()", "pass", *_OFFLOAD,
+    ),
+    "hooks see gradients that have not come": _edit(
+        _GRADS + "_evict", " or _has_hooks(param)", "", "hooks on parameters",
+    ),
+    "sums on the host do not wait": _edit(
+        _GRADS + "_evict", "param.grad is not None or", "", "accumulation offloaded",
+    ),
+    # the communicator
+    "works are lost": _edit(
+        "comm.process_group:ProcessGroupComm._start", "what, works, done", "what, (), done",
+    ),
+    "what follows a compressed gather comes first": _edit(
+        "comm.protocol:Together.wait", "work.wait()", "pass", "gathers in int8", "reduces in int8",
+    ),
+    "collectives on the compute stream": _edit(
+        "comm.process_group:ProcessGroupComm._by_pairs", "options.asyncOp = True",
+        "options.asyncOp = False",
+    ),
+    "full tensors are not waited for": _edit(
+        "tensor.ownership:Ownership.gathered",
+        "comm.all_gather([(gathered, mine)], label=label).wait()",
+        "comm.all_gather([(gathered, mine)], label=label)", "full tensors between steps",
+    ),
+    "sums of parameters are not waited for": _edit(
+        "tensor.reductions:global_sum", "comm.all_reduce([total]).wait()",
+        "comm.all_reduce([total])", "sums of parameters",
+    ),
+    "a found inf is not waited for": _edit(
+        "tensor.reductions:unscale", '"max", label="found inf").wait()',
+        '"max", label="found inf")', "scaled losses, unscaled",
+    ),
+    "a scaler's found inf is not waited for": _edit(
+        "optim.grad_scaler:ShardedGradScaler._unscale_grads_", 'label="found inf").wait()',
+        'label="found inf")', "scaled losses",
+    ),
+    "norms are not waited for": _edit(
+        "tensor.reductions:_combine", "comm.all_reduce([norms]).wait()", "comm.all_reduce([norms])",
+        "clipping",
+    ),
+    "norms copy a list to the device": _edit(
+        "tensor.reductions:_combine", "norms = norms.pow(order)",
+        "norms = norms.pow(torch.tensor([order], device=norms.device))", "clipping",
+    ),
+    # the order on all ranks
+    "odd ranks send the dtypes of a call in another order": _edit(
+        "comm.process_group:ProcessGroupComm._by_pairs", "in by_dtype.values()]",
+        "in list(by_dtype.values())[:: -1 if self.rank % 2 else 1]]", "two dtypes in a unit",
+        ranks=(0, 1),
+    ),
+    "odd ranks do not pass over units that they have not used": _edit(
+        "step.tracker:Tracker._pass_over", "if not m.step.begun]",
+        "if not m.step.begun and not torch.distributed.get_rank() % 2]",
+        "branches that only some ranks use", ranks=(0, 1),
+    ),
+    "odd ranks order norms by address": _edit(
+        "tensor.reductions:global_norms", "sorted(each, key=_place)",
+        "sorted(each, key=lambda one: id(one[0]) % 127 if one[0].comm.rank % 2 else _place(one))",
+        "clipping", ranks=(0, 1),
+    ),
+}
+# fmt: on
+
+_KEPT = "the works of torch.distributed keep their tensors until they are waited for"
+EQUIVALENT = {
+    "units are shrunk before they are there": (
+        _edit(_UNIT + "shrink", "self.wait()", "pass", "blocks of 2"),
+        "the schedule awaits every gather before it shrinks the unit",
+    ),
+    "a block's part is dropped when its gather is issued": (
+        _edit(
+            _UNIT + "gather", "pairs = list(zip(self._flats, self.part.flats, strict=True))",
+            "pairs = list(zip(self._flats, self.part.flats, strict=True)); "
+            "self.part = FlatBuffer([], self._plan.device)", "blocks of 2",
+        ),
+        _KEPT,
+    ),
+    "messages of a compressed reduce are not kept": (
+        _edit(
+            "comm.protocol:Together.__init__", "self._in_flight = in_flight",
+            "self._in_flight = ()", "reduces in int8",
+        ),
+        _KEPT,
+    ),
+    "gradients that are sent as they were made are let go when their reduce is issued": (
+        _edit(_GRADS + "reduce", _REDUCE, f"{_REDUCE}; self.full.sent = []"),
+        _KEPT,
+    ),
+    "full parameters are dropped without a wait": (
+        _edit(_UNIT + "drop", "self.wait()"),
+        "the schedule awaits every gather before it frees the unit",
+    ),
+}  # fmt: skip

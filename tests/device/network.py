@@ -55,7 +55,9 @@ class Network:
         if kind == "scatter":  # the source alone has inputs
             shapes = shapes[: len(outputs)]
         if machine.running:
-            machine.collectives.append((group.group_name, kind, machine.label, shapes))
+            summed = inputs if kind == "all_reduce" else []
+            numbers = [number for t in summed for number in self.memories.of(t).numbers]
+            machine.collectives.append((group.group_name, kind, machine.label, shapes, numbers))
         machine.label = ""
         on_device = any(tensor.is_cuda for tensor in (*outputs, *inputs))
         by_engine = where() != "the program"

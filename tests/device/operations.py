@@ -171,6 +171,10 @@ class Operations(TorchDispatchMode):
         for tensor in (*writes, *fresh):
             again = any(tensor is each for each in reads)
             self.memories.touch(tensor, True, timeline, name, again=again)
+        if crosses:
+            machine.cross(timeline, to_host=not (*writes, *fresh)[0].is_cuda)
+        if name in ("full", "fill_"):
+            self.memories.of((*writes, *fresh)[0]).numbers.append(repr(args[1]))
         if host_reads:
             machine.step(HOST)
             for tensor in host_reads:

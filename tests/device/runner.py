@@ -38,7 +38,7 @@ SAMPLE = (
 )
 AS_TWO = ("bf16 hybrid", "blocks of 2", "offload", "branches that only some ranks use")
 LEAST_BYTES = 1024  # what a step may leave: factors that divide gradients
-FEW = 4  # of so many faults one is tried every day
+FEW = 8  # of so many faults one is tried every day
 
 
 def answers(kind):
@@ -102,15 +102,19 @@ def judge(mutant):
 
     An exception is none: it tells that the fault does not fit the engine any more.
     """
-    verdict = {"found": [], "broken": None}
     for name in mutant.programs:
-        with applied(mutant):
-            result = report(name, PROGRAMS[name], 0, "never")
-        found = result["findings"] or result["unexpected"]
-        if result["failure"] or found:
-            broken = result["failure"] and result["failure"].splitlines()[-1]
-            return {"found": found[:1], "broken": broken}
-    return verdict
+        try:
+            with applied(mutant):
+                results = [report(name, PROGRAMS[name], rank, "never") for rank in mutant.ranks]
+        except ValueError as error:
+            return {"found": [], "broken": str(error)}
+        found = [text for each in results for text in each["findings"] + each["unexpected"]]
+        if any(each["collectives"] != results[0]["collectives"] for each in results):
+            found.append("ranks issue other collectives")
+        failures = [each["failure"].splitlines()[-1] for each in results if each["failure"]]
+        if failures or found:
+            return {"found": found[:1], "broken": failures[0] if failures else None}
+    return {"found": [], "broken": None}
 
 
 # Faults that carrying out schedules must find by itself.

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 class Mutant:
     """``edits`` are (function, before, after); ``programs`` those of which one must find it.
 
-    A function is "module:name" below `fullshard.torch`. ``ranks`` are run and compared.
+    A function is "module:name" below `fullshard.torch`, or of its core. All ``ranks`` are compared.
     """
 
     edits: tuple[tuple[str, str, str], ...]
@@ -57,9 +57,12 @@ def _code_named(name, code):
 
 def _function(where):
     module, _, path = where.partition(":")
-    place = importlib.import_module(f"fullshard.torch.{module}")
+    layer = "" if module.startswith("core.") else "torch."
+    place = importlib.import_module(f"fullshard.{layer}{module}")
     for name in path.split("."):
-        place = inspect.getattr_static(place, name)
+        place = inspect.getattr_static(place, name, None)
+        if place is None:
+            raise ValueError(f"there is no {name!r} in {where}")
     return inspect.unwrap(place.fget if isinstance(place, property) else place)
 
 
@@ -317,8 +320,8 @@ MUTANTS = {
         ranks=(0, 1),
     ),
     "odd ranks do not pass over units that they have not used": _edit(
-        "step.tracker:Tracker._pass_over", "if not m.step.begun]",
-        "if not m.step.begun and not torch.distributed.get_rank() % 2]",
+        "core.schedule.step:StepMachine._pass_over", "if not unit.begun]",
+        "if not unit.begun and not __import__('torch').distributed.get_rank() % 2]",
         "branches that only some ranks use", ranks=(0, 1),
     ),
     "odd ranks order norms by address": _edit(

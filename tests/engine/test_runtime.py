@@ -335,6 +335,56 @@ def test_an_unused_unit_on_one_rank_counts_as_zero_and_hangs_nothing():
         assert_equal_gradients(found, expected)
 
 
+def test_units_that_one_rank_does_not_use_are_reduced_in_the_order_of_the_other():
+    """One lies inside a unit that is used, one before it, one is used by an earlier call."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.aside, self.shared = (nn.Linear(4, 4) for _ in range(3))
+            self.last = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            self.last.forward = self.run_last
+
+        def run_last(self, x, use):
+            own, inner = self.last
+            return self.joined(own(x), inner, use)
+
+        def joined(self, x, branch, use):
+            branch_output = branch(x)
+            self.kept.append(branch_output)  # so its backward might come
+            return x + branch_output if use else x
+
+        def forward(self, x, use):
+            self.kept = []
+            x = self.joined(self.shared(self.first(x)), self.aside, use)
+            return self.last(self.joined(x, self.shared, use), use)
+
+    torch.manual_seed(0)
+    plain = Branches()
+    state = plain.state_dict()
+    for use in (True, False):
+        plain(torch.ones(1, 4), use).sum().backward()
+    expected = {name: p.grad / 2 for name, p in plain.named_parameters()}
+
+    def body(comm):
+        model = Branches()
+        model.load_state_dict(state)
+        for part in (model.first, model.aside, model.shared, model.last[1], model.last):
+            fully_shard(part, mesh=comm)
+        fully_shard(model, mesh=comm)
+        for _ in range(3):
+            model.zero_grad()
+            with tracing(model) as trace:
+                model(torch.ones(1, 4), use=comm.rank == 0).sum().backward()
+            reduced = [record.unit for record in trace if record.op == "reduce"]
+        return gradients(model), reduced
+
+    (first, order), (second, other_order) = LocalWorld(2).run(body)
+    assert order == other_order == ["last.1", "last", "aside", "shared", "first"]
+    assert_equal_gradients(first, expected)
+    assert_equal_gradients(second, expected)
+
+
 def test_a_unit_run_without_gradients_inside_a_step_gets_none():
     class Teacher(nn.Module):
         def __init__(self):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.models import seeded
 from support.settings_workers import compiled_state, dtensors_put_into_summoned
+from support.threads import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.optim import Optimizer
@@ -57,41 +58,37 @@ def keep_until_last(head, last):
 
 
 @both_layouts
-def test_resharding_may_be_chosen_in_the_step_of_others(align):
-    def body(comm):
-        model, plain = Chunked(keep_until_last), Chunked()
-        for part in (model.body, model.head):
-            fully_shard(part, mesh=comm, align=align)
-        fully_shard(model, mesh=comm, align=align)
-        for _ in range(3):
-            loss = model(X)
-            model.head.set_reshard_after_backward(False)
-            model.head.set_reshard_after_forward(False)
-            loss.backward()
-            plain(X).backward()
-            expected = dict(plain.named_parameters())
-            for name, param in model.named_parameters():
-                torch.testing.assert_close(param.grad.full_tensor(), expected[name].grad, msg=name)
-        model.choose = lambda head, last: head.set_reshard_after_forward(True)
-        model.head.register_forward_pre_hook(lambda head, _: head.set_reshard_after_forward(False))
-        with pytest.raises(UsageError, match="unit 'head' cannot be changed while"):
-            model(X)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_resharding_may_be_chosen_in_the_step_of_others(comm, align):
+    model, plain = Chunked(keep_until_last), Chunked()
+    for part in (model.body, model.head):
+        fully_shard(part, mesh=comm, align=align)
+    fully_shard(model, mesh=comm, align=align)
+    for _ in range(3):
+        loss = model(X)
+        model.head.set_reshard_after_backward(False)
+        model.head.set_reshard_after_forward(False)
+        loss.backward()
+        plain(X).backward()
+        expected = dict(plain.named_parameters())
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.grad.full_tensor(), expected[name].grad, msg=name)
+    model.choose = lambda head, last: head.set_reshard_after_forward(True)
+    model.head.register_forward_pre_hook(lambda head, _: head.set_reshard_after_forward(False))
+    with pytest.raises(UsageError, match="unit 'head' cannot be changed while"):
+        model(X)
 
 
 @both_doors
 @both_layouts
-def test_what_was_changed_before_an_error_in_summon_stays_changed(door, align):
-    def body(comm):
-        model = sharded(comm, door, align)
-        with contextlib.suppress(KeyError), summon_full_params(model), torch.no_grad():
-            for param in model.parameters():
-                param.fill_(0.5)
-            raise KeyError("of the user's own")
-        assert all(bool((p.full_tensor() == 0.5).all()) for p in model.parameters())
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_what_was_changed_before_an_error_in_summon_stays_changed(comm, door, align):
+    model = sharded(comm, door, align)
+    with contextlib.suppress(KeyError), summon_full_params(model), torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+        raise KeyError("of the user's own")
+    assert all(bool((p.full_tensor() == 0.5).all()) for p in model.parameters())
 
 
 @both_doors
@@ -131,13 +128,11 @@ def test_names_of_compiled_parts_are_pytorchs(door, align):
         ("set_is_last_backward", "no"),
     ],
 )
-def test_settings_of_another_type_are_named(setting, value):
-    def body(comm):
-        model = sharded(comm, "function", "row")
-        with pytest.raises(ConfigurationError, match="must be"):
-            getattr(model, setting)(value)
-
-    LocalWorld(1).run(body)
+@on_ranks(1)
+def test_settings_of_another_type_are_named(comm, setting, value):
+    model = sharded(comm, "function", "row")
+    with pytest.raises(ConfigurationError, match="must be"):
+        getattr(model, setting)(value)
 
 
 @both_doors
@@ -174,23 +169,21 @@ class Lookahead(Optimizer):
 
 @both_doors
 @both_layouts
-def test_optimizers_that_wrap_others_step_as_on_one_process(door, align):
-    def body(comm):
-        model, plain = sharded(comm, door, align), net()
-        ours = Lookahead(torch.optim.AdamW(model.parameters(), lr=0.1))
-        theirs = Lookahead(torch.optim.AdamW(plain.parameters(), lr=0.1))
-        for _ in range(3):
-            model(X).square().sum().backward()
-            plain(X).square().sum().backward()
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-        expected = dict(plain.named_parameters())
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(param.detach().full_tensor(), expected[name].detach())
-        assert ours.optimizer.state_dict()["state"]
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_optimizers_that_wrap_others_step_as_on_one_process(comm, door, align):
+    model, plain = sharded(comm, door, align), net()
+    ours = Lookahead(torch.optim.AdamW(model.parameters(), lr=0.1))
+    theirs = Lookahead(torch.optim.AdamW(plain.parameters(), lr=0.1))
+    for _ in range(3):
+        model(X).square().sum().backward()
+        plain(X).square().sum().backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    expected = dict(plain.named_parameters())
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.detach().full_tensor(), expected[name].detach())
+    assert ours.optimizer.state_dict()["state"]
 
 
 @both_layouts

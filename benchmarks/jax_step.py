@@ -50,7 +50,7 @@ from fullshard.jax import (
     make_train_step,
     shardings,
 )
-from fullshard.jax.analysis.hlo import communication_of, memory_of
+from fullshard.jax.analysis.hlo import memory_of, traffic_of
 
 DEVICES = 8
 BY_HAND, OURS = "shard_map by hand", "fullshard, helpers"
@@ -322,7 +322,7 @@ def figures(form, model, mesh, batch):
     program = form.compiled(batch)
     numel = sum(x.size for x in jax.tree.leaves(shapes_of(model)))
     peak = memory_of(program)["peak"]
-    sent = communication_of(program.as_text(), mesh.size).sent_bytes
+    sent = traffic_of(program.as_text(), mesh.size).sent_bytes
     return {
         "parameters": numel,
         "peak_of_4p_over_n": peak / (16 * numel / mesh.size),

@@ -21,7 +21,7 @@ from fullshard.jax import (
     profile,
     which_needs_less,
 )
-from fullshard.jax.analysis.hlo import communication_of, instructions
+from fullshard.jax.analysis.hlo import instructions, traffic_of
 
 VECTORS = next(models.vector_batches(1, 48, 12))
 
@@ -73,7 +73,7 @@ device_ids=([2,4]T(1,0)) {'b'}, dimensions={0}
 
 
 def test_reading_a_program():
-    found = {each.name: each for each in communication_of(PROGRAM, 8).collectives}
+    found = {each.name: each for each in traffic_of(PROGRAM, 8).collectives}
     assert {
         name: (each.kind, each.arrays, each.group, each.count) for name, each in found.items()
     } == {
@@ -114,7 +114,7 @@ def test_reading_a_program():
 def test_another_form_of_program_is_an_error(before, after, message):
     assert before in PROGRAM
     with pytest.raises(NotSupportedError, match=message):
-        _ = communication_of(PROGRAM.replace(before, after), 8).sent_bytes
+        _ = traffic_of(PROGRAM.replace(before, after), 8).sent_bytes
 
 
 def test_the_installed_xla_writes_programs_that_are_read():

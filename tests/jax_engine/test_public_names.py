@@ -5,7 +5,7 @@ import sys
 import fullshard.jax
 
 PUBLIC = """
-Communication Loaded Needs NeedsTable Placement Profile Rule StateSpec StepOptions StoredAs
+Loaded Needs NeedsTable Placement Profile Rule StateSpec StepOptions StepTraffic StoredAs
 TrainState TrainStep batch_sharding communication compare create_mesh cross_entropy describe
 describe_mesh embed gather gathered generate global_batch initialize load_checkpoint
 load_weights make_train_step memory_analysis overlap_flags profile replicate

@@ -3,7 +3,7 @@
 
 from fullshard.checkpoint import Loaded
 from fullshard.jax.analysis.flags import overlap_flags
-from fullshard.jax.analysis.hlo import Communication
+from fullshard.jax.analysis.hlo import StepTraffic
 from fullshard.jax.analysis.needs import (
     Needs,
     NeedsTable,
@@ -38,7 +38,6 @@ from fullshard.jax.training.state import StateSpec, TrainState
 from fullshard.jax.training.step import TrainStep, make_train_step
 
 __all__ = [
-    "Communication",
     "Loaded",
     "Needs",
     "NeedsTable",
@@ -47,6 +46,7 @@ __all__ = [
     "Rule",
     "StateSpec",
     "StepOptions",
+    "StepTraffic",
     "StoredAs",
     "TrainState",
     "TrainStep",

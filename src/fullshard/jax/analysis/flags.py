@@ -3,9 +3,8 @@
 
 import os
 from collections.abc import MutableMapping
-from typing import Any
 
-import jax
+from jax._src import xla_bridge  # no public call asks without looking for devices
 
 from fullshard.core.errors import ConfigurationError, UsageError
 
@@ -29,7 +28,6 @@ _FLAGS = {
     ),
     "cpu": (),
 }
-_VARIABLE = {"gpu": "XLA_FLAGS", "tpu": "LIBTPU_INIT_ARGS", "cpu": "XLA_FLAGS"}
 
 
 def overlap_flags(
@@ -38,9 +36,8 @@ def overlap_flags(
     """The flags for ``platform`` ("gpu", "tpu" or "cpu"), as one line to be printed or exported.
 
     Gathers of the next layer and reductions of the last then run while a layer computes, at the
-    cost of one more layer in memory. A CPU has none: its collectives run in turn. With ``apply``
-    they are added to the variable that XLA reads, unless it has a value for the flag already; to be
-    called before JAX looks for devices.
+    cost of one more layer in memory. A CPU has none. With ``apply`` they are added to the variable
+    that XLA reads, unless it has a value for the flag already; before JAX looks for devices.
 
     Raises:
         ConfigurationError: for another platform.
@@ -48,28 +45,12 @@ def overlap_flags(
     """
     if platform not in _FLAGS:
         raise ConfigurationError(f"platform={platform!r} is none of {', '.join(_FLAGS)}")
-    line = " ".join(_FLAGS[platform])
     if apply:
-        if environ is None and _has_devices():
+        if environ is None and xla_bridge.backends_are_initialized():
             raise UsageError("JAX has looked for devices already: call overlap_flags before that")
         target = os.environ if environ is None else environ
-        variable = _VARIABLE[platform]
+        variable = "LIBTPU_INIT_ARGS" if platform == "tpu" else "XLA_FLAGS"
         there = target.get(variable, "")
         new = [flag for flag in _FLAGS[platform] if flag.partition("=")[0] not in there]
         target[variable] = " ".join((*there.split(), *new))
-    return line
-
-
-def _has_devices() -> bool:
-    """Whether JAX has looked for devices; asked without making it do so.
-
-    This setting can be given until then, and not later.
-    """
-    config: Any = jax.config
-    before = config.jax_num_cpu_devices
-    try:
-        config.update("jax_num_cpu_devices", max(before, 1) + 1)
-        config.update("jax_num_cpu_devices", before)
-    except RuntimeError:
-        return True
-    return False
+    return " ".join(_FLAGS[platform])

@@ -24,15 +24,7 @@ import jax
 from fullshard.core.errors import NotSupportedError
 from fullshard.core.text import bytes_text, in_columns
 
-__all__ = [
-    "KINDS",
-    "Collective",
-    "Communication",
-    "Instruction",
-    "communication_of",
-    "instructions",
-    "memory_of",
-]
+__all__ = ["KINDS", "Collective", "StepTraffic", "instructions", "memory_of", "traffic_of"]
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -53,6 +45,7 @@ class Instruction:
 
     name: str
     kind: str  # the operation, without the -start of an asynchronous one
+    is_start: bool
     result: str
     attributes: str
     count: int
@@ -62,9 +55,8 @@ class Instruction:
 class Collective:
     """A collective of a compiled program.
 
-    ``arrays`` gives dtype (as XLA writes it) and elements of the arrays it is about in full: what
-    a gather makes, what a reduce takes. ``asked_dtype`` is the dtype in which the program was
-    written to send; CPUs send bfloat16 as float32.
+    ``arrays`` gives dtype (as XLA writes it) and elements of what a gather makes or a reduce takes.
+    CPUs send bfloat16 as float32: ``asked_dtype`` is what the program was written to send.
     """
 
     name: str
@@ -92,7 +84,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Communication:
+class StepTraffic:
     """The traffic of a step between devices."""
 
     collectives: tuple[Collective, ...]
@@ -112,14 +104,6 @@ class Communication:
         return tuple(each for each in self.collectives if each.kind == kind)
 
     def __str__(self) -> str:
-        head = (
-            "collective",
-            "dtype",
-            "elements",
-            "devices",
-            "times a step",
-            "bytes sent per device",
-        )
         alike: dict[tuple[object, ...], list[int]] = {}
         for each in self.collectives:
             dtypes = "+".join(dict.fromkeys(dtype for dtype, _ in each.arrays))
@@ -129,15 +113,17 @@ class Communication:
             sums = alike.setdefault((each.kind, dtypes, numel, each.group), [0, 0])
             sums[0] += each.count
             sums[1] += each.sent_bytes
-        by_bytes = sorted(alike.items(), key=lambda item: -item[1][1])
-        rows = [(*what, *sums) for what, sums in by_bytes]
-        together = f"together {bytes_text(self.sent_bytes)} a step sent by each device"
+        rows: list[tuple[object, ...]] = [(*what, *sums) for what, sums in alike.items()]
+        rows.sort(key=lambda row: -int(str(row[-1])))
+        head = ("collective", "dtype", "elements", "devices", "times a step", "bytes sent")
+        text = in_columns([head, *rows], right=(2, 3, 4, 5))
+        text += f"\ntogether {bytes_text(self.sent_bytes)} a step sent by each device"
         if self.asked_bytes != self.sent_bytes:
-            together += f", {bytes_text(self.asked_bytes)} in the dtypes asked for"
-        return in_columns([head, *rows], right=(2, 3, 4, 5)) + "\n" + together
+            text += f", {bytes_text(self.asked_bytes)} in the dtypes asked for"
+        return text
 
 
-def communication_of(text: str, devices: int, asked: str = "") -> Communication:
+def traffic_of(text: str, devices: int, asked: str = "") -> StepTraffic:
     """The collectives in a compiled program's text.
 
     ``asked`` is the program before compilation, in StableHLO, for the dtypes asked for. A loop
@@ -145,23 +131,21 @@ def communication_of(text: str, devices: int, asked: str = "") -> Communication:
     """
     _refuse_unread(text)
     known = _asked_dtypes(asked)
-    found = []
+    collectives = []
     for each in instructions(text):
         if each.kind not in KINDS:
             continue
         group = _group_size(each.attributes, devices)
         arrays = [(dtype, _numel(dims)) for dtype, dims in _ARRAY.findall(each.result)]
-        if each.attributes.startswith("start:") and each.kind != "all-reduce":
+        if each.is_start and each.kind != "all-reduce":
             arrays = arrays[len(arrays) // 2 :]  # its operands stand before its results
-            arrays = [(dtype, numel) for dtype, numel in arrays if numel > 0]
         dtypes = known.get((each.kind, arrays[0][1]), set())
         asked_dtype = next(iter(dtypes)) if len(dtypes) == 1 else arrays[0][0]
         if each.kind == "reduce-scatter":
             arrays = [(dtype, group * numel) for dtype, numel in arrays]
-        found.append(
-            Collective(each.name, each.kind, tuple(arrays), asked_dtype, group, each.count)
-        )
-    return Communication(tuple(found))
+        parts = each.name, each.kind, tuple(arrays), asked_dtype, group, each.count
+        collectives.append(Collective(*parts))
+    return StepTraffic(tuple(collectives))
 
 
 def _refuse_unread(text: str) -> None:
@@ -183,16 +167,10 @@ def instructions(text: str) -> Iterator[Instruction]:
     times = dict.fromkeys(bodies, 0)
     _count(entry, 1, bodies, times)
     for name, body in bodies.items():
-        for instruction, result, kind, rest in body:
-            if times[name]:
-                start = kind.endswith("-start")
-                yield Instruction(
-                    instruction,
-                    kind.removesuffix("-start"),
-                    result,
-                    f"start:{rest}" if start else rest,
-                    times[name],
-                )
+        for own, result, kind, rest in body if times[name] else ():
+            is_start = kind.endswith("-start")
+            kind = kind.removesuffix("-start")
+            yield Instruction(own, kind, is_start, result, rest, times[name])
 
 
 Line = tuple[str, str, str, str]

@@ -14,20 +14,15 @@ import jax
 from jax.sharding import Mesh
 
 from fullshard.core.text import in_columns
-from fullshard.jax.analysis.hlo import Communication, communication_of, memory_of
+from fullshard.jax.analysis.hlo import StepTraffic, memory_of, traffic_of
 from fullshard.jax.arrays.mesh import create_mesh
 from fullshard.jax.arrays.rule import Rule
 from fullshard.jax.training.options import MODES
 from fullshard.jax.training.step import TrainStep
 
 __all__ = [
-    "Needs",
-    "NeedsTable",
-    "communication",
-    "compare",
-    "memory_analysis",
-    "which_needs_less",
-]
+    "Needs", "NeedsTable", "communication", "compare", "memory_analysis", "which_needs_less",
+]  # fmt: skip
 
 WHOLE = Rule(replicate=("",))
 """Every array on every device."""
@@ -47,7 +42,7 @@ class Needs:
     state_bytes: int
     temporary_bytes: int
     peak_bytes: int
-    communication: Communication
+    communication: StepTraffic
 
     @property
     def sent_bytes(self) -> int:
@@ -76,13 +71,16 @@ class NeedsTable:
         return in_columns(rows, right=(1, 2, 3, 4, 5))
 
 
-def communication(step: TrainStep, batch: Any) -> Communication:
+def communication(step: TrainStep, batch: Any) -> StepTraffic:
     """What ``step`` sends for batches like this one (arrays or shapes), from its compiled program.
 
     Nothing is allocated. Loops count as often as they run.
     """
-    text = step.compiled(batch).as_text() or ""
-    return communication_of(text, step.mesh.size, _written_program(step, batch))
+    precision = step.options.precision
+    low = {precision.compute, precision.reduce} - {None, "float32", "float64"}
+    # Before compilation it may be written to send other dtypes.
+    written = step.lowered(batch).as_text() if low else ""
+    return traffic_of(step.compiled(batch).as_text() or "", step.mesh.size, written)
 
 
 def memory_analysis(step: TrainStep, batch: Any) -> NeedsTable:
@@ -90,10 +88,8 @@ def memory_analysis(step: TrainStep, batch: Any) -> NeedsTable:
 
     Exact for the devices of the step's mesh. ``batch`` (arrays or shapes) is the global one.
     """
-    whole = step.variant(rule=WHOLE, mode="jit", at_most_unsharded=1.0)
-    return NeedsTable(
-        (_needs("sharded", step, batch), _needs("unsharded", whole, batch)),
-    )
+    whole = step.variant(rule=WHOLE, mode="jit")
+    return NeedsTable((_needs("sharded", step, batch), _needs("unsharded", whole, batch)))
 
 
 def which_needs_less(step: TrainStep, batch: Any) -> NeedsTable:
@@ -115,14 +111,12 @@ def compare(step: TrainStep, batch: Any, meshes: Mapping[str, Mesh] | None = Non
     groups = groups if groups > 1 else 2
     row = create_mesh(fsdp=len(flat), devices=flat)
     usual: Any = {"shard_axis": None, "batch_axes": None}
-    whole = step.variant(row, rule=WHOLE, mode="jit", at_most_unsharded=1.0, **usual)
-    steps = {"data parallel": whole}
+    steps = {"data parallel": step.variant(row, rule=WHOLE, mode="jit", **usual)}
     chosen = {f"FSDP over {len(flat)}": row}
     if len(flat) % groups == 0 and len(flat) > groups:
         within = len(flat) // groups
         chosen[f"hybrid, {groups} x {within}"] = create_mesh(within, data=groups, devices=flat)
-    chosen |= dict(meshes or {})
-    for name, mesh in chosen.items():
+    for name, mesh in {**chosen, **(meshes or {})}.items():
         same = dict(mesh.shape) == dict(step.mesh.shape)
         steps[name] = step if same else step.variant(mesh, **usual)
     if step not in steps.values():
@@ -132,27 +126,9 @@ def compare(step: TrainStep, batch: Any, meshes: Mapping[str, Mesh] | None = Non
 
 def _needs(name: str, step: TrainStep, batch: Any) -> Needs:
     memory = memory_of(step.compiled(batch))
-    state = sum(map(_device_bytes, jax.tree.leaves(step.abstract_state())))
-    return Needs(
-        name,
-        step.mesh.size,
-        state,
-        memory["temporary"],
-        memory["peak"],
-        communication(step, batch),
+    state = sum(
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(step.abstract_state())
     )
-
-
-def _written_program(step: TrainStep, batch: Any) -> str:
-    """The step's program before compilation, where that may tell other dtypes than after it."""
-    precision = step.options.precision
-    dtypes = {
-        of(each.spec.dtype)
-        for each in step.placements
-        for of in (precision.full_dtype, precision.grad_dtype)
-    }
-    return "" if dtypes <= {"float32", "float64"} else step.lowered(batch).as_text()
-
-
-def _device_bytes(leaf: Any) -> Any:
-    return leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+    sent = communication(step, batch)
+    return Needs(name, step.mesh.size, state, memory["temporary"], memory["peak"], sent)

@@ -9,22 +9,11 @@ import jax.numpy as jnp
 __all__ = ["STORED_DTYPES", "as_key", "is_array", "is_key", "key_data", "key_text", "path_name"]
 
 STORED_DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e4m3fn": "F8_E4M3",
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
-    "uint16": "U16",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "uint32": "U32",
-    "int32": "I32",
-    "float32": "F32",
-    "uint64": "U64",
-    "int64": "I64",
-    "float64": "F64",
-}
+    "uint16": "U16", "int16": "I16", "float16": "F16", "bfloat16": "BF16", "uint32": "U32",
+    "int32": "I32", "float32": "F32", "uint64": "U64", "int64": "I64", "float64": "F64",
+}  # fmt: skip
 """The names that safetensors has for dtypes, by NumPy's (and those of ml_dtypes, as JAX uses)."""
 
 

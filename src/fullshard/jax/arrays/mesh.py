@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes, the part that each of their axes has, and several processes joined into one.
 
-`create_mesh` makes meshes of three axes; any other mesh does, too, if it is said what its axes are
-for, or if they have these names.
-
-| axis | what is cut along it |
-| --- | --- |
-| ``data`` | the batch; parameters are the same on each of its groups |
-| ``fsdp`` | the batch and the parameters |
-| ``tensor`` | parameters along a second dimension, where a rule says so |
+`create_mesh` makes meshes of three axes; other meshes do, if they have these names or it is said
+what their axes are for. Along ``data`` and ``fsdp`` the batch is cut, along ``fsdp`` parameters,
+along ``tensor`` a second dimension of those that a rule names.
 """
 
 import logging
@@ -26,14 +21,8 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.launchers import launcher_environment
 
 __all__ = [
-    "AXES",
-    "MeshAxes",
-    "create_mesh",
-    "describe_mesh",
-    "devices_of_process",
-    "initialize",
-    "read_mesh",
-]
+    "MeshAxes", "create_mesh", "describe_mesh", "devices_of_process", "initialize", "read_mesh",
+]  # fmt: skip
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -71,19 +60,16 @@ class MeshAxes:
         return self.parts == self.mesh.size
 
     @property
-    def alone(self) -> tuple[str, ...]:
-        """Axes of one device; what names them in `jax.shard_map` is not summed over them."""
-        return tuple(n for n, size in self.sizes.items() if size == 1 and n != self.shard)
-
-    @property
     def weights(self) -> tuple[str, ...]:
-        """The axes that cut a weight in `jax.shard_map`."""
-        return (self.shard, *self.alone)
+        """The axes that cut a weight in `jax.shard_map`; over an axis left out XLA sums, so those
+        of one device are named.
+        """
+        return (self.shard, *(n for n, k in self.sizes.items() if k == 1 and n != self.shard))
 
     @property
     def examples(self) -> tuple[str, ...]:
         """The axes that cut examples in `jax.shard_map`."""
-        return (*self.batch, *(name for name in self.alone if name not in self.batch))
+        return tuple(dict.fromkeys((*self.batch, *self.weights[1:])))
 
     def count(self, axis: str | tuple[str, ...] | None) -> int:
         """The number of parts into which this cuts a dimension."""
@@ -149,9 +135,8 @@ def create_mesh(
             devices, or, with ``fsdp`` None, the others do not divide that number.
     """
     there = list(jax.devices() if devices is None else devices)
-    sizes = {"data": data, "tensor": tensor} | ({} if fsdp is None else {"fsdp": fsdp})
-    for axis, size in sizes.items():
-        if size < 1:
+    for axis, size in (("data", data), ("fsdp", fsdp), ("tensor", tensor)):
+        if size is not None and size < 1:
             raise ConfigurationError(f"mesh axis {axis!r} needs at least 1 device, got {size}")
     if fsdp is None:
         fsdp, rest = divmod(len(there), data * tensor)
@@ -174,8 +159,7 @@ def create_mesh(
         )
     grid = np.array(there[:wanted]).reshape(data, fsdp, tensor)
     mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    left = len(there) - wanted
-    _log.info("%s%s", describe_mesh(mesh), f"; {left} devices stay idle" if left else "")
+    _log.info("%s; %d devices stay idle", describe_mesh(mesh), len(there) - wanted)
     return mesh
 
 
@@ -197,19 +181,15 @@ def initialize() -> bool:
     Raises:
         ConfigurationError: if the launcher's variables contradict each other.
     """
-    found = launcher_environment(os.environ)
-    if found is None:
+    launched = launcher_environment(os.environ)
+    if launched is None:
         return False
-    said = {**os.environ, **found}
+    said = {**os.environ, **launched}
     port = int(said["MASTER_PORT"])
     if "TORCHELASTIC_RUN_ID" in said:  # torchrun itself listens there
         port += 1 if port < _LAST_PORT else -1
-    jax.distributed.initialize(
-        f"{said['MASTER_ADDR']}:{port}",
-        int(said["WORLD_SIZE"]),
-        int(said["RANK"]),
-        devices_of_process(said),
-    )
+    address, size, rank = f"{said['MASTER_ADDR']}:{port}", said["WORLD_SIZE"], said["RANK"]
+    jax.distributed.initialize(address, int(size), int(rank), devices_of_process(said))
     return True
 
 

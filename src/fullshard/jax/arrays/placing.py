@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays placed on a mesh in their own shapes, for programs that `jax.jit` partitions by itself."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -17,18 +18,9 @@ from fullshard.jax.arrays.mesh import MeshAxes, read_mesh
 from fullshard.jax.arrays.rule import Axis, Placement, Rule, place, refuse_low_coverage
 
 __all__ = [
-    "annotation",
-    "batch_sharding",
-    "describe",
-    "gather",
-    "global_batch",
-    "named_leaves",
-    "put",
-    "replicate",
-    "shard",
-    "shardings",
-    "to_host",
-]
+    "annotation", "batch_sharding", "describe", "gather", "global_batch", "named_leaves", "put",
+    "replicate", "shard", "shardings", "to_host",
+]  # fmt: skip
 
 Tree = TypeVar("Tree")
 
@@ -88,17 +80,15 @@ def gather(tree: Any) -> Any:
 def describe(tree: Any) -> str:
     """A table of ``tree``'s arrays: path, shape, how it is cut, and the bytes on each device."""
     rows: list[tuple[object, ...]] = [("array", "shape", "sharding", "bytes per device")]
-    total = 0
     for path, x in jax.tree.leaves_with_path(_plain(tree)):
-        if not _is_array(x):
-            continue
-        sharding = getattr(x, "sharding", None)
-        local = sharding.shard_shape(x.shape) if sharding is not None else x.shape
-        size = int(np.prod(local, dtype=np.int64)) * x.dtype.itemsize
-        spec = getattr(sharding, "spec", None)
-        text = str(sharding) if spec is None else f"P({', '.join(map(repr, spec))})"
-        rows.append((path_name(path), str(tuple(x.shape)), text, size))
-        total += size
+        if _is_array(x):
+            sharding = getattr(x, "sharding", None)
+            local = sharding.shard_shape(x.shape) if sharding is not None else x.shape
+            spec = getattr(sharding, "spec", None)
+            text = str(sharding) if spec is None else f"P({', '.join(map(repr, spec))})"
+            size = math.prod(local) * x.dtype.itemsize
+            rows.append((path_name(path), str(tuple(x.shape)), text, size))
+    total = sum(int(str(row[-1])) for row in rows[1:])
     return in_columns(rows, right=(3,)) + f"\ntogether {bytes_text(total)} per device"
 
 

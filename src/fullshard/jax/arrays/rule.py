@@ -22,16 +22,9 @@ from fullshard.core.text import bytes_text
 from fullshard.jax.arrays.mesh import MeshAxes
 
 __all__ = [
-    "Axis",
-    "Placement",
-    "Rule",
-    "coverage",
-    "place",
-    "refuse_idle_axes",
-    "refuse_low_coverage",
-    "selective",
-    "threshold",
-]
+    "Axis", "Placement", "Rule", "coverage", "place", "refuse_idle_axes", "refuse_low_coverage",
+    "selective", "threshold",
+]  # fmt: skip
 
 Axis = str | tuple[str, ...] | None
 """The cut of one dimension: by an axis of the mesh, several, or none."""
@@ -218,13 +211,10 @@ def _used(axes: Iterable[Axis]) -> set[str]:
     return {part for axis in axes for part in _parts(axis)}
 
 
-def coverage(placements: Iterable[Placement]) -> float:
+def coverage(placements: Sequence[Placement]) -> float:
     """The share of all bytes that the shard axis cuts, from 0 to 1; 1 if there are none."""
-    total = sharded = 0
-    for each in placements:
-        total += each.spec.bytes
-        sharded += each.spec.bytes if each.sharded else 0
-    return sharded / total if total else 1.0
+    total = sum(each.spec.bytes for each in placements)
+    return sum(each.spec.bytes for each in placements if each.sharded) / total if total else 1.0
 
 
 def refuse_idle_axes(placements: Sequence[Placement], mesh: MeshAxes) -> None:

@@ -121,7 +121,7 @@ class StepProgram:
                 return loss / count, (aux, after)
 
             (loss, (aux, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
-            return grads if once else self._at_rest(grads), loss, aux, after
+            return grads if once else self.arrays.at_rest(grads), loss, aux, after
 
         if count == 1:
             return one(other, batch, 0)
@@ -140,7 +140,7 @@ class StepProgram:
         (sums, after), aux = lax.scan(micro, (zeros, other), turns)
         rows = max((x.shape[0] for x in jax.tree.leaves(first[0]) if x.ndim), default=0)
         aux = jax.tree.map(lambda x: self._joined(x, rows), aux)
-        return self._at_rest(sums[0]), sums[1], aux, after
+        return self.arrays.at_rest(sums[0]), sums[1], aux, after
 
     def _loss(self, params: Arrays, other: Arrays, at: Any, batch: Any) -> tuple[Any, Any, Arrays]:
         """Loss, what is returned beside it, and the other state after it; traced once."""
@@ -186,15 +186,10 @@ class StepProgram:
     def _whole(self, arrays: Arrays) -> Arrays:
         """On every device of the shard axis, for all micro-batches."""
         axes = self.arrays.axes
-        cuts = {n: [None if a == axes.shard else a for a in self.arrays.params[n].axes]
-                for n in arrays}  # fmt: skip
-        return {n: lax.with_sharding_constraint(x, axes.sharding(*cuts[n]))
-                for n, x in arrays.items()}  # fmt: skip
-
-    def _at_rest(self, arrays: Arrays) -> Arrays:
-        axes, params = self.arrays.axes, self.arrays.params
-        return {n: lax.with_sharding_constraint(x, axes.sharding(*params[n].axes))
-                for n, x in arrays.items()}  # fmt: skip
+        cuts = {name: [None if a == axes.shard else a for a in self.arrays.params[name].axes]
+                for name in arrays}  # fmt: skip
+        constrained = lax.with_sharding_constraint
+        return {name: constrained(x, axes.sharding(*cuts[name])) for name, x in arrays.items()}
 
     def _parts(self, path: Any, x: Any) -> Any:
         """Micro-batches in front, each made of a part of every device's examples."""

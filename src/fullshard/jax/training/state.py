@@ -86,6 +86,13 @@ class StateArrays:
         self.abstract: TrainState = self._tree(self._abstract.values())
         self.shardings: TrainState = jax.tree.map(lambda x: x.sharding, self.abstract)
 
+    def at_rest(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Parameters or their gradients, cut as they rest; for a trace."""
+        return {
+            name: jax.lax.with_sharding_constraint(x, self.axes.sharding(*self.params[name].axes))
+            for name, x in params.items()
+        }
+
     def fitted(self, state: TrainState) -> TrainState:
         """``state`` with each array where it rests: what lies elsewhere, as on the host, is moved.
 

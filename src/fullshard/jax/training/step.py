@@ -2,7 +2,7 @@
 """`make_train_step`: a model, an optimizer and a loss function as one sharded, compiled step."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -12,27 +12,23 @@ import numpy as np
 from jax.sharding import Mesh
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.text import bytes_text, in_columns
+from fullshard.core.text import bytes_text
 from fullshard.jax.arrays.leaves import as_key
 from fullshard.jax.arrays.mesh import MeshAxes, read_mesh
-from fullshard.jax.arrays.placing import put
-from fullshard.jax.arrays.rule import (
-    Placement,
-    coverage,
-    place,
-    refuse_idle_axes,
-    refuse_low_coverage,
-)
+from fullshard.jax.arrays.placing import describe, put
+from fullshard.jax.arrays.rule import coverage, place, refuse_idle_axes, refuse_low_coverage
 from fullshard.jax.training.model import ModelArrays, read_model
 from fullshard.jax.training.options import Options, StepOptions, read_options
 from fullshard.jax.training.program import KEY, StepProgram
-from fullshard.jax.training.state import StateArrays, StateSpec, TrainState
+from fullshard.jax.training.state import StateArrays, TrainState
 
 __all__ = ["TrainState", "TrainStep", "make_train_step"]
 
 _log = logging.getLogger(__name__)
 
 _LARGE_BYTES = 1 << 20
+_ROUNDING = 1e-3
+_WHOLE = "if it is the same for all examples, name it by whole=(pattern,)"
 
 
 def make_train_step(
@@ -49,12 +45,11 @@ def make_train_step(
     model that exists already, arrays are copied to the mesh one by one.
 
     ``optimizer`` is an optax transformation. It sees parameters in the model's structure (for a
-    module as nested dicts) and in their true shapes, so masks and labels work as written.
+    module as nested dicts), so masks and labels work as written.
 
     ``loss_fn(model, batch)`` returns one number, or with ``has_aux=True`` that and a tree of
     arrays. It sees the whole batch, as on one device: means over what counts, losses between
-    examples and statistics of a BatchNorm are those of all examples, and so is what is returned
-    beside the loss. It is traced once.
+    examples and statistics of a BatchNorm are those of all examples. It is traced once.
 
     ``mesh`` has an axis "fsdp" that cuts parameters, or one axis of any name; of others say
     ``shard_axis``. For the keywords see `StepOptions`.
@@ -74,71 +69,46 @@ def make_train_step(
 class TrainStep:
     """A compiled train step over a sharded state; made by `make_train_step`.
 
-    ``placements`` says how the parameters rest, ``notes`` what was found while the loss was traced:
-    layers that were left to XLA, and large arrays that XLA gathers as it likes, with the call to
-    write.
+    ``placements`` says how the parameters rest, ``coverage`` which share of their bytes is cut,
+    ``specs`` has all arrays of a state in the order of its leaves. Once the loss is traced,
+    ``notes`` tells of layers that were left to XLA and of large arrays that XLA gathers as it
+    likes, ``outside`` the call to write by the name of such an array.
+
+    ``gather_array(state, key)`` is one array of ``specs``, whole on the host, and
+    ``load_arrays(state, items)`` the state with such arrays; see `StateArrays`.
     """
 
     def __init__(
         self, axes: MeshAxes, model: ModelArrays, options: Options, functions: tuple[Any, Any]
     ) -> None:
-        placements = place(model.specs, axes, options.rule, model.annotations)
+        self.placements = tuple(place(model.specs, axes, options.rule, model.annotations))
         if options.at_most_unsharded is not None:
-            refuse_low_coverage(placements, options.at_most_unsharded)
+            refuse_low_coverage(self.placements, options.at_most_unsharded)
         elif options.rule is None:
-            refuse_low_coverage(placements, 0.02, _LARGE_BYTES)
-        refuse_idle_axes(placements, axes)
-        self.axes = axes
-        self.options = options
-        self.placements: tuple[Placement, ...] = tuple(placements)
-        self._model = model
-        self._functions = functions
-        self._arrays = StateArrays(axes, model, placements, functions[0])
+            refuse_low_coverage(self.placements, 0.02, _LARGE_BYTES)
+        refuse_idle_axes(self.placements, axes)
+        self.axes, self.options, self._model, self._functions = axes, options, model, functions
+        self.mesh: Any = axes.mesh
+        self.coverage = coverage(self.placements)
+        self._arrays = StateArrays(axes, model, self.placements, functions[0])
+        self.specs = self._arrays.specs
+        self.gather_array, self.load_arrays = self._arrays.gather_array, self._arrays.load_arrays
         self._program = StepProgram(model, self._arrays, functions[1], options)
+        self.notes, self.outside = self._program.notes, self._program.outside
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._apply = jax.jit(
             lambda function, *args: self._program.apply(function, *args), static_argnums=0
         )
 
     @property
-    def mesh(self) -> Mesh:
-        """The devices."""
-        mesh: Any = self.axes.mesh
-        return mesh
-
-    @property
-    def notes(self) -> list[str]:
-        """Findings of the trace of the loss: what is gathered otherwise than asked for, and why."""
-        return self._program.notes
-
-    @property
-    def outside(self) -> dict[str, str]:
-        """The call to write, by array that XLA gathers as it likes, once the loss is traced."""
-        return self._program.outside
-
-    @property
-    def specs(self) -> tuple[StateSpec, ...]:
-        """All arrays of a state, in the order of its leaves."""
-        return self._arrays.specs
-
-    @property
     def compilations(self) -> int:
         """Count of compilations of the step: one for each shape of batch."""
         return len(self._compiled)
 
-    @property
-    def coverage(self) -> float:
-        """The share of the parameters' bytes that the shard axis cuts."""
-        return coverage(self.placements)
-
     def variant(self, mesh: Mesh | None = None, **options: Unpack[StepOptions]) -> "TrainStep":
         """A step of the same model, optimizer and loss on another mesh, or with other options.
 
-        ``wrt`` and ``key`` stay as they are. Nothing is shared with this step but what `init` takes
-        values from.
-
-        Raises:
-            ConfigurationError: as `make_train_step`, and if one of those two is given.
+        Raises `ConfigurationError` as `make_train_step`, and for ``wrt`` and ``key``, which stay.
         """
         for name in ("wrt", "key"):
             if name in options:
@@ -152,11 +122,10 @@ class TrainStep:
 
     def init(self) -> TrainState:
         """The state before the first step; with several processes all must call it."""
-        make, values = self._begin, {}
-        if not self._model.made:
-            values = self._arrays.from_host(self._model.initial())
+        made = self._model.made
+        values = {} if made else self._arrays.from_host(self._model.initial())
         with jax.set_mesh(self.mesh):
-            state = jax.jit(make, out_shardings=self._arrays.shardings)(values)
+            state = jax.jit(self._begin, out_shardings=self._arrays.shardings)(values)
         if self.options.key is not None:
             state.other.update(self._arrays.from_host({KEY: self.options.key}))
         return state
@@ -164,10 +133,7 @@ class TrainStep:
     def _begin(self, values: dict[str, Any]) -> TrainState:
         arrays, model = self._arrays, self._model
         values = {KEY: self.options.key, **(values or model.initial())}
-        params = {
-            name: jax.lax.with_sharding_constraint(values[name], self.axes.sharding(*each.axes))
-            for name, each in arrays.params.items()
-        }
+        params = arrays.at_rest({name: values[name] for name in arrays.params})
         trained = {n: x for n, x in params.items() if arrays.params[n].spec.trainable}
         other = {name: values[name] for name in model.other}
         kept = arrays.tx.init(model.tree(trained))
@@ -202,10 +168,9 @@ class TrainStep:
         first dimension divides; the function sees whole arrays. The state stays as it is, and what
         the function changes of the model is dropped. With several processes all of them must call.
         """
-        parts = self.axes.parts
 
         def placed(leaf: Any) -> Any:
-            cut = np.ndim(leaf) and np.shape(leaf)[0] % parts == 0
+            cut = np.ndim(leaf) and np.shape(leaf)[0] % self.axes.parts == 0
             return _on_device(leaf, self.axes.sharding(*((self.axes.batch,) if cut else ())))
 
         args = jax.tree.map(placed, _read_arrays(args))
@@ -262,49 +227,32 @@ class TrainStep:
         """A state's shapes, dtypes and shardings; nothing is allocated."""
         return self._arrays.abstract
 
-    def gather_array(self, state: TrainState, key: str) -> np.ndarray[Any, Any]:
-        """The array ``key`` (of `specs`), whole; with several processes all must call it."""
-        return self._arrays.gather_array(state, key)
-
     def arrays(
         self, state: TrainState, kinds: Sequence[str] = ("parameters",)
     ) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
         """Key and whole array of those kinds, gathered one after the other."""
         for spec in self.specs:
             if spec.kind in kinds:
-                yield spec.key, self._arrays.gather_array(state, spec.key)
-
-    def load_arrays(
-        self, state: TrainState, items: Iterable[tuple[str, Any]], *, strict: bool = True
-    ) -> TrainState:
-        """``state`` with these arrays; see `StateArrays.load_arrays`."""
-        return self._arrays.load_arrays(state, items, strict=strict)
+                yield spec.key, self.gather_array(state, spec.key)
 
     def merged(self, state: TrainState) -> Any:
         """The model as it was given, with whole values on the host, for export."""
-        whole = {}
-        for spec in self.specs:
-            if spec.kind in ("parameters", "other") and spec.path != KEY:
-                # A copy: the state's own memory is used again by the next step.
-                array = jnp.array(self.gather_array(state, spec.key))
-                whole[spec.path] = as_key(array, state.other.get(spec.path))
+        # Copies: the state's own memory is used again by the next step.
+        arrays = dict(self.arrays(state, ("parameters", "other")))
+        whole = {key.partition("/")[2]: jnp.array(x) for key, x in arrays.items()}
+        whole = {name: as_key(x, state.other.get(name)) for name, x in whole.items()}
         return self._model.rebuild(whole)
 
     def describe(self) -> str:
         """A table of the parameters: path, shape, cut, bytes on each device; and the notes."""
-        rows: list[tuple[object, ...]] = [("array", "shape", "rests as", "bytes per device")]
-        for each in self.placements:
-            how = f"P({', '.join(map(repr, each.axes))}) {each.reason}".rstrip()
-            rows.append((each.name, str(each.spec.shape), how, each.rest_bytes))
-        together = bytes_text(sum(each.rest_bytes for each in self.placements))
-        last = f"together {together} per device; {self.coverage:.1%} of all bytes sharded"
-        return "\n".join((in_columns(rows, right=(3,)), last, *self.notes))
+        share = f"{self.coverage:.1%} of all bytes sharded"
+        return "\n".join((describe(self.abstract_state().params), share, *self.notes))
 
     def _refuse_mixing(self, state: TrainState, batch: Any) -> None:
         with jax.set_mesh(self.mesh):
             far = self._program.mixing(state, batch)
         for name, share in far.items():
-            if share > _ROUNDING:
+            if not share <= _ROUNDING:
                 raise ConfigurationError(
                     f"{name} mixes examples: on a part of the batch its results differ by "
                     f"{share:.1%} from those on all of it. Leave gathered away for it, or take the "
@@ -312,11 +260,11 @@ class TrainStep:
                 )
 
     def _lies(self, path: Any, leaf: Any) -> Any:
-        cut = not self.options.is_whole(path, leaf)
         axes = self.axes.batch
         if self.options.mode == "activations":
             axes = tuple(axis for axis in axes if axis != self.axes.shard)
-        return self.axes.sharding(*((axes,) if cut and axes else ()))
+        cut = axes and not self.options.is_whole(path, leaf)
+        return self.axes.sharding(*((axes,) if cut else ()))
 
     def _checked(self, batch: Any) -> Any:
         """``batch`` as arrays that the devices can share."""
@@ -341,10 +289,6 @@ class TrainStep:
                     f"{name} has shape {shape}, but {first[0]} has {first[1]} rows; {_WHOLE}"
                 )
         return batch
-
-
-_ROUNDING = 1e-3
-_WHOLE = "if it is the same for all examples, name it by whole=(pattern,)"
 
 
 def _read_arrays(tree: Any) -> Any:

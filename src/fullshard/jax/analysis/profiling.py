@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the time of a step goes: the shares of its collectives, from the profiler's record."""
 
-import glob
 import tempfile
 import time
 from collections.abc import Mapping
@@ -65,46 +64,40 @@ def profile(
     loss.block_until_ready()
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
+    text = step.compiled(batch).as_text() or ""
+    kinds = {each.name: each.kind for each in instructions(text)}
     with tempfile.TemporaryDirectory() as scratch:
         where = Path(folder or scratch)
-        before = set(_records(where))
+        before = set(where.rglob("*.xplane.pb"))
         with jax.profiler.trace(where, profiler_options=options):
             begin = time.perf_counter()
             for _ in range(steps):
                 state, loss, _ = step(state, batch)
                 loss.block_until_ready()
             step_s = (time.perf_counter() - begin) / steps
-        new = sorted(set(_records(where)) - before)
-        kinds = {
-            each.name: each.kind for each in instructions(step.compiled(batch).as_text() or "")
-        }
-        found = [_times(ProfileData.from_file(path), kinds) for path in new]
-    devices = [times for each in found for times in each.values()]
+        new = sorted(set(where.rglob("*.xplane.pb")) - before)
+        times: dict[tuple[str, str], float] = {}
+        for path in new:
+            _add_times(ProfileData.from_file(str(path)), kinds, times)
+    devices = {device for device, _ in times}
     if not devices:
         raise UsageError("the profiler has no record of the step's operations on this platform")
-    names = dict.fromkeys(name for times in devices for name in times)
-    by_kind = {
-        name: sum(times.get(name, 0.0) for times in devices) / len(devices) / steps
-        for name in names
-    }
+    by_kind: dict[str, float] = {}
+    for (_, kind), seconds in times.items():
+        by_kind[kind] = by_kind.get(kind, 0.0) + seconds / len(devices) / steps
     return state, Profile(step_s, by_kind)
 
 
-def _records(folder: Path) -> list[str]:
-    return glob.glob(f"{glob.escape(str(folder))}/**/*.xplane.pb", recursive=True)
-
-
-def _times(record: ProfileData, kinds: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """Seconds by device and kind of the program's own operations."""
-    found: dict[str, dict[str, float]] = {}
+def _add_times(
+    record: ProfileData, kinds: Mapping[str, str], times: dict[tuple[str, str], float]
+) -> None:
+    """Add the seconds of the program's own operations, by device and kind."""
     for plane in record.planes:
         for line in plane.lines:
             for event in line.events:
                 stats = dict(event.stats)
-                name = str(stats.get("hlo_op", ""))
-                if kinds.get(name, "while") in _CONTAINERS:
-                    continue
-                device = found.setdefault(str(stats.get("device_ordinal", plane.name)), {})
-                kind = kinds[name] if kinds[name] in KINDS else "computation"
-                device[kind] = device.get(kind, 0.0) + event.duration_ns / 1e9
-    return found
+                kind = kinds.get(str(stats.get("hlo_op", "")), "while")
+                if kind not in _CONTAINERS:
+                    device = str(stats.get("device_ordinal", plane.name))
+                    key = device, kind if kind in KINDS else "computation"
+                    times[key] = times.get(key, 0.0) + event.duration_ns / 1e9

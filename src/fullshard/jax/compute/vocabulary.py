@@ -2,9 +2,9 @@
 """Embeddings and cross-entropy over many classes, whose tables may be the largest arrays there are.
 
 [Note: Tables stay]
-A table has V classes of width W, and N devices that share T tokens each have a part of it. Rows are
-looked up in columns: every device has W/N columns of all classes and looks all tokens up in them;
-an all-to-all brings each token's columns to where it came from. For a loss hidden states are
+A table has V classes of width W, and N devices that share T tokens each have a part of it. Tokens
+are gathered, and looked up in W/N columns of all classes, or in all columns of V/N classes; an
+all-to-all, or a reduce-scatter, brings rows to where tokens came from. For a loss hidden states are
 gathered, each device computes the logits of V/N classes, and devices exchange a maximum and two
 sums for each token (arXiv:1909.08053, section 3). A table that rests cut along the other dimension
 is turned by an all-to-all, a 1/N of it for each device. Where tokens are many and classes few it is
@@ -45,20 +45,30 @@ def embed(table: Array, tokens: Array) -> Array:
     axis, count = now.axes.shard, now.axes.shards
     classes, width = table.shape
     rests = now.rests(table.shape, table.dtype)
-    turned = rests[0] == axis
+    if axis not in rests:
+        return table[tokens]
+    cut = rests.index(axis)
     in_group = tokens.size // (now.axes.parts // count)
-    travel = (in_group + turned * classes) // count
-    by_columns = width % count == 0 and travel < classes
+    sent = {"table": classes}  # in rows, each way
+    if width % count == 0:
+        sent["columns"] = (in_group + (1 - cut) * classes) // count
+    if cut == 0:
+        sent["classes"] = in_group
+    way = min(sent, key=lambda name: sent[name])
 
     def local(table: Array, tokens: Array) -> Array:
-        if not by_columns:
-            return reduced_gather(table, axis, rests.index(axis), now.reduce)[tokens]
-        rows = table[lax.all_gather(tokens, axis, tiled=True)]
-        return lax.all_to_all(rows, axis, 0, rows.ndim - 1, tiled=True)
+        if way == "table":
+            return reduced_gather(table, axis, cut, now.reduce)[tokens]
+        everyones = lax.all_gather(tokens, axis, tiled=True)
+        if way == "columns":
+            rows = table[everyones]
+            return lax.all_to_all(rows, axis, 0, rows.ndim - 1, tiled=True)
+        places = everyones - lax.axis_index(axis) * table.shape[0]
+        mine = (places >= 0) & (places < table.shape[0])
+        rows = jnp.where(mine[..., None], table[jnp.where(mine, places, 0)], 0)
+        return lax.psum_scatter(rows, axis, tiled=True)
 
-    if not by_columns and axis not in rests:
-        return table[tokens]
-    return _mapped(now, local, 1 if by_columns else rests.index(axis))(table, tokens)
+    return _mapped(now, local, 1 if way == "columns" else cut)(table, tokens)
 
 
 def cross_entropy(

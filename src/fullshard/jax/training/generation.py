@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences drawn from a model whose weights are sharded."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -51,27 +52,22 @@ def generate(
             f"generate wants a prompt of shape (rows, length) and a count of at least 1, got "
             f"{prompt.shape} and {count}"
         )
-    drawing = _Decoding(count, *(decoder or (_decode, _cache)))
+    decode, cache = decoder or (_method("decode"), _method("cache"))
     arguments = (prompt, np.float32(temperature), np.uint32(seed))
-    return to_host(step.apply(state, drawing, *arguments))
+    return to_host(step.apply(state, _Decoding(count, decode, cache), *arguments))
 
 
-def _method(model: Any, name: str) -> Any:
-    if not hasattr(model, name):
-        raise ConfigurationError(
-            f"generate wants a model with methods decode and cache, and {type(model).__name__} has "
-            f"no {name}: give decoder=(decode, cache), two functions that take the model first"
-        )
-    return getattr(model, name)
+@functools.cache  # one function, so that a program is compiled once
+def _method(name: str) -> Callable[..., Any]:
+    def call(model: Any, *args: Any) -> Any:
+        if not hasattr(model, name):
+            raise ConfigurationError(
+                f"generate wants a model with methods decode and cache, and {type(model).__name__} "
+                f"has no {name}: give decoder=(decode, cache), functions that take the model first"
+            )
+        return getattr(model, name)(*args)
 
-
-def _decode(model: Any, tokens: Array, cache: Any, position: Array) -> tuple[Array, Any]:
-    found: tuple[Array, Any] = _method(model, "decode")(tokens, cache, position)
-    return found
-
-
-def _cache(model: Any, rows: int, length: int) -> Any:
-    return _method(model, "cache")(rows, length)
+    return call
 
 
 @dataclass(frozen=True)
@@ -83,23 +79,22 @@ class _Decoding:
     cache: Cache
 
     def __call__(self, model: Any, prompt: Array, temperature: Array, seed: Array) -> Array:
-        count, decode, cache = self.count, self.decode, self.cache
         if hasattr(model, "eval"):
             model.eval()
         rows, length = prompt.shape
         key = jax.random.key(seed)
 
         def position(carry: Any, at: Array) -> tuple[Any, Array]:
-            token, held = carry
-            logits, held = decode(model, token, held, at)
+            token, cache = carry
+            logits, cache = self.decode(model, token, cache, at)
             logits = logits.astype(jnp.float32)
             noise = jax.random.gumbel(jax.random.fold_in(key, at), logits.shape)
             # The largest of logits plus Gumbel noise is a draw from their softmax.
             drawn = (logits + noise * temperature).argmax(-1).astype(prompt.dtype)
             known = lax.dynamic_index_in_dim(prompt, jnp.minimum(at + 1, length - 1), 1, False)
             token = jnp.where(at + 1 < length, known, drawn)
-            return (token, held), token
+            return (token, cache), token
 
-        start = prompt[:, 0], cache(model, rows, length + count)
-        _, tokens = lax.scan(position, start, jnp.arange(length + count - 1))
+        start = prompt[:, 0], self.cache(model, rows, length + self.count)
+        _, tokens = lax.scan(position, start, jnp.arange(length + self.count - 1))
         return tokens[length - 1 :].T

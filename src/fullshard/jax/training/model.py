@@ -8,7 +8,6 @@ whose state is one.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -139,20 +138,18 @@ def _made_of_shapes(make: Callable[[], Any]) -> Any:
     rest: list[Any] = []
 
     def arrays() -> Any:
-        made = make()
+        made, graph = make(), None
         if isinstance(made, nnx.Module):
             graph, made = nnx.split(made)
-            rest.append(partial(nnx.merge, graph))
-        else:
-            rest.append(lambda tree: tree)
         leaves, treedef = jax.tree.flatten(made)
-        rest.extend((treedef, [None if is_array(leaf) else leaf for leaf in leaves]))
+        rest.extend((graph, treedef, [None if is_array(leaf) else leaf for leaf in leaves]))
         return {n: leaf for n, leaf in enumerate(leaves) if is_array(leaf)}
 
     with nnx.use_eager_sharding(False):  # annotations name axes of a mesh that is not there yet
         shapes = jax.eval_shape(arrays)
-    merge, treedef, static = rest
-    return merge(jax.tree.unflatten(treedef, [shapes.get(n, x) for n, x in enumerate(static)]))
+    graph, treedef, static = rest
+    tree = jax.tree.unflatten(treedef, [shapes.get(n, x) for n, x in enumerate(static)])
+    return tree if graph is None else nnx.merge(graph, tree)
 
 
 @dataclass(frozen=True)

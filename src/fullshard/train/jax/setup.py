@@ -125,7 +125,7 @@ def prepare(config: Config, devices: list[jax.Device]) -> tuple[JaxRun, TrainSta
     that cannot be read, or a batch that does not divide.
     """
     check_world(config, len(devices))
-    told = devices[0].memory_stats() or {}
+    told = jax.local_devices()[0].memory_stats() or {}
     simulated = host_total_bytes() // len(jax.local_devices())
     check_memory(config, len(devices), told.get("bytes_limit", simulated))
     data = load(config)

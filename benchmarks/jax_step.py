@@ -7,7 +7,9 @@ Four language models as one writes them in JAX (stacked layers, `lax.scan`, `jax
 AdamW in fp32, on eight simulated CPU devices (N). Honest jit: each array's largest dimension is cut
 by a NamedSharding, out_shardings are pinned, and XLA does the rest. Activations cut: the same, and
 activations are constrained to the batch axis. Vocabulary cut: that, and a head whose logits are cut
-along the classes. fullshard: each of its programs, and the one that mode "auto" takes.
+along the classes. shard_map by hand: layers that gather their slices, a lookup and a chunked loss
+in tables that are cut along the classes, in some eighty lines of ordinary JAX. fullshard: the plain
+model in `make_train_step`, and the same with `gathered`, `embed` and `cross_entropy`.
 
 Memory and bytes sent are those of compiled programs, for each device; nothing is allocated for
 them, so the largest model costs seconds to compile. Peak: arguments, temporary memory, and results

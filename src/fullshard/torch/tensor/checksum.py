@@ -26,16 +26,17 @@ def checksum(tensor: Tensor) -> Tensor:
     another order, it differs as good as always. Of a DTensor, the part on this rank counts.
     """
     data = held_here(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
-    if len(data) % 8 or data.storage_offset() % 8:
-        padded = data.new_zeros(-(-len(data) // 8) * 8)
-        padded[: len(data)] = data
-        data = padded
-    words = data.view(torch.int64)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    tail = data.new_zeros(8)
+    tail[: len(data) % 8] = data[len(data) // 8 * 8 :]
+    words = data[: len(data) // 8 * 8].view(torch.int64)
     whole = len(words) // _ROW_WORDS * _ROW_WORDS
-    weights = _weights(min(len(words), _ROW_WORDS), words.device)
+    weights = _weights(min(len(words) + 1, _ROW_WORDS), words.device)
     at_once = 1 if data.device.type == "cpu" else _DEVICE_ROWS
     rows = torch.split(words[:whole].view(-1, _ROW_WORDS), at_once) if whole else ()
     sums = torch.cat([_weighed(each, weights) for each in (*rows, words[whole:].view(1, -1))])
+    sums[-1] += _weighed(tail.view(torch.int64).view(1, 1), weights[len(words) - whole :])[0]
     return _weighed(sums.view(1, -1), _weights(len(sums), sums.device))[0] >> 1
 
 

@@ -162,6 +162,8 @@ GROUP_METHOD = re.compile(
     r"_?allgather.*|_?allreduce.*|_?alltoall.*|_(all_gather|reduce_scatter)_(base|tensor)"
 )
 
+CLAUSE = re.compile(r"(What|How|Which|Whether|Those|The same|Of|That|Within|Whose|Where|Who)\b")
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -447,16 +449,28 @@ def licence_is_named_once(source: Source) -> Iterator[str]:
 
 
 def docstrings_are_sentences(source: Source) -> Iterator[str]:
-    """A file says what it holds; a function does something, a class is something: no "What ..."."""
+    """A file says what it holds, a function does something, a class is something: no clauses."""
     if not ast.get_docstring(source.tree):
         yield source.at(1, "no docstring that says what the file holds")
     for node in ast.walk(source.tree):
         if isinstance(node, Function | ast.ClassDef | ast.Module):
             docstring = ast.get_docstring(node) or ""
-            if docstring.split(maxsplit=1)[:1] == ["What"]:
+            if clause := CLAUSE.match(docstring):
                 name = getattr(node, "name", "the file")
                 line = getattr(node, "lineno", 1)
-                yield source.at(line, f"the docstring of {name} begins with a clause: What ...")
+                yield source.at(line, f"the docstring of {name} begins with a clause: {clause[0]}")
+
+
+def class_names_stand_for_one_thing(sources: Sequence[Source]) -> Iterator[str]:
+    """Classes that share a name, without its underscores."""
+    homes: dict[str, str] = {}
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef):
+                name = node.name.strip("_")
+                if name in homes:
+                    yield source.at(node.lineno, f"class {node.name} stands in {homes[name]}, too")
+                homes.setdefault(name, source.inside)
 
 
 def collectives_stay_in_comm(source: Source) -> Iterator[str]:
@@ -486,7 +500,7 @@ CHECKS = {
     public_names_are_listed: (PACKAGE,),
     budgets_are_kept: (PACKAGE, "benchmarks", "examples"),
     licence_is_named_once: (PACKAGE, "tests", "benchmarks", "examples"),
-    docstrings_are_sentences: (PACKAGE + "torch",),
+    docstrings_are_sentences: (PACKAGE,),
     collectives_stay_in_comm: (PACKAGE + "torch",),
 }
 
@@ -494,6 +508,7 @@ CHECKS = {
 CHECKS_OF_ALL = {
     imports_make_no_circle: (PACKAGE,),
     folders_are_small: (PACKAGE,),
+    class_names_stand_for_one_thing: (PACKAGE,),
 }
 
 
@@ -669,6 +684,15 @@ SAMPLES = """
     == folders_are_small plan/a.py
     "one of one"
 
+    == class_names_stand_for_one_thing core/a.py
+    class Run: ...
+    def f():
+        class _Run: ...  #! class _Run stands in core/a.py, too
+    == class_names_stand_for_one_thing core/a.py
+    class Run: ...
+    == + plan/b.py
+    class Runs: ...
+
     == imports_stand_at_the_top torch/a.py
     import importlib
     def f():
@@ -738,7 +762,7 @@ SAMPLES = """
     == docstrings_are_sentences torch/a.py
     import os  #! no docstring that says what the file holds
     class A:
-        def f(self):  #! the docstring of f begins with a clause: What ...
+        def f(self):  #! the docstring of f begins with a clause: What
             '''What f makes of it.'''
     == docstrings_are_sentences torch/a.py
     '''A file.'''

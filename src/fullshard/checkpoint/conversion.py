@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which conversions of stored numbers lose nothing but digits, by safetensors' names of dtypes."""
+"""Conversions of stored numbers that lose nothing but digits, by safetensors' names of dtypes."""
 
 from typing import Any
 

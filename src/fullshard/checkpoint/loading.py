@@ -308,7 +308,7 @@ class Loading:
         return in_streams(work, numbers, [self._size(self._parts[each]) for each in numbers])
 
     def _place(self, part: Want) -> tuple[int, int]:
-        """Where the first chunk of a part is: file and byte."""
+        """Return where the first chunk of a part is: file and byte."""
         reads = reads_for(self._checkpoint.stored(part.name), part.boxes)
         first = next(reads, None)
         if first is None:

@@ -44,7 +44,7 @@ class CheckpointRanks(Protocol):
         """Every rank's ``data`` in rank order, on every rank; cheapest for short ones."""
 
     def duplicate(self, run: Path, files: Files) -> "CheckpointRanks":
-        """The same ranks for the thread that saves to ``run``: its calls may overlap with these."""
+        """Return these ranks for the thread that saves to ``run``: its calls may overlap."""
 
 
 class SoloRanks:
@@ -58,7 +58,7 @@ class SoloRanks:
         return [data]
 
     def broadcast(self, data: bytes) -> bytes:
-        """The same."""
+        """Return ``data``."""
         return data
 
     def share(self, data: bytes) -> list[bytes]:
@@ -164,7 +164,7 @@ class FolderRanks:
 
 
 def failure_text(error: BaseException) -> str:
-    """How a failure is told to the other ranks."""
+    """Put a failure into the words that the other ranks are told."""
     if isinstance(error, FullshardError):
         return str(error)
     return f"{type(error).__name__}: {error}"

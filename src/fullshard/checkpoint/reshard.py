@@ -48,7 +48,7 @@ class ChunkRead:
 
 
 def chunk_bytes(tensor: StoredTensor, stored: StoredBox, chunk: int) -> int:
-    """How many bytes a chunk has."""
+    """Bytes of a chunk."""
     return min(CHUNK_BYTES, stored.box.numel * tensor.item_bytes - chunk * CHUNK_BYTES)
 
 
@@ -90,7 +90,7 @@ def _reads_of(
 
 
 def _straight(stored: StoredBox, begin: int, shared: list[_Shared]) -> int | None:
-    """Where the chunk belongs as a whole: the stored box lies in one wanted box, in one run."""
+    """Find where the chunk belongs as a whole: its box lies in one wanted box, in one run."""
     if len(shared) != 1:
         return None
     wanted, start, common = shared[0]
@@ -131,7 +131,7 @@ def _inside(box: Box, outer: Box) -> Box:
 
 
 def _flat(place: Sequence[int], box: Box) -> int:
-    """Which element of the row-major ``box`` is at ``place`` of the tensor."""
+    """Return the index in the row-major ``box`` of the element at ``place`` of the tensor."""
     flat = 0
     for index, offset, size in zip(place, box.offsets, box.sizes, strict=True):
         flat = flat * size + index - offset

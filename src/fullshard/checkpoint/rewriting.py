@@ -165,7 +165,7 @@ def same_content(a: StoredTensor, b: StoredTensor) -> bool:
 def _unequal(
     name: str, a: StoredTensor, reader_a: ShardReader, b: StoredTensor, reader_b: ShardReader
 ) -> int:
-    """How many elements differ in a bit."""
+    """Count the elements that differ in a bit."""
     item = a.item_bytes
     numel, most = a.size_bytes // item, PART_BYTES // item
     count = 0

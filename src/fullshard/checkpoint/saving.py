@@ -113,7 +113,7 @@ class Plans:
         what: str = "the step cannot be saved",
         failure: Exception | None = None,
     ) -> list[Piece]:
-        """Those of ``pieces`` that this rank writes. Collective.
+        """Choose the ``pieces`` that this rank writes. Collective.
 
         Raises on all ranks if one of them has a ``failure``, see `agree`.
         """
@@ -149,7 +149,7 @@ def _identity(name: str, dtype: str, shape: tuple[int, ...], boxes: tuple[Box, .
 
 
 def assign(proposals: Sequence[Sequence[Sequence[Any]]]) -> list[list[int]]:
-    """Which of its proposals each rank leaves to another rank, by index. Pure.
+    """Choose the proposals that each rank leaves to another rank, by index. Pure.
 
     A piece that several ranks hold goes to the one with the least to write so far, larger ones
     first; a small one to the first rank that holds it, so that what should be equal and is not

@@ -39,7 +39,7 @@ __all__ = ["Content", "Delivery", "Loaded", "SaveSession", "check_step"]
 
 @dataclass(frozen=True)
 class Content:
-    """What a rank has to save: its pieces, and what stands beside them.
+    """All that a rank has to save: its pieces, and what stands beside them.
 
     ``extra`` is the user's as it was given, by which retention rates the step; ``new_block`` makes
     host memory for an asynchronous save.
@@ -88,7 +88,7 @@ class Loaded:
 
 
 class Delivery(Protocol):
-    """What one rank loads of a step. Nothing of it can be seen before `finish`, if that is so."""
+    """One rank's part of a load. Nothing of it can be seen before `finish`, if that is so."""
 
     @property
     def wants(self) -> Sequence[Want]:

@@ -30,7 +30,7 @@ __all__ = ["ArraySource", "Piece", "ShardReader", "ShardWriter", "Source", "memo
 
 
 class Source(Protocol):
-    """Where the bytes of a piece are."""
+    """The place of a piece's bytes."""
 
     def copy_into(self, view: memoryview, start: int) -> None:
         """Fill ``view`` with the bytes from ``start``; they are there on return."""

@@ -237,7 +237,7 @@ def _entry_told(name: str, told: Any) -> Entry:
 
 
 def _places(described: Mapping[str, Any], first: int, data_bytes: int) -> dict[str, EntryPlace]:
-    """Where all entries begin, if together they are all of the data, each byte once."""
+    """Find where all entries begin, if together they are all of the data, each byte once."""
     spans: list[tuple[int, int, str]] = []
     places = {}
     for name, told in described.items():

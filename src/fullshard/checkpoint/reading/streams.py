@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 def thread_count() -> int:
-    """How many threads read: this rank's share of the processors, at most 4."""
+    """Count the threads that read: this rank's share of the processors, at most 4."""
     usable = getattr(os, "sched_getaffinity", None)
     cores = len(usable(0)) if usable else os.cpu_count() or 1
     told = os.environ.get("LOCAL_WORLD_SIZE", "1")

@@ -16,7 +16,7 @@ __all__ = ["Background", "RunFolder", "run_folder"]
 
 @dataclass(frozen=True)
 class Background:
-    """How an asynchronous save holds what is not written yet.
+    """Bounds for what an asynchronous save holds before it is written.
 
     ``host_memory_bytes`` is the most that a rank holds for it, in blocks of 16 MiB that are made
     when they are first needed and kept for the next save. With room for the rank's whole shard the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps go when a new one has come, and how what goes is removed without leaving the folder.
+"""Retention: the steps that go when a new one has come, removed without leaving the folder.
 
 The steps of a run folder are one line: a save that goes back moves aside what followed
 ([Note: One line] in `commit.py`). So retention goes by the numbers of steps, and never sees steps
@@ -27,7 +27,7 @@ __all__ = ["Keep", "apply_retention", "remove_entry", "steps_to_remove"]
 
 @dataclass(frozen=True)
 class Keep:
-    """Which steps stay when a new one has come.
+    """The rules by which steps stay when a new one has come.
 
     ``last``: so many of the newest. ``every``: those whose step is a multiple of it. ``best``: so
     many with the lowest (``highest=True``: highest) number that ``extra`` has under ``metric``,

@@ -254,7 +254,7 @@ class State:
         return [Op(OpKind.SHRINK if shrink else OpKind.FREE, unit)]
 
     def _finish_earlier_reduce(self, unit: int) -> Iterator[Op]:
-        """Of the same unit, whose buffers the next one needs."""
+        """Await the earlier reduce of the same unit, whose buffers the next one needs."""
         if self.policies[unit].reduced:
             while unit in self.all_reducing:
                 yield Op(OpKind.AWAIT_REDUCE, self.all_reducing.pop(0))

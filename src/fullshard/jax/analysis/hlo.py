@@ -24,7 +24,15 @@ import jax
 from fullshard.core.errors import NotSupportedError
 from fullshard.core.text import bytes_text, in_columns
 
-__all__ = ["KINDS", "Collective", "StepTraffic", "instructions", "memory_of", "traffic_of"]
+__all__ = [
+    "KINDS",
+    "Collective",
+    "Instruction",
+    "StepTraffic",
+    "instructions",
+    "memory_of",
+    "traffic_of",
+]
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -73,7 +81,7 @@ class Collective:
 
     @property
     def asked_bytes(self) -> int:
-        """The same in the dtype asked for."""
+        """Bytes in the dtype asked for."""
         return self._sent(sum(numel * _item_bits(self.asked_dtype) for _, numel in self.arrays))
 
     def _sent(self, bits: int) -> int:
@@ -96,11 +104,11 @@ class StepTraffic:
 
     @property
     def asked_bytes(self) -> int:
-        """The same in the dtypes asked for."""
+        """Bytes in the dtypes asked for."""
         return sum(each.asked_bytes for each in self.collectives)
 
     def of(self, kind: str) -> tuple[Collective, ...]:
-        """Those of one kind (see `KINDS`)."""
+        """Return the collectives of one kind (see `KINDS`)."""
         return tuple(each for each in self.collectives if each.kind == kind)
 
     def __str__(self) -> str:
@@ -207,7 +215,7 @@ def _count(
 
 
 def _group_size(attributes: str, devices: int) -> int:
-    """How many devices take part in a collective; all if its groups are not told."""
+    """Count the devices that take part in a collective; all if its groups are not told."""
     written = attributes.partition("replica_groups=")[2]
     listed = re.match(r"\{\{([\d,]+)\}", written)
     if listed:

@@ -72,7 +72,7 @@ class NeedsTable:
 
 
 def communication(step: TrainStep, batch: Any) -> StepTraffic:
-    """What ``step`` sends for batches like this one (arrays or shapes), from its compiled program.
+    """Read what ``step`` sends for batches like this one (arrays or shapes) from its program.
 
     Nothing is allocated. Loops count as often as they run.
     """

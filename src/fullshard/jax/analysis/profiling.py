@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a step goes: the shares of its collectives, from the profiler's record."""
+"""The time of a step and the shares of its collectives, from the profiler's record."""
 
 import tempfile
 import time

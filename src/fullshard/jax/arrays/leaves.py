@@ -31,12 +31,12 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def is_array(x: Any) -> bool:
-    """Whether ``x`` is an array, or the shape of one."""
+    """Tell if ``x`` is an array, or the shape of one."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def is_key(x: Any) -> bool:
-    """Whether ``x`` is an array of typed random keys."""
+    """Tell if ``x`` is an array of typed random keys."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
 

@@ -51,12 +51,12 @@ class MeshAxes:
 
     @property
     def parts(self) -> int:
-        """How many parts a batch is cut into."""
+        """The number of parts into which a batch is cut."""
         return self.count(self.batch)
 
     @property
     def only_batch(self) -> bool:
-        """Whether the batch is cut along every axis that has more than one device."""
+        """True if the batch is cut along every axis that has more than one device."""
         return self.parts == self.mesh.size
 
     @property
@@ -81,7 +81,7 @@ class MeshAxes:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     def of_batch(self, leaf: Any) -> NamedSharding:
-        """Where an array of a batch lies: dimension 0 is cut, a scalar is on all devices."""
+        """Return where an array of a batch lies: dimension 0 is cut, a scalar is on all devices."""
         return self.sharding(self.batch) if np.ndim(leaf) else self.sharding()
 
 
@@ -194,7 +194,7 @@ def initialize() -> bool:
 
 
 def devices_of_process(environ: Mapping[str, str]) -> list[int] | None:
-    """Which of its host's accelerators this process takes; None: all that it can see.
+    """Choose the accelerators of its host that this process takes; None: all that it can see.
 
     Where a launcher has started several processes on a host, each takes the one of its number,
     unless it has been shown a part of them only.

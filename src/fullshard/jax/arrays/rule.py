@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each array is cut over a mesh, decided from names and shapes alone.
+"""The rule that cuts each array over a mesh, from names and shapes alone.
 
 [Note: One rule]
 An array keeps its shape. The shard axis of the mesh cuts its largest dimension that divides; of
@@ -32,7 +32,7 @@ Axis = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Rule:
-    """Which arrays are sharded, and along which dimensions.
+    """A choice of the arrays that are sharded, and of their dimensions.
 
     An array is replicated if it has fewer than ``min_numel`` elements or if a pattern of
     ``replicate`` is found in its path (``re.search``); with ``only``, also if none of those is.
@@ -126,7 +126,7 @@ def place(
     rule: Rule | None = None,
     annotations: Mapping[str, Sequence[Axis]] | None = None,
 ) -> list[Placement]:
-    """Where each array rests; [Note: One rule].
+    """Decide where each array rests; [Note: One rule].
 
     ``annotations`` gives by path the axis names that a variable carries.
 

@@ -18,7 +18,7 @@ _CALLS = {
 
 
 def used_outside(jaxpr: Any, names: Sequence[str]) -> dict[str, str]:
-    """Which of the arrays called ``names``, the first operands, XLA gathers; the call to write.
+    """Name the arrays of ``names``, the first operands, that XLA gathers, with the call to write.
 
     A weight stays itself through operations on it alone, as casts, slices and transposes.
     """

@@ -36,7 +36,7 @@ __all__ = ["load_checkpoint", "save_checkpoint"]
 _NUMPY = {told: np.dtype(jax.numpy.dtype(name)) for name, told in STORED_DTYPES.items()}
 
 
-class _Process:
+class _Trained:
     """Stands for what is trained: pytrees come and go, so a process has one line of steps."""
 
 
@@ -45,7 +45,7 @@ def _session() -> SaveSession:
     return SaveSession(process_ranks())
 
 
-_process = _Process()
+_process = _Trained()
 
 
 def save_checkpoint(

@@ -17,7 +17,7 @@ __all__ = ["Leaf", "Names", "StoredAs", "leaves_of"]
 
 @dataclass(frozen=True)
 class StoredAs:
-    """Where a leaf is stored: under ``name``, with its ``axes`` in that order (None: as they are).
+    """A leaf's place in files: ``name``, with its ``axes`` in that order (None: as they are).
 
     ``also`` are names of further tensors with the same value, ``aliases`` other names of the one
     tensor. ``dtype`` (numpy's name) is the one in the file. A leaf that is ``optional`` may be

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which array of a Flax NNX model is which of a torch model with the same modules.
+"""Names that match arrays of a Flax NNX model to a torch model's with the same modules.
 
 | NNX | array | torch | axes, from NNX's to torch's |
 | --- | --- | --- | --- |

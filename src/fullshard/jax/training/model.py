@@ -49,7 +49,7 @@ class ModelArrays:
         return self.read_state(model, [x for x in self.leaves if isinstance(x, str)])
 
     def tree(self, values: Mapping[str, Any]) -> Any:
-        """Those values in the model's own structure, which has None in all other places.
+        """Put those values into the model's own structure, with None in all other places.
 
         For a module that is a nested dict, without the others.
         """

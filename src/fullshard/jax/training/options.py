@@ -67,7 +67,7 @@ class StepOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """The same, complete and checked."""
+    """Options that are complete and checked."""
 
     mode: str = "weights"
     remat: str = "block"
@@ -91,7 +91,7 @@ class Options:
         return found
 
     def is_whole(self, path: Any, leaf: Any) -> bool:
-        """Whether an array of a batch, at ``path``, is the same for all examples."""
+        """Tell if an array of a batch, at ``path``, is the same for all examples."""
         name = path_name(path)
         return not np.ndim(leaf) or any(re.search(pattern, name) for pattern in self.whole)
 

@@ -81,7 +81,7 @@ class StepProgram:
             return function(self.model.rebuild({**params, **other}), *args)
 
     def mixing(self, state: TrainState, batch: Any) -> dict[str, float]:
-        """How far each gathered layer is from itself on a cut batch, by name."""
+        """Measure how far each gathered layer is from itself on a cut batch, by name."""
         far: dict[str, float] = {}
         params, other = by_path(state.params), state.other
 

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class MarkKind(Enum):
-    """What a mark in a recording is about; ``number`` of the mark counts calls, blocks, ..."""
+    """The subject of a mark in a recording; ``number`` of the mark counts calls, blocks, ..."""
 
     __hash__ = object.__hash__  # that of Enum is slow, and a step has thousands of marks
 
@@ -140,7 +140,7 @@ class StepRecording:
 
     @property
     def flops(self) -> float:
-        """Of all operations together."""
+        """Operations of all of it together."""
         return sum(op.flops for op in self.ops)
 
     def save(self, path: str | Path) -> None:

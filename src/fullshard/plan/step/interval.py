@@ -28,7 +28,7 @@ class Unknown:
 def unknowns(
     timeline: Timeline, run: Run, cluster: Cluster, memory_share: float = 0.0
 ) -> tuple[Unknown, ...]:
-    """What the prediction of ``timeline`` rests on that was not measured, the largest first."""
+    """List what the prediction of ``timeline`` rests on unmeasured, the largest first."""
     found = _found(timeline, run, cluster, memory_share)
     return tuple(sorted(found, key=lambda each: -each.share))
 

@@ -39,7 +39,7 @@ class Act:
 
 
 class ActMemory(NamedTuple):
-    """What was measured of the memory of one act: bytes of activations and of logits and loss.
+    """Measured memory of one act: bytes of activations and of logits and loss.
 
     ``peak`` is what both hold beyond what they held before, at the moment when their sum is
     largest; ``change`` what they hold more (or less) afterwards. ``gives`` is the index, in the

@@ -169,7 +169,7 @@ def _about(
 
 
 def _layout_text(models: Sequence[nn.Module], world: int) -> str:
-    """How the models are sharded, for people."""
+    """Say for people how the models are sharded."""
     kinds = {
         "hybrid"
         if unit.ranks.gather.size > 1 and unit.ranks.replicas.size > 1

@@ -253,7 +253,7 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within, forward and backward add gradients up without communication.
+        """Let forward and backward add gradients up without communication, within a ``with``.
 
         They stay full on every rank, which costs their memory; the first backward outside reduces
         the sum. Until then ``.grad`` has none of it. All ranks must do the same.

@@ -108,7 +108,7 @@ def _given(inputs: Inputs, micro_batch: int) -> Sequence[Any]:
 
 @contextmanager
 def _recomputing(model: nn.Module, paths: Sequence[str], selective: bool) -> Iterator[None]:
-    """Within, the modules at ``paths`` keep their inputs alone, and run again in backward.
+    """Let the modules at ``paths`` keep their inputs alone, and run again in backward.
 
     With ``selective`` they also keep what `_EachSecondProduct` says.
     """

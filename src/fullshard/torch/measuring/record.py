@@ -136,7 +136,7 @@ def _stand_ins(
     compute_dtype: torch.dtype | None,
     device: torch.device,
 ) -> Iterator[list[Tensor]]:
-    """Within, modules show parameters and buffers without values."""
+    """Let modules show parameters and buffers without values."""
     precision = Precision(compute=None if compute_dtype is None else dtype_name(compute_dtype))
     shown: list[Tensor] = []
     kept: list[tuple[dict[str, Tensor | None], str, Tensor]] = []

@@ -57,7 +57,7 @@ def _check_embedding(path: str, module: nn.Module, names: dict[int, str]) -> Non
 
 
 def _address(tensor: Tensor) -> int:
-    """Where the memory of a plain tensor begins; 0 if it has none, or is of another class."""
+    """Return where a plain tensor's memory begins; 0 if it has none, or is of another class."""
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_meta:
         return 0
     return tensor.untyped_storage().data_ptr() if tensor.numel() else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters the ranks have used in a backward, and if all have stepped since the last.
+"""The parameters that ranks have used in a backward, and if all have stepped since the last.
 
 [Note: Used by nobody]
 One process leaves ``.grad`` None where a parameter was not used, and an optimizer passes it over;

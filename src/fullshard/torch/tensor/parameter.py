@@ -137,7 +137,7 @@ class ShardedParameter(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same elements without gradient; assignment copies into them."""
+        """These elements without gradient; assignment copies into them."""
         return self.detach()
 
     @data.setter

@@ -42,7 +42,7 @@ def travelling_pieces(flat: Tensor, segment: Segment, slot: Slot) -> list[Tensor
 
 
 def _counts(slot: Slot, shards: int) -> tuple[int, int, int]:
-    """How many ranks have full chunks, the rows of a chunk, and those of the last, shorter one."""
+    """Count the ranks with full chunks, the rows of a chunk, and those of the last, shorter one."""
     rows = slot.spec.shape[slot.spec.cut_dim]
     chunk = -(-rows // shards)
     return (rows // chunk, chunk, rows % chunk) if chunk else (0, 0, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is where: every rank tells the store what it is doing, so that a failure can name them all.
+"""The watchdog: ranks tell the store what they are doing, so that a failure can name them all.
 
 The engine notes what it issues and waits for, by assigning a tuple. A daemon thread, one for each
 process, writes that to the default store about once a second and looks whether another rank has

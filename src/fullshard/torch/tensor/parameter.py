@@ -287,11 +287,11 @@ class DerivedDTensor(DTensor):
     """A DTensor that DTensor's own dispatch has made of a `ShardedDTensor`, or of another such.
 
     Operations on it are DTensor's. In backward, where sums of parameters give plain gradients that
-    all ranks have, these count as replicated. ``view_of`` is the parameter that it is a view of, if
-    it is one: writes are refused, since some views are copies, and none is seen by the unit.
+    all ranks have, these count as replicated. ``copy_of`` is the parameter whose view it should be,
+    if it is a copy instead: writes to it are refused, since they would be lost.
     """
 
-    view_of: str | None = None
+    copy_of: str | None = None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -358,10 +358,10 @@ def _as_dtensor_does(
     for target in written:
         if isinstance(target, ShardedDTensor):
             torch._C._increment_version([target.local])
-    seen = _name_of_viewed(args[0]) if args and _gives_views(func) else None
+    viewed = args[0] if args and _gives_views(func) else None
 
     def handed_back(value: DTensor) -> DTensor:
-        return taken[id(value)] if id(value) in taken else _derived(value, seen)
+        return taken[id(value)] if id(value) in taken else _derived(value, viewed)
 
     return tree_map_only(DTensor, handed_back, result)
 
@@ -381,32 +381,37 @@ def _gives_views(func: OpOverload) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-def _name_of_viewed(value: Any) -> str | None:
-    if isinstance(value, ShardedParameter):
-        return value.ownership.name
-    return value.view_of if isinstance(value, DerivedDTensor) else None
+def _name_of_copied(value: DTensor, viewed: Any) -> str | None:
+    """Return the parameter ``viewed``, or that it is a copy of, if ``value`` does not share it."""
+    if isinstance(viewed, DerivedDTensor):
+        return viewed.copy_of
+    if isinstance(viewed, ShardedParameter):
+        memory, own = value._local_tensor.untyped_storage(), viewed.local.untyped_storage()
+        return viewed.ownership.name if memory._cdata != own._cdata else None
+    return None
 
 
 def _refuse_to_write_to_views(func: OpOverload, written: Sequence[Any]) -> None:
     for target in written:
-        if isinstance(target, DerivedDTensor) and target.view_of is not None:
+        if isinstance(target, DerivedDTensor) and target.copy_of is not None:
             raise UnshardedOperationError(
-                f"{func} would write to a view of parameter {target.view_of!r}, and the change "
-                "would be lost: some views of DTensors are copies. Write to rows (param[i:j]), to "
+                f"{func} would write to a view of parameter {target.copy_of!r}, and the change "
+                "would be lost: this view of a DTensor is a copy. Write to rows (param[i:j]), to "
                 "param.to_local(), or to the whole parameter by a mask or copy_()"
             )
 
 
-def _derived(value: DTensor, view_of: str | None) -> DTensor:
+def _derived(value: DTensor, viewed: Any) -> DTensor:
     """Return ``value`` as a `DerivedDTensor`; a sum of which each rank has a part is added up.
 
-    Most operations in place refuse such sums.
+    Most operations in place refuse such sums. ``viewed`` is what ``value`` should be a view of.
     """
+    copied = _name_of_copied(value, viewed)
     if any(placement.is_partial() for placement in value.placements):
         whole = [Replicate() if each.is_partial() else each for each in value.placements]
         value = value.redistribute(placements=whole)
     made = DerivedDTensor(value._local_tensor, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    made.view_of = view_of
+    made.copy_of = copied
     return made
 
 

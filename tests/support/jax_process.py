@@ -47,7 +47,7 @@ def save_aside(mesh, run):
     held = [values[shard.index] + 1 for shard in loaded.state["w"].addressable_shards]
     assert all(np.array_equal(a, b) for a, b in zip(mine, held, strict=True))
     multihost_utils.sync_global_devices("read")
-    return [loaded.step, loaded.world, sorted(each.name for each in Path(run).iterdir())]
+    return [loaded.step, loaded.world, sorted(each.name for each in Path(run).glob("step-*"))]
 
 
 def main():

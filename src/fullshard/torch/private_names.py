@@ -78,6 +78,7 @@ ENGINE: Names = dict.fromkeys(
         "torch.nn:Module._parameters",
         "torch.nn.modules.batchnorm:_BatchNorm",
         "torch.optim:SGD._init_group",
+        "torch.optim:Optimizer._optimizer_state_dict_post_hooks",
         "torch.optim:Optimizer._optimizer_step_post_hooks",
         "torch.amp:GradScaler._unscale_grads_",
         # Groups, meshes and DTensors.
@@ -105,7 +106,7 @@ DROP_IN: Names = dict.fromkeys(
         "torch.distributed._composable.fsdp:fully_shard",
         "torch.distributed.algorithms._checkpoint:checkpoint_wrapper",
         "torch.distributed.algorithms:_optimizer_overlap",
-        "torch.distributed.fsdp.wrap:_Policy",
+        "torch.distributed.fsdp.wrap:_Policy._run_policy",
     ),
     TESTED_TORCH,
 )
@@ -124,7 +125,6 @@ OPTIONAL: Names = {
     "torch.distributed.device_mesh:DeviceMesh._get_root_mesh": TESTED_TORCH,
     # Whether torchao compiles its steps is asked where it has imported torch._dynamo.
     "torch._dynamo:config.disable": TESTED_TORCH,
-    "torch._dynamo:eval_frame": TESTED_TORCH,
     "torch._dynamo.eval_frame:_stance": TESTED_TORCH,
     # On instances alone, where no check can see them: two marks that we set and torch reads, and
     # the ranks of an earlier generation of sharded tensors.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run commands and draw what they print as SVG, with their colours.
 
-    python docs/pictures/terminals.py [NAME ...]      all of them: a few minutes
+    python docs/pictures/terminals.py [NAME ...]      draw into printed/: a minute
 
 The pictures are what the commands really printed on the machine where this ran.
 """
@@ -17,14 +17,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "printed"
 WIDTH = 96
 COMMANDS = {
     "plan": "fullshard plan llama3-8b --devices 8 --device h100",
     "plan-too-large": "fullshard plan llama3-70b --devices 8 --device a100-80gb",
     "train": "fullshard train --nproc 2 train.steps=100 checkpoint.every=50 log.folder=.",
     "checkpoints": "fullshard ckpt ls gpt-nano/checkpoints",
-    "verify": "fullshard ckpt verify gpt-nano/checkpoints",
     "doctor": "fullshard doctor",
 }
 
@@ -42,8 +41,8 @@ def draw(name: str, command: str, folder: str) -> None:
     svg = console.export_svg(title="", unique_id=name)
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # no fonts from a network
     svg = svg.replace("Fira Code, monospace", "ui-monospace, monospace")
-    (FOLDER / f"terminal-{name}.svg").write_text(svg, "utf-8")
-    print(f"terminal-{name}.svg: exit status {done.returncode}")
+    (FOLDER / f"{name}.svg").write_text(svg, "utf-8")
+    print(f"{name}.svg: exit status {done.returncode}")
 
 
 def main() -> None:

@@ -24,6 +24,7 @@ from fullshard.checkpoint import (
     steps_in,
 )
 from fullshard.checkpoint.format.manifest import MANIFEST
+from fullshard.checkpoint.runs.commit import is_verified
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text
 
@@ -130,6 +131,7 @@ def _list(arguments: argparse.Namespace) -> int:
     if not steps:
         raise ConfigurationError(f"{path} holds no complete step")
     damaged = 0
+    kept = next((step for step in reversed(steps) if is_verified(Files(), step.path)), None)
     for folder in steps:
         try:
             checkpoint = Checkpoint(folder.path)
@@ -139,6 +141,8 @@ def _list(arguments: argparse.Namespace) -> int:
             continue
         manifest = checkpoint.manifest
         mark = "verified" if checkpoint.is_verified else ""
+        if folder is kept:
+            mark = "verified: the newest one stays, whatever Keep says"
         print(
             f"{folder.path.name}  {bytes_text(manifest.size_bytes):>10}  "
             f"{len(manifest.tensors):5} tensors  {len(manifest.files):3} files  "

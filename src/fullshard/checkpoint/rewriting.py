@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
+from numpy.typing import NDArray
 
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.manifest import StoredTensor
@@ -138,14 +139,15 @@ def compare(a: Checkpoint, b: Checkpoint, progress: Progress | None = None) -> I
             if (of_a.shape, of_a.dtype) != (of_b.shape, of_b.dtype):
                 yield Difference(name, f"{of_a.dtype} {of_a.shape} and {of_b.dtype} {of_b.shape}")
                 continue
-            count = (
-                0 if same_content(of_a, of_b) else _unequal(name, of_a, reader_a, of_b, reader_b)
-            )
+            count, most = 0, 0.0
+            if not same_content(of_a, of_b):
+                count, most = _unequal(name, of_a, reader_a, of_b, reader_b)
             if progress is not None:
                 progress(of_a.size_bytes)
             if count:
                 numel = of_a.size_bytes // of_a.item_bytes
-                yield Difference(name, f"{count:,} of {numel:,} elements differ")
+                by = f", by {most:.3g} at most" if most else ""
+                yield Difference(name, f"{count:,} of {numel:,} elements differ{by}")
 
 
 def _short(value: object) -> str:
@@ -164,11 +166,11 @@ def same_content(a: StoredTensor, b: StoredTensor) -> bool:
 
 def _unequal(
     name: str, a: StoredTensor, reader_a: ShardReader, b: StoredTensor, reader_b: ShardReader
-) -> int:
-    """Count the elements that differ in a bit."""
+) -> tuple[int, float]:
+    """Count the elements that differ in a bit, and return the largest difference of numbers."""
     item = a.item_bytes
     numel, most = a.size_bytes // item, PART_BYTES // item
-    count = 0
+    count, largest = 0, 0.0
     for start in range(0, numel, most):
         boxes = boxes_of_interval(a.shape, start, min(start + most, numel))
         size_bytes = sum(box.numel for box in boxes) * item
@@ -177,4 +179,17 @@ def _unequal(
         read_boxes(reader_b, name, b, boxes, held[1].data)
         rows = (held[0] != held[1]).reshape(-1, item)
         count += int(rows.any(axis=1).sum())
-    return count
+        numbers = _numbers(held, a.dtype)
+        with numpy.errstate(invalid="ignore", over="ignore"):  # infinities, NaN
+            apart = numpy.abs(numbers[0] - numbers[1])
+        largest = max(largest, float(apart[~numpy.isnan(apart)].max(initial=0)))
+    return count, largest
+
+
+def _numbers(raw: NDArray[numpy.uint8], dtype: str) -> NDArray[numpy.float64]:
+    """Return stored bytes as numbers; zeros for dtypes that NumPy does not know."""
+    if dtype == "BF16":
+        return (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(numpy.float64)
+    if dtype in ("BOOL", "F8_E4M3", "F8_E5M2"):
+        return numpy.zeros(raw.shape)
+    return raw.view(f"<{dtype[0].lower()}{int(dtype[1:]) // 8}").astype(numpy.float64)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fullshard.core.errors import ConfigurationError, FullshardError
+from fullshard.core.text import HelpFormatter
 
 __all__ = ["main"]
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "  doctor  find problems on this machine, on links between ranks and in scripts\n"
         "  prove   try losses, memory and order of the engine here, beside PyTorch's\n\n"
         "'fullshard COMMAND --help' explains a command.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "--version", action="version", version=f"fullshard {_version()}", help="show it and exit"
@@ -80,13 +81,13 @@ def _train(argv: Sequence[str]) -> int:
         from fullshard.train.config import describe_options, resolve  # noqa: PLC0415
     parser = argparse.ArgumentParser(
         prog="fullshard train",
-        usage="fullshard train [CONFIG.toml] [--model NAME] [--engine NAME] [--nproc N] "
-        "[--resume [FOLDER]] [section.key=value ...]",
+        usage="fullshard train [CONFIG.toml] [--model NAME] [--engine NAME]\n"
+        "                       [--nproc N] [--resume [FOLDER]] [section.key=value ...]",
         description="Train a model with parameters, gradients and optimizer state sharded over "
         "ranks. Ends with a table of bytes per rank, the weights as one safetensors file and, for "
         "gpt, a sample of text, all kept in a new folder below runs/.",
         epilog=_TRAIN_EXAMPLES + describe_options(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument(
         "settings",

@@ -2,7 +2,6 @@
 """``fullshard plan`` from the outside: what it prints, writes, refuses, and how fast it is."""
 
 import json
-import os
 import subprocess
 import sys
 import tomllib
@@ -10,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support.golden import check_golden
 
 pytest.importorskip("rich")
 
@@ -24,18 +24,11 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_all_of_it_fits_the_terminal_and_is_as_before(width, capsys, monkeypatch):
-    """In a pipe, without colours. ``FULLSHARD_GOLDEN=write`` writes the texts anew."""
+    """In a pipe, without colours."""
     monkeypatch.setenv("COLUMNS", str(width))
     more = ["--what-if", "recompute=none,full", "--tokens", "1e11", "--timeline", "--scale"]
     assert main([*SMALL, *more]) == 0
-    out = capsys.readouterr().out
-    lines = [line.rstrip() for line in out.splitlines()]
-    assert max(map(len, lines)) <= width
-    assert "…" not in out  # nothing is cut
-    golden = GOLDEN / f"plan_{width}.txt"
-    if os.environ.get("FULLSHARD_GOLDEN") == "write":
-        golden.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    assert lines == golden.read_text(encoding="utf-8").splitlines()
+    check_golden(GOLDEN / f"plan_{width}.txt", capsys.readouterr().out, width)
 
 
 def test_help_fits_80_columns(capsys, monkeypatch):

@@ -26,7 +26,7 @@ from fullshard.checkpoint import (
 from fullshard.checkpoint.format.manifest import MANIFEST
 from fullshard.checkpoint.runs.commit import is_verified
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.text import bytes_text
+from fullshard.core.text import HelpFormatter, bytes_text
 
 try:
     from rich.console import Console
@@ -57,8 +57,10 @@ examples:
   fullshard ckpt export run folder --format dcp            optimizer included; needs torch
   fullshard ckpt import hf_folder run --step 0
 
-PATH is a run folder, of which the newest step is taken or --step, or the folder of one step. Exit
-status: 0, 1 if something is damaged or differs, 2 for what cannot be asked.
+PATH is a run folder, of which the newest step is taken or --step, or the
+folder of one step.
+
+exit status: 0, 1 if something is damaged or differs, 2 for what cannot be asked.
 """
 
 Advance = Callable[[int], None]
@@ -79,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="fullshard ckpt",
         description="Work on checkpoints, on one machine; without torch, but for --format dcp.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     step: dict[str, Any] = {"type": _step, "metavar": "N", "help": "this step, not the newest"}

@@ -1,10 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Words for people: bytes, rows in columns, the nearest of several names."""
 
+import argparse
 import difflib
+import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
-__all__ = ["bytes_text", "did_you_mean", "in_columns"]
+__all__ = ["HelpFormatter", "bytes_text", "did_you_mean", "in_columns"]
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keep the lines of a command's help, and wrap those that its terminal has no room for.
+
+    A line with columns goes on below its last column.
+    """
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(_wrapped(indent + line, width) for line in text.splitlines())
+
+
+def _wrapped(line: str, width: int) -> str:
+    if len(line) <= width:
+        return line
+    starts = [match.end() for match in re.finditer(r"(?:^|\S) {2,}(?=\S)", line)]
+    column = starts[-1] if starts and starts[-1] <= width - 16 else 4 if starts else 0
+    return textwrap.fill(
+        line[column:] if line[:column].strip() else line.strip(),
+        width,
+        initial_indent=line[:column],
+        subsequent_indent=" " * column,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def bytes_text(count: int) -> str:

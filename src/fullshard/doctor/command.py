@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
+from fullshard.core.text import HelpFormatter
 from fullshard.distributed import default_nproc
 from fullshard.doctor.findings import Finding
 from fullshard.doctor.links.measure import SIZES_BYTES, check_links, measure_links
@@ -40,8 +41,8 @@ examples:
   torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard doctor     between hosts
   srun fullshard doctor --json
 
-exit status: 0, or 1 after a severe finding: training would fail, hang, or learn something else
-than intended; 2 for invalid arguments
+exit status: 0, or 1 after a severe finding: training would fail, hang, or
+learn something else than intended; 2 for invalid arguments
 """
 
 
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Check this machine, measure the links between ranks and read scripts. Report "
         "what would go wrong in training, with a fix for each finding. Scripts are never run.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT.py", help="training scripts to read")
     parser.add_argument(

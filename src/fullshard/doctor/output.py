@@ -3,6 +3,8 @@
 
 import dataclasses
 import json
+import shutil
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -66,12 +68,24 @@ def print_report(report: Report, *, rich: bool = RICH) -> None:
             if finding.severity == severity:
                 where = f"{finding.where}: " if finding.where else ""
                 print(f"{severity}: {where}{finding.what}")
-                print(f"    {finding.means}\n    -> {finding.fix}\n")
+                print(f"{_wrapped('    ', finding.means)}\n{_wrapped('    -> ', finding.fix)}\n")
     counts = [
         f"{sum(finding.severity == severity for finding in report.findings)} {severity}"
         for severity in _ORDER
     ]
     print(f"found: {', '.join(counts)}")
+
+
+def _wrapped(lead: str, text: str) -> str:
+    """Wrap ``text`` to the terminal (80 columns in a pipe); names and options stay whole."""
+    return textwrap.fill(
+        text,
+        shutil.get_terminal_size().columns,
+        initial_indent=lead,
+        subsequent_indent=" " * len(lead),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 _LINK_COLUMNS = ("full buffer", "all-gather ms", "GB/s a rank", "reduce-scatter ms", "GB/s a rank")

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fullshard.core.errors import ConfigurationError, FullshardError
+from fullshard.core.text import HelpFormatter
 from fullshard.prove.claims import Claim, Section, failed
 from fullshard.prove.losses import prove_losses
 from fullshard.prove.memory import Scene, prove_memory
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         "PyTorch's DDP and FSDP2, memory beside FSDP2, races and deliberate faults on a simulated "
         "device. Writes a page (HTML and JSON) that names the commit and the versions.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--fast", action="store_true", help="a sample of it, in a few minutes")
     parser.add_argument(

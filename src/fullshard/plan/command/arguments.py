@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.core.text import HelpFormatter
 from fullshard.plan.choose.questions import parse_question
 from fullshard.plan.choose.settings import GIGABIT, RUN_KEYS, Setup, with_setting
 from fullshard.plan.choose.space import AXES, SearchSpace
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Tell, before anything is launched, whether a training run fits, how fast it\n"
         "will be, and which configuration to choose. Needs no GPU and no framework.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a preset's name, or a config.json of Hugging Face's")

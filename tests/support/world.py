@@ -50,7 +50,7 @@ class World:
     def run(self, size, function, *args, **kwargs):
         """Return what ``function(group, *args, **kwargs)`` does on each of ``size`` ranks."""
         self._join(self._ranks)
-        return self._call(size, _in_group, size, function, args, kwargs)
+        return self._call(size, _in_group, (size, self._calls), function, args, kwargs)
 
     def run_joined(self, size, function, *args, **kwargs):
         """Return what ``function(*args, **kwargs)`` does where a world of ``size`` is joined."""
@@ -227,7 +227,11 @@ def _leave():
     gc.collect()
 
 
-def _in_group(size, function, args, kwargs):
+def _in_group(numbers, function, args, kwargs):
+    size, call = numbers
+    # Groups are named by a count of each rank's own: a call on fewer ranks, or one that failed in
+    # the middle, must not let the next call's ranks wait for each other under different names.
+    dist.distributed_c10d._world.group_count = 1000 * (call + 1)
     # Each rank has a generator of its own, which has drawn what its worlds wanted.
     os.environ["FULLSHARD_CHECK_VALUES"] = "0"
     try:

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
+from safetensors.torch import load_file
 from support.hugging_face import (
     CASES,
     LEARNING_RATE,
@@ -17,8 +18,10 @@ from support.hugging_face import (
     initialised_from_meta,
     initialised_from_meta_on_ranks,
     make,
+    saved,
     train_plain,
     train_sharded,
+    with_adapters,
 )
 from support.rounding import rounding, rounding_by_adam
 from support.sampling import pairwise
@@ -120,3 +123,39 @@ def test_initialisation_after_sharding_on_meta(gloo_world, name):
             assert got.keys() == expected.keys()
             for key, value in expected.items():
                 assert torch.equal(got[key], value), key
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])  # tied, and not tied
+def test_save_pretrained_writes_what_the_plain_model_does(gloo_world, tmp_path, name):
+    plain = make(name)
+    plain.save_pretrained(tmp_path / "plain", max_shard_size="5KB")
+    results = gloo_world.run(2, saved, name, tmp_path)
+    check_refusals([texts for texts, _ in results])
+    files = sorted(path.name for path in (tmp_path / "plain").iterdir())
+    assert len(files) > 5
+    assert [found for _, found in results] == [files, files]
+    for file in files:
+        assert (tmp_path / "bare" / file).read_bytes() == (tmp_path / "plain" / file).read_bytes()
+    for folder in ("bare", "own"):
+        loaded = type(plain).from_pretrained(tmp_path / folder, dtype=torch.float64).state_dict()
+        assert loaded.keys() == plain.state_dict().keys()
+        for key, value in plain.state_dict().items():
+            assert torch.equal(loaded[key], value), key
+
+
+def test_save_pretrained_writes_adapters(gloo_world, tmp_path):
+    plain = with_adapters(make("gpt2"), "gpt2")
+    plain.save_pretrained(tmp_path / "plain")
+    check_refusals([texts for texts, _ in gloo_world.run(2, saved, "gpt2", tmp_path, True)])
+    expected = load_file(tmp_path / "plain" / "adapter_model.safetensors")
+    for folder in ("bare", "own"):
+        found = load_file(tmp_path / folder / "adapter_model.safetensors")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def check_refusals(texts):
+    (alone, on_first), (on_second,) = texts
+    assert "rank 0 calls save_pretrained(), which all of ranks [0, 1] must call" in alone
+    assert "could not save the model: [Errno" in on_first
+    assert on_second == "could not save the model: the error is on another rank"

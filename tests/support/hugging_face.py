@@ -6,22 +6,26 @@ rotary positions, in fp32 whatever the dtype; the loss is taken here, since thei
 """
 
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from support.models import place_of
 from support.training import Run
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers.models.bert.modeling_bert import BertLayer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
 from transformers.models.t5.modeling_t5 import T5Block
 
+from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.torch import (
     FullyShardedDataParallel,
     ShardingStrategy,
@@ -235,3 +239,49 @@ def initialised_from_meta(name, group=None):
 
 def initialised_from_meta_on_ranks(group, name):
     return initialised_from_meta(name, group)
+
+
+def saved(group, name, folder, adapters=False):
+    """Save the trained model sharded, and a state dict of one's own; return the errors' texts.
+
+    One of them is of rank 0 alone before that, one of all ranks on a folder that is a file.
+    """
+    plain = make(name)
+    if adapters:
+        plain = with_adapters(plain, name)
+    model = shard(plain, {CASES[name].block}, group, "function")
+    texts = []
+    if group.rank() == 0:
+        with pytest.raises(UsageError) as alone:
+            model.save_pretrained(folder / "alone")
+        texts.append(str(alone.value))
+    model(input_ids=torch.tensor([[3, 5, 7]]))  # in which rank 1 waits for rank 0
+    (folder / f"a_file_{group.rank()}").touch()
+    with pytest.raises(ConfigurationError) as refused:
+        model.save_pretrained(folder / "a_file_0" / "below")
+    texts.append(str(refused.value))
+    model.save_pretrained(folder / "bare", max_shard_size="5KB")
+    files = sorted(path.name for path in (folder / "bare").iterdir())
+    whole = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    if group.rank() == 0:
+        model.save_pretrained(folder / "own", state_dict=whole)
+    return texts, files
+
+
+def with_adapters(model, name):
+    """LoRA on the attention of each block, with values that are not zero."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    modules = {"gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}[name]
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=modules,
+        init_lora_weights=False,
+        fan_in_fan_out=name == "gpt2",
+        task_type="CAUSAL_LM",
+    )
+    torch.manual_seed(1)
+    with warnings.catch_warnings():  # it asks transformers by a name that will go
+        warnings.simplefilter("ignore", FutureWarning)
+        return peft.get_peft_model(model, config).double()

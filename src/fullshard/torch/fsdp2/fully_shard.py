@@ -17,6 +17,7 @@ from fullshard.core.strategy import Sharding
 from fullshard.torch.comm.compressed import CommunicationCompression, check_compression
 from fullshard.torch.comm.ranks import Ranks, Where, compressed, in_blocks, ranks_of
 from fullshard.torch.fsdp2.module import FSDPModule
+from fullshard.torch.fsdp2.pretrained import SavesPretrained
 from fullshard.torch.sharding.find import ignored_parts
 from fullshard.torch.sharding.module_buffers import move_buffers
 from fullshard.torch.sharding.options import (
@@ -242,5 +243,6 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _sharded_classes:
         # Libraries look at which module a class is from to tell their own models from others.
         members = {"__module__": cls.__module__}
-        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
+        base = SavesPretrained if hasattr(cls, "save_pretrained") else FSDPModule
+        _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (base, cls), members)
     return _sharded_classes[cls]

@@ -30,7 +30,7 @@ from fullshard.torch.tensor.reslice import overlaps
 from fullshard.torch.tensor.tensor_parallel import tensor_parallel_of
 from fullshard.torch.unit.sites import clean_name
 
-__all__ = ["DTYPE_NAMES", "entries_of", "load_full_weights", "save_full_weights"]
+__all__ = ["DTYPE_NAMES", "Entries", "entries_of", "load_full_weights", "save_full_weights"]
 
 # The format's names: https://github.com/huggingface/safetensors#format
 DTYPE_NAMES = {
@@ -51,6 +51,7 @@ DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 
+_INSTEAD = "call it on every rank: rank 0 alone touches the file when saving"
 PIECE_BYTES = 8 * 2**20  # two of them are under way at the same time
 
 
@@ -71,7 +72,7 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
             a dtype, or a parameter is on the meta device.
         UsageError: called on some ranks only, see `fullshard.torch.comm.watch.roll_call`.
     """
-    entries = _Entries(model)
+    entries = Entries(model)
     entries.call_roll("save_full_weights()")
     target = Path(path)
     header = header_of(entries_of(entries.values))
@@ -108,7 +109,7 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
             loaded) or it does not fit; then nothing has been changed.
         UsageError: called on some ranks only, see `fullshard.torch.comm.watch.roll_call`.
     """
-    entries = _Entries(model)
+    entries = Entries(model)
     entries.call_roll("load_full_weights()")
     source = Path(path)
     failure: Exception | None = None
@@ -128,7 +129,7 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
     entries.raise_together(f"could not read all weights in {source}", failure)
 
 
-class _Entries:
+class Entries:
     """The parameters and buffers of a model by name, and the ranks that hold parts of them."""
 
     def __init__(self, model: nn.Module):
@@ -155,10 +156,10 @@ class _Entries:
         cuts = dict.fromkeys(o.tensor_parallel for o in owners if o.tensor_parallel is not None)
         self.first = self._ranks.first and all(cut.first for cut in cuts)
 
-    def call_roll(self, what: str) -> None:
+    def call_roll(self, what: str, instead: str = _INSTEAD) -> None:
         """Wait until all ranks have called ``what``."""
         comms = [*self._comms, self._ranks.gather, self._ranks.replicas]
-        call_roll(comms, what, "call it on every rank: rank 0 alone touches the file when saving")
+        call_roll(comms, what, instead)
         lines = {
             f"entry {number}": f"{name}, {tuple(tensor.shape)} {tensor.dtype}"
             for number, (name, tensor) in enumerate(self.values.items())
@@ -200,7 +201,7 @@ class _Transfer:
             writer.append(self.data.cpu().numpy().data)
 
 
-def _pieces(entries: _Entries) -> Iterator[_Transfer]:
+def _pieces(entries: Entries) -> Iterator[_Transfer]:
     """Yield all bytes in the order of the file, as pieces in flight. Collective.
 
     A piece that is not for this rank is empty.
@@ -220,7 +221,7 @@ def _pieces(entries: _Entries) -> Iterator[_Transfer]:
             yield from (_Transfer(part) for part in torch.split(_bytes_of(tensor), PIECE_BYTES))
 
 
-def _destinations(entries: _Entries) -> dict[Comm, int | None]:
+def _destinations(entries: Entries) -> dict[Comm, int | None]:
     """Find the rank of each communicator that writes the file, or None. Collective."""
     found: dict[Comm, int | None] = {}
     for comm in entries.shard_comms:

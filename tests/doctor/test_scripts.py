@@ -101,6 +101,9 @@ def test_what_fails_or_hangs_is_severe(case):
 
 RIGHT = {
     "written on one rank": "s = model.state_dict()\nif rank == 0:\n    torch.save(s, 'm')\n",
+    "a pretrained model of whole values": (
+        "s = model.state_dict()\nif rank == 0:\n    model.save_pretrained('m', state_dict=s)\n"
+    ),
     "both arms": "if rank == 0:\n    s = model.state_dict()\nelse:\n    model.state_dict()\n",
     "a plain model": """
         def save(rank):

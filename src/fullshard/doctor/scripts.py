@@ -236,6 +236,8 @@ def _is_collective(script: _ParsedScript, call: ast.Call) -> bool:
         return "group" not in arguments and len(call.args) < (1 if last == "barrier" else 3)
     if name.startswith(("torch.distributed.", "fullshard.")) and _OF_STATE.fullmatch(last):
         return True
+    if last == "save_pretrained" and "state_dict" in arguments:
+        return False  # it writes what the ranks have gathered
     model = ast.unparse(call.func).removesuffix(f".{last}" if last in _OF_MODEL else "")
     return script.is_sharded(model, call)
 

@@ -87,6 +87,7 @@ def test_it_fits_and_is_as_before(name, width, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(width))
     PRINTED[name]()
     out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if len(line) > width] == []
     if name == "run_help":  # what follows are torchrun's options, by its version
         out = "\n\n".join(out.split("\n\n")[:2])
     check_golden(GOLDEN / f"{name}_{width}.txt", out, width)

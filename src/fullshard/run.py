@@ -2,6 +2,7 @@
 """``fullshard run``: torchrun for scripts written for ``torch.distributed.fsdp``, on fullshard."""
 
 import argparse
+import copy
 import os
 import re
 import sys
@@ -96,6 +97,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "fullshard run"
+    parser.formatter_class = _DashesOnly
     parser.allow_abbrev = False  # or a script's --run would be torchrun's --run-path
     parser.usage = "fullshard run [--nproc N] [torchrun options] [-m] script.py [args]"
     parser.description = (
@@ -118,6 +120,16 @@ def _parser() -> argparse.ArgumentParser:
     if "PET_NPROC_PER_NODE" not in os.environ:  # torchrun's own way to set it
         parser.set_defaults(nproc_per_node=None)
     return parser
+
+
+class _DashesOnly(argparse.HelpFormatter):
+    """Help that leaves out torchrun's second spelling of its options, so that lines fit."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Add ``action`` as it is spelled with dashes."""
+        action = copy.copy(action)
+        action.option_strings = [name for name in action.option_strings if "_" not in name]
+        super().add_argument(action)
 
 
 def _check_hosts(nnodes: str) -> None:

@@ -13,8 +13,8 @@ real, and nothing needs a launcher, a port or a second process:
 
 What a real network does rarely, this world does always: a collective completes as late as the
 engine lets it, outputs hold NaN until they are waited for, an input that changes while it is in
-flight is reported, and so are ranks that disagree about what they are doing. When one rank fails,
-the ranks that wait for it fail too.
+flight is reported, and so are ranks that disagree about what they are doing. When one rank fails
+or ends, the ranks that wait for it fail too.
 """
 
 import math
@@ -75,6 +75,7 @@ class LocalWorld:
         self._exchanges: dict[_Key, _Exchange] = {}
         self._waiting: dict[int, tuple[object, ...]] = {}  # what each rank waits in
         self._failure: BaseException | None = None
+        self._ended: set[int] = set()  # ranks whose bodies have returned
 
     def run(self, body: Callable[["LocalComm"], T]) -> list[T]:
         """Call ``body(comm)`` on every rank and return the results in rank order.
@@ -86,6 +87,7 @@ class LocalWorld:
         self._failure = None
         self._exchanges.clear()
         self._waiting.clear()
+        self._ended.clear()
 
         def rank_main(rank: int) -> None:
             try:
@@ -94,6 +96,9 @@ class LocalWorld:
                     results[rank] = body(LocalComm(self, range(self.size), rank))
             except BaseException as error:  # handed to the caller below
                 self._fail(error)
+            with self._changed:
+                self._ended.add(rank)
+                self._changed.notify_all()
 
         threads = [
             threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -154,6 +159,12 @@ class LocalWorld:
             while len(exchange.inputs) < comm.size:
                 if self._failure is not None:
                     raise LocalWorldError(f"rank {comm.rank} waits for a rank that has failed")
+                gone = [r for r in comm.members if r in self._ended]
+                if any(comm.members.index(r) not in exchange.inputs for r in gone):
+                    raise LocalWorldError(
+                        f"rank {comm.rank} waits in {exchange.signature}, and of its ranks {gone} "
+                        "have ended"
+                    )
                 self._waiting[me] = exchange.signature
                 if not self._changed.wait(deadline - time.monotonic()):
                     raise self._late(exchange, comm)

@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support import divergence_workers as workers
 from support.limits import PEERS_S, PROCESS_S
 from support.world import TIMEOUT, ranks_context
@@ -19,6 +22,7 @@ from fullshard.testing import LocalWorld, LocalWorldError
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.checked import CheckedComm, checked_in_debug_mode
 from fullshard.torch.comm.protocol import Comm, SoloComm
+from fullshard.torch.comm.watch.parting import parting
 from fullshard.torch.comm.watch.store import own_store
 
 CPU = torch.device("cpu")
@@ -99,11 +103,52 @@ def test_unequal_numbers_of_batches_name_the_ways_out(endings, rank):
     assert "pad_to_longest" in text
 
 
-def test_ranks_in_different_units_do_not_take_each_others_slices(endings):
-    assert re.search(
-        r"rank 1: (failed )?in gather of unit 'blocks.1'", endings["other order", 0][3]
-    )
-    assert "gather of unit 'blocks.1' failed on rank 1" in endings["other order", 1][3]
+@pytest.mark.parametrize("case", ["left out", "other order"])
+def test_all_ranks_name_the_unit_that_one_left_out_long_before_the_timeout(endings, case):
+    for rank in range(workers.RANKS):
+        _, after_s, kind, text = endings[case, rank]
+        assert kind == "CommunicationError"
+        assert after_s < workers.TIMEOUT_S
+        assert "rank 1 has left out gather of unit 'blocks.2'. All ranks must run" in text
+        assert "or rank" not in text
+
+
+@given(
+    steps=st.lists(st.permutations("abcde"), min_size=1, max_size=2, unique_by=tuple),
+    late=st.integers(0, 4),
+    without=st.sampled_from("abcde"),
+)
+def test_a_rank_that_is_late_has_not_parted_and_one_that_leaves_something_out_is_named(
+    steps, late, without
+):
+    once = [what for step in steps for what in step]
+    calls = list(enumerate(3 * once, 1))
+    assert parting(0, calls, 1, calls[: len(calls) - late]) is None
+    assert parting(0, calls[10:], 1, calls[:10]) is None
+    short = list(enumerate(2 * once + [what for what in once if what != without], 1))
+    at = next((n for (n, a), (_, b) in zip(calls, short, strict=False) if a != b), None)
+    if at is None:  # the last one of all
+        return
+    for mine, its in ((calls, short), (short, calls)):
+        told = parting(0, mine[:at], 1, its[:at])
+        assert f"rank {int(mine is calls)} has left out {calls[at - 1][1]}. All ranks" in told
+
+
+def test_at_first_both_may_be_at_fault():
+    told = parting(3, [(1, "a"), (2, "b")], 5, [(1, "a"), (2, "c")])
+    assert "as call 2 of their group rank 3 calls b, and rank 5 c; " in told
+    assert "rank 5 has left out b, or rank 3 has left out c." in told
+
+
+def test_a_local_world_does_not_wait_for_a_rank_that_has_ended():
+    def body(comm: Comm) -> None:
+        if comm.rank != 1:
+            comm.all_gather([(torch.empty(6), torch.ones(2))], label="gather of unit 'a'").wait()
+
+    begin = time.monotonic()
+    with pytest.raises(LocalWorldError, match=r"gather of unit 'a'.*of its ranks \[1\] have ended"):
+        LocalWorld(3, timeout_s=60.0).run(body)
+    assert time.monotonic() - begin < 60.0
 
 
 def test_debug_mode_finds_another_order_before_anything_is_sent(endings):

@@ -57,6 +57,10 @@ def other_order(model):
     model.order = [0, 2, 1, 3]
 
 
+def left_out(model):
+    model.order = [0, 1, 3]
+
+
 def fewer_batches(model):
     dist.destroy_process_group()  # as at the end of a script
     time.sleep(5)
@@ -69,6 +73,7 @@ CASES = {
     "killed with the store": (killed, 0),
     "asleep": (asleep, 1),
     "other order": (other_order, 1),
+    "left out": (left_out, 1),
     "other order in debug mode": (other_order, 2),
     "fewer batches": (fewer_batches, 1),
 }

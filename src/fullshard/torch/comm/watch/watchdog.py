@@ -9,6 +9,7 @@ failed. What cannot be told (no store, a store that is gone) makes messages shor
 import atexit
 import contextlib
 import json
+import random
 import re
 import sys
 import threading
@@ -24,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from fullshard.core.errors import CommunicationError
 from fullshard.torch.comm.watch.advice import LEFT, NOTHING_AWAITED, STORE_ENDED, way_out
 from fullshard.torch.comm.watch.forks import check_not_forked, current_pid, refuse_inherited_world
+from fullshard.torch.comm.watch.parting import PARTED, CallLog, parting, wake
 from fullshard.torch.comm.watch.store import STORE_TIMEOUT, connect_to_server_of, own_store
 
 __all__ = ["Progress", "Standing", "Watchdog", "Witness"]
@@ -32,6 +34,8 @@ PERIOD_S = 1.0
 SILENT_S = 3 * PERIOD_S  # a rank that has not written for so long has died or hangs as a whole
 SETTLED_S = SILENT_S + PERIOD_S / 2  # after a failure: when those that died with it are silent
 FAREWELL_S = 1.2 * PERIOD_S  # a failed rank stays that long, as the store may end with its process
+STUCK_S = PERIOD_S / 2  # in one call, before a rank asks if the others are in the same
+PEERS_ASKED = 4  # at a time; a rank that has parted differs from nearly all others
 
 _Event = tuple[str, float]  # what, and when by this host's clock (seconds since 1970)
 
@@ -64,19 +68,30 @@ class Witness:
     """Notes what one communicator does, and explains it when that fails.
 
     ``members`` are its ranks in the world; communicators of one ``family`` (a group and those
-    derived from it) fail together.
+    derived from it) fail together. Ranks call the same in ``group`` in the same order.
     """
 
-    def __init__(self, family: str, members: Sequence[int], timeout_s: float):
+    def __init__(
+        self,
+        family: str,
+        members: Sequence[int],
+        timeout_s: float,
+        group: dist.ProcessGroup | None = None,
+    ):
         refuse_inherited_world("a communicator")
         self._pid = current_pid()
         self.family = family
         self.members = tuple(members)
         self.timeout_s = timeout_s
+        self.group = group
         self._rank = dist.get_rank()
         self.pending: tuple[str, float, Sequence[Any]] | None = None
         self.watchdog = Watchdog.of_this_process() if len(self.members) > 1 else None
+        self.group_name = "" if group is None else group.group_name
+        self.calls = CallLog()
         if self.watchdog is not None:
+            if group is not None:
+                self.calls = self.watchdog.calls.setdefault(self.group_name, self.calls)
             self.watchdog.look_after(self)
 
     def issues(self, what: str) -> None:
@@ -89,6 +104,7 @@ class Witness:
         if self.watchdog is not None:
             place = self.watchdog.places.get(self.family, Standing())
             self.watchdog.places[self.family] = Standing(place.rolls, place.issued + 1)
+            self.calls.note(what)
 
     def leaves_pending(self, what: str, works: Sequence[dist.Work]) -> None:
         """Note a collective for which the host will not wait, the last of those under way."""
@@ -122,6 +138,11 @@ class Witness:
         _progress.failed = (what, time.time())
         others = ""
         if self.watchdog is not None:
+            parted = self.watchdog.hear(self.family)
+            if parted is not None and parted.startswith(PARTED):
+                self.watchdog.publish()
+                time.sleep(PERIOD_S / 4)  # the others read it now: their connections are closed
+                return CommunicationError(f"{what} is given up on rank {self._rank}: {parted}")
             self.watchdog.announce(self.family, text)
             if waited_s < self.timeout_s:  # a peer broke the connection: see who is silent now
                 time.sleep(SETTLED_S)
@@ -140,6 +161,8 @@ class Witness:
         watchdog = self.watchdog
         if watchdog is not None and self.family in watchdog.announced:
             text, heard_at = watchdog.announced[self.family]
+            if text.startswith(PARTED):
+                raise CommunicationError(f"rank {self._rank} stops before {what}: {text}")
             time.sleep(max(0.0, heard_at + SETTLED_S - time.time()))
             others = watchdog.table(self.members)
             raise CommunicationError(
@@ -185,6 +208,8 @@ class Watchdog:
         self.rank = dist.get_rank()
         self.announced: dict[str, _Event] = {}  # the first failure in each family, when heard
         self.places: dict[str, Standing] = {}  # by family
+        self.calls: dict[str, CallLog] = {}  # by process group
+        self._counted = 0  # calls, when they were last published
         self.rolls: dict[str, str] = {}  # what this rank calls now, by family
         self._last_table = ""  # as the store may be gone when it is wanted
         self._lifeline = connect_to_server_of(store, PERIOD_S)
@@ -252,7 +277,7 @@ class Watchdog:
             while self.is_of_present_world() and self.store_lives():
                 self.publish()
                 self._listen()
-                if self._ended.wait(PERIOD_S):
+                if self._pause():
                     break
             self._has_left = True
             if self.store_lives():
@@ -261,6 +286,26 @@ class Watchdog:
         if self._lifeline is not None:
             self._lifeline.close()
         atexit.unregister(self.stop)
+
+    def _pause(self) -> bool:
+        """Wait for the next turn, which comes early where this rank is stuck. True: the end."""
+        until = time.monotonic() + PERIOD_S
+        while time.monotonic() < until:
+            if self._ended.wait(PERIOD_S / 4):
+                return True
+            if STUCK_S < self._stuck_s() < STUCK_S + 2 * PERIOD_S:
+                break
+        return False
+
+    def _stuck_s(self) -> float:
+        """Return the seconds that the host or the device has spent in the present call."""
+        now, waiting = time.time(), _progress.waiting
+        begins = [waiting[1]] if waiting is not None else []
+        for each in self._witnesses:
+            pending = None if (witness := each()) is None else witness.pending
+            if pending is not None and not all(work.is_completed() for work in pending[2]):
+                begins.append(pending[1])
+        return now - min(begins, default=now)
 
     # [Note: Lifeline]
     # The store of a healthy world ends when the rank that keeps it ends or destroys its process
@@ -284,6 +329,10 @@ class Watchdog:
         record = {"at": time.time(), **asdict(_progress)}
         # Copied whole, as the main thread writes to them.
         record |= {"places": dict(self.places), "rolls": dict(self.rolls), "left": self._has_left}
+        counted = sum(log.count for log in list(self.calls.values()))
+        if counted == self._counted or self._stuck_s() > STUCK_S:
+            record["calls"] = {name: list(log.newest) for name, log in list(self.calls.items())}
+        self._counted = counted
         self.store.set(str(self.rank), json.dumps(record))
 
     def _listen(self) -> None:
@@ -291,15 +340,39 @@ class Watchdog:
             witness = each()
             if witness is None:
                 continue
-            key = _failure_of(witness.family)
-            if witness.family not in self.announced and self.store.check([key]):
-                text = self.store.get(key).decode()
-                self.announced.setdefault(witness.family, (text, time.time()))
+            if witness.family not in self.announced and self.hear(witness.family) is not None:
                 self.table(witness.members)
             late = witness.overdue()
             if late is not None:
                 table = self.table(witness.members)
                 print(f"fullshard: rank {self.rank}: {late}, not done yet{table}", file=sys.stderr)
+        if self._stuck_s() > STUCK_S:
+            self._look_for_a_parting()
+
+    def hear(self, family: str) -> str | None:
+        """Return the first failure in ``family`` on any rank, or None."""
+        key = _failure_of(family)
+        if family not in self.announced and self.store_lives():
+            with contextlib.suppress(RuntimeError):
+                if self.store.check([key]):
+                    self.announced[family] = (self.store.get(key).decode(), time.time())
+        return self.announced[family][0] if family in self.announced else None
+
+    def _look_for_a_parting(self) -> None:
+        """Compare calls with those of a few peers. Where they differ, tell all and end waits."""
+        witnesses = [witness for each in self._witnesses if (witness := each()) is not None]
+        peers = {rank for witness in witnesses for rank in witness.members} - {self.rank}
+        records = self.read(_random.sample(sorted(peers), min(PEERS_ASKED, len(peers))))
+        for witness in witnesses:
+            mine = list(witness.calls.newest)
+            for peer, record in records.items():
+                its = (record or {}).get("calls", {}).get(witness.group_name, ())
+                text = parting(self.rank, mine, peer, its) if peer in witness.members else None
+                if text is not None and witness.family not in self.announced:
+                    self.announce(witness.family, text)
+            heard, _ = self.announced.get(witness.family, ("", 0.0))
+            if heard.startswith(PARTED) and witness.group is not None:
+                wake(witness.group, self.rank, witness.members)
 
     def read(self, ranks: Sequence[int]) -> dict[int, dict[str, Any] | None]:
         """Return what each rank has last written, or None for a rank that has not."""
@@ -314,6 +387,7 @@ class Watchdog:
         }
 
 
+_random = random.Random()
 _UNKNOWN = "What the other ranks are doing is not known"
 
 

@@ -13,10 +13,16 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.layout import Span, SpansOfRanks
-from fullshard.testing import LocalWorld
+from fullshard.testing import LocalComm, LocalWorld
+from fullshard.torch import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    StateDictType,
+)
 from fullshard.torch import FullyShardedDataParallel as FSDP
-from fullshard.torch import MixedPrecision
 from fullshard.torch.tensor.reslice import Cut, longest, overlaps, reslice, rows_of_ranks
+from fullshard.wrap import ModuleWrapPolicy
 
 DOORS = ("wrapper", "function")
 
@@ -208,3 +214,54 @@ def test_buffers_are_saved_in_the_dtype_they_had(comm):
     assert inner.running_mean.tolist() == [2, 2, 2]
     assert inner.state_dict()["running_mean"].dtype == torch.float32
     assert inner.running_mean.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("size", "rank0_only"), [(3, False), (12, True)])
+def test_whole_states_take_one_gather_a_unit_whatever_the_number_of_ranks(
+    size, rank0_only, monkeypatch
+):
+    calls = []
+
+    def counting(name, own):
+        def call(self, *args, **kwargs):
+            if self.rank == 0:
+                calls.append(name)
+            return own(self, *args, **kwargs)
+
+        return call
+
+    for name in ("all_gather", "broadcast"):
+        monkeypatch.setattr(LocalComm, name, counting(name, getattr(LocalComm, name)))
+
+    def body(comm):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
+        plain = {name: value.clone() for name, value in model.state_dict().items()}
+        model = FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        moved = {name: value.full_tensor() for name, value in model.named_parameters()}
+        config = FullStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
+        of_state = FullOptimStateDictConfig(rank0_only=rank0_only)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config, of_state):
+            comm.all_reduce([torch.zeros(1)]).wait()
+            calls.clear()
+            state = model.state_dict()
+            comm.all_reduce([torch.zeros(1)]).wait()
+            counted = [calls.copy()]
+            comm.all_reduce([torch.zeros(1)]).wait()
+            calls.clear()
+            of_optimizer = FSDP.optim_state_dict(model, optimizer)
+            counted.append(calls.copy())
+        if rank0_only and comm.rank:
+            assert state == of_optimizer == {}
+        else:
+            assert state.keys() == plain.keys()
+            for (name, value), whole in zip(state.items(), moved.values(), strict=True):
+                assert torch.equal(value, whole), name
+            assert of_optimizer["state"]["0.weight"]["exp_avg"].shape == (5, 5)
+        return counted
+
+    of_model, of_optimizer = LocalWorld(size).run(body)[0]
+    assert of_model == of_optimizer == ["all_gather"] * 3

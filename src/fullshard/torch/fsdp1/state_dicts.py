@@ -36,7 +36,7 @@ class StateDictForms(nn.Module):
     ) -> Any:
         """Return the wrapped module's state dict in the form that `set_state_dict_type` chose.
 
-        Collective. Without a choice every rank gets whole tensors, gathered one by one, as from
+        Collective. Without a choice every rank gets whole tensors, gathered unit by unit, as from
         FSDP1, and `torch.distributed.checkpoint` DTensors; its ``get_state_dict`` and their like
         get DTensors whatever is chosen. With ``keep_vars`` entries are the sharded parameters
         themselves.

@@ -21,7 +21,7 @@ class SavesPretrained(FSDPModule):
     def save_pretrained(self, *args: Any, **options: Any) -> Any:
         """Write the plain model's files, as the module's own class does. Collective.
 
-        Weights are gathered one by one into rank 0's host memory. It writes; the others wait.
+        Weights are gathered unit by unit into rank 0's host memory. It writes; the others wait.
         With ``state_dict``, or on models that transformers itself has sharded, this is the own
         class's method alone.
 

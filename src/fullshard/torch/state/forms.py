@@ -15,6 +15,7 @@ from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.state.dtensors import as_dtensors
 from fullshard.torch.state.state_dict_types import StateDictType
+from fullshard.torch.tensor.ownership import gathered_together
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.placements import Placed
 
@@ -104,10 +105,10 @@ def _place_of(value: DTensor) -> Placed:
 def change_form(values: MutableMapping[Any, Any], form: StateForm, what: str, instead: str) -> None:
     """Replace sharded values by those that ``form`` asks for. Collective, except for spans.
 
-    Whole tensors are gathered one by one, so a rank that keeps none, or keeps them in host memory,
-    never has more than one on its device. Results have memory of their own, unless ``form`` says
-    otherwise; tied values stay one tensor. ``what`` and ``instead`` go into the error of a rank
-    that calls alone, see `call_roll`.
+    Whole tensors are gathered unit by unit, so a rank that keeps none, or keeps them in host
+    memory, never has more than one unit's on its device. Results have memory of their own, unless
+    ``form`` says otherwise; tied values stay one tensor. ``what`` and ``instead`` go into the error
+    of a rank that calls alone, see `call_roll`.
     """
     sharded = in_agreed_order(values)
     if form.kind is not StateDictType.LOCAL_STATE_DICT:
@@ -124,6 +125,10 @@ def change_form(values: MutableMapping[Any, Any], form: StateForm, what: str, in
         made = as_dtensors(list(sharded.values()))
         values.update(zip(sharded, made, strict=True))
     known: dict[int, Any] = {}  # of tied values the first
+    whole = form.kind is StateDictType.FULL_STATE_DICT
+    for local, full in _gathered(sharded.values()) if whole else ():
+        known[id(local)] = _placed(full, form)
+        del full
     for key in [*sharded, *(key for key in values if key not in sharded)]:
         value = values[key]
         source = sharded.get(key)
@@ -134,6 +139,19 @@ def change_form(values: MutableMapping[Any, Any], form: StateForm, what: str, in
             values[key] = known[number]
         else:
             del values[key]
+
+
+def _gathered(values: Iterable[ShardedParameter]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's part and the whole of all ``values``, by one gather a unit. Collective."""
+    units: dict[Any, dict[int, ShardedParameter]] = {}
+    for each in values:
+        unit = each.ownership.comm, each.ownership.unit, each.dtype, each.device.type
+        units.setdefault(unit, {})[id(each.local)] = each
+    for together in units.values():
+        first, locals_ = next(iter(together.values())), [each.local for each in together.values()]
+        parts = [(each.ownership, each.local.detach()) for each in together.values()]
+        label = f"full tensors of the unit of {first.ownership.name!r} in {first.dtype}"
+        yield from zip(locals_, gathered_together(parts, label), strict=True)
 
 
 def in_agreed_order(values: Mapping[K, Any]) -> dict[K, ShardedParameter]:
@@ -171,14 +189,16 @@ def verify_same_values(values: Mapping[Any, ShardedParameter], what: str) -> Non
 def _taken(value: Any, source: ShardedParameter | None, form: StateForm) -> Any:
     if not form.kept and form.kind is not StateDictType.FULL_STATE_DICT:
         return None
-    if source is not None and form.kind is StateDictType.FULL_STATE_DICT:
-        value = source.gathered()
-    elif isinstance(value, DTensor) and form.kind is StateDictType.FULL_STATE_DICT:
+    if isinstance(value, DTensor) and form.kind is StateDictType.FULL_STATE_DICT:
         value = value.full_tensor()
     elif source is not None and form.kind is StateDictType.LOCAL_STATE_DICT:
         value = source.local.detach().clone()
     elif source is None and isinstance(value, Tensor) and not form.shared:
         value = value.detach().clone()
+    return _placed(value, form)
+
+
+def _placed(value: Any, form: StateForm) -> Any:
     if not form.kept:
         return None
     return value.cpu() if form.on_host and isinstance(value, Tensor) else value

@@ -2,7 +2,7 @@
 """The record of which elements of a parameter each rank holds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import eq
@@ -19,10 +19,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fullshard.core.layout import Span
 from fullshard.torch.comm.protocol import Comm, members_of
 from fullshard.torch.tensor.placements import Placed
-from fullshard.torch.tensor.reslice import Cut, longest, reslice, rows_of_ranks
+from fullshard.torch.tensor.reslice import Cut, overlaps, reslice, rows_of_ranks
 from fullshard.torch.tensor.tensor_parallel import TensorParallel
 
-__all__ = ["Ownership", "next_serial"]
+__all__ = ["Ownership", "gathered_together", "next_serial"]
+
+PADDING_BYTES = 2**24
+"""That equal parts may take where few ranks hold nearly all: one gather is worth as much."""
 
 _serials: "WeakKeyDictionary[Comm, count[int]]" = WeakKeyDictionary()
 
@@ -49,6 +52,7 @@ class Ownership:
     device_mesh: DeviceMesh | None = None
     tensor_parallel: TensorParallel | None = None
     serial: int = 0  # in the order in which the ranks of ``comm`` sharded parameters
+    unit: int = -1  # the serial of its unit's first parameter
     dim: int = 0
     placed: Placed | None = None
     _specs: dict[torch.dtype, DTensorSpec] = field(
@@ -167,24 +171,8 @@ class Ownership:
 
     def gathered(self, local: Tensor) -> Tensor:
         """Return the whole tensor of which this rank has ``local``, flat. Collective."""
-        comm, spans = self.comm, self.spans
-        most, numel = longest(spans), spans[-1].stop
-        if comm.size * most > 2 * numel:
-            # A few ranks hold it all: to gather equal parts would be mostly padding.
-            full = local.new_empty(numel)
-            full[self.span.start : self.span.stop].copy_(local)
-            for rank, span in enumerate(spans):
-                if span.numel:
-                    comm.broadcast([full[span.start : span.stop]], rank).wait()
-            return self.whole(full)
-        mine = local.new_zeros(most)
-        mine[: local.numel()] = local
-        gathered = local.new_empty(comm.size * most)
-        label = f"full tensor of parameter {self.name!r}"
-        comm.all_gather([(gathered, mine)], label=label).wait()
-        rows = gathered.view(comm.size, most)
-        pieces = [rows[rank, : span.numel] for rank, span in enumerate(spans)]
-        return self.whole(torch.cat(pieces))
+        (whole,) = gathered_together([(self, local)], f"full tensor of parameter {self.name!r}")
+        return whole
 
     def whole(self, flat: Tensor) -> Tensor:
         """Return the tensor of global shape, given the flat part that the ranks of ``comm`` share.
@@ -218,6 +206,35 @@ class Ownership:
             f"parameter {self.name!r} of shape {tuple(self.shape)}, of which rank {self.comm.rank} "
             f"of {self.comm.size} holds the flat elements [{span.start}, {span.stop})"
         )
+
+
+def gathered_together(parts: Sequence[tuple[Ownership, Tensor]], label: str) -> Iterator[Tensor]:
+    """Yield the whole tensors of which this rank has the flat ``parts``. Collective: one gather.
+
+    All are spread over the ranks of one communicator, and of one dtype.
+    """
+    comm, numel = parts[0][0].comm, sum(owner.spans[-1].stop for owner, _ in parts)
+    held = [0] * comm.size  # elements of each rank
+    pieces: list[list[tuple[int, slice]]] = []  # of each tensor: ranks, and where they have them
+    for owner, _ in parts:
+        pieces.append([])
+        for rank, start, stop in overlaps(owner.spans, Span(0, owner.spans[-1].stop)):
+            pieces[-1].append((rank, slice(held[rank], held[rank] + stop - start)))
+            held[rank] += stop - start
+    most = max(held)
+    mine = torch.cat([local for _, local in parts])
+    if comm.size * most <= max(2 * numel, PADDING_BYTES // mine.element_size()):
+        gathered = mine.new_empty(comm.size, most)
+        padded = torch.cat((mine, mine.new_zeros(most - mine.numel())))
+        comm.all_gather([(gathered.view(-1), padded)], label=label).wait()
+        rows = list(gathered)
+    else:  # a few ranks hold it all: equal parts would be mostly padding
+        rows = [mine if rank == comm.rank else mine.new_empty(n) for rank, n in enumerate(held)]
+        for rank, row in enumerate(rows):
+            if held[rank]:
+                comm.broadcast([row], rank).wait()
+    for (owner, _), places in zip(parts, pieces, strict=True):
+        yield owner.whole(torch.cat([rows[rank][place] for rank, place in places] or [mine[:0]]))
 
 
 def _are_equal(spans: Sequence[Span], others: Sequence[Span]) -> bool:

@@ -99,7 +99,8 @@ class Shards:
             comm=ranks.gather,
             device_mesh=ranks.device_mesh,
             tensor_parallel=each.tensor_parallel,
-            serial=next_serial(ranks.gather),
+            serial=(serial := next_serial(ranks.gather)),
+            unit=self.sharded[0].ownership.unit if self.sharded else serial,
             dim=spec.cut_dim if place.segment.travels_apart else 0,
             placed=self._placed(each, place, shape),
         )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from fullshard.torch.comm.checked import CheckedComm, checked_in_debug_mode
 from fullshard.torch.comm.protocol import Comm, SoloComm
 from fullshard.torch.comm.watch.parting import parting
 from fullshard.torch.comm.watch.store import own_store
+from fullshard.torch.comm.watch.watchdog import Watchdog, period_s_of
 
 CPU = torch.device("cpu")
 
@@ -132,6 +134,24 @@ def test_a_rank_that_is_late_has_not_parted_and_one_that_leaves_something_out_is
     for mine, its in ((calls, short), (short, calls)):
         told = parting(0, mine[:at], 1, its[:at])
         assert f"rank {int(mine is calls)} has left out {calls[at - 1][1]}. All ranks" in told
+
+
+def test_what_watchdogs_ask_of_the_store_is_bounded_in_large_worlds():
+    for size in (2, 64, 1024, 16384, 131072):
+        assert period_s_of(size) >= 1.0
+        assert 3 * size / period_s_of(size) <= 3 * 4096
+    asked = []
+
+    def read(ranks):
+        asked.extend(ranks)
+        return dict.fromkeys(ranks)
+
+    watchdog = SimpleNamespace(rank=5, store_lives=lambda: True, read=read, period_s=4.0)
+    told = Watchdog.table(watchdog, range(16384))
+    assert len(set(asked)) == 64
+    assert 5 not in asked
+    assert told.endswith("(64 of 16383 others were asked)")
+    assert "asked" not in Watchdog.table(watchdog, range(65))
 
 
 def test_at_first_both_may_be_at_fault():

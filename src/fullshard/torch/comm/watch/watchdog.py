@@ -28,11 +28,12 @@ from fullshard.torch.comm.watch.forks import check_not_forked, current_pid, refu
 from fullshard.torch.comm.watch.parting import PARTED, CallLog, parting, wake
 from fullshard.torch.comm.watch.store import STORE_TIMEOUT, connect_to_server_of, own_store
 
-__all__ = ["Progress", "Standing", "Watchdog", "Witness"]
+__all__ = ["Progress", "Standing", "Watchdog", "Witness", "period_s_of"]
 
 PERIOD_S = 1.0
-SILENT_S = 3 * PERIOD_S  # a rank that has not written for so long has died or hangs as a whole
-SETTLED_S = SILENT_S + PERIOD_S / 2  # after a failure: when those that died with it are silent
+RANKS_A_SECOND = 4096  # may write to the store: in larger worlds each of them does so more rarely
+RECORDS_READ = 64  # of other ranks, by one that fails; more would be all by all
+SILENT_PERIODS = 3  # a rank that has not written for so long has died or hangs as a whole
 FAREWELL_S = 1.2 * PERIOD_S  # a failed rank stays that long, as the store may end with its process
 STUCK_S = PERIOD_S / 2  # in one call, before a rank asks if the others are in the same
 PEERS_ASKED = 4  # at a time; a rank that has parted differs from nearly all others
@@ -145,7 +146,7 @@ class Witness:
                 return CommunicationError(f"{what} is given up on rank {self._rank}: {parted}")
             self.watchdog.announce(self.family, text)
             if waited_s < self.timeout_s:  # a peer broke the connection: see who is silent now
-                time.sleep(SETTLED_S)
+                time.sleep(self.watchdog.settled_s)
             others = self.watchdog.table(self.members)
             time.sleep(FAREWELL_S)
         return CommunicationError(
@@ -163,7 +164,7 @@ class Witness:
             text, heard_at = watchdog.announced[self.family]
             if text.startswith(PARTED):
                 raise CommunicationError(f"rank {self._rank} stops before {what}: {text}")
-            time.sleep(max(0.0, heard_at + SETTLED_S - time.time()))
+            time.sleep(max(0.0, heard_at + watchdog.settled_s - time.time()))
             others = watchdog.table(self.members)
             raise CommunicationError(
                 f"rank {self._rank} stops before {what}, since its group has failed: {text}"
@@ -182,6 +183,11 @@ class Witness:
         if all(work.is_completed() for work in works):
             return None
         return f"{what} was issued {time.time() - begin:.1f} s ago"
+
+
+def period_s_of(world: int) -> float:
+    """Return the seconds between two looks of each of ``world`` ranks at the store."""
+    return max(PERIOD_S, world / RANKS_A_SECOND)
 
 
 class Watchdog:
@@ -206,6 +212,9 @@ class Watchdog:
 
     def __init__(self, store: Any):
         self.rank = dist.get_rank()
+        world = dist.get_world_size()
+        self.period_s = period_s_of(world)
+        self._hurries = _random.random() < RANKS_A_SECOND / (4 * world)  # when it is stuck
         self.announced: dict[str, _Event] = {}  # the first failure in each family, when heard
         self.places: dict[str, Standing] = {}  # by family
         self.calls: dict[str, CallLog] = {}  # by process group
@@ -222,6 +231,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
+
+    @property
+    def settled_s(self) -> float:
+        """Seconds after a failure, when ranks that died with it are silent."""
+        return (SILENT_PERIODS + 0.5) * self.period_s
 
     def look_after(self, witness: Witness) -> None:
         """Listen for failures in its family, and look whether its collectives are late."""
@@ -260,8 +274,12 @@ class Watchdog:
                 self.store.set(_failure_of(family), text)
 
     def table(self, members: Sequence[int]) -> str:
-        """Write one line for each of the other ranks, or for several in the same place."""
-        others = [rank for rank in members if rank != self.rank]
+        """Write one line for each of the other ranks, or for several in the same place.
+
+        In large groups some of them are asked, other ones by each rank that fails.
+        """
+        everybody = [rank for rank in members if rank != self.rank]
+        others = sorted(_random.sample(everybody, min(RECORDS_READ, len(everybody))))
         if not self.store_lives():
             return self._last_table or f"\n{_UNKNOWN}: {STORE_ENDED}"
         try:
@@ -269,7 +287,10 @@ class Watchdog:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             return self._last_table or f"\n{_UNKNOWN}: {reason}"
-        self._last_table = "".join(f"\n  {line}" for line in _lines(records))
+        lines = _lines(records, SILENT_PERIODS * self.period_s)
+        if len(others) < len(everybody):
+            lines.append(f"({len(others)} of {len(everybody)} others were asked)")
+        self._last_table = "".join(f"\n  {line}" for line in lines)
         return self._last_table
 
     def _run(self) -> None:
@@ -289,11 +310,11 @@ class Watchdog:
 
     def _pause(self) -> bool:
         """Wait for the next turn, which comes early where this rank is stuck. True: the end."""
-        until = time.monotonic() + PERIOD_S
+        until = time.monotonic() + self.period_s
         while time.monotonic() < until:
             if self._ended.wait(PERIOD_S / 4):
                 return True
-            if STUCK_S < self._stuck_s() < STUCK_S + 2 * PERIOD_S:
+            if self._hurries and STUCK_S < self._stuck_s() < STUCK_S + 2 * PERIOD_S:
                 break
         return False
 
@@ -395,11 +416,11 @@ def _failure_of(family: str) -> str:
     return f"failed/{family}"
 
 
-def _lines(records: dict[int, dict[str, Any] | None]) -> list[str]:
+def _lines(records: dict[int, dict[str, Any] | None], silent_s: float) -> list[str]:
     now = time.time()
     alike: dict[str, tuple[list[int], list[float]]] = {}
     for rank, record in records.items():
-        text, since = _state(record, now)
+        text, since = _state(record, now, silent_s)
         ranks, ages = alike.setdefault(text, ([], []))
         ranks.append(rank)
         ages.append(now - since)
@@ -412,7 +433,7 @@ def _lines(records: dict[int, dict[str, Any] | None]) -> list[str]:
     return lines
 
 
-def _state(record: dict[str, Any] | None, now: float) -> tuple[str, float]:
+def _state(record: dict[str, Any] | None, now: float, silent_s: float) -> tuple[str, float]:
     """Describe a rank's activity, with ``{age}`` for its duration, and when it began."""
     if record is None:
         return "no sign of life at all", now
@@ -425,7 +446,7 @@ def _state(record: dict[str, Any] | None, now: float) -> tuple[str, float]:
         return f"failed in {safe['failed'][0]} {{age}} ago", safe["failed"][1]
     if record["left"]:
         return LEFT, record["at"]
-    if now - record["at"] > SILENT_S:
+    if now - record["at"] > silent_s:
         doing = safe.get("waiting") or safe.get("issued")
         last = f", last seen in {doing[0]}" if doing else ""
         return f"no sign of life for {{age}}{last}", record["at"]

@@ -43,7 +43,7 @@ LAYERS = {
     "checkpoint": Layer({"core"}, {"numpy", "xxhash", "rich"}, without_frameworks=True),
     "wrap": Layer({"core"}, {"torch"}),
     "torch": Layer({"core", "host_memory", "plan", "checkpoint", "wrap"}, {"torch", "numpy"}),
-    "jax": Layer({"core", "plan", "checkpoint", "launchers"}, {"jax", "flax", "optax", "numpy"}),
+    "jax": Layer({"core", "checkpoint", "launchers"}, {"jax", "flax", "optax", "numpy"}),
     "train": Layer(
         {"core", "host_memory", "plan", "checkpoint", "wrap", "launchers", "distributed"}
         | {"local_ranks"}

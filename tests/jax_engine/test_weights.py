@@ -14,13 +14,13 @@ from safetensors.numpy import save_file
 from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.core.presets import Transformer
 from fullshard.jax import (
+    StoredAs,
     create_mesh,
     load_weights,
     make_train_step,
     save_weights,
     torch_names,
 )
-from fullshard.jax.files.torch_names import TorchName
 from fullshard.train.jax import models as in_jax
 from fullshard.train.torch import models as in_torch
 
@@ -80,8 +80,8 @@ class Normed(nnx.Module):
 
 def test_statistics_and_low_precision_travel_under_torchs_names(tmp_path):
     names = torch_names(nnx.eval_shape(Normed))
-    assert names["conv.kernel"] == TorchName("conv.weight", (3, 2, 0, 1))
-    assert names["norm.mean"] == TorchName("norm.running_mean", (0,))
+    assert names["conv.kernel"] == StoredAs("conv.weight", (3, 2, 0, 1))
+    assert names["norm.mean"] == StoredAs("norm.running_mean", (0,))
     one, other = step_of(Normed, 5), step_of(Normed, 2)
     state = one.init()
     filled = [
@@ -112,7 +112,7 @@ def test_without_names_all_is_there_by_its_path(tmp_path):
 
 
 W = np.arange(6, dtype=np.float32).reshape(2, 3)
-NAMES = {"w": TorchName("w", (0, 1), tied=("v",)), "b": TorchName("b", (0,))}
+NAMES = {"w": StoredAs("w", (0, 1), aliases=("v",)), "b": StoredAs("b", (0,))}
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def with_weights_of(plain, make, tied=None):
     """The model that ``make`` makes, with the values that ``plain`` has in torch, and its names."""
     graph, state = nnx.split(nnx.eval_shape(make))
     names, held = torch_names(nnx.merge(graph, state), tied), plain.state_dict()
-    assert {n for each in names.values() for n in (each.name, *each.tied)} == set(held)
+    assert {n for each in names.values() for n in (each.name, *each.aliases)} == set(held)
     values = []
     for path, variable in nnx.to_flat_state(state):
         if isinstance(variable, nnx.RngKey):

@@ -29,8 +29,7 @@ from fullshard.jax.compute.layers import scan_layers
 from fullshard.jax.compute.vocabulary import cross_entropy, embed
 from fullshard.jax.files.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.jax.files.leaves import StoredAs
-from fullshard.jax.files.torch_layout import torch_layout
-from fullshard.jax.files.torch_names import torch_names
+from fullshard.jax.files.torch_names import torch_layout, torch_names
 from fullshard.jax.files.weights import load_weights, save_weights
 from fullshard.jax.training.generation import generate
 from fullshard.jax.training.options import StepOptions

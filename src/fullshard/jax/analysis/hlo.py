@@ -16,7 +16,7 @@ groups of devices in another notation, a dtype of unknown size.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,14 +25,8 @@ from fullshard.core.errors import NotSupportedError
 from fullshard.core.text import bytes_text, in_columns
 
 __all__ = [
-    "KINDS",
-    "Collective",
-    "Instruction",
-    "StepTraffic",
-    "instructions",
-    "memory_of",
-    "traffic_of",
-]
+    "KINDS", "Collective", "Instruction", "StepTraffic", "instructions", "memory_of", "traffic_of",
+]  # fmt: skip
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -77,18 +71,10 @@ class Collective:
     @property
     def sent_bytes(self) -> int:
         """Bytes that each device sends for it in a step; [Note: Bytes sent]."""
-        return self._sent(sum(numel * _item_bits(dtype) for dtype, numel in self.arrays))
-
-    @property
-    def asked_bytes(self) -> int:
-        """Bytes in the dtype asked for."""
-        return self._sent(sum(numel * _item_bits(self.asked_dtype) for _, numel in self.arrays))
-
-    def _sent(self, bits: int) -> int:
-        ways = 2 if self.kind == "all-reduce" else 1
+        bits = self.count * sum(numel * _item_bits(dtype) for dtype, numel in self.arrays)
         if self.kind == "collective-permute":
-            return self.count * bits // 8
-        return self.count * ways * bits * (self.group - 1) // self.group // 8
+            return bits // 8
+        return (2 if self.kind == "all-reduce" else 1) * bits * (self.group - 1) // self.group // 8
 
 
 @dataclass(frozen=True)
@@ -105,7 +91,10 @@ class StepTraffic:
     @property
     def asked_bytes(self) -> int:
         """Bytes in the dtypes asked for."""
-        return sum(each.asked_bytes for each in self.collectives)
+        return sum(
+            replace(c, arrays=tuple((c.asked_dtype, n) for _, n in c.arrays)).sent_bytes
+            for c in self.collectives
+        )
 
     def of(self, kind: str) -> tuple[Collective, ...]:
         """Return the collectives of one kind (see `KINDS`)."""
@@ -138,7 +127,11 @@ def traffic_of(text: str, devices: int, asked: str = "") -> StepTraffic:
     whose length XLA does not know counts once.
     """
     _refuse_unread(text)
-    known = _asked_dtypes(asked)
+    known: dict[tuple[str, int], set[str]] = {}  # by kind, and elements of what it gives
+    for kind, dims, dtype in _STABLE.findall(asked):
+        numel = math.prod(int(dim) for dim in dims.split("x") if dim)
+        dtypes = known.setdefault((kind.replace("_", "-"), numel), set())
+        dtypes.add(_STABLE_DTYPES.get(dtype, dtype))
     collectives = []
     for each in instructions(text):
         if each.kind not in KINDS:
@@ -235,15 +228,6 @@ def _group_size(attributes: str, devices: int) -> int:
     if written.startswith("{}") or not written:
         return devices
     raise NotSupportedError(f"groups of devices in an unknown notation: {written[:60]!r}")
-
-
-def _asked_dtypes(stable: str) -> dict[tuple[str, int], set[str]]:
-    """The dtypes of collectives by kind and the number of elements of what each gives."""
-    found: dict[tuple[str, int], set[str]] = {}
-    for kind, dims, dtype in _STABLE.findall(stable):
-        key = kind.replace("_", "-"), math.prod(int(dim) for dim in dims.split("x") if dim)
-        found.setdefault(key, set()).add(_STABLE_DTYPES.get(dtype, dtype))
-    return found
 
 
 def _numel(dims: str) -> int:

@@ -64,11 +64,9 @@ class NeedsTable:
 
     def __str__(self) -> str:
         head = ("bytes per device", "devices", "state", "temporary", "peak", "sent in a step")
-        rows: list[tuple[object, ...]] = [head]
-        for row in self.rows:
-            found = (row.state_bytes, row.temporary_bytes, row.peak_bytes, row.sent_bytes)
-            rows.append((row.name, row.devices, *found))
-        return in_columns(rows, right=(1, 2, 3, 4, 5))
+        rows = [(x.name, x.devices, x.state_bytes, x.temporary_bytes, x.peak_bytes, x.sent_bytes)
+                for x in self.rows]  # fmt: skip
+        return in_columns([head, *rows], right=(1, 2, 3, 4, 5))
 
 
 def communication(step: TrainStep, batch: Any) -> StepTraffic:
@@ -76,7 +74,7 @@ def communication(step: TrainStep, batch: Any) -> StepTraffic:
 
     Nothing is allocated. Loops count as often as they run.
     """
-    precision = step.options.precision
+    precision = step.options["precision"]
     low = {precision.compute, precision.reduce} - {None, "float32", "float64"}
     # Before compilation it may be written to send other dtypes.
     written = step.lowered(batch).as_text() if low else ""
@@ -94,7 +92,7 @@ def memory_analysis(step: TrainStep, batch: Any) -> NeedsTable:
 
 def which_needs_less(step: TrainStep, batch: Any) -> NeedsTable:
     """``step`` in every mode, to be weighed: "weights", "activations", "jit". Each is compiled."""
-    own = step.options.mode
+    own = step.options["mode"]
     steps = {mode: step if mode == own else step.variant(mode=mode) for mode in MODES}
     return NeedsTable(tuple(_needs(mode, each, batch) for mode, each in steps.items()))
 

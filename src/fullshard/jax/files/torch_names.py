@@ -14,34 +14,24 @@ Modules need the same names in both, as ``blocks.0.attention.query``. Values are
 way there and back is equal bit for bit.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
+import jax
 from flax import nnx
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
+from fullshard.jax.arrays.leaves import key_text
+from fullshard.jax.files.leaves import StoredAs
 
-__all__ = ["TorchName", "torch_names"]
-
-
-@dataclass(frozen=True)
-class TorchName:
-    """An array's name in the torch model's state dict, and the others under which it is tied.
-
-    ``axes`` are those of the array here, in the order in which torch has them.
-    """
-
-    name: str
-    axes: tuple[int, ...]
-    tied: tuple[str, ...] = ()
-
+__all__ = ["torch_layout", "torch_names"]
 
 _NORMS = (nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.BatchNorm)
 # Their arrays have no counterpart that is only turned or named otherwise.
 _UNLIKE = (nnx.LinearGeneral, nnx.Einsum, nnx.ConvTranspose)
 
 
-def torch_names(model: nnx.Module, tied: Mapping[str, str] | None = None) -> dict[str, TorchName]:
+def torch_names(model: nnx.Module, tied: Mapping[str, str] | None = None) -> dict[str, StoredAs]:
     """The name in torch of each array of ``model``, by its path here, as ``norm.scale``.
 
     Only the structure is looked at, so ``model`` may be abstract (`nnx.eval_shape`). State of
@@ -55,7 +45,7 @@ def torch_names(model: nnx.Module, tied: Mapping[str, str] | None = None) -> dic
     further: dict[str, list[str]] = {}
     for alias, name in (tied or {}).items():
         further.setdefault(name, []).append(alias)
-    names: dict[str, TorchName] = {}
+    names: dict[str, StoredAs] = {}
     for path, module in nnx.iter_modules(model):
         for attribute, variable in vars(module).items():
             if not isinstance(variable, nnx.Variable) or isinstance(variable, nnx.RngState):
@@ -67,7 +57,7 @@ def torch_names(model: nnx.Module, tied: Mapping[str, str] | None = None) -> dic
                 )
             name, axes = _in_torch(module, attribute, variable.ndim)
             name = _dotted((*path, name))
-            there = TorchName(name, axes, tuple(further.pop(name, ())))
+            there = StoredAs(name, axes, aliases=tuple(further.pop(name, ())))
             names[_dotted((*path, attribute))] = there
     if further:
         raise ConfigurationError(
@@ -93,3 +83,53 @@ def _in_torch(module: nnx.Module, attribute: str, ndim: int) -> tuple[str, tuple
 
 def _dotted(path: tuple[object, ...]) -> str:
     return ".".join(map(str, path))
+
+
+def torch_layout(
+    state: Any,
+    torch_names: Mapping[str, StoredAs],
+    groups: Callable[[str, tuple[int, ...]], int] = lambda name, shape: 0,
+) -> tuple[dict[str, StoredAs], dict[str, Any]]:
+    """``names`` and ``about`` with which ``state`` is what the torch engine stores, and reads.
+
+    ``torch_names`` maps paths of parameters to what `fullshard.jax.torch_names` gives. A leaf whose
+    path ends with such a path is that parameter; behind ``mu`` or ``nu`` (of optax's Adam) it is
+    its first or second moment, which torch calls exp_avg and exp_avg_sq; a ``count`` beside them is
+    torch's ``step`` of every parameter. All other leaves are optional when loading, and integers
+    among them that count steps become the checkpoint's step. ``groups`` says in which group of the
+    torch optimizer a parameter is, by name and shape there.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    names: dict[str, StoredAs] = {}
+    counts: list[str] = []
+    for path, value in jax.tree_util.tree_flatten_with_path(state)[0]:
+        texts = [key_text(key) for key in path]
+        full = ".".join(texts)
+        place = next((k for k in range(len(texts)) if ".".join(texts[k:]) in torch_names), None)
+        if place is not None:
+            there = torch_names[".".join(texts[place:])]
+            kind = {"mu": "exp_avg", "nu": "exp_avg_sq"}.get(texts[place - 1] if place else "")
+            name, axes = f"model/{there.name}", there.axes or tuple(range(len(value.shape)))
+            if kind is None:
+                aliases = tuple(f"model/{each}" for each in there.aliases)
+                names[full] = StoredAs(name, axes, aliases=aliases)
+                shapes[name] = tuple(value.shape[axis] for axis in axes)
+            else:
+                names[full] = StoredAs(f"optimizer/{kind}/{name}", axes)
+        elif texts[-1] == "count":
+            counts.append(full)
+        else:
+            is_step = texts[-1] == "step"
+            names[full] = StoredAs(f"jax/{full}", optional=True, is_step=is_step)
+    steps = [f"optimizer/step/{name}" for name in shapes]
+    for full in counts:
+        names[full] = StoredAs(steps[0], also=tuple(steps[1:]), dtype="float32")
+    numbers = sorted({groups(name, shape) for name, shape in shapes.items()})
+    listed = [
+        {"params": [name for name, shape in shapes.items() if groups(name, shape) == number]}
+        for number in numbers
+    ]
+    optimizer = {"class": "AdamW", "groups": listed, "values": {}}
+    parts = {"model": "weights", "optimizer": "optimizer"}
+    about = {"parts": parts, "optimizers": {"optimizer": optimizer}, "values": {}}
+    return names, about

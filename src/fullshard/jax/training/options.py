@@ -3,7 +3,6 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 import numpy as np
@@ -14,7 +13,7 @@ from fullshard.core.strategy import AS_IT_RESTS, Precision
 from fullshard.jax.arrays.leaves import path_name
 from fullshard.jax.arrays.rule import Rule
 
-__all__ = ["MODES", "Options", "StepOptions", "read_options"]
+__all__ = ["MODES", "StepOptions", "is_whole", "read_options"]
 
 MODES = ("weights", "activations", "jit")
 
@@ -65,36 +64,11 @@ class StepOptions(TypedDict, total=False):
     batch_axes: Sequence[str] | None
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options that are complete and checked."""
-
-    mode: str = "weights"
-    remat: str = "block"
-    accumulate: int = 1
-    gather: str = "each"
-    precision: Precision = AS_IT_RESTS
-    donate: bool = True
-    has_aux: bool = False
-    wrt: Any = None
-    rule: Rule | None = None
-    at_most_unsharded: float | None = None
-    whole: Sequence[str] = ()
-    check: bool = False
-    key: Any = None
-    shard_axis: str | None = None
-    batch_axes: Sequence[str] | None = None
-
-    def given(self) -> StepOptions:
-        """These options as keywords."""
-        found: Any = {each.name: getattr(self, each.name) for each in fields(self)}
-        return found
-
-    def is_whole(self, path: Any, leaf: Any) -> bool:
-        """Tell if an array of a batch, at ``path``, is the same for all examples."""
-        name = path_name(path)
-        return not np.ndim(leaf) or any(re.search(pattern, name) for pattern in self.whole)
-
+_DEFAULTS: StepOptions = {
+    "mode": "weights", "remat": "block", "accumulate": 1, "gather": "each", "precision": None,
+    "donate": True, "has_aux": False, "wrt": None, "rule": None, "at_most_unsharded": None,
+    "whole": (), "check": False, "key": None, "shard_axis": None, "batch_axes": None,
+}  # fmt: skip
 
 _GONE = {
     "vocabulary": "embed and cross_entropy choose what sends least",
@@ -102,35 +76,40 @@ _GONE = {
 }
 
 
-def read_options(given: StepOptions) -> Options:
+def read_options(given: StepOptions) -> StepOptions:
     """Complete ``given``.
 
     Raises:
         ConfigurationError: for an unknown keyword or value, and what does not go together.
     """
-    known = StepOptions.__annotations__
     for name in given:
-        if name not in known:
+        if name not in _DEFAULTS:
             gone = f"; {_GONE[name]}" if name in _GONE else ""
-            raise ConfigurationError(f"unknown option {name!r}; known: {', '.join(known)}{gone}")
-    complete: dict[str, Any] = {**given}
-    complete["precision"] = _precision(given.get("precision"))
-    options = Options(**complete)
-    for name, values in (
-        ("mode", MODES), ("remat", ("block", "matmuls", "none")), ("gather", ("each", "once")),
-    ):  # fmt: skip
-        value = getattr(options, name)
+            known = ", ".join(_DEFAULTS)
+            raise ConfigurationError(f"unknown option {name!r}; known: {known}{gone}")
+    options: StepOptions = {**_DEFAULTS, **given}
+    options["precision"] = _precision(options["precision"])
+    for name, value, values in (
+        ("mode", options["mode"], MODES),
+        ("remat", options["remat"], ("block", "matmuls", "none")),
+        ("gather", options["gather"], ("each", "once")),
+    ):
         if value not in values:
             raise ConfigurationError(f"{name}={value!r} is none of {', '.join(map(repr, values))}")
-    if not isinstance(options.accumulate, int) or options.accumulate < 1:
+    accumulate, key = options["accumulate"], options["key"]
+    if not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigurationError(
-            f"accumulate={options.accumulate!r}: expected a whole number, at least 1 micro-batch"
+            f"accumulate={accumulate!r}: expected a whole number, at least 1 micro-batch"
         )
-    if options.key is not None and not hasattr(options.key, "dtype"):
-        raise ConfigurationError(
-            f"key={options.key!r}: expected a random key, as jax.random.key(0)"
-        )
+    if key is not None and not hasattr(key, "dtype"):
+        raise ConfigurationError(f"key={key!r}: expected a random key, as jax.random.key(0)")
     return options
+
+
+def is_whole(options: StepOptions, path: Any, leaf: Any) -> bool:
+    """Tell if an array of a batch, at ``path``, is the same for all examples."""
+    name = path_name(path)
+    return not np.ndim(leaf) or any(re.search(pattern, name) for pattern in options["whole"])
 
 
 def _precision(given: Any) -> Precision:

@@ -24,7 +24,7 @@ from fullshard.core.text import bytes_text
 from fullshard.jax.compute.context import Tracing, tracing
 from fullshard.jax.compute.outside import used_outside
 from fullshard.jax.training.model import ModelArrays
-from fullshard.jax.training.options import Options
+from fullshard.jax.training.options import StepOptions, is_whole
 from fullshard.jax.training.state import StateArrays, TrainState, by_path
 
 __all__ = ["KEY", "StepProgram"]
@@ -47,7 +47,7 @@ class StepProgram:
     model: ModelArrays
     arrays: StateArrays
     loss_fn: Callable[..., Any]
-    options: Options
+    options: StepOptions
     notes: list[str] = field(default_factory=list)
     outside: dict[str, str] = field(default_factory=dict)
 
@@ -97,21 +97,21 @@ class StepProgram:
 
     def _tracing(self, notes: list[str]) -> Tracing:
         options = self.options
-        once = options.gather == "once" and options.accumulate > 1
+        once = options["gather"] == "once" and options["accumulate"] > 1
         return Tracing(
             self.arrays.axes,
             self.arrays.params,
-            jnp.dtype(options.precision.reduce) if options.precision.reduce else None,
-            {"block": True, "none": False}.get(options.remat, options.remat),
-            once or options.mode != "weights",
+            jnp.dtype(options["precision"].reduce) if options["precision"].reduce else None,
+            {"block": True, "none": False}.get(options["remat"], options["remat"]),
+            once or options["mode"] != "weights",
             notes,
         )
 
     def _gradients(
         self, trained: Arrays, frozen: Arrays, other: Arrays, step: Any, batch: Any
     ) -> tuple[Arrays, Any, Any, Arrays]:
-        count = self.options.accumulate
-        once = self.options.gather == "once" and count > 1
+        count = self.options["accumulate"]
+        once = self.options["gather"] == "once" and count > 1
         if once:
             trained, frozen = self._whole(trained), self._whole(frozen)
 
@@ -164,12 +164,12 @@ class StepProgram:
         keys = []
         if KEY in other:
             keys = [jax.random.fold_in(jax.random.fold_in(other[KEY], at[0]), at[1])]
-        loss, aux = _checked(self.loss_fn(model, batch, *keys), self.options.has_aux)
+        loss, aux = _checked(self.loss_fn(model, batch, *keys), self.options["has_aux"])
         return loss, aux, {**other, **self.model.read_state(model, kept)}
 
     def _look(self, traced: Any, names: list[str]) -> None:
         """Remember which weights XLA gathers as it likes, and what the loss closes over."""
-        if self.options.mode == "weights":
+        if self.options["mode"] == "weights":
             self.outside.update(used_outside(traced.jaxpr, names))
         closed_over = sum(x.nbytes for x in traced.consts if isinstance(x, jax.Array | np.ndarray))
         if closed_over >= _SAID_BYTES:
@@ -180,7 +180,7 @@ class StepProgram:
 
     def _computed(self, arrays: Arrays) -> Arrays:
         """In the dtype of computation."""
-        full = self.options.precision.full_dtype
+        full = self.options["precision"].full_dtype
         return {n: x.astype(full(self.arrays.params[n].spec.dtype)) for n, x in arrays.items()}
 
     def _whole(self, arrays: Arrays) -> Arrays:
@@ -193,12 +193,12 @@ class StepProgram:
 
     def _parts(self, path: Any, x: Any) -> Any:
         """Micro-batches in front, each made of a part of every device's examples."""
-        count, axes = self.options.accumulate, self.arrays.axes
-        if self.options.is_whole(path, x):
+        count, axes = self.options["accumulate"], self.arrays.axes
+        if is_whole(self.options, path, x):
             return jnp.broadcast_to(x, (count, *x.shape))
         parts = x.reshape(axes.parts, count, -1, *x.shape[1:]).swapaxes(0, 1)
         parts = parts.reshape(count, -1, *x.shape[1:])
-        if self.options.mode == "activations":
+        if self.options["mode"] == "activations":
             return parts
         return lax.with_sharding_constraint(parts, axes.sharding(None, axes.batch))
 

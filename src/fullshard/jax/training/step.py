@@ -18,7 +18,7 @@ from fullshard.jax.arrays.mesh import MeshAxes, read_mesh
 from fullshard.jax.arrays.placing import describe, put
 from fullshard.jax.arrays.rule import coverage, place, refuse_idle_axes, refuse_low_coverage
 from fullshard.jax.training.model import ModelArrays, read_model
-from fullshard.jax.training.options import Options, StepOptions, read_options
+from fullshard.jax.training.options import StepOptions, is_whole, read_options
 from fullshard.jax.training.program import KEY, StepProgram
 from fullshard.jax.training.state import StateArrays, TrainState
 
@@ -60,9 +60,9 @@ def make_train_step(
     """
     axes = read_mesh(mesh, options.get("shard_axis"), options.get("batch_axes"))
     chosen = read_options(options)
-    read = read_model(model, chosen.wrt)
-    if chosen.key is not None:
-        read.other[KEY] = jax.ShapeDtypeStruct(chosen.key.shape, chosen.key.dtype)
+    read = read_model(model, chosen["wrt"])
+    if chosen["key"] is not None:
+        read.other[KEY] = jax.ShapeDtypeStruct(chosen["key"].shape, chosen["key"].dtype)
     return TrainStep(axes, read, chosen, (optimizer, loss_fn))
 
 
@@ -79,12 +79,12 @@ class TrainStep:
     """
 
     def __init__(
-        self, axes: MeshAxes, model: ModelArrays, options: Options, functions: tuple[Any, Any]
+        self, axes: MeshAxes, model: ModelArrays, options: StepOptions, functions: tuple[Any, Any]
     ) -> None:
-        self.placements = tuple(place(model.specs, axes, options.rule, model.annotations))
-        if options.at_most_unsharded is not None:
-            refuse_low_coverage(self.placements, options.at_most_unsharded)
-        elif options.rule is None:
+        self.placements = tuple(place(model.specs, axes, options["rule"], model.annotations))
+        if options["at_most_unsharded"] is not None:
+            refuse_low_coverage(self.placements, options["at_most_unsharded"])
+        elif options["rule"] is None:
             refuse_low_coverage(self.placements, 0.02, _LARGE_BYTES)
         refuse_idle_axes(self.placements, axes)
         self.axes, self.options, self._model, self._functions = axes, options, model, functions
@@ -113,11 +113,9 @@ class TrainStep:
         for name in ("wrt", "key"):
             if name in options:
                 raise ConfigurationError(f"{name} cannot change: call make_train_step anew")
-        given = self.options.given()
-        if "rule" in options:
-            given["at_most_unsharded"] = None
-        given.update(options)
-        axes = read_mesh(mesh or self.mesh, given.get("shard_axis"), given.get("batch_axes"))
+        unsharded = None if "rule" in options else self.options["at_most_unsharded"]
+        given: StepOptions = {**self.options, "at_most_unsharded": unsharded, **options}
+        axes = read_mesh(mesh or self.mesh, given["shard_axis"], given["batch_axes"])
         return TrainStep(axes, self._model, read_options(given), self._functions)
 
     def init(self) -> TrainState:
@@ -126,13 +124,13 @@ class TrainStep:
         values = {} if made else self._arrays.from_host(self._model.initial())
         with jax.set_mesh(self.mesh):
             state = jax.jit(self._begin, out_shardings=self._arrays.shardings)(values)
-        if self.options.key is not None:
-            state.other.update(self._arrays.from_host({KEY: self.options.key}))
+        if self.options["key"] is not None:
+            state.other.update(self._arrays.from_host({KEY: self.options["key"]}))
         return state
 
     def _begin(self, values: dict[str, Any]) -> TrainState:
         arrays, model = self._arrays, self._model
-        values = {KEY: self.options.key, **(values or model.initial())}
+        values = {KEY: self.options["key"], **(values or model.initial())}
         params = arrays.at_rest({name: values[name] for name in arrays.params})
         trained = {n: x for n, x in params.items() if arrays.params[n].spec.trainable}
         other = {name: values[name] for name in model.other}
@@ -155,7 +153,7 @@ class TrainStep:
         placed = jax.tree_util.tree_map_with_path(
             lambda path, leaf: _on_device(leaf, self._lies(path, leaf)), batch
         )
-        if self.options.check and not self._compiled:
+        if self.options["check"] and not self._compiled:
             self._refuse_mixing(state, placed)
         result: tuple[TrainState, Any, Any] = self.compiled(batch)(state, placed)
         return result
@@ -185,7 +183,7 @@ class TrainStep:
         An `nnx.Module` is in evaluation mode for it: no dropout, running statistics. With the loss
         function the result is the loss, or with ``has_aux`` (loss, aux).
         """
-        key = () if function or self.options.key is None else (self.options.key,)
+        key = () if function or self.options["key"] is None else (self.options["key"],)
         return self.apply(state, _Evaluation(function or self._functions[1], key), batch)
 
     def compiled(self, batch: Any) -> jax.stages.Compiled:
@@ -206,7 +204,7 @@ class TrainStep:
         jitted = jax.jit(
             # A new function each time: a trace that failed must not be found again.
             lambda state, batch: self._program(state, batch),
-            donate_argnums=(0,) if self.options.donate else (),
+            donate_argnums=(0,) if self.options["donate"] else (),
             out_shardings=(self._arrays.shardings, self.axes.sharding(), None),
         )
         self.notes.clear()
@@ -261,21 +259,21 @@ class TrainStep:
 
     def _lies(self, path: Any, leaf: Any) -> Any:
         axes = self.axes.batch
-        if self.options.mode == "activations":
+        if self.options["mode"] == "activations":
             axes = tuple(axis for axis in axes if axis != self.axes.shard)
-        cut = axes and not self.options.is_whole(path, leaf)
+        cut = axes and not is_whole(self.options, path, leaf)
         return self.axes.sharding(*((axes,) if cut else ()))
 
     def _checked(self, batch: Any) -> Any:
         """``batch`` as arrays that the devices can share."""
         batch = _read_arrays(batch)
-        parts, accumulate = self.axes.parts, self.options.accumulate
+        parts, accumulate = self.axes.parts, self.options["accumulate"]
         first: tuple[str, int] | None = None
         for path, leaf in jax.tree.leaves_with_path(batch):
             name = f"batch{jax.tree_util.keystr(path)}"
             if not hasattr(leaf, "shape"):
                 raise ConfigurationError(f"{name} is a {type(leaf).__name__}, expected an array")
-            if self.options.is_whole(path, leaf):
+            if is_whole(self.options, path, leaf):
                 continue
             rows, shape = leaf.shape[0], tuple(leaf.shape)
             if not rows or rows % (parts * accumulate):

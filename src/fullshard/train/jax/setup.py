@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from fullshard.core.presets import training_flops_per_token, transformer
 from fullshard.host_memory import host_total_bytes, resident_bytes
 from fullshard.jax import (
+    StoredAs,
     TrainState,
     TrainStep,
     create_mesh,
@@ -22,7 +23,6 @@ from fullshard.jax import (
     make_train_step,
     torch_names,
 )
-from fullshard.jax.files.torch_names import TorchName
 from fullshard.plan.cluster.read import device_of_driver
 from fullshard.train.config import Config, check_world
 from fullshard.train.data import Batch, Dataset, load
@@ -47,7 +47,7 @@ class JaxModel:
     flops_per_token: float
     tied: Mapping[str, str] = field(default_factory=dict)
 
-    def names(self) -> dict[str, TorchName]:
+    def names(self) -> dict[str, StoredAs]:
         """Return the name of each array in the torch model; nothing is computed."""
         return torch_names(nnx.eval_shape(self.make), self.tied)
 

@@ -43,6 +43,7 @@ HELD_BY = {
     "collectives in a forked": "test_a_forked_child_that_would_communicate_is_told",
     "files of weights": "test_a_file_that_cannot_be_is_refused_before_anything_changes",
     "saving over": "test_only_regular_files_are_replaced",
+    "state of another class": "test_state_of_another_class_is_refused_before_anything_has_changed",
     "optimizers that need whole": "test_optimizers_that_need_whole_tensors_are_refused_by_name",
     "torchao's optimizers": "test_state_in_blocks_needs_rows",
     "`Shard(d)`": "test_what_is_no_placement_is_refused",

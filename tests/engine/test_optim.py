@@ -15,13 +15,19 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.core.errors import NotSupportedError, UnshardedOperationError, UsageError
+from fullshard.core.errors import (
+    ConfigurationError,
+    NotSupportedError,
+    UnshardedOperationError,
+    UsageError,
+)
 from fullshard.core.layout import lay_out
 from fullshard.core.spec import ParamSpec
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import fully_shard
 from fullshard.torch.optim.checks import optimizer_state_bytes, watch_optimizers
 from fullshard.torch.optim.clipping import clip_grad_norm_
+from fullshard.torch.state.optimizers import refuse_state_of_another
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.reductions import GlobalScalar, global_norms, global_sum
@@ -344,3 +350,42 @@ def test_norms_copy_no_numbers_to_the_device(comm, align, order):
         global_norms([(grad.local, grad.ownership) for grad in grads], order)
         global_sum(grads[0].local, grads[0].ownership)
     assert lifted.count == 0
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@on_ranks(2)
+def test_state_of_another_class_is_refused_before_anything_has_changed(comm, steps_before):
+    model = fully_shard(nn.Linear(4, 4), mesh=comm)
+
+    def step(optimizer):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    adam = torch.optim.Adam(model.parameters())
+    step(adam)
+    state = adam.state_dict()
+    torch.optim.AdamW(model.parameters()).load_state_dict(state)
+    adamax = torch.optim.Adamax(model.parameters())
+    for _ in range(steps_before):
+        step(adamax)
+    before = [param.full_tensor() for param in model.parameters()]
+
+    def load_and_step():
+        adamax.load_state_dict(state)
+        step(adamax)
+
+    with pytest.raises(ConfigurationError, match=r"no exp_inf, without which Adamax cannot"):
+        load_and_step()
+    for param, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.full_tensor(), was)
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+@on_ranks(1)
+def test_no_optimizer_takes_its_own_state_for_that_of_another(comm, name, form):
+    model = fully_shard(nn.Linear(4, 4), mesh=comm)
+    optimizer = OPTIMIZERS[name](model.parameters(), **FORMS[form])
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    refuse_state_of_another(optimizer, optimizer.state.values())

@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.optim.merged_step import MergedStep
-from fullshard.torch.state.optimizers import shard_state, translate
+from fullshard.torch.state.optimizers import refuse_state_of_another, shard_state, translate
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.guards.optimizer_steps import count_step
@@ -97,6 +97,7 @@ def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
         )
     if sharded is not None:
         _check_low_bit(optimizer, sharded)
+        refuse_state_of_another(optimizer, optimizer.state.values())
         translate(optimizer)
         shard_state(optimizer)
         MergedStep.of(optimizer)

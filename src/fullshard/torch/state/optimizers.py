@@ -10,7 +10,7 @@ that was loaded before is cut then.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.comm.watch.roll_call import call_roll
@@ -31,7 +32,15 @@ from fullshard.torch.state.forms import (
 )
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["as_span", "cut_state", "in_form", "shard_state", "translate", "uncut_spans"]
+__all__ = [
+    "as_span",
+    "cut_state",
+    "in_form",
+    "refuse_state_of_another",
+    "shard_state",
+    "translate",
+    "uncut_spans",
+]
 
 _TRANSLATED = "_fullshard_translates"
 _FRAMES = 8  # within which PyTorch's functions are found
@@ -65,6 +74,35 @@ def shard_state(optimizer: Optimizer) -> None:
         optimizer.state[param] = cut_state(optimizer.state[param], param)
 
 
+# What a step of torch's own optimizers reads of a parameter's state that is not empty.
+_READ = {
+    "Adadelta": ("square_avg", "acc_delta"),
+    "Adagrad": ("sum",),
+    "Adam": ("exp_avg", "exp_avg_sq"),
+    "Adamax": ("exp_avg", "exp_inf"),
+    "AdamW": ("exp_avg", "exp_avg_sq"),
+    "ASGD": ("ax", "eta", "mu"),
+    "NAdam": ("exp_avg", "exp_avg_sq", "mu_product"),
+    "RAdam": ("exp_avg", "exp_avg_sq"),
+    "RMSprop": ("square_avg",),
+    "Rprop": ("prev", "step_size"),
+}
+
+
+def refuse_state_of_another(optimizer: Optimizer, state: Iterable[Mapping[str, Any]]) -> None:
+    """Raise `ConfigurationError` if ``state``, by parameter, cannot be that of the optimizer."""
+    kind = type(optimizer)
+    read = _READ.get(kind.__name__, ()) if kind.__module__.startswith("torch.optim") else ()
+    for each in state:
+        missing = [name for name in read if each and name not in each]
+        if missing:
+            raise ConfigurationError(
+                f"the loaded state has no {' and no '.join(missing)}, without which "
+                f"{kind.__name__} cannot step; it has {', '.join(each)}: load it into an optimizer "
+                "of the class that it was saved from"
+            )
+
+
 def _hand_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     state = state_dict["state"]
     held = {key: param for key, param in _params_by_key(optimizer, state_dict) if key in state}
@@ -81,6 +119,7 @@ def _hand_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
 
 def _cut_before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     state = dict(state_dict["state"])
+    refuse_state_of_another(optimizer, state.values())
     values = [value for each in state.values() for value in each.values()]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     ask_before_loading(values, params, "optimizer.load_state_dict() of DTensors")

@@ -98,6 +98,7 @@ class _Call:
         self.leaves, self.treedef = jax.tree.flatten(given)
         self.places = [at for at, x in enumerate(self.leaves) if is_array(x)]
         self.arrays = [self.leaves[at] for at in self.places]
+        self.owners = [p[:2] for p, x in jax.tree.leaves_with_path(given) if is_array(x)]
         self.weights = sum(map(is_array, jax.tree.leaves(given[0])))
 
     def carried_out(self, plain: Callable[..., Any]) -> Any:
@@ -157,18 +158,16 @@ class _Call:
         Those of the first argument have; those of another that has as many rows, if the layer
         cannot be traced with more examples unless it has more rows, too.
         """
-        arguments = [*self.given[1], *self.given[2].values()]
-        alike = [at for at, x in enumerate(arguments) if _has_rows(x, rows)]
+        sizes: dict[Any, set[int]] = {}
+        owned = list(zip(self.owners, self.arrays, strict=True))
+        for owner, x in owned[self.weights :]:
+            sizes.setdefault(owner, set()).update(x.shape[:1])
+        alike = [owner for owner, different in sizes.items() if different == {rows}]
         error: Exception = NotSupportedError("its first argument has no examples")
         for count in range(len(alike)):
             for more in itertools.combinations(alike[1:], count):
-                flags = [
-                    jax.tree.map(lambda y, grows=at in (alike[0], *more): grows and y.ndim > 0, x)
-                    for at, x in enumerate(map(_only_arrays, arguments))
-                ]
-                named = dict(zip(self.given[2], flags[len(self.given[1]) :], strict=True))
-                batched = [False] * self.weights
-                batched += jax.tree.leaves((flags[: len(self.given[1])], named))
+                grow = {alike[0], *more}
+                batched = [owner in grow and x.ndim > 0 for owner, x in owned]
                 try:
                     return jax.eval_shape(self._flat, *self._resized(batched, 2 * rows)), batched
                 except Exception as failed:
@@ -278,15 +277,6 @@ def _constrained(now: Tracing, weights: Any) -> Any:
 def _cut_dim(now: Tracing, x: Any) -> int | None:
     axes: tuple[Axis, ...] = now.rests(x.shape, x.dtype)
     return axes.index(now.axes.shard) if now.axes.shard in axes else None
-
-
-def _has_rows(argument: Any, rows: int) -> bool:
-    leaves = [x for x in jax.tree.leaves(argument) if is_array(x) and x.ndim]
-    return bool(leaves) and all(x.shape[0] == rows for x in leaves)
-
-
-def _only_arrays(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x if is_array(x) else None, tree)
 
 
 def _dim_of_examples(own: Sequence[int], twice: Sequence[int], factor: int) -> int:

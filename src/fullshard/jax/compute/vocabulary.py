@@ -16,6 +16,8 @@ classes are never there at once, and each chunk's gradient is written where it s
 """
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -112,16 +114,16 @@ def cross_entropy(
             if axis in rests:
                 head = reduced_gather(head, axis, rests.index(axis), now.reduce)
             head = _padded(head, dim, padded)
-            return _losses(states, head, labels, dim, classes, chunks, None).reshape(targets.shape)
+            alone = _Chunks(dim, classes, chunks, None)
+            return _losses(states, head, labels, alone).reshape(targets.shape)
         states = reduced_gather(states, axis, 0, now.reduce)
         labels = lax.all_gather(labels, axis, tiled=True)
-        losses = _losses(states, head, labels, dim, classes, chunks, axis)
+        losses = _losses(states, head, labels, _Chunks(dim, classes, chunks, axis))
         mine = lax.axis_index(axis) * targets.size
         return lax.dynamic_slice_in_dim(losses, mine, targets.size).reshape(targets.shape)
 
     if by_classes:
-        head = _padded(head, dim, padded)
-        return _mapped(now, local, dim)(head, hidden, targets)
+        return _mapped(now, local, dim)(_padded(head, dim, padded), hidden, targets)
     cut = rests.index(axis) if axis in rests else None
     return _mapped(now, local, cut)(head, hidden, targets)
 
@@ -139,17 +141,13 @@ def _mapped(now: Tracing, local: Any, cut: int | None) -> Any:
     examples = PartitionSpec(now.axes.examples)
     table = PartitionSpec() if cut is None else PartitionSpec(*(None,) * cut, now.axes.weights)
 
-    def mapped(*args: Array) -> Array:
-        made: Array = jax.shard_map(
-            local,
-            mesh=now.axes.mesh,
-            in_specs=(table, *(examples for _ in args[1:])),
-            out_specs=examples,
-            check_vma=False,
-        )(*args)
-        return made
-
-    return mapped
+    return lambda *args: jax.shard_map(
+        local,
+        mesh=now.axes.mesh,
+        in_specs=(table, *(examples for _ in args[1:])),
+        out_specs=examples,
+        check_vma=False,
+    )(*args)
 
 
 def _chunk_count(classes: int, tokens: int) -> int:
@@ -164,85 +162,80 @@ def _padded(head: Array, dim: int, size: int) -> Array:
     return jnp.pad(head, widths) if size != head.shape[dim] else head
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _losses(
-    hidden: Array, head: Array, targets: Array, dim: int, classes: int, chunks: int, axis: Any
-) -> Array:
-    """Losses (tokens,) from hidden states (tokens, width); inside of `jax.shard_map`.
+@dataclass(frozen=True)
+class _Chunks:
+    """Classes in ``count`` chunks.
 
-    ``dim`` of ``head`` has this device's classes, of ``classes`` in all; with ``axis`` None it has
+    ``dim`` of a head has this device's classes, of ``classes`` in all; with ``axis`` None it has
     all of them.
     """
-    return _forward(hidden, head, targets, dim, classes, chunks, axis)[0]
+
+    dim: int
+    classes: int
+    count: int
+    axis: str | None
+
+    def logits(self, kept: Sequence[Array], number: int) -> tuple[Array, Array, Array]:
+        """Logits (tokens, classes), where targets are among them, and the chunk of the head."""
+        hidden, head, targets = kept[:3]
+        own = head.shape[self.dim]
+        size = own // self.count
+        piece = lax.dynamic_slice_in_dim(head, number * size, size, self.dim)
+        logits = _dot(hidden, piece, 1 - self.dim).astype(jnp.float32)
+        first = 0 if self.axis is None else lax.axis_index(self.axis) * own
+        there = first + number * size + jnp.arange(size)
+        logits = jnp.where(there < self.classes, logits, -1e30)  # the rest is padding
+        return logits, there == targets[:, None], piece
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _losses(hidden: Array, head: Array, targets: Array, chunks: _Chunks) -> Array:
+    """Losses (tokens,) from hidden states (tokens, width); inside of `jax.shard_map`."""
+    return _forward(hidden, head, targets, chunks)[0]
 
 
 def _forward(
-    hidden: Array, head: Array, targets: Array, dim: int, classes: int, chunks: int, axis: Any
-) -> tuple[Array, Any]:
-    tokens = targets.shape[0]
-    part = _Chunks(hidden, head, targets, dim, classes, chunks, axis)
-
+    hidden: Array, head: Array, targets: Array, chunks: _Chunks
+) -> tuple[Array, tuple[Array, ...]]:
     def step(number: int, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, picked = sums
-        logits, hit, _ = part(number)
+        logits, hit, _ = chunks.logits((hidden, head, targets), number)
         now = jnp.maximum(highest, logits.max(-1))
         total = total * jnp.exp(highest - now) + jnp.exp(logits - now[:, None]).sum(-1)
         return now, total, picked + jnp.where(hit, logits, 0).sum(-1)
 
-    zeros = jnp.zeros(tokens)
-    highest, total, picked = lax.fori_loop(0, chunks, step, (zeros - 1e30, zeros, zeros))
-    if axis is not None:
-        most = lax.pmax(highest, axis)
-        total, picked = lax.psum(jnp.stack([total * jnp.exp(highest - most), picked]), axis)
+    zeros = jnp.zeros(targets.shape[0])
+    highest, total, picked = lax.fori_loop(0, chunks.count, step, (zeros - 1e30, zeros, zeros))
+    if chunks.axis is not None:
+        most = lax.pmax(highest, chunks.axis)
+        total, picked = lax.psum(jnp.stack([total * jnp.exp(highest - most), picked]), chunks.axis)
         highest = most
     normaliser = jnp.log(total) + highest
     return normaliser - picked, (hidden, head, targets, normaliser)
 
 
-def _backward(
-    dim: int, classes: int, chunks: int, axis: Any, kept: Any, grad: Array
-) -> tuple[Array, Array, None]:
-    hidden, head, targets, normaliser = kept
-    grad = grad if axis is None else lax.psum(grad, axis)
-    part = _Chunks(hidden, head, targets, dim, classes, chunks, axis)
+def _backward(chunks: _Chunks, kept: tuple[Array, ...], grad: Array) -> tuple[Array, Array, None]:
+    hidden, head, _, normaliser = kept
+    grad = grad if chunks.axis is None else lax.psum(grad, chunks.axis)
+    dim = chunks.dim
 
     def step(number: int, grads: tuple[Array, Array]) -> tuple[Array, Array]:
         of_hidden, of_head = grads
-        logits, hit, piece = part(number)
+        logits, hit, piece = chunks.logits(kept, number)
         slopes = (jnp.exp(logits - normaliser[:, None]) - hit) * grad[:, None]
         slopes = slopes.astype(hidden.dtype)
         of_hidden += _dot(slopes, piece, dim).astype(jnp.float32)
         a, b = (slopes, hidden) if dim == 0 else (hidden, slopes)
         of_piece = lax.dot_general(a, b, (((0,), (0,)), ((), ())))
-        start = number * part.size
+        start = number * piece.shape[dim]
         return of_hidden, lax.dynamic_update_slice_in_dim(of_head, of_piece, start, dim)
 
     zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)
-    of_hidden, of_head = lax.fori_loop(0, chunks, step, zeros)
+    of_hidden, of_head = lax.fori_loop(0, chunks.count, step, zeros)
     return of_hidden.astype(hidden.dtype), of_head, None
 
 
 _losses.defvjp(_forward, _backward)
-
-
-class _Chunks:
-    """Logits of one chunk of classes after the other."""
-
-    def __init__(
-        self, hidden: Array, head: Array, targets: Array, dim: int, classes: int, chunks: int,
-        axis: Any,
-    ) -> None:  # fmt: skip
-        self.hidden, self.head, self.targets, self.dim = hidden, head, targets, dim
-        self.classes, self.size = classes, head.shape[dim] // chunks
-        self.first = 0 if axis is None else lax.axis_index(axis) * head.shape[dim]
-
-    def __call__(self, number: int) -> tuple[Array, Array, Array]:
-        """Logits (tokens, classes), where targets are among them, and the chunk of the head."""
-        piece = lax.dynamic_slice_in_dim(self.head, number * self.size, self.size, self.dim)
-        logits = _dot(self.hidden, piece, 1 - self.dim).astype(jnp.float32)
-        there = self.first + number * self.size + jnp.arange(self.size)
-        logits = jnp.where(there < self.classes, logits, -1e30)  # the rest is padding
-        return logits, there == self.targets[:, None], piece
 
 
 def _dot(x: Array, piece: Array, dim: int) -> Array:

@@ -24,8 +24,7 @@ from fullshard.jax.arrays.placing import (
     shardings,
 )
 from fullshard.jax.arrays.rule import Placement, Rule, selective, threshold
-from fullshard.jax.compute.gathered import gathered
-from fullshard.jax.compute.layers import scan_layers
+from fullshard.jax.compute.gathered import gathered, scan_layers
 from fullshard.jax.compute.vocabulary import cross_entropy, embed
 from fullshard.jax.files.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.jax.files.leaves import StoredAs

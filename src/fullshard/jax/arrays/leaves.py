@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leaves of trees: what they are called, which are random keys, how their dtypes are stored."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-__all__ = ["STORED_DTYPES", "as_key", "is_array", "is_key", "key_data", "key_text", "path_name"]
+__all__ = [
+    "STORED_DTYPES", "as_key", "is_array", "is_key", "key_data", "key_text", "path_name",
+    "split_arrays",
+]  # fmt: skip
 
 STORED_DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3",
@@ -33,6 +37,18 @@ def path_name(path: tuple[Any, ...]) -> str:
 def is_array(x: Any) -> bool:
     """Tell if ``x`` is an array, or the shape of one."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
+    """The arrays of ``tree``, and a function that puts such into a tree like it."""
+    leaves, treedef = jax.tree.flatten(tree)
+    static = [None if is_array(x) else (x,) for x in leaves]
+
+    def rebuild(arrays: Iterable[Any]) -> Any:
+        own = iter(arrays)
+        return jax.tree.unflatten(treedef, [next(own) if x is None else x[0] for x in static])
+
+    return [x for x in leaves if is_array(x)], rebuild
 
 
 def is_key(x: Any) -> bool:

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -79,10 +78,6 @@ class MeshAxes:
     def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
         """The sharding of arrays whose dimensions these axes cut; of none, that of whole ones."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
-
-    def of_batch(self, leaf: Any) -> NamedSharding:
-        """Return where an array of a batch lies: dimension 0 is cut, a scalar is on all devices."""
-        return self.sharding(self.batch) if np.ndim(leaf) else self.sharding()
 
 
 def read_mesh(

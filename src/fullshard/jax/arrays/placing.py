@@ -95,7 +95,7 @@ def describe(tree: Any) -> str:
 def batch_sharding(mesh: Mesh, leaf: Any = None, shard_axis: str | None = None) -> NamedSharding:
     """Return the sharding of a batch's array on ``mesh``: dimension 0 cut, a scalar everywhere."""
     axes = read_mesh(mesh, shard_axis)
-    return axes.sharding(axes.batch) if leaf is None else axes.of_batch(leaf)
+    return axes.sharding(axes.batch) if leaf is None or np.ndim(leaf) else axes.sharding()
 
 
 def global_batch(mesh: Mesh, local: Any, shard_axis: str | None = None) -> Any:

@@ -89,10 +89,7 @@ def threshold(min_numel: int = 1024) -> Rule:
 
 
 def selective(size_threshold: int = 10_000_000) -> Rule:
-    """Shard only arrays of at least ``size_threshold`` elements, for models with a few huge ones.
-
-    The rule is that of `threshold`; what it is for differs, and so does the default.
-    """
+    """Shard only arrays of at least ``size_threshold`` elements: of models with a few huge ones."""
     return Rule(min_numel=size_threshold)
 
 

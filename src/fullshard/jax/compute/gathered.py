@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`gathered`: one layer whose weights are gathered, together, where it is computed.
+"""Layers whose weights are gathered, together, where they are computed: `gathered`, `scan_layers`.
 
 [Note: A layer apart]
 Inside of `jax.shard_map` each device gathers the layer's slices and computes the layer for its own
@@ -27,12 +27,12 @@ from jax import Array, lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from fullshard.core.errors import NotSupportedError
-from fullshard.jax.arrays.leaves import is_array
+from fullshard.core.errors import ConfigurationError, NotSupportedError
+from fullshard.jax.arrays.leaves import is_array, path_name, split_arrays
 from fullshard.jax.arrays.rule import Axis
 from fullshard.jax.compute.context import Tracing, current, tracing
 
-__all__ = ["call_module", "gathered", "jaxprs_in", "reduced_gather"]
+__all__ = ["gathered", "jaxprs_in", "reduced_gather", "scan_layers"]
 
 _ALONE_BYTES = 1 << 19
 _POLICIES = {"matmuls": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
@@ -54,7 +54,7 @@ def gathered(layer: Any, *, remat: Any = None) -> Callable[..., Any]:
     module = layer if isinstance(layer, nnx.Module) else getattr(layer, "__self__", None)
     if isinstance(module, nnx.Module):
         method = type(module).__call__ if layer is module else layer.__func__
-        return functools.partial(call_module, method, module, remat)
+        return functools.partial(_call_module, method, module, remat)
     name = getattr(layer, "__name__", type(layer).__name__)
 
     def call(weights: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,41 @@ def gathered(layer: Any, *, remat: Any = None) -> Callable[..., Any]:
     return call
 
 
-def call_module(method: Any, module: nnx.Module, remat: Any, *args: Any, **kwargs: Any) -> Any:
+def scan_layers(
+    blocks: Any, layer: Callable[..., Any] | None = None, *, remat: Any = None
+) -> Callable[..., Any]:
+    """A function of ``(x, *args, **kwargs)`` that carries ``x`` through equal ``blocks``.
+
+    ``blocks`` is a sequence of modules (NNX, Equinox) or of pytrees, or one whose arrays are
+    stacked along dimension 0: large models are best kept so, as nothing is stacked in the step
+    then. ``layer(block, x, *args, **kwargs)`` gives the next ``x``, of the same shape; without it
+    blocks are called. Each is `gathered` when its turn comes and, by ``remat``, computed again in
+    backward. Works the same outside of a step.
+
+    Raises:
+        ConfigurationError: for blocks that differ in more than the values of their arrays: call
+            ``gathered(block)(x)`` for each of them then.
+    """
+    listed = isinstance(blocks, list | tuple | nnx.List)
+    items = list(blocks) if listed else [blocks]
+    if not items:
+        raise ConfigurationError("scan_layers has no blocks")
+    if isinstance(items[0], nnx.Module):
+        return functools.partial(_through_modules, items, listed, layer, remat)
+
+    def through(x: Any, *args: Any, **kwargs: Any) -> Any:
+        arrays, rebuild = _stacked(items, listed)
+        function = layer or (lambda block, x, *args, **kwargs: block(x, *args, **kwargs))
+
+        def body(x: Any, arrays: Any) -> tuple[Any, None]:
+            return gathered(function, remat=remat)(rebuild(arrays), x, *args, **kwargs), None
+
+        return lax.scan(body, x, arrays)[0]
+
+    return through
+
+
+def _call_module(method: Any, module: nnx.Module, remat: Any, *args: Any, **kwargs: Any) -> Any:
     """``method(module, *args, **kwargs)`` as `gathered` calls it."""
     now = current()
     if now is None:
@@ -95,9 +129,7 @@ class _Call:
     ) -> None:
         self.now, self.layer, self.name, self.given = now, layer, name, given
         self.remat = now.remat if remat is None else remat
-        self.leaves, self.treedef = jax.tree.flatten(given)
-        self.places = [at for at, x in enumerate(self.leaves) if is_array(x)]
-        self.arrays = [self.leaves[at] for at in self.places]
+        self.arrays, self.rebuild = split_arrays(given)
         self.owners = [p[:2] for p, x in jax.tree.leaves_with_path(given) if is_array(x)]
         self.weights = sum(map(is_array, jax.tree.leaves(given[0])))
 
@@ -126,10 +158,7 @@ class _Call:
 
     def _flat(self, *arrays: Any) -> Any:
         """The layer as a function of arrays alone; what it calls is computed as it stands."""
-        leaves = list(self.leaves)
-        for at, x in zip(self.places, arrays, strict=True):
-            leaves[at] = x
-        weights, args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+        weights, args, kwargs = self.rebuild(arrays)
         with tracing(None):
             return self.layer(weights, *args, **kwargs)
 
@@ -249,17 +278,16 @@ def reduced_gather(x: Array, axis: str, dim: int, reduce: Any) -> Array:
     return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
-def _gather_forward(x: Array, axis: str, dim: int, reduce: Any) -> tuple[Array, None]:
-    return lax.all_gather(x, axis, axis=dim, tiled=True), None
-
-
 def _gather_backward(axis: str, dim: int, reduce: Any, _: None, grad: Array) -> tuple[Array]:
     wide = grad.astype(reduce or grad.dtype)
     summed = lax.psum_scatter(wide, axis, scatter_dimension=dim, tiled=True)
     return (summed.astype(grad.dtype),)
 
 
-reduced_gather.defvjp(_gather_forward, _gather_backward)
+reduced_gather.defvjp(
+    lambda x, axis, dim, reduce: (lax.all_gather(x, axis, axis=dim, tiled=True), None),
+    _gather_backward,
+)
 
 
 def _constrained(now: Tracing, weights: Any) -> Any:
@@ -306,3 +334,49 @@ def _refuse_shared_draws(jaxpr: Any) -> None:
             )
         for inner in jaxprs_in(eqn):
             _refuse_shared_draws(inner)
+
+
+def _through_modules(
+    modules: list[Any], listed: bool, layer: Any, remat: Any, x: Any, *args: Any, **kwargs: Any
+) -> Any:
+    splits = [nnx.split(each) for each in modules]
+    graph = splits[0][0]
+    for number, (other, _) in enumerate(splits):
+        if other != graph:
+            raise ConfigurationError(_unequal(number, "in structure or in what is no array"))
+    arrays, rebuild = _stacked([state for _, state in splits], listed)
+
+    def body(x: Any, arrays: Any) -> tuple[Any, Any]:
+        block = nnx.merge(graph, rebuild(arrays))
+        x = _call_module(layer or type(block).__call__, block, remat, *(x, *args), **kwargs)
+        return x, nnx.state(block, nnx.Not(nnx.Param))
+
+    x, after = lax.scan(body, x, arrays)
+    for number, module in enumerate(modules):  # statistics and counts of random numbers
+        own = jax.tree.map(lambda leaf, n=number: leaf[n], after) if listed else after
+        nnx.update(module, own)
+    return x
+
+
+def _stacked(items: list[Any], listed: bool) -> tuple[list[Any], Callable[[Any], Any]]:
+    """The arrays of equal trees, stacked, and how one of the trees is made of its own."""
+    structure: Any = jax.tree.structure(items[0])
+    arrays, rebuild = split_arrays(items[0])
+    rows = [arrays]
+    for number, item in enumerate(items[1:], 1):
+        others, other = jax.tree.flatten(item)
+        if other != structure:
+            raise ConfigurationError(_unequal(number, "in structure"))
+        for (path, a), b in zip(jax.tree.leaves_with_path(items[0]), others, strict=True):
+            same = is_array(a) and is_array(b) and (a.shape, a.dtype) == (b.shape, b.dtype)
+            if not (same or (not is_array(a) and not is_array(b) and a == b)):
+                raise ConfigurationError(_unequal(number, f"in {path_name(path)}"))
+        rows.append([x for x in others if is_array(x)])
+    return [jnp.stack(row) for row in zip(*rows, strict=True)] if listed else arrays, rebuild
+
+
+def _unequal(number: int, where: str) -> str:
+    return (
+        f"scan_layers: blocks 0 and {number} differ {where}; layers that differ go through "
+        "gathered(block)(x), one by one"
+    )

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
-from fullshard.jax.arrays.leaves import is_array, is_key
+from fullshard.jax.arrays.leaves import is_array, is_key, split_arrays
 from fullshard.jax.arrays.placing import annotation, named_leaves
 from fullshard.jax.arrays.rule import Axis
 
@@ -141,14 +141,14 @@ def _made_of_shapes(make: Callable[[], Any]) -> Any:
         made, graph = make(), None
         if isinstance(made, nnx.Module):
             graph, made = nnx.split(made)
-        leaves, treedef = jax.tree.flatten(made)
-        rest.extend((graph, treedef, [None if is_array(leaf) else leaf for leaf in leaves]))
-        return {n: leaf for n, leaf in enumerate(leaves) if is_array(leaf)}
+        arrays, rebuild = split_arrays(made)
+        rest.extend((graph, rebuild))
+        return arrays
 
     with nnx.use_eager_sharding(False):  # annotations name axes of a mesh that is not there yet
         shapes = jax.eval_shape(arrays)
-    graph, treedef, static = rest
-    tree = jax.tree.unflatten(treedef, [shapes.get(n, x) for n, x in enumerate(static)])
+    graph, rebuild = rest
+    tree = rebuild(shapes)
     return tree if graph is None else nnx.merge(graph, tree)
 
 

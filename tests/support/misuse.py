@@ -3,9 +3,10 @@
 
 import contextlib
 import copy
+import random
 
 import torch
-from support.random_models import WIDTH, Node
+from support.random_models import WIDTH, Node, run
 from torch import nn
 from torch.func import functional_call
 
@@ -21,7 +22,10 @@ def nodes_of(model):
 
 
 class Misuser:
-    """Trains ``model`` for some steps, and does one of `DEEDS` in each."""
+    """Trains ``model`` for some steps, and does one of `DEEDS` in each.
+
+    From `SEED_OF_CHANGES` on `CHANGES` of modules are half of what it does.
+    """
 
     def __init__(self, model, choose, seed):
         self.model, self.choose, self.seed = model, choose, seed
@@ -30,7 +34,8 @@ class Misuser:
 
     def train(self, steps):
         for self.step in range(steps):
-            deed = self.choose.choice(DEEDS)
+            changes = self.seed >= SEED_OF_CHANGES and self.choose.random() < 0.5
+            deed = self.choose.choice(CHANGES if changes else DEEDS)
             deed(self)
 
     # ---- what a step is made of ----
@@ -54,6 +59,13 @@ class Misuser:
     def some_node(self):
         nodes = nodes_of(self.model)
         return nodes[self.choose.randrange(len(nodes))]
+
+    def new_node(self):
+        node = Node(random.Random(self.seed), 0).double()
+        generator = torch.Generator().manual_seed(self.seed)
+        for param in node.parameters():
+            param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+        return node
 
     def some_site(self):
         sites = [(node, kind) for node in nodes_of(self.model) for kind in node.kinds]
@@ -303,4 +315,65 @@ DEEDS = [plainly] * 3 + [
     add_a_module,
     copy_the_model,
     keep_gradients,
+]
+
+
+def replace_a_module(it):
+    nodes = [node for node in nodes_of(it.model) if len(node.below)]
+    if nodes:
+        node = it.choose.choice(nodes)
+        node.below[it.choose.randrange(len(node.below))] = it.new_node()
+    plainly(it)
+
+
+def add_a_module_that_runs(it):
+    node, extra = it.some_node(), it.new_node()
+    node.extra = extra
+    node.register_forward_hook(lambda _module, _args, out: {**out, "y": run(extra, out["y"])})
+    if it.choose.random() < 0.5:
+        it.optimizer.add_param_group({"params": list(extra.parameters())})
+    plainly(it)
+
+
+def add_a_module_in_forward(it):
+    node, extra = it.some_node(), it.new_node()
+
+    def add(module, _args):
+        module.extra = extra
+
+    node.register_forward_pre_hook(add)
+    plainly(it)
+
+
+def add_a_module_between_forward_and_backward(it):
+    loss = it.loss()
+    it.some_node().extra = it.new_node()
+    it.backward(loss)
+    it.finish()
+
+
+def remove_a_module(it):
+    nodes = [node for node in nodes_of(it.model) if node.calls]
+    if nodes:
+        it.choose.choice(nodes).calls.pop()
+    plainly(it)
+
+
+def tie_a_module(it):
+    nodes = [node for node in nodes_of(it.model) if len(node.below) > 1]
+    if nodes:
+        below = it.choose.choice(nodes).below
+        below[0] = below[1]
+    plainly(it)
+
+
+SEED_OF_CHANGES = 10_000
+CHANGES = [
+    replace_a_module,
+    add_a_module,
+    add_a_module_that_runs,
+    add_a_module_in_forward,
+    add_a_module_between_forward_and_backward,
+    remove_a_module,
+    tie_a_module,
 ]

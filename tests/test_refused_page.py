@@ -62,6 +62,7 @@ HELD_BY = {
     "state dicts of a parameter": "test_ranks_that_are_no_dim_of_the_tensor_axis_mesh",
     "checkpoints of values": "test_values_that_checkpoints_cannot_hold",
     "a `ShardedTensor`": "test_sharded_tensors_cut_otherwise_are_refused",
+    "`set_all_gather_layout`": "test_names_of_later_versions_are_refused_with_a_way_out",
     "`FlatParameter`": "test_nothing_is_a_flat_parameter",
 }
 
@@ -86,6 +87,7 @@ RAISED_FOR = {
     "fsdp1/wrapper.py:FullyShardedDataParallel.register_comm_hook": ["communication hooks"],
     "fsdp2/fully_shard.py:_chosen_dims": ["`dp_mesh_dims` without"],
     "fsdp2/fully_shard.py:_cut_along.cut": ["`Shard(d)`", "`Shard(d)`"],
+    "fsdp2/module.py:_refuse_of_later": ["`set_all_gather_layout`"],
     "measuring/record.py:record_step": ["recording a step"],
     "optim/checks.py:look_at": ["optimizers that need whole"],
     "optim/checks.py:_check_low_bit": ["torchao's optimizers"],

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """First values: from the meta device, from the first rank, from state dicts that are assigned."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from support.models import GPT, loss_of, make_batches, seeded
@@ -10,6 +13,8 @@ from torch import nn
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, ShardedParameter, fully_shard
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def on_meta(build):
@@ -46,6 +51,39 @@ def assert_equal(found, wanted):
         assert each.keys() == wanted.keys()
         for name, value in wanted.items():
             torch.testing.assert_close(each[name], value, rtol=1e-4, atol=1e-6)
+
+
+class ForgetsItsBlocks(nn.Module):
+    """Initialises as the model of PyTorch's FSDP2 example does: its own parts, not its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(2))
+
+    def reset_parameters(self):
+        self.embedding.reset_parameters()
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.layers:
+            x = block(x)
+        return x
+
+
+@on_ranks(2)
+def test_the_line_that_makes_torchs_own_example_work(comm):
+    model = on_meta(ForgetsItsBlocks)
+    for block in model.layers:
+        fully_shard(block, mesh=comm)
+    fully_shard(model, mesh=comm)
+    model.to_empty(device="cpu")
+    model.reset_parameters()
+    with pytest.raises(UsageError, match=r"unit 'layers.0' came from the meta device"):
+        model(torch.tensor([1, 2]))
+    (line,) = re.findall(r"`(for block in model.layers: .*?)`", (DOCS / "drop_in.md").read_text())
+    exec(line, {"model": model})
+    assert model(torch.tensor([1, 2])).isfinite().all()
 
 
 @pytest.mark.parametrize("tied", [False, True])

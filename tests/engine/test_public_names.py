@@ -6,10 +6,13 @@ import enum
 import inspect
 
 import pytest
+import torch
 import torch.distributed.fsdp as theirs
-import torch.distributed.fsdp.sharded_grad_scaler  # noqa: F401 - there once imported
+import torch.distributed.fsdp.sharded_grad_scaler
 
 import fullshard.torch as ours
+from fullshard.core.errors import NotSupportedError
+from fullshard.torch.comm.protocol import SoloComm
 
 LACKING = {
     "api": "a submodule, which the drop-in stands in for; its names are here",
@@ -81,6 +84,20 @@ def test_method(name):
     assert type(mine) is type(other)
     if not isinstance(other, property) and method not in ("named_buffers", "named_parameters"):
         assert parameters(mine) == parameters(other)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "why"),
+    [
+        ("set_all_gather_layout", [object()], "arrives in its place"),
+        ("set_reduce_scatter_input_fn", [print], "the engine packs"),
+        ("synchronize_gradients", [], r"set_requires_gradient_sync\(True\) before the last"),
+    ],
+)
+def test_names_of_later_versions_are_refused_with_a_way_out(name, arguments, why):
+    module = ours.fully_shard(torch.nn.Linear(2, 2), mesh=SoloComm())
+    with pytest.raises(NotSupportedError, match=rf"{name}\(\) of PyTorch's FSDP2 .*{why}"):
+        getattr(module, name)(*arguments)
 
 
 def test_every_reason_is_needed():

@@ -191,6 +191,10 @@ def backward_into_some(it):
 
 
 def call_with_other_values(it):
+    modules = [module for _, module in it.model.named_modules(remove_duplicate=False)]
+    if len(set(modules)) < len(modules):  # torch then leaves the other values in a plain model
+        plainly(it)
+        return
     values = {}
     for name, param in nn.Module.named_parameters(it.model):
         full = param.full_tensor() if hasattr(param, "full_tensor") else param.detach()

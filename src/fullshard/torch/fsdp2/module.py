@@ -8,13 +8,13 @@ concerns the module's own unit; with ``recurse`` also those below.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.core.schedule import OpKind
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm.process_group import group_of
@@ -279,6 +279,24 @@ class FSDPModule(_OwnModule):
 
     # ---- what libraries reach for ---------------------------------------------------------------
 
+    # PyTorch's main of 2026 has these; none of its releases that we know does.
+
+    def set_all_gather_layout(self, layout: Any) -> NoReturn:
+        """Refuse: what is gathered arrives in its place, there is no copy to choose."""
+        _refuse_of_later("set_all_gather_layout", "what is gathered arrives in its place")
+
+    def set_reduce_scatter_input_fn(self, fn: Any) -> NoReturn:
+        """Refuse: gradients are sent from where they are, or packed by the engine."""
+        _refuse_of_later("set_reduce_scatter_input_fn", "the engine packs what a reduce sends")
+
+    def synchronize_gradients(self) -> NoReturn:
+        """Refuse: gradients that wait for a reduce join the next backward's that has one."""
+        _refuse_of_later(
+            "synchronize_gradients",
+            "gradients without communication wait for a backward with it: call "
+            "set_requires_gradient_sync(True) before the last backward of a step",
+        )
+
     def _get_fsdp_state(self) -> ModuleState:
         return ModuleState(_managed(self))
 
@@ -365,6 +383,10 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     """
     for module in modules:
         _managed(module)
+
+
+def _refuse_of_later(name: str, why: str) -> NoReturn:
+    raise NotSupportedError(f"{name}() of PyTorch's FSDP2 of 2026 is not served: {why}")
 
 
 def _module(module: object) -> nn.Module:

@@ -169,24 +169,21 @@ def forged(run, change):
 
 
 FORGERIES = {
-    "reads up to 1": lambda m: 2,
+    "reads up to 2": lambda m: 3,
     "no name of a file beside": lambda m: m["files"][0].update(name="../other.safetensors"),
     "no name of a file": lambda m: m["files"][0].update(name="/etc/passwd.safetensors"),
     "has a header of 100000000000": lambda m: m["files"][0].update(header_bytes=10**11),
     "two files have one name": lambda m: m["files"][1].update(name=m["files"][0]["name"]),
     "expected a number from 0": lambda m: m["files"][0].update(size_bytes=-1),
     "do not cover each": lambda m: m["tensors"]["model/embed"]["boxes"].pop(),
-    "is in file 9 of 2": lambda m: m["tensors"]["model/embed"]["boxes"][0].update(file=9),
-    "bytes at 0 of": lambda m: m["tensors"]["model/embed"]["boxes"][0].update(start=0),
-    "are not one box's": lambda m: m["tensors"]["model/embed"]["boxes"][0].update(
-        start=m["tensors"]["model/embed"]["boxes"][0]["start"] + 4
-    ),
+    "is in file 9 of 2": lambda m: m["tensors"]["model/embed"]["boxes"][0].__setitem__(2, 9),
+    "which have": lambda m: m["files"][0].update(size_bytes=m["files"][0]["size_bytes"] + 16),
+    "bytes of checksums": lambda m: m["files"][0].update(table_bytes=17),
+    "as the manifest does": lambda m: m["tensors"]["model/embed"]["boxes"][0].__setitem__(2, 1),
+    "has 2 numbers, expected 3": lambda m: m["tensors"]["model/embed"]["boxes"][0].__delitem__(0),
     "has dtype 'F33'": lambda m: m["tensors"]["model/embed"].update(dtype="F33"),
-    "has a box at": lambda m: m["tensors"]["model/embed"]["boxes"][0].update(offsets=[36, 0]),
-    "checksums for": lambda m: m["tensors"]["model/embed"]["boxes"][0]["xxh3_128"].pop(),
-    "a checksum of": lambda m: m["tensors"]["model/embed"]["boxes"][0].update(
-        xxh3_128=[""] * len(m["tensors"]["model/embed"]["boxes"][0]["xxh3_128"])
-    ),
+    "has a box at": lambda m: m["tensors"]["model/embed"]["boxes"][0].__setitem__(0, [36, 0]),
+    "a checksum of": lambda m: m["files"][0].update(table_xxh3_128=""),
     "has no tensor or is one": lambda m: m["aliases"].update(a="b"),
     "cannot be read: unknown tag": lambda m: m.update(extra={"$code": "import os"}),
     "tensors is list": lambda m: m.update(tensors=[]),

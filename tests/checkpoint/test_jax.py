@@ -72,6 +72,7 @@ def test_any_number_of_devices_reads_any_other(tmp_path, asynchronous):
     manifest = open_checkpoint(tmp_path / "8").manifest
     assert len(manifest.tensors["state/rows"].boxes) == 8
     assert len(manifest.tensors["state/whole"].boxes) == 1  # replicas once
+    assert all(each.tiling is not None for each in manifest.tensors.values() if each.size_bytes)
 
 
 def test_two_axes_turned_and_shapes_without_values(tmp_path):

@@ -364,10 +364,11 @@ def test_a_seal_does_not_hide_damage_and_damage_is_told_by_the_status(tmp_path, 
 def test_manifests_of_very_many_ranks_or_boxes_are_judged_in_time(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        from fullshard.checkpoint.format.manifest import StoredBox, _tile  # noqa: PLC0415
+        from fullshard.checkpoint.format.manifest import _tile  # noqa: PLC0415
+        from fullshard.checkpoint.format.stored import StoredBox  # noqa: PLC0415
         from fullshard.core.boxes import Box  # noqa: PLC0415
 
-        rows = [StoredBox(Box((0, n), (9, 1)), 0, 0, ()) for n in range(20_000)]
+        rows = [StoredBox(Box((0, n), (9, 1)), 0) for n in range(20_000)]
         assert _tile((9, 20_000), rows)
         assert not _tile((9, 20_000), [*rows[:-1], rows[0]])
         assert not _tile((9, 20_000), rows[:-1])

@@ -14,6 +14,7 @@ from support.checkpoint_cases import (
     DTYPES,
     arrays,
     assert_holds,
+    even_spans,
     load_span,
     names_in,
     run_ranks,
@@ -24,10 +25,11 @@ from support.checkpoint_cases import (
 )
 
 from fullshard.checkpoint import open_checkpoint, reshard_checkpoint
-from fullshard.checkpoint.format.manifest import StoredBox, StoredTensor
+from fullshard.checkpoint.format.stored import StoredBox, StoredTensor
+from fullshard.checkpoint.planning import assign
 from fullshard.checkpoint.reading.chunks import carry_out
-from fullshard.checkpoint.reshard import chunk_bytes, even_spans, reads_for
-from fullshard.checkpoint.saving import About, assign, save
+from fullshard.checkpoint.reading.reads import chunk_bytes, reads_for
+from fullshard.checkpoint.saving import About, save
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.core.boxes import Box, boxes_of_interval
 from fullshard.core.errors import CheckpointError, ConfigurationError
@@ -62,7 +64,7 @@ def test_every_wanted_element_is_copied_once_from_its_place(data):
     with pytest.MonkeyPatch.context() as patch:
         small_chunks(patch, data.draw(st.sampled_from([8, 24, 64]), "chunk"))
         whole = numpy.arange(math.prod(shape), dtype="<i8").reshape(shape)
-        stored = tuple(StoredBox(box, 0, 0, ()) for box in stored_boxes)
+        stored = tuple(StoredBox(box, 0) for box in stored_boxes)
         tensor = StoredTensor(shape, "I64", stored)
         target = numpy.full(whole.size, -1, "<i8").view(numpy.uint8)
         seen = set()

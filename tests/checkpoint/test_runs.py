@@ -34,6 +34,7 @@ from fullshard.checkpoint import (
 from fullshard.checkpoint.background import save_in_background
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.values import from_json, to_json
+from fullshard.checkpoint.planning import Plans
 from fullshard.checkpoint.ranks import FolderRanks
 from fullshard.checkpoint.runs.commit import Ancestor, is_verified
 from fullshard.checkpoint.runs.retention import apply_retention, steps_to_remove
@@ -182,7 +183,8 @@ def large(mebibytes):
 
 def in_background(run, piece, files=None, blocks=None, step=1):
     blocks = blocks or Blocks(8 * BLOCK_BYTES)
-    return save_in_background(run, [piece], About(step), SoloRanks(), files or FILES, blocks)
+    plan = Plans().plan([piece], SoloRanks())
+    return save_in_background(run, plan, About(step), SoloRanks(), files or FILES, blocks)
 
 
 def test_the_caller_goes_on_and_may_change_what_it_gave(tmp_path):
@@ -258,11 +260,11 @@ def test_a_failure_of_one_rank_aside_is_a_failure_on_all(tmp_path):
             raise OSError(5, "made to fail", str(path))
 
     def work(ranks):
-        pieces = spans_of(arrays(1), ranks.rank, 2)
+        plan = Plans().plan(spans_of(arrays(1), ranks.rank, 2), ranks)
         files = FaultyFiles(watch) if ranks.rank == 1 else FILES
         blocks = Blocks(2 * BLOCK_BYTES)
         saving = save_in_background(
-            tmp_path, pieces[:-1], About(1), ranks.duplicate(tmp_path, files), files, blocks
+            tmp_path, plan, About(1), ranks.duplicate(tmp_path, files), files, blocks
         )
         return saving.wait()
 

@@ -12,7 +12,7 @@ from support.checkpoint_cases import names_in
 from support.models import GPT, seeded
 from torch import nn
 
-from fullshard.checkpoint import Files, open_checkpoint
+from fullshard.checkpoint import Files, open_checkpoint, planning
 from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.testing import LocalWorld
 from fullshard.torch import (
@@ -54,6 +54,29 @@ def assert_equal(a, b):
     for name, value in a.items():
         assert value.dtype == b[name].dtype, name
         assert torch.equal(value, b[name]), name
+
+
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_all_ranks_tell_the_same_rules(tmp_path, monkeypatch, strategy, door):
+    told = []
+    plain = planning._Decision.__init__
+
+    def noted(self, groups, listed):
+        told.append(
+            (len(groups), {each[0] for part in listed for each in part if 0 not in each[1]})
+        )
+        plain(self, groups, listed)
+
+    monkeypatch.setattr(planning._Decision, "__init__", noted)
+
+    def body(comm):
+        model, optimizer = build(comm, strategy, door)
+        train(comm, model, optimizer, range(1))
+        save_checkpoint(tmp_path, model, optimizer, step=1)
+
+    on(4, body)
+    assert told == [(1, {f"random/{rank}" for rank in range(4)})]
 
 
 def test_a_plain_module_in_one_process(tmp_path):

@@ -141,6 +141,9 @@ def test_any_strategy_and_door_reads_any_other(tmp_path, strategy, door):
         saved = saved_by(run, a, strategy, door)
         if a > 1 and strategy in ("HYBRID_SHARD", "NO_SHARD"):
             assert written_once(run)
+        tensors = open_checkpoint(run).manifest.tensors
+        listed = {name for name, each in tensors.items() if each.tiling is None and each.size_bytes}
+        assert listed == {f"random/{rank}" for rank in range(a)}
         number = KINDS.index((strategy, door))
         others = KINDS if FULL else [KINDS[(number + 3) % 8]]
         for b in worlds if FULL else [2]:
@@ -153,4 +156,7 @@ def written_once(run):
     """No more bytes of data than the tensors have."""
     manifest = open_checkpoint(run).manifest
     held = sum(each.size_bytes for each in manifest.tensors.values())
-    return sum(each.size_bytes - each.header_bytes for each in manifest.files) == held
+    return (
+        sum(each.size_bytes - each.header_bytes - each.table_bytes for each in manifest.files)
+        == held
+    )

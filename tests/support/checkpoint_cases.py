@@ -12,7 +12,6 @@ import numpy
 from fullshard.checkpoint.background import Saving
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.loading import Checkpoint, Loading, Want, open_checkpoint
-from fullshard.checkpoint.reshard import even_spans
 from fullshard.checkpoint.runs.lock import LOCK
 from fullshard.checkpoint.saving import About, save
 from fullshard.checkpoint.shards import ArraySource, Piece
@@ -21,10 +20,10 @@ from fullshard.core.boxes import Box, boxes_of_interval
 FULL = os.environ.get("FULLSHARD_TRIALS") == "full"  # all that is sampled otherwise
 
 CHUNKED = (
+    "format.index",
     "format.manifest",
     "shards",
-    "reshard",
-    "loading",
+    "reading.reads",
     "reading.chunks",
     "foreign.seals",
 )
@@ -124,6 +123,11 @@ def _watched(name):
 OPERATIONS = [name for name in vars(Files) if not name.startswith("_")]
 for _name in OPERATIONS:
     setattr(FaultyFiles, _name, _watched(_name))
+
+
+def even_spans(numel, world):
+    """[start, stop) of each of ``world`` nearly equal parts of ``numel`` elements, in order."""
+    return [(numel * rank // world, numel * (rank + 1) // world) for rank in range(world)]
 
 
 DTYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "BF16": "<u2", "U8": "u1", "BOOL": "u1"}

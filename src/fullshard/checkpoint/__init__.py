@@ -15,7 +15,7 @@ from fullshard.checkpoint.foreign import (
     is_sealed,
     seal,
 )
-from fullshard.checkpoint.format.manifest import Manifest
+from fullshard.checkpoint.format.stored import Manifest
 from fullshard.checkpoint.loading import Checkpoint, open_checkpoint
 from fullshard.checkpoint.ranks import CheckpointRanks, SoloRanks
 from fullshard.checkpoint.rewriting import Difference, compare, reshard_checkpoint

@@ -5,16 +5,16 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.planning import WritePlan
 from fullshard.checkpoint.ranks import CheckpointRanks, FolderRanks
 from fullshard.checkpoint.runs.retention import Keep
 from fullshard.checkpoint.saving import About, WrittenStep, write_step
-from fullshard.checkpoint.shards import Piece
 from fullshard.checkpoint.streaming import Blocks, Conveyor
 from fullshard.core.errors import CheckpointError
 
@@ -117,25 +117,25 @@ _threads = _Threads()
 
 def save_in_background(
     run: Path,
-    mine: Sequence[Piece],
+    plan: WritePlan,
     about: About,
     ranks: CheckpointRanks,
     files: Files,
     blocks: Blocks,
     keep: Keep | None = None,
 ) -> Saving:
-    """Copy what is ``mine`` and return; a thread writes it, as `write_step` does. Collective.
+    """Copy this rank's part of ``plan`` and return; a thread writes it, as `write_step` does.
 
-    ``ranks`` is for the thread alone, and ``blocks`` for this save until it is done. The process
-    does not end before the save has (an interpreter waits for such threads); one that is killed
-    leaves a staging folder, which the next save removes.
+    Collective. ``ranks`` is for the thread alone, and ``blocks`` for this save until it is done.
+    The process does not end before the save has (an interpreter waits for such threads); one that
+    is killed leaves a staging folder, which the next save removes.
     """
     saving = Saving(about.step)
     conveyor = Conveyor(blocks)
 
     def work() -> None:
         try:
-            saving._written = write_step(run, mine, about, ranks, files, keep, conveyor.pour)
+            saving._written = write_step(run, plan, about, ranks, files, keep, conveyor.pour)
         except BaseException as error:
             saving._failure = error
             _untold.add(saving)
@@ -144,12 +144,12 @@ def save_in_background(
             if isinstance(ranks, FolderRanks):
                 ranks.leave()
 
-    if sum(piece.size_bytes for piece in mine) > blocks.most_bytes:
+    if sum(piece.size_bytes for piece in plan.pieces) > blocks.most_bytes:
         saving._work = _threads.submit(work)
-        conveyor.fill(mine)
+        conveyor.fill(plan.pieces)
         return saving
     try:
-        conveyor.fill(mine)  # first: the copy has the processor for itself
+        conveyor.fill(plan.pieces)  # first: the copy has the processor for itself
     finally:
         saving._work = _threads.submit(work)  # which tells all ranks if the copy has failed
     return saving

@@ -19,18 +19,13 @@ import numpy
 from numpy.typing import NDArray
 
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.format.manifest import (
-    CHUNK_BYTES,
-    MANIFEST,
-    Manifest,
-    StoredBox,
-    StoredTensor,
-    chunk_count,
-)
+from fullshard.checkpoint.format.index import chunk_count
+from fullshard.checkpoint.format.manifest import MANIFEST
+from fullshard.checkpoint.format.stored import Manifest, StoredBox, StoredTensor
 from fullshard.checkpoint.format.values import from_json
 from fullshard.checkpoint.reading.chunks import read_boxes, scratch_chunk
+from fullshard.checkpoint.reading.reads import chunk_bytes, reads_for
 from fullshard.checkpoint.reading.streams import in_streams
-from fullshard.checkpoint.reshard import chunk_bytes, reads_for
 from fullshard.checkpoint.runs.commit import (
     find_step,
     is_verified,
@@ -52,6 +47,7 @@ __all__ = [
     "pieces_of_want",
 ]
 
+BATCH_BOXES = 2**16  # that are verified before the next files are opened
 PIECE_BYTES = 16 * 2**20  # of a want that are read at a time
 KEPT_BYTES = 64 * 2**20  # of verified data that are kept until they are delivered
 _NUMPY = {
@@ -145,14 +141,10 @@ class Checkpoint:
         Raises `CheckpointError`.
         """
         with ShardReader(self.files, self.folder, self.manifest) as reader:
-            for number, file in enumerate(self.manifest.files):
-                reader.check_header(number)
-                if progress is not None:
-                    progress(file.header_bytes)
-            boxes = _boxes_by_file(self.manifest)
-            sizes = [stored.box.numel * tensor.item_bytes for _, tensor, stored in boxes]
-            for _ in in_streams(lambda each: _verify_box(reader, each, progress), boxes, sizes):
-                pass
+            for boxes in _boxes_in_batches(reader, self.manifest, progress):
+                sizes = [stored.box.numel * tensor.item_bytes for _, tensor, stored in boxes]
+                for _ in in_streams(lambda each: _verify_box(reader, each, progress), boxes, sizes):
+                    pass
         mark_verified(self.files, self.folder)
 
 
@@ -167,18 +159,25 @@ def open_checkpoint(path: str | Path, step: int | None = None) -> Checkpoint:
     return Checkpoint(find_step(files, folder, step).path, files)
 
 
-def _boxes_by_file(manifest: Manifest) -> list[tuple[str, StoredTensor, StoredBox]]:
-    held = [
-        (name, tensor, stored)
-        for name, tensor in manifest.tensors.items()
-        for stored in tensor.boxes
-    ]
-    return sorted(held, key=lambda each: (each[2].file, each[2].start))
+_Held = tuple[str, StoredTensor, StoredBox]
 
 
-def _verify_box(
-    reader: ShardReader, held: tuple[str, StoredTensor, StoredBox], progress: Progress | None
-) -> None:
+def _boxes_in_batches(
+    reader: ShardReader, manifest: Manifest, progress: Progress | None
+) -> Iterator[list[_Held]]:
+    """The boxes of all files, checked against what the files tell, in the order of their bytes."""
+    batch: list[_Held] = []
+    for number, file in enumerate(manifest.files):
+        batch += reader.boxes(number)
+        if progress is not None:
+            progress(file.header_bytes + file.table_bytes)
+        if len(batch) >= BATCH_BOXES:
+            yield batch
+            batch = []
+    yield batch
+
+
+def _verify_box(reader: ShardReader, held: _Held, progress: Progress | None) -> None:
     name, tensor, stored = held
     for chunk in range(chunk_count(stored.box.numel * tensor.item_bytes)):
         view = scratch_chunk(chunk_bytes(tensor, stored, chunk))
@@ -221,6 +220,7 @@ class Loading:
         self._room_bytes = kept_bytes
         self._kept: dict[int, NDArray[numpy.uint8]] = {}
         self._done: set[int] = set()  # parts that were handed out by `verify`
+        self._order = {name: n for n, name in enumerate(checkpoint.manifest.tensors)}
         parts: list[Want] = []
         for want in wants:
             tensor = checkpoint.stored(want.name)
@@ -307,13 +307,13 @@ class Loading:
     ) -> Iterator[Result]:
         return in_streams(work, numbers, [self._size(self._parts[each]) for each in numbers])
 
-    def _place(self, part: Want) -> tuple[int, int]:
-        """Return where the first chunk of a part is: file and byte."""
-        reads = reads_for(self._checkpoint.stored(part.name), part.boxes)
-        first = next(reads, None)
+    def _place(self, part: Want) -> tuple[int, int, int]:
+        """Return about where a part is: files have tensors in the manifest's order."""
+        first = next(reads_for(self._checkpoint.stored(part.name), part.boxes), None)
         if first is None:
-            return (0, 0)
-        return first.stored.file, first.stored.start + first.chunk * CHUNK_BYTES
+            return (0, 0, 0)
+        name = self._checkpoint.manifest.aliases.get(part.name, part.name)
+        return first.stored.file, self._order[name], first.chunk
 
     def _size(self, part: Want) -> int:
         tensor = self._checkpoint.stored(part.name)

@@ -2,7 +2,7 @@
 """A checkpoint written anew for another number of ranks, and two of them compared."""
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +10,11 @@ import numpy
 from numpy.typing import NDArray
 
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.format.manifest import StoredTensor
+from fullshard.checkpoint.format.envelope import checksum_of
+from fullshard.checkpoint.format.stored import Manifest, StoredTensor
+from fullshard.checkpoint.format.tiling import Slicing, Tiling, boxes_of_part
 from fullshard.checkpoint.loading import Checkpoint, Progress
 from fullshard.checkpoint.reading.chunks import read_boxes
-from fullshard.checkpoint.reshard import even_spans
 from fullshard.checkpoint.runs.commit import Staging
 from fullshard.checkpoint.runs.folder import RunFolder
 from fullshard.checkpoint.runs.lock import lock_run
@@ -69,18 +70,18 @@ def reshard_checkpoint(
         manifest.state,
         manifest.extra,
     )
-    parts = []
+    tensors, parts = _cut_evenly(manifest, world), []
     try:
         files.make_folder(folder)
         lock_run(files, folder)
         staging.open()
         with ShardReader(source.files, source.folder, manifest) as reader:
             for rank in range(world):
-                mine = list(_pieces(source, reader, rank, world))
+                mine = list(_pieces(manifest, tensors, reader, rank))
                 parts.append(write_shard(staging, rank, mine, files))
                 if progress is not None:
                     progress(sum(piece.size_bytes for piece in mine))
-        outcome = publish(staging, about, parts)
+        outcome = publish(staging, about, tensors, parts)
         if outcome["failure"]:
             raise CheckpointError(outcome["failure"], file=outcome["file"])
     except OSError as error:
@@ -92,15 +93,26 @@ def reshard_checkpoint(
     return Path(outcome["folder"])
 
 
-def _pieces(source: Checkpoint, reader: ShardReader, rank: int, world: int) -> Iterator[Piece]:
-    tensors = source.manifest.tensors.items()
-    for name, tensor in sorted(tensors, key=lambda each: -each[1].item_bytes):
-        start, stop = even_spans(tensor.size_bytes // tensor.item_bytes, world)[rank]
-        if start < stop or (0 in tensor.shape and rank == 0):
-            boxes = tuple(boxes_of_interval(tensor.shape, start, stop))
-            yield Piece(
-                name, tensor.shape, tensor.dtype, boxes, _SpanSource(reader, name, tensor, start)
-            )
+def _cut_evenly(manifest: Manifest, world: int) -> dict[str, StoredTensor]:
+    """All tensors, with ranks in place of files."""
+    cut = {}
+    for name, tensor in sorted(manifest.tensors.items(), key=lambda each: -each[1].item_bytes):
+        size = -(-tensor.size_bytes // tensor.item_bytes // world)
+        rule = Tiling((Slicing(None, 0, size, world),), ((0, 1, world),)) if size else None
+        cut[name] = StoredTensor(tensor.shape, tensor.dtype, (), rule)
+    return cut
+
+
+def _pieces(
+    manifest: Manifest, tensors: Mapping[str, StoredTensor], reader: ShardReader, rank: int
+) -> Iterator[Piece]:
+    for name, tensor in tensors.items():
+        slicings = tensor.tiling.slicings if tensor.tiling is not None else ()
+        boxes = boxes_of_part(tensor.shape, slicings, rank) if slicings else ()
+        if boxes:
+            start = rank * slicings[0].size
+            source = _SpanSource(reader, name, manifest.tensors[name], start)
+            yield Piece(name, tensor.shape, tensor.dtype, boxes, source)
 
 
 # -- comparing -----------------------------------------------------------------------------------
@@ -131,6 +143,7 @@ def compare(a: Checkpoint, b: Checkpoint, progress: Progress | None = None) -> I
         ShardReader(a.files, a.folder, a.manifest) as reader_a,
         ShardReader(b.files, b.folder, b.manifest) as reader_b,
     ):
+        sums_a, sums_b = _content_sums(reader_a, a.manifest), _content_sums(reader_b, b.manifest)
         for name in sorted(a.manifest.tensors.keys() | b.manifest.tensors.keys()):
             of_a, of_b = a.manifest.tensors.get(name), b.manifest.tensors.get(name)
             if of_a is None or of_b is None:
@@ -140,7 +153,7 @@ def compare(a: Checkpoint, b: Checkpoint, progress: Progress | None = None) -> I
                 yield Difference(name, f"{of_a.dtype} {of_a.shape} and {of_b.dtype} {of_b.shape}")
                 continue
             count, most = 0, 0.0
-            if not same_content(of_a, of_b):
+            if sums_a.get(name) != sums_b.get(name):
                 count, most = _unequal(name, of_a, reader_a, of_b, reader_b)
             if progress is not None:
                 progress(of_a.size_bytes)
@@ -155,13 +168,29 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def same_content(a: StoredTensor, b: StoredTensor) -> bool:
-    """True if two tensors are cut alike and have equal checksums."""
+def same_content(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """True if two tensors of a step are cut alike and have equal checksums."""
+    a, b = checkpoint.stored(one), checkpoint.stored(other)
+    with ShardReader(checkpoint.files, checkpoint.folder, checkpoint.manifest) as reader:
+        sums = _content_sums(reader, checkpoint.manifest, (a, b))
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and len(set(sums.values())) == 1
 
-    def key(tensor: StoredTensor) -> Sequence[object]:
-        return sorted((s.box.offsets, s.box.sizes, s.checksums) for s in tensor.boxes)
 
-    return key(a) == key(b)
+def _content_sums(
+    reader: ShardReader, manifest: Manifest, of: Sequence[StoredTensor] | None = None
+) -> dict[str, int]:
+    """A number for each tensor, or those ``of`` alone: equal if cut and checksums are.
+
+    Files come one after the other, so that no more than one of them needs to be remembered.
+    """
+    sums: dict[str, int] = {}
+    for number in range(len(manifest.files)):
+        for name, tensor, stored in manifest.boxes_in(number):
+            if of is None or any(tensor is each for each in of):
+                place = reader.place(name, tensor, stored)
+                told = f"{stored.box} {place.checksums.hex()}"
+                sums[name] = sums.get(name, 0) + int(checksum_of(told.encode()), 16)
+    return sums
 
 
 def _unequal(
@@ -179,8 +208,8 @@ def _unequal(
         read_boxes(reader_b, name, b, boxes, held[1].data)
         rows = (held[0] != held[1]).reshape(-1, item)
         count += int(rows.any(axis=1).sum())
-        numbers = _numbers(held, a.dtype)
         with numpy.errstate(invalid="ignore", over="ignore"):  # infinities, NaN
+            numbers = _numbers(held, a.dtype)
             apart = numpy.abs(numbers[0] - numbers[1])
         largest = max(largest, float(apart[~numpy.isnan(apart)].max(initial=0)))
     return count, largest

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A save, as every rank carries it out: agree who writes what, write, agree that it is right, show.
 
-[Note: Who writes what]
-Each rank proposes what it holds. What several ranks hold (replicas, buffers) is written by one of
-them. The decision is a pure function of all proposals and is kept until a proposal changes, so a
-later save of the same layout exchanges a few bytes before it starts.
+Who writes what is decided before: [Note: Who writes what] in `planning.py`.
 """
 
 import contextlib
@@ -12,41 +9,34 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.format.envelope import checksum_of
-from fullshard.checkpoint.format.manifest import (
-    Manifest,
-    StoredBox,
-    StoredFile,
-    StoredTensor,
-    parse_manifest,
-    render_manifest,
-)
-from fullshard.checkpoint.ranks import CheckpointRanks, agree, failure_text
+from fullshard.checkpoint.format.manifest import parse_manifest, render_manifest
+from fullshard.checkpoint.format.stored import Manifest, StoredFile, StoredTensor
+from fullshard.checkpoint.format.tiling import Run, Tiling, runs_of
+from fullshard.checkpoint.planning import Plans, WritePlan
+from fullshard.checkpoint.ranks import CheckpointRanks, failure_text
 from fullshard.checkpoint.runs.commit import Ancestor, Staging, left_overs
 from fullshard.checkpoint.runs.lock import lock_run
 from fullshard.checkpoint.runs.retention import Keep, apply_retention, remove_entry
 from fullshard.checkpoint.shards import Piece, ShardWriter
 from fullshard.checkpoint.streaming import stream
-from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError
 
 __all__ = [
     "About",
-    "Plans",
     "WrittenStep",
-    "assign",
     "publish",
     "save",
     "write_shard",
     "write_step",
 ]
-
-SMALL_BYTES = 2**20  # what several ranks hold and is smaller is written by the first of them
 
 
 @dataclass(frozen=True)
@@ -90,94 +80,8 @@ def save(
 
     Raises `CheckpointError` on all ranks if it failed on one; then nothing of it is to be seen.
     """
-    mine = Plans().mine(pieces, ranks)
-    return write_step(run, mine, about, ranks, files or Files(), keep).folder
-
-
-# -- who writes what -----------------------------------------------------------------------------
-
-_Proposal = list[tuple[str, str, int]]  # identity, tensor, bytes
-
-
-class Plans:
-    """Decisions about who writes what, kept from save to save."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, list[bool]] = {}
-        self._identities: dict[tuple[Any, ...], str] = {}  # of the pieces of the last save
-
-    def mine(
-        self,
-        pieces: Sequence[Piece],
-        ranks: CheckpointRanks,
-        what: str = "the step cannot be saved",
-        failure: Exception | None = None,
-    ) -> list[Piece]:
-        """Choose the ``pieces`` that this rank writes. Collective.
-
-        Raises on all ranks if one of them has a ``failure``, see `agree`.
-        """
-        pieces = [piece for piece in pieces if piece.size_bytes or 0 in piece.shape]
-        known = self._identities
-        keys = [(each.name, each.dtype, each.shape, each.boxes) for each in pieces]
-        self._identities = {key: known.get(key) or _identity(*key) for key in keys}
-        identities = map(self._identities.__getitem__, keys)
-        proposal = [
-            (each, p.name, p.size_bytes) for each, p in zip(identities, pieces, strict=True)
-        ]
-        digest = checksum_of(json.dumps(proposal).encode())
-        joint = agree(ranks, what, failure, digest)
-        if ranks.size > 1:
-            if joint not in self._known:
-                self._known[joint] = _decide(proposal, ranks)
-            chosen = self._known[joint]
-            pieces = [piece for piece, taken in zip(pieces, chosen, strict=True) if taken]
-        # Wider elements first: then each tensor of the file is aligned.
-        return sorted(pieces, key=lambda piece: -piece.item_bytes)
-
-
-def _decide(proposal: _Proposal, ranks: CheckpointRanks) -> list[bool]:
-    """For each piece whether this rank writes it. Collective."""
-    proposals = [json.loads(each) for each in ranks.gather(json.dumps(proposal).encode())]
-    decided = json.loads(ranks.broadcast(json.dumps(assign(proposals)).encode()))
-    left_out = set(decided[ranks.rank])
-    return [index not in left_out for index in range(len(proposal))]
-
-
-def _identity(name: str, dtype: str, shape: tuple[int, ...], boxes: tuple[Box, ...]) -> str:
-    return f"{name} {dtype} {shape} {[(box.offsets, box.sizes) for box in boxes]}"
-
-
-def assign(proposals: Sequence[Sequence[Sequence[Any]]]) -> list[list[int]]:
-    """Choose the proposals that each rank leaves to another rank, by index. Pure.
-
-    A piece that several ranks hold goes to the one with the least to write so far, larger ones
-    first; a small one to the first rank that holds it, so that what should be equal and is not
-    (running statistics) comes from one rank.
-    """
-    holders: dict[str, list[tuple[int, int]]] = {}
-    sizes: dict[str, int] = {}
-    for rank, proposal in enumerate(proposals):
-        for index, (identity, _, size_bytes) in enumerate(proposal):
-            holders.setdefault(identity, []).append((rank, index))
-            sizes[identity] = size_bytes
-    load = [0] * len(proposals)
-    for identity, held in holders.items():
-        if len(held) == 1:
-            load[held[0][0]] += sizes[identity]
-    left_out: list[list[int]] = [[] for _ in proposals]
-    shared = sorted((name for name in holders if len(holders[name]) > 1), key=lambda n: -sizes[n])
-    for identity in shared:
-        held = holders[identity]
-        small = sizes[identity] < SMALL_BYTES
-        writer = held[0][0] if small else min(held, key=lambda each: (load[each[0]], each[0]))[0]
-        load[writer] += sizes[identity]
-        taken = False
-        for rank, index in held:
-            if rank != writer or taken:
-                left_out[rank].append(index)
-            taken = taken or rank == writer
-    return left_out
+    plan = Plans().plan(pieces, ranks)
+    return write_step(run, plan, about, ranks, files or Files(), keep).folder
 
 
 # -- writing -------------------------------------------------------------------------------------
@@ -185,17 +89,17 @@ def assign(proposals: Sequence[Sequence[Sequence[Any]]]) -> list[list[int]]:
 
 def write_step(
     run: Path,
-    mine: Sequence[Piece],
+    plan: WritePlan,
     about: About,
     ranks: CheckpointRanks,
     files: Files,
     keep: Keep | None = None,
     feed: Feed = stream,
 ) -> WrittenStep:
-    """Write what is ``mine`` into a staging folder; when all ranks have, show the step. Collective.
+    """Write this rank's part of ``plan`` into a staging folder; when all have, show the step.
 
-    ``feed`` brings the bytes to the writer. Raises `CheckpointError` on all ranks if it failed on
-    one of them. Other exceptions of ``ranks`` mean that a peer is gone.
+    Collective. ``feed`` brings the bytes to the writer. Raises `CheckpointError` on all ranks if it
+    failed on one of them. Other exceptions of ``ranks`` mean that a peer is gone.
     """
     staging: Staging | None = None
     what = f"step {about.step} was not saved to {run}"
@@ -203,12 +107,12 @@ def write_step(
         staging = _open_staging(run, ranks, files, what)
         failure: BaseException | None = None
         try:
-            written = write_shard(staging, ranks.rank, mine, files, feed)
+            written = write_shard(staging, ranks.rank, plan.pieces, files, feed)
         except Exception as error:
             failure = error
         told = {"failure": failure_text(failure)} if failure else written
         parts = [json.loads(each) for each in ranks.gather(json.dumps(told).encode())]
-        outcome = publish(staging, about, parts) if ranks.rank == 0 else {}
+        outcome = publish(staging, about, plan.tensors, parts) if ranks.rank == 0 else {}
         outcome = json.loads(ranks.broadcast(json.dumps(outcome).encode()))
         if outcome["failure"]:
             raise CheckpointError(f"{what}: {outcome['failure']}", file=outcome["file"])
@@ -244,7 +148,7 @@ def _open_staging(run: Path, ranks: CheckpointRanks, files: Files, what: str) ->
 def write_shard(
     staging: Staging, rank: int, mine: Sequence[Piece], files: Files, feed: Feed = stream
 ) -> dict[str, Any]:
-    """Write a rank's file; what it holds, as JSON for `publish`. Nothing to write: no file.
+    """Write a rank's file; what it is, as JSON for `publish`. Nothing to write: no file.
 
     Raises `CheckpointError`.
     """
@@ -256,31 +160,25 @@ def write_shard(
         writer = ShardWriter(files, path, mine, metadata)
         try:
             feed(mine, writer)
-            file, held = writer.finish()
+            file = writer.finish()
         except BaseException:
             with contextlib.suppress(OSError):
                 writer.abandon()
             raise
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error}", file=str(path)) from error
-    return {
-        "failure": None,
-        "file": [file.name, file.size_bytes, file.header_bytes, file.header_checksum],
-        "held": [
-            [
-                piece.name,
-                piece.shape,
-                piece.dtype,
-                [[b.box.offsets, b.box.sizes, b.start, b.checksums] for b in boxes],
-            ]
-            for piece, boxes in held
-        ],
-    }
+    return {"failure": None, "file": list(astuple(file)[:-1])}
 
 
-def publish(staging: Staging, about: About, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Write the manifest of what all ranks have told, and let the step appear. For rank 0 alone.
+def publish(
+    staging: Staging,
+    about: About,
+    tensors: Mapping[str, StoredTensor],
+    parts: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Write the manifest of what all ranks have written, and let the step appear.
 
+    For rank 0 alone. ``tensors`` have ranks in place of files.
     Returns JSON: "failure" and "file" if something failed, and the "folder" of the step.
     """
     world = len(parts)
@@ -290,7 +188,7 @@ def publish(staging: Staging, about: About, parts: Sequence[Mapping[str, Any]]) 
         more = f" ({len(failed) - 1} other ranks failed too)" if len(failed) > 1 else ""
         return {"failure": f"{where}{failed[0][1]}{more}", "file": str(staging.path)}
     try:
-        manifest = _manifest(staging, about, parts, world)
+        manifest = _manifest(staging, about, tensors, parts)
         data = render_manifest(manifest)
         parse_manifest(data, staging.path)  # what could not be read back is not committed
         folder = staging.commit(about.step, data, about.after)
@@ -300,34 +198,19 @@ def publish(staging: Staging, about: About, parts: Sequence[Mapping[str, Any]]) 
 
 
 def _manifest(
-    staging: Staging, about: About, parts: Sequence[Mapping[str, Any]], world: int
+    staging: Staging,
+    about: About,
+    tensors: Mapping[str, StoredTensor],
+    parts: Sequence[Mapping[str, Any]],
 ) -> Manifest:
-    files: list[StoredFile] = []
-    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    stored: dict[str, list[StoredBox]] = {}
-    for part in parts:
-        if part["file"] is None:
-            continue
-        number = len(files)
-        files.append(StoredFile(*part["file"]))
-        for name, shape, dtype, boxes in part["held"]:
-            known = shapes.setdefault(name, (tuple(shape), dtype))
-            if known != (tuple(shape), dtype):
-                raise CheckpointError(
-                    f"{name!r} is {known[1]} of shape {known[0]} on one rank and {dtype} of "
-                    f"shape {tuple(shape)} on another",
-                    tensor=name,
-                )
-            stored.setdefault(name, []).extend(
-                StoredBox(Box(tuple(offsets), tuple(sizes)), number, start, tuple(checksums))
-                for offsets, sizes, start, checksums in boxes
-            )
-    tensors = {name: StoredTensor(*shapes[name], tuple(stored[name])) for name in sorted(stored)}
+    files = tuple(StoredFile(*part["file"]) for part in parts if part["file"] is not None)
+    if len(files) < len(parts):
+        tensors = _renumbered(tensors, [part["file"] is not None for part in parts])
     return Manifest(
         step=about.step,
         generation=staging.generation,
-        world=world,
-        files=tuple(files),
+        world=len(parts),
+        files=files,
         tensors=tensors,
         saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         layout=about.layout,
@@ -338,3 +221,23 @@ def _manifest(
         parent=(about.after.step, about.after.generation) if about.after else None,
         metrics=about.metrics,
     )
+
+
+def _renumbered(
+    tensors: Mapping[str, StoredTensor], has_file: Sequence[bool]
+) -> dict[str, StoredTensor]:
+    """Put numbers of files in the place of ranks, of which some have none."""
+    number_of = numpy.maximum(numpy.cumsum(has_file) - 1, 0)
+
+    @cache
+    def of_runs(runs: tuple[Run, ...]) -> tuple[Run, ...]:
+        ranks = [first + step * numpy.arange(count) for first, step, count in runs]
+        return runs_of(number_of[numpy.concatenate(ranks)])
+
+    renumbered = {}
+    for name, tensor in tensors.items():
+        listed = tuple(replace(each, file=int(number_of[each.file])) for each in tensor.listed)
+        rule = tensor.tiling
+        tiling = None if rule is None else Tiling(rule.slicings, of_runs(rule.files))
+        renumbered[name] = replace(tensor, listed=listed, tiling=tiling)
+    return renumbered

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 from fullshard.checkpoint.background import Saving, save_in_background
 from fullshard.checkpoint.format.manifest import MANIFEST
 from fullshard.checkpoint.loading import Checkpoint, Loading, Want
+from fullshard.checkpoint.planning import Plans
 from fullshard.checkpoint.ranks import CheckpointRanks, agree
 from fullshard.checkpoint.runs.commit import (
     Ancestor,
@@ -29,7 +30,7 @@ from fullshard.checkpoint.runs.commit import (
     steps_off_line,
 )
 from fullshard.checkpoint.runs.folder import Background, RunFolder
-from fullshard.checkpoint.saving import About, Plans, write_step
+from fullshard.checkpoint.saving import About, write_step
 from fullshard.checkpoint.shards import Piece
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks, NewBlock, stream
 from fullshard.core.errors import CheckpointError, ConfigurationError
@@ -171,11 +172,11 @@ class SaveSession:
         except Exception as error:
             failure = error
         what = f"step {step} cannot be saved"
-        mine = self._plans.mine(content.pieces, self.ranks, what, failure)
+        plan = self._plans.plan(content.pieces, self.ranks, what, failure)
         if not asynchronous:
             written = write_step(
                 run.path,
-                mine,
+                plan,
                 about,
                 self.ranks,
                 run.files,
@@ -187,7 +188,7 @@ class SaveSession:
         background = asynchronous if isinstance(asynchronous, Background) else run.background
         blocks = self._blocks_of(background, content.new_block)
         aside = self.ranks.duplicate(run.path, run.files)
-        saving = save_in_background(run.path, mine, about, aside, run.files, blocks, run.keep)
+        saving = save_in_background(run.path, plan, about, aside, run.files, blocks, run.keep)
         self._pending = saving, owner, run.path
         return saving
 

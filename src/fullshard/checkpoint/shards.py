@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,15 +16,17 @@ from numpy.typing import NDArray
 
 from fullshard.checkpoint.files import ALIGNMENT, Files, OpenFile
 from fullshard.checkpoint.format.envelope import checksum_of
-from fullshard.checkpoint.format.manifest import (
+from fullshard.checkpoint.format.index import (
     CHUNK_BYTES,
-    Manifest,
-    StoredBox,
-    StoredFile,
-    StoredTensor,
+    TABLE,
+    BoxPlace,
+    FileIndex,
+    entry_name,
 )
+from fullshard.checkpoint.format.stored import Manifest, StoredBox, StoredFile, StoredTensor
+from fullshard.checkpoint.format.tiling import Tile
 from fullshard.core.boxes import Box
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.core.safetensors_format import DTYPE_BYTES, Entry, header_of
 
 __all__ = ["ArraySource", "Piece", "ShardReader", "ShardWriter", "Source", "memory_view"]
@@ -56,7 +59,8 @@ def memory_view(array: NDArray[Any]) -> memoryview:
 class Piece:
     """One rank's part of a tensor: boxes, whose elements follow each other in ``source``.
 
-    ``dtype`` is the name that safetensors has for it.
+    ``dtype`` is the name that safetensors has for it. ``tile`` tells which part of a rule the boxes
+    are, if other ranks have the others.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Piece:
     dtype: str
     boxes: tuple[Box, ...]
     source: Source
+    tile: Tile | None = None
 
     @property
     def item_bytes(self) -> int:
@@ -80,7 +85,7 @@ class Piece:
 
 
 class ShardWriter:
-    """One file, written from its beginning to its end, and the checksums of what went into it.
+    """One file, written from its beginning to its end; its end are the checksums of its chunks.
 
     The file's data are one stream: the bytes of ``pieces``, in that order, given to `append` in
     parts of any size.
@@ -93,7 +98,7 @@ class ShardWriter:
         self._pieces = pieces
         header = _padded(header_of(_entries(pieces), metadata))
         self._header_bytes, self._header_checksum = len(header), checksum_of(header)
-        self._checksums: list[str] = []
+        self._table = bytearray()
         self._lengths = _chunk_lengths(pieces)
         self._left = next(self._lengths, 0)
         self._open_hash: xxhash.xxh3_128 | None = None
@@ -110,24 +115,21 @@ class ShardWriter:
             self._hash(part)
         self._files.write(self._file, data)
 
-    def finish(self) -> tuple[StoredFile, list[tuple[Piece, list[StoredBox]]]]:
-        """Flush to the medium and close. What the file holds, as its file number 0."""
+    def finish(self) -> StoredFile:
+        """Write the checksums, flush to the medium and close."""
         if self._left:
             raise CheckpointError("not all of the shard was handed over: its copy was interrupted")
+        self._files.write(self._file, memoryview(self._table))
         self._files.flush(self._file)
         self._files.close(self._file)
-        checksums = iter(self._checksums)
-        start, held = self._header_bytes, []
-        for piece in self._pieces:
-            boxes = []
-            for box in piece.boxes:
-                size_bytes = box.numel * piece.item_bytes
-                count = -(-size_bytes // CHUNK_BYTES)
-                boxes.append(StoredBox(box, 0, start, tuple(next(checksums) for _ in range(count))))
-                start += size_bytes
-            held.append((piece, boxes))
-        name = self._file.path.name
-        return StoredFile(name, start, self._header_bytes, self._header_checksum), held
+        return StoredFile(
+            self._file.path.name,
+            self._header_bytes + sum(p.size_bytes for p in self._pieces) + len(self._table),
+            self._header_bytes,
+            self._header_checksum,
+            len(self._table),
+            checksum_of(self._table),
+        )
 
     def abandon(self) -> None:
         """Close without more ado."""
@@ -135,13 +137,13 @@ class ShardWriter:
 
     def _hash(self, part: memoryview) -> None:
         if self._left == 0 and self._open_hash is None:
-            self._checksums.append(checksum_of(part))
+            self._table += xxhash.xxh3_128_digest(part)
         else:
             if self._open_hash is None:
                 self._open_hash = xxhash.xxh3_128()
             self._open_hash.update(part)
             if self._left == 0:
-                self._checksums.append(self._open_hash.hexdigest())
+                self._table += self._open_hash.digest()
                 self._open_hash = None
         if self._left == 0:
             self._left = next(self._lengths, 0)
@@ -169,13 +171,11 @@ def _entries(pieces: Sequence[Piece]) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for piece in pieces:
         for box in piece.boxes:
-            name = piece.name
-            if box.sizes != piece.shape:
-                ends = zip(box.offsets, box.sizes, strict=True)
-                name += f"[{','.join(f'{first}:{first + size}' for first, size in ends)}]"
-            if name in entries:
+            name = entry_name(piece.name, piece.shape, box)
+            if name in entries or name == TABLE:
                 raise CheckpointError(f"two tensors would be stored as {name!r}", tensor=name)
             entries[name] = Entry(piece.dtype, box.sizes)
+    entries[TABLE] = Entry("U8", (sum(1 for _ in _chunk_lengths(pieces)), 16))
     return entries
 
 
@@ -184,6 +184,7 @@ def _entries(pieces: Sequence[Piece]) -> dict[str, Entry]:
 
 _READ_BYTES = 2**20  # that are read at a time: their checksum is taken while a cache has them
 _MOST_OPEN = 32
+_MOST_PLACES = 2**18  # that are remembered of files: some 60 MB
 
 
 class ShardReader:
@@ -197,6 +198,8 @@ class ShardReader:
         self._folder = folder
         self._manifest = manifest
         self._open: dict[int, dict[int, OpenFile]] = {}  # by thread, least recently used first
+        self._indexes: dict[int, FileIndex] = {}  # by file, read last at the end
+        self._remembering = threading.Lock()
 
     def __enter__(self) -> "ShardReader":
         return self
@@ -211,9 +214,52 @@ class ShardReader:
             for file in mine.values():
                 self._files.close(file)
 
-    def check_header(self, number: int) -> None:
-        """Open file ``number``, and refuse it if it is not the one that the manifest describes."""
+    def index(self, number: int, name: str | None = None) -> FileIndex:
+        """The places that file ``number`` tells, once it is the one that the manifest describes.
+
+        Raises `CheckpointError`, which names the tensor ``name`` for which it was wanted.
+        """
+        told = self._manifest.files[number]
+        index = told.index or self._indexes.get(number)
+        if index is None:
+            file = self._opened(number, name)
+            header = _part(self._files, file, 0, told.header_bytes, told.header_checksum, name)
+            start = told.size_bytes - told.table_bytes
+            table = _part(self._files, file, start, told.table_bytes, told.table_checksum, name)
+            try:
+                index = FileIndex.of_file(header, told.size_bytes, table)
+            except ConfigurationError as error:
+                raise _damaged(file.path, name, (0, told.header_bytes), f"say: {error}") from error
+            with self._remembering:
+                while len(self._indexes) > _MOST_PLACES // max(1, len(index)):
+                    self._indexes.pop(next(iter(self._indexes)))
+                self._indexes[number] = index
+        return index
+
+    def boxes(self, number: int) -> list[tuple[str, StoredTensor, StoredBox]]:
+        """All that is in file ``number``: name, tensor and box, in the order of their bytes.
+
+        Raises `CheckpointError` if that is other than what the manifest says.
+        """
         self._opened(number)
+        count = len(self.index(number))
+        held = list(islice(self._manifest.boxes_in(number), count + 1))
+        if len(held) != count:
+            told = self._manifest.files[number]
+            path, span = self._folder / told.name, (0, told.header_bytes)
+            raise _damaged(path, None, span, "tell of other boxes than the manifest")
+        return sorted(held, key=lambda each: self.place(*each).start)
+
+    def place(self, name: str, tensor: StoredTensor, stored: StoredBox) -> BoxPlace:
+        """The place of a stored box in its file. Raises `CheckpointError`."""
+        own = self._manifest.aliases.get(name, name)
+        key = entry_name(own, tensor.shape, stored.box)
+        place = self.index(stored.file, name).find(key)
+        if place is None or place.size_bytes != stored.box.numel * tensor.item_bytes:
+            told = self._manifest.files[stored.file]
+            path, span = self._folder / told.name, (0, told.header_bytes)
+            raise _damaged(path, name, span, f"do not tell of {key!r} as the manifest does")
+        return place
 
     def read_chunk(
         self, name: str, tensor: StoredTensor, stored: StoredBox, chunk: int, into: memoryview
@@ -222,7 +268,8 @@ class ShardReader:
 
         ``into`` has the chunk's size. Raises `CheckpointError` naming file, tensor and bytes.
         """
-        start = stored.start + chunk * CHUNK_BYTES
+        place = self.place(name, tensor, stored)
+        start = place.start + chunk * CHUNK_BYTES
         span = (start, start + into.nbytes)
         file = self._opened(stored.file, name)
         digest = xxhash.xxh3_128()
@@ -235,7 +282,7 @@ class ShardReader:
             if count < part.nbytes:
                 raise _damaged(file.path, name, span, f"end after {done + count} bytes")
             digest.update(part)
-        if digest.hexdigest() != stored.checksums[chunk]:
+        if digest.digest() != place.checksum(chunk):
             raise _damaged(file.path, name, span, "do not match their checksum: they are damaged")
 
     def _opened(self, number: int, name: str | None = None) -> OpenFile:
@@ -260,16 +307,7 @@ class ShardReader:
             size = self._files.size(file)
             if size != told.size_bytes:
                 raise _damaged(path, name, whole, f"were written, but the file has {size} bytes")
-            header = memoryview(bytearray(told.header_bytes))
-            count = self._files.read_into(file, header, 0)
-            if count < told.header_bytes or checksum_of(header) != told.header_checksum:
-                raise _damaged(
-                    path,
-                    name,
-                    (0, told.header_bytes),
-                    "do not match the header's checksum: it is damaged, or the file of another "
-                    "save or rank",
-                )
+            _part(self._files, file, 0, told.header_bytes, told.header_checksum, name)
         except OSError as error:
             self._files.close(file)
             raise _damaged(path, name, whole, f"cannot be read: {error}") from error
@@ -277,6 +315,26 @@ class ShardReader:
             self._files.close(file)
             raise
         return file
+
+
+def _part(
+    files: Files, file: OpenFile, start: int, size_bytes: int, checksum: str, name: str | None
+) -> bytes:
+    """Read a part of which the manifest has the checksum."""
+    span, data = (start, start + size_bytes), bytearray(size_bytes)
+    try:
+        count = files.read_into(file, memoryview(data), start)
+    except OSError as error:
+        raise _damaged(file.path, name, span, f"cannot be read: {error}") from error
+    if count < size_bytes or checksum_of(data) != checksum:
+        raise _damaged(
+            file.path,
+            name,
+            span,
+            "do not match their checksum in the manifest: they are damaged, or the file is that "
+            "of another save or rank",
+        )
+    return bytes(data)
 
 
 def _damaged(path: Path, name: str | None, span: tuple[int, int], what: str) -> CheckpointError:

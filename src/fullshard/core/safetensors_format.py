@@ -24,6 +24,7 @@ __all__ = [
     "FileWriter",
     "SliceReader",
     "entries_in",
+    "entries_of",
     "header_of",
     "places_in",
 ]
@@ -223,6 +224,14 @@ def entries_in(source: Path) -> dict[str, EntryPlace]:
     return _places(*_header_in(source))
 
 
+def entries_of(header: bytes, data_bytes: int) -> dict[str, EntryPlace]:
+    """All that a file holds, by name, which has this ``header`` (with its length) before its data.
+
+    Raises `ConfigurationError` for a header that cannot be.
+    """
+    return _places(_described(header[8:]), len(header), data_bytes)
+
+
 def _entry_told(name: str, told: Any) -> Entry:
     told = told if isinstance(told, dict) else {}
     dtype, shape = told.get("dtype"), told.get("shape")
@@ -266,20 +275,25 @@ def _header_in(source: Path) -> tuple[dict[str, Any], int, int]:
         data_bytes = os.fstat(file.fileno()).st_size - 8 - size
         if size > LARGEST_HEADER_BYTES or data_bytes < 0:
             raise ConfigurationError(f"it is no safetensors file: its header has {size} bytes")
-        try:
-            described = json.loads(file.read(size).decode(), object_pairs_hook=_without_duplicates)
-        except RecursionError:  # with its thousand frames as a cause nobody could read it
-            raise ConfigurationError(
-                "it is no safetensors file: its header is nested too deeply"
-            ) from None
-        except ValueError as error:
-            raise ConfigurationError(f"it is no safetensors file: {error}") from error
+        return _described(file.read(size)), 8 + size, data_bytes
+
+
+def _described(text: bytes) -> dict[str, Any]:
+    """Parse the header's JSON but for the notes in it."""
+    try:
+        described = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
+    except RecursionError:  # with its thousand frames as a cause nobody could read it
+        raise ConfigurationError(
+            "it is no safetensors file: its header is nested too deeply"
+        ) from None
+    except ValueError as error:
+        raise ConfigurationError(f"it is no safetensors file: {error}") from error
     if not isinstance(described, dict):
         raise ConfigurationError("it is no safetensors file: its header is no JSON object")
     notes = described.pop(_METADATA, {})
     if not isinstance(notes, dict) or not all(isinstance(each, str) for each in notes.values()):
         raise ConfigurationError(f"it is no safetensors file: its {_METADATA} has other than texts")
-    return described, 8 + size, data_bytes
+    return described
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

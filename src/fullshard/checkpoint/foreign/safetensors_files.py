@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.format.manifest import StoredTensor
+from fullshard.checkpoint.format.stored import StoredTensor
 from fullshard.checkpoint.loading import Checkpoint, Progress
 from fullshard.checkpoint.ranks import SoloRanks
 from fullshard.checkpoint.reading.chunks import read_boxes

@@ -13,7 +13,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fullshard.checkpoint.format.envelope import checksum_of, unwrap, wrap
-from fullshard.checkpoint.format.manifest import CHUNK_BYTES, LARGEST_MANIFEST_BYTES, chunk_count
+from fullshard.checkpoint.format.index import CHUNK_BYTES, chunk_count
+from fullshard.checkpoint.format.manifest import LARGEST_MANIFEST_BYTES
 from fullshard.checkpoint.loading import Progress
 from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.core.safetensors_format import FileWriter

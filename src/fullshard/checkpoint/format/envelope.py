@@ -15,7 +15,7 @@ import xxhash
 
 from fullshard.core.errors import CheckpointError
 
-__all__ = ["checksum_of", "unwrap", "wrap"]
+__all__ = ["checksum_of", "unwrap", "version_of", "wrap"]
 
 _HEAD = re.compile(
     rb'\{"format":"([a-z-]{1,40})","version":(\d{1,6}),"xxh3_128":"([0-9a-f]{32})","manifest":\n'
@@ -60,6 +60,12 @@ def unwrap(data: bytes, name: str, version: int, path: Path) -> Any:
         return json.loads(bytes(body), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise _refusal(path, f"it cannot be: {error or type(error).__name__}") from error
+
+
+def version_of(data: bytes) -> int:
+    """The version of a file that `unwrap` has read."""
+    head = _HEAD.match(data)
+    return int(head[2]) if head else 0
 
 
 def _head(name: str, version: int, checksum: str) -> bytes:

@@ -1,130 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of a checkpoint: what is stored, where its bytes are, and their checksums.
+"""The manifest of a checkpoint: what is stored, in which files, and the files' checksums.
 
 `docs/checkpoint-format.md` specifies the file. Reading one trusts nothing: each number is checked
-against the others before it is used, and every bit of the file is covered by its checksum.
+against the others before it is used, and every bit of the file is covered by its checksum. See
+[Note: Two versions] in `stored.py`.
 """
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fullshard.checkpoint.format.envelope import unwrap, wrap
+from fullshard.checkpoint.format.envelope import unwrap, version_of, wrap
+from fullshard.checkpoint.format.index import CHUNK_BYTES, FileIndex, chunk_count, entry_name
+from fullshard.checkpoint.format.stored import Manifest, StoredBox, StoredFile, StoredTensor
+from fullshard.checkpoint.format.tiling import Slicing, Tiling, part_count, why_no_rule
 from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.core.safetensors_format import DTYPE_BYTES, LARGEST_HEADER_BYTES
 
 __all__ = [
-    "CHUNK_BYTES",
     "LARGEST_MANIFEST_BYTES",
     "MANIFEST",
-    "Manifest",
-    "StoredBox",
-    "StoredFile",
-    "StoredTensor",
-    "chunk_count",
     "parse_manifest",
     "render_manifest",
 ]
 
 MANIFEST = "manifest.json"
 FORMAT = "fullshard-checkpoint"
-VERSION = 1
-CHUNK_BYTES = 4 * 2**20
+VERSION = 2
 LARGEST_MANIFEST_BYTES = 2**30
 LARGEST_WORLD = 2**24
 _LARGEST = 2**62  # of any number: sums of two stay below 64 bits
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
-
-
-@dataclass(frozen=True)
-class StoredBox:
-    """A rectangle of a tensor as bytes of a file.
-
-    Its elements stand in row-major order from byte ``start`` of file number ``file``, and
-    ``checksums`` has the XXH3-128 of each `CHUNK_BYTES` of them (the last may be shorter).
-    """
-
-    box: Box
-    file: int
-    start: int
-    checksums: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor: ``boxes`` cover each of its elements exactly once."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    boxes: tuple[StoredBox, ...]
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element."""
-        return DTYPE_BYTES[self.dtype]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all elements."""
-        return math.prod(self.shape) * self.item_bytes
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """A safetensors file beside the manifest; ``header_bytes`` counts its length field too."""
-
-    name: str
-    size_bytes: int
-    header_bytes: int
-    header_checksum: str
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """All that is known of one checkpoint.
-
-    ``generation`` is a random name of this very save, ``layout`` free text about how the run was
-    sharded, ``aliases`` other names of tensors (tied weights), ``state`` what the engines keep
-    beside tensors, and ``extra`` the user's, both as `fullshard.checkpoint.format.values` has it.
-    ``parent`` is the step that was trained on, by number and generation, and ``metrics`` are the
-    numbers by which retention rates the step.
-    """
-
-    step: int
-    generation: str
-    world: int
-    files: tuple[StoredFile, ...]
-    tensors: Mapping[str, StoredTensor]
-    saved_at: str = ""
-    layout: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    state: Any = None
-    extra: Any = None
-    parent: tuple[int, str] | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
-        return sum(file.size_bytes for file in self.files)
-
-    def tensor(self, name: str) -> StoredTensor | None:
-        """The tensor of that name, or of which that is another name."""
-        return self.tensors.get(self.aliases.get(name, name))
-
-
-def chunk_count(size_bytes: int) -> int:
-    """Into how many chunks that many bytes fall."""
-    return -(-size_bytes // CHUNK_BYTES)
 
 
 # -- writing -------------------------------------------------------------------------------------
@@ -150,32 +64,28 @@ def _described(manifest: Manifest) -> dict[str, Any]:
                 "size_bytes": file.size_bytes,
                 "header_bytes": file.header_bytes,
                 "header_xxh3_128": file.header_checksum,
+                "table_bytes": file.table_bytes,
+                "table_xxh3_128": file.table_checksum,
             }
             for file in manifest.files
         ],
-        "tensors": {
-            name: {
-                "shape": list(tensor.shape),
-                "dtype": tensor.dtype,
-                "boxes": [
-                    {
-                        "offsets": list(stored.box.offsets),
-                        "sizes": list(stored.box.sizes),
-                        "file": stored.file,
-                        "start": stored.start,
-                        "xxh3_128": list(stored.checksums),
-                    }
-                    for stored in tensor.boxes
-                ],
-            }
-            for name, tensor in manifest.tensors.items()
-        },
+        "tensors": {name: _tensor_told(tensor) for name, tensor in manifest.tensors.items()},
         "aliases": dict(manifest.aliases),
         "state": manifest.state,
         "extra": manifest.extra,
         "parent": manifest.parent,
         "metrics": to_json(manifest.metrics),
     }
+
+
+def _tensor_told(tensor: StoredTensor) -> dict[str, Any]:
+    told: dict[str, Any] = {"shape": tensor.shape, "dtype": tensor.dtype}
+    if tensor.tiling is None:
+        told["boxes"] = [[each.box.offsets, each.box.sizes, each.file] for each in tensor.listed]
+    else:
+        told["slicings"] = [astuple(slicing) for slicing in tensor.tiling.slicings]
+        told["files"] = tensor.tiling.files
+    return told
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -188,7 +98,8 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
     """
     body = unwrap(data, FORMAT, VERSION, path)
     try:
-        return _Parser(body).manifest()
+        parser = _Parser if version_of(data) > 1 else _ParserOfVersion1
+        return parser(body).manifest()
     except (_Wrong, ConfigurationError, ValueError, RecursionError) as error:
         why = f"it cannot be: {error or type(error).__name__}"
         raise CheckpointError(f"cannot read {path}: {why}", file=str(path)) from error
@@ -252,7 +163,14 @@ class _Parser:
         header = _number(told.get("header_bytes"), f"header of {name!r}")
         if not 8 <= header <= min(size, LARGEST_HEADER_BYTES + 8):
             raise _Wrong(f"{name!r} of {size} bytes has a header of {header}")
-        return StoredFile(name, size, header, _checksum(told.get("header_xxh3_128"), name))
+        checksum = _checksum(told.get("header_xxh3_128"), name)
+        return StoredFile(name, size, header, checksum, *self._table(name, size - header, told))
+
+    def _table(self, name: str, data_bytes: int, told: dict[str, Any]) -> tuple[int, str]:
+        table_bytes = _number(told.get("table_bytes"), f"table of {name!r}")
+        if not 16 <= table_bytes <= data_bytes or table_bytes % 16:
+            raise _Wrong(f"{name!r} has {table_bytes} bytes of checksums")
+        return table_bytes, _checksum(told.get("table_xxh3_128"), name)
 
     def _tensor(self, name: str, told: dict[str, Any]) -> StoredTensor:
         dtype = told.get("dtype")
@@ -261,51 +179,110 @@ class _Parser:
         shape = _numbers(told.get("shape"), f"shape of {name!r}")
         if len(shape) > _MOST_DIMS or math.prod(shape) * DTYPE_BYTES[dtype] > _LARGEST:
             raise _Wrong(f"tensor {name!r} has shape {shape!r:.200}")
+        if "slicings" in told:
+            return StoredTensor(shape, dtype, (), self._tiling(name, shape, told))
         boxes = tuple(
-            self._box(name, shape, DTYPE_BYTES[dtype], _typed(each, dict, f"a box of {name!r}"))
+            self._box(name, shape, DTYPE_BYTES[dtype], each)
             for each in _typed(told.get("boxes"), list, f"boxes of {name!r}")
         )
         if not _tile(shape, boxes):
             raise _Wrong(f"the boxes of {name!r} do not cover each of its elements once")
         return StoredTensor(shape, dtype, boxes)
 
-    def _box(self, name: str, shape: tuple[int, ...], item: int, told: dict[str, Any]) -> StoredBox:
-        offsets = _numbers(told.get("offsets"), f"offsets of {name!r}")
-        sizes = _numbers(told.get("sizes"), f"sizes of {name!r}")
+    def _tiling(self, name: str, shape: tuple[int, ...], told: dict[str, Any]) -> Tiling:
+        if "boxes" in told:
+            raise _Wrong(f"{name!r} has a rule, and boxes too")
+        slicings = []
+        for each in _typed(told["slicings"], list, f"slicings of {name!r}"):
+            dim, *numbers = _list_of(4, each, f"a slicing of {name!r}")
+            dim = None if dim is None else _number(dim, f"dim of {name!r}")
+            slicings.append(Slicing(dim, *_numbers(numbers, f"a slicing of {name!r}")))
+        if len(slicings) > _MOST_DIMS:
+            raise _Wrong(f"{name!r} has {len(slicings)} slicings")
+        why, count = why_no_rule(shape, slicings), part_count(slicings)
+        if why is not None or count > LARGEST_WORLD:
+            raise _Wrong(f"{name!r} has no rule: {why or f'{count} parts'}")
+        runs = []
+        for each in _typed(told.get("files"), list, f"files of {name!r}"):
+            first, step, length = _list_of(3, each, f"files of {name!r}")
+            first, length = _numbers([first, length], f"files of {name!r}")
+            step = _number(abs(_typed(step, int, "a step")), "a step") * (1 if step >= 0 else -1)
+            last = first + step * (length - 1)
+            if length < 1 or not 0 <= last < len(self._files) or first >= len(self._files):
+                raise _Wrong(f"{name!r} is in files {first} to {last} of {len(self._files)}")
+            runs.append((first, step, length))
+        if sum(run[2] for run in runs) != count:
+            raise _Wrong(f"the files of {name!r} are not those of its {count} parts")
+        return Tiling(tuple(slicings), tuple(runs))
+
+    def _box(self, name: str, shape: tuple[int, ...], item: int, told: Any) -> StoredBox:
+        offsets, sizes, file = _list_of(3, told, f"a box of {name!r}")
+        return StoredBox(*self._checked_box(name, shape, offsets, sizes, file))
+
+    def _checked_box(self, name: str, shape: tuple[int, ...], *told: Any) -> tuple[Box, int]:
+        offsets = _numbers(told[0], f"offsets of {name!r}")
+        sizes = _numbers(told[1], f"sizes of {name!r}")
         fits = len(offsets) == len(sizes) == len(shape) and all(
             size > 0 and offset + size <= length
             for offset, size, length in zip(offsets, sizes, shape, strict=True)
         )
         if not fits:
             raise _Wrong(f"{name!r} of shape {shape} has a box at {offsets} of {sizes}")
-        number = _number(told.get("file"), f"file of {name!r}")
+        number = _number(told[2], f"file of {name!r}")
         if number >= len(self._files):
             raise _Wrong(f"{name!r} is in file {number} of {len(self._files)}")
+        return Box(offsets, sizes), number
+
+    def _check_that_files_are_covered(self, tensors: Mapping[str, StoredTensor]) -> None:
+        """All tensors have as many bytes as the files have; where they are, each file tells."""
+        held = sum(file.size_bytes - file.header_bytes - file.table_bytes for file in self._files)
+        told = sum(tensor.size_bytes for tensor in tensors.values())
+        if held != told:
+            raise _Wrong(f"the files hold {held} bytes of tensors, which have {told}")
+
+
+class _ParserOfVersion1(_Parser):
+    """Turns what version 1 told of each box into the index of its file."""
+
+    def __init__(self, body: Any):
+        super().__init__(body)
+        self._spans: dict[int, list[tuple[int, int, str, bytes]]] = defaultdict(list)
+
+    def _table(self, name: str, data_bytes: int, told: dict[str, Any]) -> tuple[int, str]:
+        return 0, ""
+
+    def _box(self, name: str, shape: tuple[int, ...], item: int, told: Any) -> StoredBox:
+        told = _typed(told, dict, f"a box of {name!r}")
+        places = (told.get(key) for key in ("offsets", "sizes", "file"))
+        box, number = self._checked_box(name, shape, *places)
         file, start = self._files[number], _number(told.get("start"), f"start of {name!r}")
-        size_bytes = math.prod(sizes) * item
+        size_bytes = box.numel * item
         if start < file.header_bytes or start + size_bytes > file.size_bytes:
             raise _Wrong(f"{name!r} has {size_bytes} bytes at {start} of {file.name!r}")
         checksums = _typed(told.get("xxh3_128"), list, f"checksums of {name!r}")
         if len(checksums) != chunk_count(size_bytes):
             raise _Wrong(f"{name!r} has {len(checksums)} checksums for {size_bytes} bytes")
-        return StoredBox(
-            Box(offsets, sizes), number, start, tuple(_checksum(each, name) for each in checksums)
-        )
+        table = bytes.fromhex("".join(_checksum(each, name) for each in checksums))
+        entry = entry_name(name, shape, box)
+        self._spans[number].append((start, size_bytes, entry, table))
+        return StoredBox(box, number)
 
     def _check_that_files_are_covered(self, tensors: Mapping[str, StoredTensor]) -> None:
         """Each byte behind a header belongs to one box: so each bit of a file is checked."""
-        spans: list[list[tuple[int, int]]] = [[] for _ in self._files]
-        for tensor in tensors.values():
-            for stored in tensor.boxes:
-                spans[stored.file].append((stored.start, stored.box.numel * tensor.item_bytes))
-        for file, held in zip(self._files, spans, strict=True):
+        for number, file in enumerate(self._files):
+            spans = sorted(self._spans[number])
             reached = file.header_bytes
-            for start, size_bytes in sorted(held):
+            for start, size_bytes, _, _ in spans:
                 if start != reached:
                     raise _Wrong(f"bytes {reached} to {start} of {file.name!r} are not one box's")
                 reached += size_bytes
             if reached != file.size_bytes:
                 raise _Wrong(f"{file.name!r} has {file.size_bytes} bytes, its boxes {reached}")
+            places = [(name, start, size_bytes) for start, size_bytes, name, _ in spans]
+            index = FileIndex(places, b"".join(span[3] for span in spans))
+            if len(index) != len(spans):
+                raise _Wrong(f"{file.name!r} has two boxes of one name")
+            self._files[number] = replace(file, index=index)
 
 
 _MOST_DIMS = 64
@@ -351,6 +328,12 @@ def _number(value: Any, what: str) -> int:
 
 def _numbers(value: Any, what: str) -> tuple[int, ...]:
     return tuple(_number(each, what) for each in _typed(value, list, what))
+
+
+def _list_of(count: int, value: Any, what: str) -> list[Any]:
+    if len(_typed(value, list, what)) != count:
+        raise _Wrong(f"{what} has {len(value)} numbers, expected {count}")
+    return list(value)
 
 
 def _checksum(value: Any, what: str) -> str:

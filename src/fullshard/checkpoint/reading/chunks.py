@@ -8,8 +8,9 @@ from threading import local
 import numpy
 from numpy.typing import NDArray
 
-from fullshard.checkpoint.format.manifest import CHUNK_BYTES, StoredTensor
-from fullshard.checkpoint.reshard import Copy, chunk_bytes, reads_for
+from fullshard.checkpoint.format.index import CHUNK_BYTES
+from fullshard.checkpoint.format.stored import StoredTensor
+from fullshard.checkpoint.reading.reads import Copy, chunk_bytes, reads_for
 from fullshard.checkpoint.shards import ShardReader
 from fullshard.core.boxes import Box
 

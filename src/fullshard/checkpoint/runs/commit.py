@@ -42,9 +42,9 @@ from fullshard.checkpoint.format.envelope import checksum_of
 from fullshard.checkpoint.format.manifest import (
     LARGEST_MANIFEST_BYTES,
     MANIFEST,
-    Manifest,
     parse_manifest,
 )
+from fullshard.checkpoint.format.stored import Manifest
 from fullshard.core.errors import CheckpointError
 
 __all__ = [

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from fullshard.checkpoint import Background, Checkpoint, RunFolder, Saving
 from fullshard.checkpoint.conversion import is_narrower, other_kind, refuse_lost_numbers
+from fullshard.checkpoint.format.tiling import grid_tile
 from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.runs.folder import run_folder
@@ -116,6 +117,7 @@ def _pieces(leaf: Leaf) -> list[Piece]:
             STORED_DTYPES[leaf.dtype],
             () if box is None else (box,),
             _ShardSource(leaf, data),
+            None if box is None else grid_tile(leaf.shape, box),
         )
         for name in (leaf.stored.name, *leaf.stored.also)
         for box, data in parts

@@ -272,7 +272,12 @@ class _ModelDelivery:
     def _check_tied(self, first: str, other: str) -> None:
         manifest = self._checkpoint.manifest
         one, two = manifest.tensor(first), manifest.tensor(other)
-        if one is not None and two is not None and one is not two and not same_content(one, two):
+        if (
+            one is not None
+            and two is not None
+            and one is not two
+            and not same_content(self._checkpoint, first, other)
+        ):
             raise CheckpointError(
                 f"{first!r} and {other!r} are one tensor in the model and two in the step; load "
                 "into a model in which they are not tied, or pass strict=False to take the first",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import Checkpoint
-from fullshard.checkpoint.format.manifest import StoredTensor
+from fullshard.checkpoint.format.stored import StoredTensor
 from fullshard.core.errors import CheckpointError
 from fullshard.torch.checkpoint.collecting import name_of
 from fullshard.torch.checkpoint.tensors import DTYPES, KnownBoxes, LocalPart, local_part

@@ -7,6 +7,7 @@ import platform
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -128,7 +129,7 @@ def save_checkpoint(
     def content() -> Content:
         collected = collect(models, optimizers, trainable_only, session.boxes)
         own = f"{RANDOM}/{session.ranks.rank}"
-        collected.parts[own] = local_part(own, random_state_tensor())
+        collected.parts[own] = replace(local_part(own, random_state_tensor()), tile=None)
         pieces = [piece_of(name, part) for name, part in collected.parts.items()]
         pinned = any(part.local.is_cuda for part in collected.parts.values())
         about = _about(step, models, session.ranks.size, collected, extra)

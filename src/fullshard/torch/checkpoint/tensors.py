@@ -11,15 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fullshard.checkpoint.conversion import refuse_lost_numbers
+from fullshard.checkpoint.format.tiling import Slicing, Tile
 from fullshard.checkpoint.shards import Piece
 from fullshard.core.boxes import Box, boxes_of_interval
 from fullshard.core.errors import ConfigurationError, NotSupportedError
+from fullshard.core.layout import SpansOfRanks
 from fullshard.torch.state.weights_file import DTYPE_NAMES
 from fullshard.torch.tensor.elementwise import count_change
+from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = ["KnownBoxes", "LocalPart", "TensorSource", "local_part", "piece_of"]
@@ -32,13 +35,15 @@ class LocalPart:
     """This rank's part of a tensor of global ``shape``.
 
     ``local`` has the elements of ``boxes``, one box after the other in row-major order. ``fresh``:
-    it was made to be loaded into, and belongs to nothing yet.
+    it was made to be loaded into, and belongs to nothing yet. ``tile`` is the part of a rule that
+    the boxes are, None if the tensor has none.
     """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     local: Tensor
     fresh: bool = False
+    tile: Tile | None = None
 
     @property
     def numel(self) -> int:
@@ -80,7 +85,7 @@ class LocalPart:
         self.note_change()
 
 
-KnownBoxes = dict[tuple[Any, ...], tuple[DeviceMesh, tuple[Box, ...]]]
+KnownBoxes = dict[tuple[Any, ...], tuple[DeviceMesh, tuple[Box, ...], Tile | None]]
 """This rank's boxes by shape, mesh and placements: most tensors have those of another one.
 
 The mesh stands beside them, so that it lives and its identity stays its own.
@@ -107,12 +112,14 @@ def local_part(name: str, value: Tensor, known: KnownBoxes | None = None) -> Loc
         known = {} if known is None else known
         key = (shape, id(mesh), placements)
         if key not in known:
-            known[key] = mesh, _box_of(name, shape, mesh, placements)
-        return LocalPart(shape, known[key][1] if local.numel() else (), local)
+            boxes = _box_of(name, shape, mesh, placements)
+            known[key] = mesh, boxes, _tile_of(shape, mesh, placements)
+        _, boxes, tile = known[key]
+        return LocalPart(shape, boxes if local.numel() else (), local, tile=tile)
     if value.layout is not torch.strided:
         raise NotSupportedError(f"{name!r} is sparse ({value.layout}); store a dense tensor")
     shape = tuple(value.shape)
-    return LocalPart(shape, _whole(shape), value)
+    return LocalPart(shape, _whole(shape), value, tile=Tile((), 0))
 
 
 def _of_sharded(name: str, value: ShardedParameter) -> LocalPart:
@@ -127,12 +134,49 @@ def _of_sharded(name: str, value: ShardedParameter) -> LocalPart:
         inside = [Box(tuple(offsets), tuple(local.shape))] if local.numel() else []
     else:
         inside = boxes_of_interval(ownership.part_shape, span.start, span.stop)
+    tile = _tile_of_span(ownership)
     if cut is None:
-        return LocalPart(ownership.shape, tuple(inside), local)
+        return LocalPart(ownership.shape, tuple(inside), local, tile=tile)
     outer = _box_of(name, ownership.shape, cut.mesh, cut.placements)
     at = outer[0].offsets if outer else (0,) * len(ownership.shape)
     moved = [Box(tuple(map(sum, zip(box.offsets, at, strict=True))), box.sizes) for box in inside]
-    return LocalPart(ownership.shape, tuple(moved), local)
+    outer_tile = _tile_of(ownership.shape, cut.mesh, cut.placements)
+    if tile is not None and outer_tile is not None:
+        index = outer_tile.index * ownership.comm.size + tile.index
+        tile = Tile(outer_tile.slicings + tile.slicings, index)
+    return LocalPart(ownership.shape, tuple(moved), local, tile=tile if outer_tile else None)
+
+
+def _tile_of_span(ownership: Ownership) -> Tile | None:
+    """This rank's part of the rule by which a unit's segment is cut."""
+    spans, shape, dim = ownership.spans, ownership.part_shape, ownership.dim
+    if not isinstance(spans, SpansOfRanks):
+        return None
+    row = math.prod(shape[:dim] + shape[dim + 1 :]) if dim else 1
+    if not row or spans.slice_numel % row or spans.start % row or not spans.slice_numel:
+        return None
+    slicing = Slicing(dim or None, spans.start // row, spans.slice_numel // row, spans.shards)
+    return Tile((slicing,), ownership.comm.rank)
+
+
+def _tile_of(
+    shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> Tile | None:
+    """This rank's part of the rule by which a mesh cuts a tensor; None if no such rule is known."""
+    slicings, index, lengths = [], 0, list(shape)
+    for dim, placement in enumerate(placements):
+        if type(placement) is Replicate:
+            continue
+        if type(placement) is not Shard or not lengths[placement.dim]:
+            return None
+        parts, along = mesh.size(dim), placement.dim % len(shape)
+        size = -(-lengths[along] // parts)
+        if size * parts != lengths[along] and len(placements) > 1:
+            return None  # what the next dims of the mesh cut is not alike everywhere
+        slicings.append(Slicing(along, 0, size, parts))
+        index = index * parts + mesh.get_local_rank(dim)
+        lengths[along] = size
+    return Tile(tuple(slicings), index)
 
 
 def _box_of(
@@ -167,4 +211,4 @@ class TensorSource:
 def piece_of(name: str, held: LocalPart) -> Piece:
     """Make a piece to write of it."""
     source = TensorSource(held.local if held.boxes else held.local.new_empty(0))
-    return Piece(name, held.shape, DTYPE_NAMES[held.local.dtype], held.boxes, source)
+    return Piece(name, held.shape, DTYPE_NAMES[held.local.dtype], held.boxes, source, held.tile)

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from fullshard.checkpoint.format.manifest import CHUNK_BYTES, StoredBox, StoredTensor
+from fullshard.checkpoint.format.index import CHUNK_BYTES
+from fullshard.checkpoint.format.stored import StoredBox, StoredTensor
+from fullshard.checkpoint.format.tiling import flat_index
 from fullshard.core.boxes import Box, boxes_of_interval, intersection
 
-__all__ = ["ChunkRead", "Copy", "chunk_bytes", "even_spans", "reads_for"]
+__all__ = ["ChunkRead", "Copy", "chunk_bytes", "reads_for"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def reads_for(tensor: StoredTensor, wanted: Sequence[Box]) -> Iterator[ChunkRead
     Each chunk comes once. Together the copies fill each wanted element once.
     """
     starts = list(accumulate((box.numel for box in wanted), initial=0))
-    for stored in tensor.boxes:
+    for stored in tensor.near(wanted):
         shared = [
             (box, start, common)
             for box, start in zip(wanted, starts, strict=False)
@@ -75,8 +77,8 @@ def _reads_of(
     tensor: StoredTensor, stored: StoredBox, shared: list[_Shared]
 ) -> Iterator[ChunkRead]:
     per_chunk = CHUNK_BYTES // tensor.item_bytes
-    first = min(_flat(common.offsets, stored.box) for _, _, common in shared)
-    last = max(_flat(_last_of(common), stored.box) for _, _, common in shared)
+    first = min(flat_index(common.offsets, stored.box) for _, _, common in shared)
+    last = max(flat_index(_last_of(common), stored.box) for _, _, common in shared)
     for chunk in range(first // per_chunk, last // per_chunk + 1):
         begin = chunk * per_chunk
         stop = min(begin + per_chunk, stored.box.numel)
@@ -96,7 +98,7 @@ def _straight(stored: StoredBox, begin: int, shared: list[_Shared]) -> int | Non
     wanted, start, common = shared[0]
     if common != stored.box or not _is_interval(stored.box, wanted):
         return None
-    return start + _flat(stored.box.offsets, wanted) + begin
+    return start + flat_index(stored.box.offsets, wanted) + begin
 
 
 def _is_interval(inner: Box, outer: Box) -> bool:
@@ -130,18 +132,5 @@ def _inside(box: Box, outer: Box) -> Box:
     return Box(tuple(mine - other for mine, other in offsets), box.sizes)
 
 
-def _flat(place: Sequence[int], box: Box) -> int:
-    """Return the index in the row-major ``box`` of the element at ``place`` of the tensor."""
-    flat = 0
-    for index, offset, size in zip(place, box.offsets, box.sizes, strict=True):
-        flat = flat * size + index - offset
-    return flat
-
-
 def _last_of(box: Box) -> tuple[int, ...]:
     return tuple(o + n - 1 for o, n in zip(box.offsets, box.sizes, strict=True))
-
-
-def even_spans(numel: int, world: int) -> list[tuple[int, int]]:
-    """[start, stop) of each of ``world`` nearly equal parts of ``numel`` elements, in order."""
-    return [(numel * rank // world, numel * (rank + 1) // world) for rank in range(world)]

@@ -16,7 +16,7 @@ groups of devices in another notation, a dtype of unknown size.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -88,14 +88,6 @@ class StepTraffic:
         """Bytes that each device sends in a step, as compiled."""
         return sum(each.sent_bytes for each in self.collectives)
 
-    @property
-    def asked_bytes(self) -> int:
-        """Bytes in the dtypes asked for."""
-        return sum(
-            replace(c, arrays=tuple((c.asked_dtype, n) for _, n in c.arrays)).sent_bytes
-            for c in self.collectives
-        )
-
     def of(self, kind: str) -> tuple[Collective, ...]:
         """Return the collectives of one kind (see `KINDS`)."""
         return tuple(each for each in self.collectives if each.kind == kind)
@@ -113,11 +105,8 @@ class StepTraffic:
         rows: list[tuple[object, ...]] = [(*what, *sums) for what, sums in alike.items()]
         rows.sort(key=lambda row: -int(str(row[-1])))
         head = ("collective", "dtype", "elements", "devices", "times a step", "bytes sent")
-        text = in_columns([head, *rows], right=(2, 3, 4, 5))
-        text += f"\ntogether {bytes_text(self.sent_bytes)} a step sent by each device"
-        if self.asked_bytes != self.sent_bytes:
-            text += f", {bytes_text(self.asked_bytes)} in the dtypes asked for"
-        return text
+        total = f"\ntogether {bytes_text(self.sent_bytes)} a step sent by each device"
+        return in_columns([head, *rows], right=(2, 3, 4, 5)) + total
 
 
 def traffic_of(text: str, devices: int, asked: str = "") -> StepTraffic:
@@ -144,8 +133,9 @@ def traffic_of(text: str, devices: int, asked: str = "") -> StepTraffic:
         asked_dtype = next(iter(dtypes)) if len(dtypes) == 1 else arrays[0][0]
         if each.kind == "reduce-scatter":
             arrays = [(dtype, group * numel) for dtype, numel in arrays]
-        parts = each.name, each.kind, tuple(arrays), asked_dtype, group, each.count
-        collectives.append(Collective(*parts))
+        collectives.append(
+            Collective(each.name, each.kind, tuple(arrays), asked_dtype, group, each.count)
+        )
     return StepTraffic(tuple(collectives))
 
 

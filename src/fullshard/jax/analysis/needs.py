@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from fullshard.core.text import in_columns
 from fullshard.jax.analysis.hlo import StepTraffic, memory_of, traffic_of
@@ -24,8 +23,7 @@ __all__ = [
     "Needs", "NeedsTable", "communication", "compare", "memory_analysis", "which_needs_less",
 ]  # fmt: skip
 
-WHOLE = Rule(replicate=("",))
-"""Every array on every device."""
+_WHOLE = Rule(replicate=("",))  # every array on every device
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,6 @@ class Needs:
     batch, and results that have no place in the state given.
     """
 
-    name: str
     devices: int
     state_bytes: int
     temporary_bytes: int
@@ -50,22 +47,16 @@ class Needs:
         return self.communication.sent_bytes
 
 
-@dataclass(frozen=True)
-class NeedsTable:
-    """Ways to run the same step, each with what it needs."""
+class NeedsTable(dict[str, Needs]):
+    """Ways to run the same step by name, each with what it needs."""
 
-    rows: tuple[Needs, ...]
-
-    def __getitem__(self, name: str) -> Needs:
-        for row in self.rows:
-            if row.name == name:
-                return row
-        raise KeyError(f"{name!r}; there are {', '.join(row.name for row in self.rows)}")
+    def __missing__(self, name: str) -> Needs:
+        raise KeyError(f"{name!r}; there are {', '.join(self)}")
 
     def __str__(self) -> str:
         head = ("bytes per device", "devices", "state", "temporary", "peak", "sent in a step")
-        rows = [(x.name, x.devices, x.state_bytes, x.temporary_bytes, x.peak_bytes, x.sent_bytes)
-                for x in self.rows]  # fmt: skip
+        rows = [(name, x.devices, x.state_bytes, x.temporary_bytes, x.peak_bytes, x.sent_bytes)
+                for name, x in self.items()]  # fmt: skip
         return in_columns([head, *rows], right=(1, 2, 3, 4, 5))
 
 
@@ -86,47 +77,48 @@ def memory_analysis(step: TrainStep, batch: Any) -> NeedsTable:
 
     Exact for the devices of the step's mesh. ``batch`` (arrays or shapes) is the global one.
     """
-    whole = step.variant(rule=WHOLE, mode="jit")
-    return NeedsTable((_needs("sharded", step, batch), _needs("unsharded", whole, batch)))
+    whole = step.variant(rule=_WHOLE, mode="jit")
+    return _table({"sharded": step, "unsharded": whole}, batch)
 
 
 def which_needs_less(step: TrainStep, batch: Any) -> NeedsTable:
     """``step`` in every mode, to be weighed: "weights", "activations", "jit". Each is compiled."""
     own = step.options["mode"]
-    steps = {mode: step if mode == own else step.variant(mode=mode) for mode in MODES}
-    return NeedsTable(tuple(_needs(mode, each, batch) for mode, each in steps.items()))
+    return _table({m: step if m == own else step.variant(mode=m) for m in MODES}, batch)
 
 
-def compare(step: TrainStep, batch: Any, meshes: Mapping[str, Mesh] | None = None) -> NeedsTable:
+def compare(step: TrainStep, batch: Any) -> NeedsTable:
     """Data parallel, FSDP over all devices, and hybrid sharding for the model of ``step``.
 
     All take the step's devices. The hybrid shards within groups, one for each process or, with one
-    process, halves. ``meshes`` adds rows of your own; the step itself is a row too, if its mesh is
-    none of these ("as it is").
+    process, halves. The step itself is a row too, if its mesh is none of these ("as it is").
     """
     flat = list(step.mesh.devices.flat)
-    groups = len({device.process_index for device in flat})
-    groups = groups if groups > 1 else 2
+    groups = max(2, len({device.process_index for device in flat}))
     row = create_mesh(fsdp=len(flat), devices=flat)
     usual: Any = {"shard_axis": None, "batch_axes": None}
-    steps = {"data parallel": step.variant(row, rule=WHOLE, mode="jit", **usual)}
+    steps = {"data parallel": step.variant(row, rule=_WHOLE, mode="jit", **usual)}
     chosen = {f"FSDP over {len(flat)}": row}
-    if len(flat) % groups == 0 and len(flat) > groups:
-        within = len(flat) // groups
+    within, rest = divmod(len(flat), groups)
+    if rest == 0 and within > 1:
         chosen[f"hybrid, {groups} x {within}"] = create_mesh(within, data=groups, devices=flat)
-    for name, mesh in {**chosen, **(meshes or {})}.items():
+    for name, mesh in chosen.items():
         same = dict(mesh.shape) == dict(step.mesh.shape)
         steps[name] = step if same else step.variant(mesh, **usual)
     if step not in steps.values():
         steps["as it is"] = step
-    return NeedsTable(tuple(_needs(name, each, batch) for name, each in steps.items()))
+    return _table(steps, batch)
 
 
-def _needs(name: str, step: TrainStep, batch: Any) -> Needs:
+def _table(steps: Mapping[str, TrainStep], batch: Any) -> NeedsTable:
+    return NeedsTable({name: _needs(step, batch) for name, step in steps.items()})
+
+
+def _needs(step: TrainStep, batch: Any) -> Needs:
     memory = memory_of(step.compiled(batch))
     state = sum(
         leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
         for leaf in jax.tree.leaves(step.abstract_state())
     )
     sent = communication(step, batch)
-    return Needs(name, step.mesh.size, state, memory["temporary"], memory["peak"], sent)
+    return Needs(step.mesh.size, state, memory["temporary"], memory["peak"], sent)

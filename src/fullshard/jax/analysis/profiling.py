@@ -36,11 +36,6 @@ class Profile:
     step_s: float
     by_kind: Mapping[str, float]
 
-    @property
-    def collectives_share(self) -> float:
-        """The collectives' time as a share of the step's."""
-        return sum(self.by_kind.get(kind, 0.0) for kind in KINDS) / self.step_s
-
     def __str__(self) -> str:
         rows: list[tuple[object, ...]] = [("what a device does", "ms a step", "of the step")]
         for kind, seconds in sorted(self.by_kind.items(), key=lambda item: -item[1]):
@@ -50,12 +45,11 @@ class Profile:
 
 
 def profile(
-    step: TrainStep, state: TrainState, batch: Any, steps: int = 3, folder: str | None = None
+    step: TrainStep, state: TrainState, batch: Any, steps: int = 3
 ) -> tuple[TrainState, Profile]:
     """Train ``steps`` steps on ``batch`` under the profiler, after one without: state and times.
 
-    With several processes all must call it. The state given must not be used again. With ``folder``
-    the record stays there, for TensorBoard or Perfetto.
+    With several processes all must call it. The state given must not be used again.
 
     Raises:
         UsageError: if the profiler's record has nothing about this program.
@@ -66,18 +60,15 @@ def profile(
     options.python_tracer_level = 0
     text = step.compiled(batch).as_text() or ""
     kinds = {each.name: each.kind for each in instructions(text)}
-    with tempfile.TemporaryDirectory() as scratch:
-        where = Path(folder or scratch)
-        before = set(where.rglob("*.xplane.pb"))
+    times: dict[tuple[str, str], float] = {}
+    with tempfile.TemporaryDirectory() as where:
         with jax.profiler.trace(where, profiler_options=options):
             begin = time.perf_counter()
             for _ in range(steps):
                 state, loss, _ = step(state, batch)
                 loss.block_until_ready()
             step_s = (time.perf_counter() - begin) / steps
-        new = sorted(set(where.rglob("*.xplane.pb")) - before)
-        times: dict[tuple[str, str], float] = {}
-        for path in new:
+        for path in Path(where).rglob("*.xplane.pb"):
             _add_times(ProfileData.from_file(str(path)), kinds, times)
     devices = {device for device, _ in times}
     if not devices:

@@ -52,22 +52,8 @@ def generate(
             f"generate wants a prompt of shape (rows, length) and a count of at least 1, got "
             f"{prompt.shape} and {count}"
         )
-    decode, cache = decoder or (_method("decode"), _method("cache"))
     arguments = (prompt, np.float32(temperature), np.uint32(seed))
-    return to_host(step.apply(state, _Decoding(count, decode, cache), *arguments))
-
-
-@functools.cache  # one function, so that a program is compiled once
-def _method(name: str) -> Callable[..., Any]:
-    def call(model: Any, *args: Any) -> Any:
-        if not hasattr(model, name):
-            raise ConfigurationError(
-                f"generate wants a model with methods decode and cache, and {type(model).__name__} "
-                f"has no {name}: give decoder=(decode, cache), functions that take the model first"
-            )
-        return getattr(model, name)(*args)
-
-    return call
+    return to_host(step.apply(state, _Decoding(count, decoder), *arguments))
 
 
 @dataclass(frozen=True)
@@ -75,18 +61,18 @@ class _Decoding:
     """One program that draws; equal for equal functions, so that it is compiled once."""
 
     count: int
-    decode: Decode
-    cache: Cache
+    decoder: tuple[Decode, Cache] | None
 
     def __call__(self, model: Any, prompt: Array, temperature: Array, seed: Array) -> Array:
         if hasattr(model, "eval"):
             model.eval()
+        decode, new_cache = self._functions(model)
         rows, length = prompt.shape
         key = jax.random.key(seed)
 
         def position(carry: Any, at: Array) -> tuple[Any, Array]:
             token, cache = carry
-            logits, cache = self.decode(model, token, cache, at)
+            logits, cache = decode(token, cache, at)
             logits = logits.astype(jnp.float32)
             noise = jax.random.gumbel(jax.random.fold_in(key, at), logits.shape)
             # The largest of logits plus Gumbel noise is a draw from their softmax.
@@ -95,6 +81,18 @@ class _Decoding:
             token = jnp.where(at + 1 < length, known, drawn)
             return (token, cache), token
 
-        start = prompt[:, 0], self.cache(model, rows, length + self.count)
+        start = prompt[:, 0], new_cache(rows, length + self.count)
         _, tokens = lax.scan(position, start, jnp.arange(length + self.count - 1))
         return tokens[length - 1 :].T
+
+    def _functions(self, model: Any) -> tuple[Callable[..., Any], ...]:
+        if self.decoder is not None:
+            return tuple(functools.partial(function, model) for function in self.decoder)
+        for name in ("cache", "decode"):
+            if not hasattr(model, name):
+                raise ConfigurationError(
+                    "generate wants a model with methods decode and cache, and "
+                    f"{type(model).__name__} has no {name}: give decoder=(decode, cache), "
+                    "functions that take the model first"
+                )
+        return model.decode, model.cache

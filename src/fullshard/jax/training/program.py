@@ -30,6 +30,7 @@ from fullshard.jax.training.state import StateArrays, TrainState, by_path
 __all__ = ["KEY", "StepProgram"]
 
 _SAID_BYTES = 1 << 20
+_ROUNDING = 1e-3
 
 KEY = "loss_fn(key)"
 """The name of the random key in the other state of a step with ``key=``."""
@@ -80,8 +81,8 @@ class StepProgram:
         with tracing(self._tracing([])):
             return function(self.model.rebuild({**params, **other}), *args)
 
-    def mixing(self, state: TrainState, batch: Any) -> dict[str, float]:
-        """Measure how far each gathered layer is from itself on a cut batch, by name."""
+    def refuse_mixing(self, state: TrainState, batch: Any) -> None:
+        """Raise for a gathered layer whose results on a cut batch are others; the loss is run."""
         far: dict[str, float] = {}
         params, other = by_path(state.params), state.other
 
@@ -93,25 +94,33 @@ class StepProgram:
 
         jax.block_until_ready(jax.jit(forward)(params, other, batch))
         jax.effects_barrier()
-        return far
+        for name, share in far.items():
+            if not share <= _ROUNDING:
+                raise ConfigurationError(
+                    f"{name} mixes examples: on a part of the batch its results differ by "
+                    f"{share:.1%} from those on all of it. Leave gathered away for it, or take the "
+                    "part that mixes (statistics over the batch, one random key for all) out of it"
+                )
+
+    @property
+    def _once(self) -> bool:
+        return self.options["gather"] == "once" and self.options["accumulate"] > 1
 
     def _tracing(self, notes: list[str]) -> Tracing:
         options = self.options
-        once = options["gather"] == "once" and options["accumulate"] > 1
         return Tracing(
             self.arrays.axes,
             self.arrays.params,
             jnp.dtype(options["precision"].reduce) if options["precision"].reduce else None,
             {"block": True, "none": False}.get(options["remat"], options["remat"]),
-            once or options["mode"] != "weights",
+            self._once or options["mode"] != "weights",
             notes,
         )
 
     def _gradients(
         self, trained: Arrays, frozen: Arrays, other: Arrays, step: Any, batch: Any
     ) -> tuple[Arrays, Any, Any, Arrays]:
-        count = self.options["accumulate"]
-        once = self.options["gather"] == "once" and count > 1
+        count, once = self.options["accumulate"], self._once
         if once:
             trained, frozen = self._whole(trained), self._whole(frozen)
 

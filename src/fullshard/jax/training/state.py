@@ -124,12 +124,10 @@ class StateArrays:
         array = jax.tree.leaves(state)[list(self._specs).index(key)]
         return to_host(key_data(array))
 
-    def load_arrays(
-        self, state: TrainState, items: Iterable[tuple[str, Any]], *, strict: bool = True
-    ) -> TrainState:
-        """``state`` with these whole arrays, by key; all processes give the same.
+    def load_arrays(self, state: TrainState, items: Iterable[tuple[str, Any]]) -> TrainState:
+        """``state`` with these whole arrays, by key, every parameter among them.
 
-        With ``strict`` every parameter must come.
+        All processes give the same.
 
         Raises:
             ConfigurationError: for an unknown key, another shape, or a parameter that did not come.
@@ -139,10 +137,10 @@ class StateArrays:
         for key, given in items:
             leaves[key] = self._written(key, np.asarray(given))
             missing.discard(key)
-        if strict and missing:
+        if missing:
             raise ConfigurationError(
                 f"{len(missing)} parameters did not come, among them {min(missing)!r}; "
-                "strict=False keeps what they are"
+                "step.arrays(state) has all"
             )
         return self._tree(leaves.values())
 

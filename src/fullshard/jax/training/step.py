@@ -3,7 +3,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import jax
@@ -27,7 +27,6 @@ __all__ = ["TrainState", "TrainStep", "make_train_step"]
 _log = logging.getLogger(__name__)
 
 _LARGE_BYTES = 1 << 20
-_ROUNDING = 1e-3
 _WHOLE = "if it is the same for all examples, name it by whole=(pattern,)"
 
 
@@ -154,7 +153,8 @@ class TrainStep:
             lambda path, leaf: _on_device(leaf, self._lies(path, leaf)), batch
         )
         if self.options["check"] and not self._compiled:
-            self._refuse_mixing(state, placed)
+            with jax.set_mesh(self.mesh):
+                self._program.refuse_mixing(state, placed)
         result: tuple[TrainState, Any, Any] = self.compiled(batch)(state, placed)
         return result
 
@@ -184,12 +184,12 @@ class TrainStep:
         function the result is the loss, or with ``has_aux`` (loss, aux).
         """
         key = () if function or self.options["key"] is None else (self.options["key"],)
-        return self.apply(state, _Evaluation(function or self._functions[1], key), batch)
+        return self.apply(state, _Evaluation(function or self._functions[1]), batch, *key)
 
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The program for batches like this one (arrays or shapes); compiled when first asked."""
         leaves, treedef = jax.tree.flatten(batch)
-        key = (treedef, *((tuple(leaf.shape), _dtype_on_device(leaf)) for leaf in leaves))
+        key = (treedef, *((leaf.shape, _dtype_on_device(leaf)) for leaf in leaves))
         if key not in self._compiled:
             self._compiled[key] = self.lowered(batch).compile()
         return self._compiled[key]
@@ -211,12 +211,12 @@ class TrainStep:
         self.outside.clear()
         with jax.set_mesh(self.mesh):
             traced = jitted.trace(self.abstract_state(), abstract)
-        for each in self.placements:
-            if each.spec.bytes >= _LARGE_BYTES and each.sharded and each.name in self.outside:
-                self.notes.append(
-                    f"{each.name}, {bytes_text(each.spec.bytes)}, is gathered where XLA likes: "
-                    f"write {self.outside[each.name]}"
-                )
+        self.notes.extend(
+            f"{each.name}, {bytes_text(each.spec.bytes)}, is gathered where XLA likes: "
+            f"write {self.outside[each.name]}"
+            for each in self.placements
+            if each.spec.bytes >= _LARGE_BYTES and each.sharded and each.name in self.outside
+        )
         for note in self.notes:
             _log.warning("%s", note)
         return traced.lower()
@@ -245,17 +245,6 @@ class TrainStep:
         """A table of the parameters: path, shape, cut, bytes on each device; and the notes."""
         share = f"{self.coverage:.1%} of all bytes sharded"
         return "\n".join((describe(self.abstract_state().params), share, *self.notes))
-
-    def _refuse_mixing(self, state: TrainState, batch: Any) -> None:
-        with jax.set_mesh(self.mesh):
-            far = self._program.mixing(state, batch)
-        for name, share in far.items():
-            if not share <= _ROUNDING:
-                raise ConfigurationError(
-                    f"{name} mixes examples: on a part of the batch its results differ by "
-                    f"{share:.1%} from those on all of it. Leave gathered away for it, or take the "
-                    "part that mixes (statistics over the batch, one random key for all) out of it"
-                )
 
     def _lies(self, path: Any, leaf: Any) -> Any:
         axes = self.axes.batch
@@ -317,9 +306,8 @@ class _Evaluation:
     """A function of a model, which is put in evaluation mode before."""
 
     function: Callable[..., Any]
-    more: tuple[Any, ...] = field(compare=False)
 
-    def __call__(self, model: Any, batch: Any) -> Any:
+    def __call__(self, model: Any, *args: Any) -> Any:
         if hasattr(model, "eval"):
             model.eval()
-        return self.function(model, batch, *self.more)
+        return self.function(model, *args)

@@ -16,7 +16,7 @@ groups of devices in another notation, a dtype of unknown size.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -143,7 +143,7 @@ def _refuse_unread(text: str) -> None:
     """Raise for a collective that `instructions` would not see."""
     mentioned = len(re.findall(rf"[=)}}\]] (?:{'|'.join(KINDS)})(?:-start)?\(", text))
     bodies, entry = _computations(text)
-    read = sum(line[2].removesuffix("-start") in KINDS for body in bodies.values() for line in body)
+    read = sum(each.kind in KINDS for body in bodies.values() for each in body)
     if mentioned != read or not entry:
         raise NotSupportedError(
             f"the compiled program mentions {mentioned} collectives, of which {read} were read, "
@@ -158,17 +158,13 @@ def instructions(text: str) -> Iterator[Instruction]:
     times = dict.fromkeys(bodies, 0)
     _count(entry, 1, bodies, times)
     for name, body in bodies.items():
-        for own, result, kind, rest in body if times[name] else ():
-            is_start = kind.endswith("-start")
-            kind = kind.removesuffix("-start")
-            yield Instruction(own, kind, is_start, result, rest, times[name])
+        for each in body if times[name] else ():
+            yield replace(each, count=times[name])
 
 
-Line = tuple[str, str, str, str]
-
-
-def _computations(text: str) -> tuple[dict[str, list[Line]], str]:
-    bodies: dict[str, list[Line]] = {}
+def _computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The instructions of each computation, not counted yet, and which is the entry."""
+    bodies: dict[str, list[Instruction]] = {}
     entry = current = ""
     for line in text.splitlines():
         head = _COMPUTATION.match(line)
@@ -179,19 +175,21 @@ def _computations(text: str) -> tuple[dict[str, list[Line]], str]:
             continue
         found = _INSTRUCTION.match(line)
         if found and current:
-            bodies[current].append(found.groups())  # type: ignore[arg-type]  # four groups
+            name, result, kind, rest = found.groups()
+            is_start, kind = kind.endswith("-start"), kind.removesuffix("-start")
+            bodies[current].append(Instruction(name, kind, is_start, result, rest, 0))
     return bodies, entry
 
 
 def _count(
-    name: str, times: int, bodies: Mapping[str, Sequence[Line]], found: dict[str, int]
+    name: str, times: int, bodies: Mapping[str, Sequence[Instruction]], found: dict[str, int]
 ) -> None:
     if name not in found:
         return
     found[name] += times
-    for _, _, _, rest in bodies[name]:
-        trips = _TRIPS.search(rest)
-        for how, several, one in _CALLEES.findall(rest):
+    for each in bodies[name]:
+        trips = _TRIPS.search(each.attributes)
+        for how, several, one in _CALLEES.findall(each.attributes):
             inside = times * int(trips.group(1)) if how == "body" and trips else times
             for callee in re.findall(r"[\w.\-]+", several or one):
                 _count(callee, inside, bodies, found)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes, the part that each of their axes has, and several processes joined into one.
 
-`create_mesh` makes meshes of three axes; other meshes do, if they have these names or it is said
-what their axes are for. Along ``data`` and ``fsdp`` the batch is cut, along ``fsdp`` parameters,
-along ``tensor`` a second dimension of those that a rule names.
+Along ``data`` and ``fsdp`` the batch is cut, along ``fsdp`` parameters, along ``tensor`` a second
+dimension of those that a rule names.
 """
 
 import logging
@@ -24,9 +23,6 @@ __all__ = [
 ]  # fmt: skip
 
 AXES = ("data", "fsdp", "tensor")
-
-_LAST_PORT = 65_535
-
 _log = logging.getLogger(__name__)
 
 
@@ -130,7 +126,7 @@ def create_mesh(
             devices, or, with ``fsdp`` None, the others do not divide that number.
     """
     there = list(jax.devices() if devices is None else devices)
-    for axis, size in (("data", data), ("fsdp", fsdp), ("tensor", tensor)):
+    for axis, size in zip(AXES, (data, fsdp, tensor), strict=True):
         if size is not None and size < 1:
             raise ConfigurationError(f"mesh axis {axis!r} needs at least 1 device, got {size}")
     if fsdp is None:
@@ -182,7 +178,7 @@ def initialize() -> bool:
     said = {**os.environ, **launched}
     port = int(said["MASTER_PORT"])
     if "TORCHELASTIC_RUN_ID" in said:  # torchrun itself listens there
-        port += 1 if port < _LAST_PORT else -1
+        port += 1 if port < 65_535 else -1
     address, size, rank = f"{said['MASTER_ADDR']}:{port}", said["WORLD_SIZE"], said["RANK"]
     jax.distributed.initialize(address, int(size), int(rank), devices_of_process(said))
     return True

@@ -104,11 +104,8 @@ def global_batch(mesh: Mesh, local: Any, shard_axis: str | None = None) -> Any:
     Each process must give as many rows as its devices have parts. Scalars must be the same on all.
     """
 
-    def joined(leaf: Any) -> jax.Array:
-        leaf = np.asarray(leaf)
-        return jax.make_array_from_process_local_data(batch_sharding(mesh, leaf, shard_axis), leaf)
-
-    return jax.tree.map(joined, local)
+    join = jax.make_array_from_process_local_data
+    return jax.tree.map(lambda x: join(batch_sharding(mesh, x, shard_axis), np.asarray(x)), local)
 
 
 def to_host(x: Any) -> np.ndarray[Any, Any]:

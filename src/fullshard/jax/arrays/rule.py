@@ -11,7 +11,6 @@ What a user has said goes first: patterns of a `Rule`, and axis names that a var
 (``nnx.with_partitioning``), which name axes of the mesh or are translated by ``Rule.logical``.
 """
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -141,18 +140,15 @@ def place(
 
 def _place(spec: ParamSpec, mesh: MeshAxes, rule: Rule, names: Sequence[Axis]) -> Placement:
     axes = _axes_asked(spec, mesh, rule, names)
-    reason = ""
-    if mesh.shard not in _used(axes):
-        reason = rule.why_replicated(spec)
-        dim = None if reason else _choose(spec.shape, mesh, axes)
+    reason = "" if mesh.shard in _used(axes) else rule.why_replicated(spec)
+    if mesh.shard not in _used(axes) and not reason:
+        dim = _choose(spec.shape, mesh, axes)
         if dim is not None:
             axes[dim] = mesh.shard
-        elif not reason:
-            reason = (
-                "a scalar" if not spec.shape
-                else f"{mesh.shards} divides no dimension of {spec.shape}"
-            )  # fmt: skip
-    shards = math.prod(mesh.sizes[axis] for axis in _used(axes))
+        else:
+            no_dim = f"{mesh.shards} divides no dimension of {spec.shape}"
+            reason = no_dim if spec.shape else "a scalar"
+    shards = mesh.count(tuple(_used(axes)))
     return Placement(spec, tuple(axes), shards, mesh.shard in _used(axes), reason)
 
 
@@ -217,8 +213,8 @@ def coverage(placements: Sequence[Placement]) -> float:
 def refuse_idle_axes(placements: Sequence[Placement], mesh: MeshAxes) -> None:
     """Raise `ConfigurationError` for an axis along which all devices would do the same."""
     used = {*mesh.batch, *(axis for each in placements for axis in _used(each.axes))}
-    for axis, size in mesh.sizes.items():
-        if size > 1 and axis not in used and any(each.sharded for each in placements):
+    for axis, size in mesh.sizes.items() if any(each.sharded for each in placements) else ():
+        if size > 1 and axis not in used:
             raise ConfigurationError(
                 f"the mesh has {axis}={size}, but no rule says what to cut along it: give "
                 f"batch_axes= with {axis!r} in it, or rule=Rule(tensor={{pattern: dimension}}, "
@@ -234,12 +230,9 @@ def refuse_low_coverage(
     missing = 1 - coverage(placements)
     if missing <= at_most_unsharded or sum(x.spec.bytes for x in whole) <= at_most_bytes:
         return
-    lines = [
-        f"  {each.name} {each.spec.shape}, {bytes_text(each.spec.bytes)}: {each.reason}"
-        for each in whole[:5]
-    ]
+    lines = (f"  {x.name} {x.spec.shape}, {bytes_text(x.spec.bytes)}: {x.reason}" for x in whole)
     raise ConfigurationError(
-        f"{missing:.1%} of all bytes would be on every device, more than "
-        f"{at_most_unsharded:.0%}; the largest:\n" + "\n".join(lines) + "\ntake a number of "
-        "devices that divides a dimension, or allow it with at_most_unsharded=1.0"
+        f"{missing:.1%} of all bytes would be on every device, more than {at_most_unsharded:.0%}; "
+        "the largest:\n" + "\n".join(list(lines)[:5]) + "\ntake a number of devices that divides "
+        "a dimension, or allow it with at_most_unsharded=1.0"
     )

@@ -40,7 +40,7 @@ class ModelArrays:
     annotations: dict[str, tuple[Axis, ...]] = field(default_factory=dict)
     graph: Any = None  # of a module
     treedef: Any = None  # of the pytree, or of the module's state
-    leaves: list[Any] = field(default_factory=list)  # names of arrays; anything else as it is
+    leaves: list[Any] = field(default_factory=list)  # names of arrays; all else in a tuple
 
     def initial(self) -> dict[str, Any]:
         """All arrays by path; may be traced, so that no device ever holds them whole."""
@@ -62,7 +62,7 @@ class ModelArrays:
 
     def rebuild(self, values: Mapping[str, Any]) -> Any:
         """The model as the user gave it, with these values, at the trace level of the caller."""
-        leaves = [values[x] if isinstance(x, str) else x.value for x in self.leaves]
+        leaves = [values[x] if isinstance(x, str) else x[0] for x in self.leaves]
         tree = jax.tree.unflatten(self.treedef, leaves)
         return tree if self.graph is None else nnx.merge(self.graph, tree)
 
@@ -95,7 +95,7 @@ def read_model(model: Any, wrt: Any) -> ModelArrays:
     found.treedef = jax.tree.structure(tree)
     for name, leaf, box, path in named_leaves(tree):
         if not is_array(leaf):
-            found.leaves.append(_Static(leaf))
+            found.leaves.append((leaf,))
             continue
         found.leaves.append(name)
         if found.graph is None:
@@ -150,8 +150,3 @@ def _made_of_shapes(make: Callable[[], Any]) -> Any:
     graph, rebuild = rest
     tree = rebuild(shapes)
     return tree if graph is None else nnx.merge(graph, tree)
-
-
-@dataclass(frozen=True)
-class _Static:
-    value: Any

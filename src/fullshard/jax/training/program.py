@@ -102,25 +102,23 @@ class StepProgram:
                     "part that mixes (statistics over the batch, one random key for all) out of it"
                 )
 
-    @property
-    def _once(self) -> bool:
-        return self.options["gather"] == "once" and self.options["accumulate"] > 1
-
     def _tracing(self, notes: list[str]) -> Tracing:
         options = self.options
+        once = options["gather"] == "once" and options["accumulate"] > 1
         return Tracing(
             self.arrays.axes,
             self.arrays.params,
             jnp.dtype(options["precision"].reduce) if options["precision"].reduce else None,
             {"block": True, "none": False}.get(options["remat"], options["remat"]),
-            self._once or options["mode"] != "weights",
+            once or options["mode"] != "weights",
             notes,
         )
 
     def _gradients(
         self, trained: Arrays, frozen: Arrays, other: Arrays, step: Any, batch: Any
     ) -> tuple[Arrays, Any, Any, Arrays]:
-        count, once = self.options["accumulate"], self._once
+        count = self.options["accumulate"]
+        once = self.options["gather"] == "once" and count > 1
         if once:
             trained, frozen = self._whole(trained), self._whole(frozen)
 

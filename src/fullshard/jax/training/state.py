@@ -55,11 +55,6 @@ class StateSpec:
         """Kind and path, unique in a state."""
         return f"{self.kind}/{self.path}"
 
-    @property
-    def called(self) -> str:
-        """Its field of a `TrainState` and its path, as errors name it."""
-        return f"{'params' if self.kind == 'parameters' else self.kind} {self.path!r}"
-
 
 class StateArrays:
     """All arrays of a state, in the order of its leaves; in and out one array at a time.
@@ -201,23 +196,22 @@ class StateArrays:
 
 def _fitted(spec: StateSpec, expected: jax.ShapeDtypeStruct, given: Any) -> Any:
     """``given`` where it rests, moved if it lies elsewhere."""
-    if not isinstance(given, jax.Array):
-        given = np.asarray(given)
-    elif given.is_deleted():  # running with it would end the process on a CPU
-        raise ConfigurationError(
-            f"the state's {spec.called} was used up by a step before: go on with the state which "
-            "that returned, or make the step with donate=False"
+    on_device, text = isinstance(given, jax.Array), ""
+    given = given if on_device else np.asarray(given)
+    if on_device and given.is_deleted():  # running with it would end the process on a CPU
+        text = (
+            "was used up by a step before: go on with the state which that returned, or make the "
+            "step with donate=False"
         )
-    if given.shape != expected.shape:
-        raise ConfigurationError(
-            f"the state's {spec.called} has shape {given.shape}, the step expects "
-            f"{expected.shape}: another model or optimizer made it"
-        )
-    if given.dtype != expected.dtype:
-        raise ConfigurationError(
-            f"the state's {spec.called} is {given.dtype}, the step expects {expected.dtype}"
-        )
-    if not isinstance(given, jax.Array):
+    elif given.shape != expected.shape:
+        text = f"has shape {given.shape}, the step expects {expected.shape}: another model or "
+        text += "optimizer made it"
+    elif given.dtype != expected.dtype:
+        text = f"is {given.dtype}, the step expects {expected.dtype}"
+    if text:
+        part = "params" if spec.kind == "parameters" else spec.kind
+        raise ConfigurationError(f"the state's {part} {spec.path!r} {text}")
+    if not on_device:
         return put(given, expected.sharding)
     same = given.sharding.is_equivalent_to(expected.sharding, given.ndim)
     return given if same else jax.device_put(given, expected.sharding)

@@ -273,6 +273,24 @@ def test_a_rule_that_lies_is_refused(good, tmp_path, why):
     assert str(folder) in caught.value.file
 
 
+_numbers = st.none() | st.integers(-(2**64), 2**64) | st.integers(-3, 40) | st.booleans()
+
+
+@given(
+    st.lists(st.lists(_numbers, min_size=3, max_size=5) | _numbers, max_size=4),
+    st.lists(st.lists(_numbers, min_size=2, max_size=3) | _numbers, max_size=3),
+)
+@settings(max_examples=300, deadline=None)
+def test_any_rule_is_read_or_refused_by_our_errors(good, slicings, files):
+    content = unwrap((good / MANIFEST).read_bytes(), FORMAT, VERSION, good)
+    content["tensors"]["model/embed"].update(slicings=slicings, files=files)
+    try:
+        manifest = parse_manifest(wrap(FORMAT, VERSION, content), good)
+    except CheckpointError:
+        return
+    assert sum(each.box.numel for each in manifest.tensors["model/embed"].boxes) == 37 * 6
+
+
 def test_boxes_that_a_file_has_and_the_manifest_has_not_are_found(good, tmp_path):
     folder = tmp_path / good.name
     shutil.copytree(good, folder)

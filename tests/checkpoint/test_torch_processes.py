@@ -5,6 +5,8 @@ import pytest
 import torch
 from support import checkpoint_workers as workers
 
+from fullshard.checkpoint import open_checkpoint
+
 
 @pytest.mark.parametrize(
     ("kind", "asynchronous", "saving", "loading"),
@@ -30,3 +32,15 @@ def test_dtensors_in_plain_modules(gloo_world, tmp_path):
     saved = gloo_world.run(4, workers.columns, str(tmp_path), True)
     loaded = gloo_world.run(4, workers.columns, str(tmp_path), False)
     assert all(torch.equal(each, saved[0]) for each in loaded)
+
+
+@pytest.mark.parametrize("align", ["element", "row"])
+def test_tensors_that_are_cut_along_two_axes_have_rules(gloo_world, tmp_path, align):
+    saved = gloo_world.run(4, workers.cut_twice, str(tmp_path), align)[0]
+    checkpoint = open_checkpoint(tmp_path)
+    tensors = checkpoint.manifest.tensors
+    assert {name.partition("/")[0] for name, t in tensors.items() if not t.tiling} == {"random"}
+    assert len(tensors["model/0.weight"].tiling.slicings) == 2
+    for name, value in saved.items():
+        assert checkpoint.read(f"model/{name}").tobytes() == value.numpy().tobytes()
+    checkpoint.verify()

@@ -5,6 +5,11 @@ import torch
 from support.models import GPT
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from fullshard.torch import (
     FullyShardedDataParallel,
@@ -80,3 +85,18 @@ def columns(group, path, saved):
     else:
         load_checkpoint(path, model)
     return model.weight.full_tensor().detach()
+
+
+def cut_twice(group, path, align):
+    """Save a model cut along a tensor axis, then sharded; its values after a step."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 6))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["data"], align=align)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(4, 6)).sum().backward()
+    optimizer.step()
+    save_checkpoint(path, model, optimizer, step=1)
+    return _values(model)

@@ -20,7 +20,13 @@ from support.checkpoint_cases import (
     whole_box,
 )
 
-from fullshard.checkpoint import command, compare, open_checkpoint, reshard_checkpoint
+from fullshard.checkpoint import (
+    command,
+    compare,
+    open_checkpoint,
+    planning,
+    reshard_checkpoint,
+)
 from fullshard.checkpoint.format.envelope import unwrap, wrap
 from fullshard.checkpoint.format.manifest import (
     FORMAT,
@@ -177,6 +183,17 @@ def test_a_rule_that_only_some_ranks_tell_is_listed(tmp_path):
 def test_parts_of_a_rule_that_no_rank_holds_are_refused(tmp_path):
     [*errors] = save_ruled(tmp_path, 3, change=lambda rank, pieces: pieces[1:] if rank else pieces)
     assert all("'model/embed' do not cover each of its elements" in str(each) for each in errors)
+
+
+def test_a_decision_that_fails_on_rank_0_reaches_all_ranks(tmp_path, monkeypatch):
+    def fail(self):
+        raise MemoryError("made to fail")
+
+    monkeypatch.setattr(planning._Decision, "made", fail)
+    errors = save_ruled(tmp_path, 3)
+    assert [str(each) for each in errors] == [
+        "the step cannot be saved: MemoryError: made to fail"
+    ] * 3
 
 
 class OneOfMany:

@@ -31,7 +31,7 @@ from fullshard.checkpoint.format.tiling import (
     part_numels,
     runs_of,
 )
-from fullshard.checkpoint.ranks import CheckpointRanks, agree
+from fullshard.checkpoint.ranks import CheckpointRanks, agree, failure_text
 from fullshard.checkpoint.shards import Piece
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError
@@ -165,8 +165,8 @@ def _decide(
                 for digest, first in first_with.items()
             ]
             answer, tensors = _Decision(groups, [part[2] for part in parts]).made()
-        except CheckpointError as error:
-            answer = {"failure": str(error), "tensor": error.tensor}
+        except Exception as error:  # the others wait for an answer
+            answer = {"failure": failure_text(error), "tensor": getattr(error, "tensor", None)}
     answer = json.loads(ranks.broadcast(json.dumps(answer).encode()))
     if "failure" in answer:
         raise CheckpointError(f"{what}: {answer['failure']}", tensor=answer["tensor"])

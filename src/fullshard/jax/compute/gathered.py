@@ -85,17 +85,30 @@ def scan_layers(
     items = list(blocks) if listed else [blocks]
     if not items:
         raise ConfigurationError("scan_layers has no blocks")
-    if isinstance(items[0], nnx.Module):
-        return functools.partial(_through_modules, items, listed, layer, remat)
+    modules = items if isinstance(items[0], nnx.Module) else []
+    function = layer or (lambda block, x, *args, **kwargs: block(x, *args, **kwargs))
 
     def through(x: Any, *args: Any, **kwargs: Any) -> Any:
-        arrays, rebuild = _stacked(items, listed)
-        function = layer or (lambda block, x, *args, **kwargs: block(x, *args, **kwargs))
+        splits = [nnx.split(item) if modules else (None, item) for item in items]
+        graph: Any = splits[0][0]
+        for number, (other, _) in enumerate(splits):
+            if other != graph:
+                raise ConfigurationError(_unequal(number, "in structure or in what is no array"))
+        arrays, rebuild = _stacked([tree for _, tree in splits], listed)
 
-        def body(x: Any, arrays: Any) -> tuple[Any, None]:
-            return gathered(function, remat=remat)(rebuild(arrays), x, *args, **kwargs), None
+        def body(x: Any, arrays: Any) -> tuple[Any, Any]:
+            block = rebuild(arrays)
+            if not modules:
+                return gathered(function, remat=remat)(block, x, *args, **kwargs), None
+            block = nnx.merge(graph, block)
+            x = _call_module(function, block, remat, *(x, *args), **kwargs)
+            return x, nnx.state(block, nnx.Not(nnx.Param))
 
-        return lax.scan(body, x, arrays)[0]
+        x, after = lax.scan(body, x, arrays)
+        for number, module in enumerate(modules):  # statistics and counts of random numbers
+            own = jax.tree.map(lambda leaf, n=number: leaf[n], after) if listed else after
+            nnx.update(module, own)
+        return x
 
     return through
 
@@ -105,8 +118,7 @@ def _call_module(method: Any, module: nnx.Module, remat: Any, *args: Any, **kwar
     now = current()
     if now is None:
         return method(module, *args, **kwargs)
-    split: Any = nnx.split(module, nnx.Param, ...)
-    graph, weights, rest = split
+    graph, *parts = nnx.split(module, nnx.Param, ...)
 
     def pure(parts: Any, *args: Any, **kwargs: Any) -> Any:
         here = nnx.merge(graph, *parts)
@@ -117,7 +129,7 @@ def _call_module(method: Any, module: nnx.Module, remat: Any, *args: Any, **kwar
             raise NotSupportedError("it changes its own state, as of statistics or random numbers")
         return result
 
-    call = _Call(now, pure, type(module).__name__, remat, ((weights, rest), args, kwargs))
+    call = _Call(now, pure, type(module).__name__, remat, (parts, args, kwargs))
     return call.carried_out(lambda _, *args, **kwargs: method(module, *args, **kwargs))
 
 
@@ -153,7 +165,7 @@ class _Call:
         if self.now.mixing is None:
             return apart()
         result = plain(weights, *args, **kwargs)
-        self._compare(result, apart())
+        self._compare(result, apart(), self.now.mixing)
         return result
 
     def _flat(self, *arrays: Any) -> Any:
@@ -232,13 +244,11 @@ class _Call:
         policy = self.remat if callable(self.remat) else _POLICIES.get(self.remat)
         return jax.checkpoint(mapped, policy=policy)
 
-    def _compare(self, whole: Any, apart: Any) -> None:
+    def _compare(self, whole: Any, apart: Any, mixing: dict[str, float]) -> None:
         """Remember how far the layer's results for a part are from those for all examples."""
-        mixing, name = self.now.mixing, self.name
 
         def remember(far: Any) -> None:
-            assert mixing is not None
-            mixing[name] = max(mixing.get(name, 0.0), float(far))
+            mixing[self.name] = max(mixing.get(self.name, 0.0), float(far))
 
         for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(apart), strict=True):
             if jnp.issubdtype(a.dtype, jnp.inexact):
@@ -334,28 +344,6 @@ def _refuse_shared_draws(jaxpr: Any) -> None:
             )
         for inner in jaxprs_in(eqn):
             _refuse_shared_draws(inner)
-
-
-def _through_modules(
-    modules: list[Any], listed: bool, layer: Any, remat: Any, x: Any, *args: Any, **kwargs: Any
-) -> Any:
-    splits = [nnx.split(each) for each in modules]
-    graph = splits[0][0]
-    for number, (other, _) in enumerate(splits):
-        if other != graph:
-            raise ConfigurationError(_unequal(number, "in structure or in what is no array"))
-    arrays, rebuild = _stacked([state for _, state in splits], listed)
-
-    def body(x: Any, arrays: Any) -> tuple[Any, Any]:
-        block = nnx.merge(graph, rebuild(arrays))
-        x = _call_module(layer or type(block).__call__, block, remat, *(x, *args), **kwargs)
-        return x, nnx.state(block, nnx.Not(nnx.Param))
-
-    x, after = lax.scan(body, x, arrays)
-    for number, module in enumerate(modules):  # statistics and counts of random numbers
-        own = jax.tree.map(lambda leaf, n=number: leaf[n], after) if listed else after
-        nnx.update(module, own)
-    return x
 
 
 def _stacked(items: list[Any], listed: bool) -> tuple[list[Any], Callable[[Any], Any]]:

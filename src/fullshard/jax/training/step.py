@@ -3,7 +3,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import jax
@@ -155,8 +155,7 @@ class TrainStep:
         if self.options["check"] and not self._compiled:
             with jax.set_mesh(self.mesh):
                 self._program.refuse_mixing(state, placed)
-        result: tuple[TrainState, Any, Any] = self.compiled(batch)(state, placed)
-        return result
+        return self.compiled(batch)(state, placed)
 
     def apply(self, state: TrainState, function: Callable[..., Any], *args: Any) -> Any:
         """``function(model, *args)`` with the model of ``state``, gathered as in a step.
@@ -184,7 +183,7 @@ class TrainStep:
         function the result is the loss, or with ``has_aux`` (loss, aux).
         """
         key = () if function or self.options["key"] is None else (self.options["key"],)
-        return self.apply(state, _Evaluation(function or self._functions[1]), batch, *key)
+        return self.apply(state, _Evaluation(function or self._functions[1], key), batch)
 
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The program for batches like this one (arrays or shapes); compiled when first asked."""
@@ -306,8 +305,9 @@ class _Evaluation:
     """A function of a model, which is put in evaluation mode before."""
 
     function: Callable[..., Any]
+    key: tuple[Any, ...] = field(compare=False)
 
-    def __call__(self, model: Any, *args: Any) -> Any:
+    def __call__(self, model: Any, batch: Any) -> Any:
         if hasattr(model, "eval"):
             model.eval()
-        return self.function(model, *args)
+        return self.function(model, batch, *self.key)

@@ -119,10 +119,12 @@ class StateArrays:
         array = jax.tree.leaves(state)[list(self._specs).index(key)]
         return to_host(key_data(array))
 
-    def load_arrays(self, state: TrainState, items: Iterable[tuple[str, Any]]) -> TrainState:
-        """``state`` with these whole arrays, by key, every parameter among them.
+    def load_arrays(
+        self, state: TrainState, items: Iterable[tuple[str, Any]], *, strict: bool = True
+    ) -> TrainState:
+        """``state`` with these whole arrays, by key; all processes give the same.
 
-        All processes give the same.
+        With ``strict`` every parameter must come.
 
         Raises:
             ConfigurationError: for an unknown key, another shape, or a parameter that did not come.
@@ -132,10 +134,10 @@ class StateArrays:
         for key, given in items:
             leaves[key] = self._written(key, np.asarray(given))
             missing.discard(key)
-        if missing:
+        if strict and missing:
             raise ConfigurationError(
                 f"{len(missing)} parameters did not come, among them {min(missing)!r}; "
-                "step.arrays(state) has all"
+                "strict=False keeps what they are"
             )
         return self._tree(leaves.values())
 

@@ -5,11 +5,13 @@ import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
+from support import workers
 
-from fullshard.torch.comm.process_group import _Pending, forget_destroyed
-from fullshard.torch.comm.sibling_groups import options_like, sibling_group
+from fullshard.torch.comm.process_group import ProcessGroupComm, _Pending, forget_destroyed
+from fullshard.torch.comm.sibling_groups import options_like, sibling_group, without_host
 
 CPU = torch.device("cpu")
 
@@ -134,3 +136,32 @@ def test_only_duplicates_ask_for_high_priority(monkeypatch):
     passed = [each["pg_options"] for each in asked]
     assert [each and each.is_high_priority_stream for each in passed] == [True, False, None]
     assert passed[0] is not passed[1]
+    # Nor do they connect all ranks in host memory a second time.
+    assert [each["backend"] for each in asked] == ["cuda:nccl", "cpu:gloo,cuda:nccl", "gloo"]
+    assert [without_host(each) for each in ("cpu:gloo", "gloo", "nccl")] == [
+        "cpu:gloo",
+        "gloo",
+        "nccl",
+    ]
+
+
+def test_an_extreme_takes_as_many_rounds_as_the_number_of_ranks_has_bits(monkeypatch):
+    sent = []
+    monkeypatch.setattr(dist, "irecv", lambda tensor, **_: tensor.fill_(7))
+    monkeypatch.setattr(dist, "isend", lambda tensor, group_dst, **_: sent.append(group_dst))
+    for size, rounds in ((1, 0), (2, 1), (3, 2), (64, 6), (16_384, 14)):
+        comm = object.__new__(ProcessGroupComm)
+        comm.rank, comm.size, comm.group = size - 1, size, None
+        comm.witness = SimpleNamespace(issues=lambda what: None, waits=lambda what, works: None)
+        comm._routes = {CPU: SimpleNamespace(on_gloo=True)}
+        sent.clear()
+        comm.all_reduce([torch.zeros(3)], "max").wait()
+        assert sent == [2**number - 1 for number in range(rounds)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_extremes_are_those_of_all_ranks(gloo_world, size):
+    for found in gloo_world.run(size, workers.extremes):
+        for numel, (most, *least) in zip((1, 5, 0), found, strict=True):
+            assert most == [number + size - 1 for number in range(numel)]
+            assert least == [list(range(numel))] * 2

@@ -11,7 +11,7 @@ from support.threads import on_ranks
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.testing import LocalWorld
+from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from fullshard.torch.tensor.checksum import checksum
 from fullshard.wrap import ModuleWrapPolicy
@@ -141,3 +141,24 @@ def test_checksums_of_the_same_elements_in_another_order_differ(seed, columns):
     assert (checksum(values[order]) == checksum(values)) == bool((order == order.sort()[0]).all())
     words = torch.tensor([1.0, 2.0, 2.0, 1.0], dtype=torch.float64)
     assert checksum(words) != checksum(words.flip(0).roll(1))
+
+
+@pytest.mark.parametrize("values", ["real", "meta"])
+def test_a_unit_is_compared_in_one_call(values, monkeypatch):
+    calls = []
+    all_reduce = LocalComm.all_reduce
+
+    def counted(comm, tensors, op="sum", label=""):
+        calls.append(label)
+        return all_reduce(comm, tensors, op, label)
+
+    monkeypatch.setattr(LocalComm, "all_reduce", counted)
+
+    def body(comm):
+        with torch.device("cpu" if values == "real" else "meta"):
+            model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        for layer in (*model, model):
+            fully_shard(layer, mesh=comm)
+
+    LocalWorld(2).run(body)
+    assert calls == ["comparison of what to shard"] * 2 * 3

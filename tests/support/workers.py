@@ -110,3 +110,15 @@ def run_example(_group, page, source):
         # torch's own words about DeviceMesh and the like; fullshard's are errors
         warnings.filterwarnings("ignore", module=r"torch\.")
         exec(compile(source, page, "exec"), {"__name__": "__main__"})
+
+
+def extremes(group):
+    comm = ProcessGroupComm(group)
+    found = []
+    for numel, dtype in ((1, torch.float32), (5, torch.int64), (0, torch.float32)):
+        values = torch.arange(numel).add(comm.rank).to(dtype)
+        most, least = values.clone(), values.clone()
+        comm.all_reduce([most], "max").wait()
+        comm.all_reduce([least, values], "min").wait()
+        found.append((most.tolist(), least.tolist(), values.tolist()))
+    return found

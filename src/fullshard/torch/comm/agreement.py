@@ -6,26 +6,32 @@ import json
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.protocol import Comm, members_of
 from fullshard.torch.comm.texts import share_bytes
 
-__all__ = ["by_rank", "differing_texts", "verify_agreement"]
+__all__ = ["are_alike", "bounds_of", "by_rank", "differing_texts", "verify_agreement"]
 
 _LINES_SHOWN = 20
 
 
 def verify_agreement(
-    comm: Comm, lines: Mapping[str, str], device: torch.device, subject: str = "what to shard"
+    comm: Comm,
+    lines: Mapping[str, str],
+    device: torch.device,
+    subject: str = "what to shard",
+    beside: Tensor | None = None,
 ) -> None:
     """Make sure that all ranks of ``comm`` pass equal ``lines``, such as {"strategy": "SHARD_OP"}.
 
-    Collective over ``comm``: one all-reduce of 32 bytes on ``device``, waited for on the host.
+    Collective over ``comm``: one all-reduce of 32 bytes on ``device``, waited for on the host. With
+    it goes ``beside``, a vector of int64, which gets the largest of all ranks' values in its place.
     Raises `ConfigurationError` on all ranks if a line differs or is missing on one, and says which;
     ``subject`` tells people what the lines are about.
     """
-    texts = differing_texts(comm, json.dumps(dict(lines), sort_keys=True), device, subject)
+    texts = differing_texts(comm, json.dumps(dict(lines), sort_keys=True), device, subject, beside)
     if texts is None:
         return
     told: list[dict[str, str]] = [json.loads(text) for text in texts]
@@ -42,20 +48,40 @@ def verify_agreement(
 
 
 def differing_texts(
-    comm: Comm, text: str, device: torch.device, subject: str = "texts"
+    comm: Comm,
+    text: str,
+    device: torch.device,
+    subject: str = "texts",
+    beside: Tensor | None = None,
 ) -> list[str] | None:
-    """Return the texts of all ranks in rank order if any two differ, else None. Collective."""
+    """Return the texts of all ranks in rank order if any two differ, else None. Collective.
+
+    ``beside``: see `verify_agreement`.
+    """
     if comm.size == 1:
         return None
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-    halves = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-    # The largest complement is the complement of the smallest: one call gives both bounds.
-    bounds = torch.cat([halves, ~halves]).to(device)
+    bounds = bounds_of(text.encode()).to(device)
+    further = () if beside is None else (beside.to(device),)
+    bounds = torch.cat([bounds, *further])
     comm.all_reduce([bounds], "max", label=f"comparison of {subject}").wait()
-    largest, smallest = bounds[:2], ~bounds[2:]
-    if torch.equal(largest, smallest):
+    if beside is not None:
+        beside.copy_(bounds[4:])
+    if are_alike(bounds[:4]):
         return None
     return [data.decode() for data in share_bytes(comm, text.encode(), device)]
+
+
+def bounds_of(data: bytes) -> Tensor:
+    """Return four int64 whose maxima over ranks tell if all ranks have the same ``data``."""
+    digest = hashlib.blake2b(data, digest_size=16).digest()
+    halves = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    # The largest complement is the complement of the smallest: one call gives both bounds.
+    return torch.cat([halves, ~halves])
+
+
+def are_alike(bounds: Tensor) -> bool:
+    """Return True if the maxima of `bounds_of` say that all ranks have the same."""
+    return torch.equal(bounds[:2], ~bounds[2:])
 
 
 def by_rank(comm: Comm, values: Sequence[str]) -> str:

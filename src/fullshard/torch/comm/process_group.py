@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from fullshard.torch.comm.protocol import (
     Comm,
+    Done,
     Parts,
     ReduceOp,
     Work,
@@ -156,7 +157,8 @@ class ProcessGroupComm:
 
         It has the group's options, and on NCCL streams of high priority: what it is made for is
         waited for, and needs few of the device's processors, which kernels already there leave
-        late. Return itself in a version of torch that cannot make one: gathers and reduces then
+        late. Beside a device's backend there is no Gloo: what is in host memory travels by the
+        device. Return itself in a version of torch that cannot make one: gathers and reduces then
         share a communicator, which is correct, as all ranks issue them in one order, but overlaps
         less.
         """
@@ -334,6 +336,9 @@ class ProcessGroupComm:
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
         """See `Comm.all_reduce`."""
+        what = label or "all_reduce"
+        if op != "sum" and self._route_of(tensors[0]).on_gloo and tensors[0].device.type == "cpu":
+            return self._extremes_by_rounds(what, tensors, op)
 
         def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
             return [
@@ -341,7 +346,39 @@ class ProcessGroupComm:
                 for tensor in tensors
             ]
 
-        return self._start(label or "all_reduce", tensors, start, inputs_between=False)
+        return self._start(what, tensors, start, inputs_between=False)
+
+    # [Note: Rounds]
+    # Gloo's all-reduce goes round a ring: 2(N - 1) hops one after the other, at the end of every
+    # backward. A maximum may count a rank twice, so after a round in which all tell the next rank,
+    # one in which they tell the next but one, the next but three, ... each has heard of all: that
+    # takes log2(N) hops, rounded up. It is done when it has been issued.
+
+    def _extremes_by_rounds(self, what: str, tensors: Sequence[Tensor], op: ReduceOp) -> Work:
+        combine = torch.maximum if op == "max" else torch.minimum
+        self.witness.issues(what)
+        tag = zlib.crc32(what.encode()) % 2**19 << 12
+        distance = 1
+        while distance < self.size:
+            ahead, behind = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            sent = [tensor.contiguous() for tensor in tensors]
+            received = [torch.empty_like(tensor) for tensor in sent]
+            works = []
+            try:
+                for mine, theirs in zip(sent, received, strict=True):
+                    if not mine.numel():
+                        continue
+                    works += [
+                        dist.irecv(theirs, group=self.group, group_src=behind, tag=tag),
+                        dist.isend(mine, group=self.group, group_dst=ahead, tag=tag),
+                    ]
+            except RuntimeError as error:
+                raise self.witness.failure(what, error) from error
+            self.witness.waits(what, [work for work in works if work is not None])
+            for tensor, theirs in zip(tensors, received, strict=True):
+                combine(tensor, theirs, out=tensor)
+            distance *= 2
+        return Done()
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """See `Comm.broadcast`."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["options_like", "sibling_group", "timeout_s_of"]
+__all__ = ["options_like", "sibling_group", "timeout_s_of", "without_host"]
 
 _naming = threading.Lock()
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
@@ -38,7 +38,8 @@ def sibling_group(
     """Make a process group over ``ranks`` (global) of ``parent``: its backends, options, timeout.
 
     ``backend`` names another one than the parent's, which gets no options. With ``high_priority``
-    NCCL runs the group's collectives on streams of high priority, whatever the parent does.
+    NCCL runs the group's collectives on streams of high priority, whatever the parent does, and
+    there is no Gloo beside it.
     Collective over ``parent``; ranks may ask for different disjoint groups, of different ``kind``.
     Returns None if this version of torch does not accept a name for a group.
     """
@@ -53,17 +54,29 @@ def sibling_group(
         return None
     # torch sorts the ranks of a group unless told otherwise, and versions that always do have no
     # argument for it.
+    backends = backend or dist.get_backend_config(parent)
+    if high_priority:
+        backends = without_host(backends)
     order: dict[str, Any] = {} if sorted(ranks) == list(ranks) else {"sort_ranks": False}
     with _naming, _replaced(replacements):
         group: dist.ProcessGroup = dist.new_group(
             list(ranks),
             timeout=timedelta(seconds=timeout_s_of(parent)),
-            backend=backend or dist.get_backend_config(parent),
+            backend=backends,
             pg_options=None if backend else options_like(parent, high_priority=high_priority),
             use_local_synchronization=True,
             **order,
         )
     return group
+
+
+def without_host(backends: str) -> str:
+    """Leave Gloo out of a configuration such as ``cpu:gloo,cuda:nccl`` that has another backend.
+
+    Every rank of a further group would connect to all others in host memory, too.
+    """
+    others = [each for each in backends.split(",") if not each.endswith(dist.Backend.GLOO)]
+    return ",".join(others) or backends
 
 
 def options_like(parent: dist.ProcessGroup, *, high_priority: bool = False) -> Any:

@@ -143,7 +143,8 @@ def fully_shard(
         found = _cut_along(found, shard_placement_fn, ranks.gather.size, align)
     plan = Plan(ranks, found.device, reshard_after_forward, precision, offload, align=align)
     units = {type(modules[0]).__name__: found.all_of_them}
-    agree(units, [plan], check_values=check_values, meta_on_some=True)
+    bare = agree(units, [plan], check_values=check_values, meta_on_some=True)
+    plan = replace(plan, bare_somewhere=bare)
     params = found.claim()
     for each in modules:
         move_buffers(each, found.device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.torch.comm.agreement import by_rank, differing_texts
+from fullshard.torch.comm.agreement import are_alike, bounds_of, by_rank, differing_texts
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.tensor.checksum import checksum
 from fullshard.torch.tensor.tensor_parallel import held_here
@@ -25,7 +25,7 @@ from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites
 from fullshard.torch.unit.unit import owner_of
 
-__all__ = ["values_are_checked", "verify_values"]
+__all__ = ["StartingValues", "values_are_checked"]
 
 _NAMES_SHOWN = 10
 _NO_VALUE = torch.iinfo(torch.int64).min  # of a parameter on the meta device; no checksum is that
@@ -36,29 +36,52 @@ def values_are_checked(wanted: bool) -> bool:
     return wanted and os.environ.get(SWITCH, "1") != "0"
 
 
-def verify_values(
-    units: Mapping[str, Sequence[ParamSites]],
-    plans: Sequence[Plan],
-    *,
-    meta_on_some: bool,
-) -> None:
-    """Make sure that all ranks have the same values to shard. Collective.
+class StartingValues:
+    """The values that this rank is about to shard: a digest to send along, and the comparison.
 
     See [Note: Values of one rank]. Left out are units whose values come from the first rank, and
-    parameters that a unit has already. Where some ranks have values and others are on the meta
-    device, those that have them are compared if ``meta_on_some`` says that such is allowed.
-
-    Raises `ConfigurationError` on all ranks otherwise, with the names of the parameters.
+    parameters that a unit has already; all of them, unless ``checked``.
     """
-    compared: dict[str, ParamSites] = {}
-    for (name, params), plan in zip(units.items(), plans, strict=True):
-        if plan.values is own_value:
-            prefix = f"{name}." if name else ""
-            compared |= {f"{prefix}{each.spec.name}": each for each in params if _is_new(each)}
+
+    def __init__(
+        self, units: Mapping[str, Sequence[ParamSites]], plans: Sequence[Plan], checked: bool
+    ):
+        self._plans = plans
+        self._compared: dict[str, ParamSites] = {}
+        bare = False
+        for (name, params), plan in zip(units.items(), plans, strict=True):
+            if plan.values is own_value:
+                prefix = f"{name}." if name else ""
+                bare |= any(each.param.is_meta for each in params)
+                new = {f"{prefix}{each.spec.name}": each for each in params if _is_new(each)}
+                self._compared |= new if checked else {}
+        self._sums = torch.zeros(0, dtype=torch.int64)
+        if self._compared and _comms_of(plans):
+            self._sums = _checksums([e.param for e in self._compared.values()], plans[0].device)
+        digest = bounds_of(str(self._sums.tolist()).encode())
+        self.digest = torch.cat([digest, torch.tensor([int(bare)])])
+        """To be replaced by the largest of all ranks, which `verify` and `bare_somewhere` read."""
+
+    @property
+    def bare_somewhere(self) -> bool:
+        """True if a rank has parameters on the meta device."""
+        return bool(self.digest[4])
+
+    def verify(self, *, meta_on_some: bool) -> None:
+        """Make sure that all ranks have the same values. Collective where digests differ.
+
+        Where some ranks have values and others are on the meta device, those that have them are
+        compared if ``meta_on_some`` says that such is allowed. Raises `ConfigurationError` on all
+        ranks otherwise, with the names of the parameters.
+        """
+        if not are_alike(self.digest[:4]):
+            _compare(self._compared, self._sums, self._plans, meta_on_some=meta_on_some)
+
+
+def _compare(
+    compared: Mapping[str, ParamSites], mine: Tensor, plans: Sequence[Plan], *, meta_on_some: bool
+) -> None:
     comms = _comms_of(plans)
-    if not compared or not comms:
-        return
-    mine = _checksums([each.param for each in compared.values()], plans[0].device)
     bare = (mine == _NO_VALUE).long()
     bounds = torch.stack([mine, torch.where(bare > 0, _NO_VALUE, ~mine), bare])
     for comm in comms:

@@ -19,7 +19,7 @@ from fullshard.torch.comm.ranks import Where, compute_device
 from fullshard.torch.optim.checks import watch_optimizers
 from fullshard.torch.sharding.find import TiedSites, find_parameters
 from fullshard.torch.sharding.refused_modules import check_modules
-from fullshard.torch.sharding.same_values import values_are_checked, verify_values
+from fullshard.torch.sharding.same_values import StartingValues, values_are_checked
 from fullshard.torch.step.autograd_calls import watch_autograd
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.paths import note_left_out
@@ -82,14 +82,17 @@ def agree(
     *,
     check_values: bool,
     meta_on_some: bool,
-) -> None:
+) -> bool:
     """Make sure, before anything is changed, that all ranks mean the same. Collective.
 
     ``units`` are the parameters of each by its name, ``plans`` what goes with them. Where
     parameters are may differ (a device; the meta device, if ``meta_on_some`` allows it), their
-    values not, if ``check_values``: see `verify_values`. Raises `ConfigurationError` on all ranks
-    if they do not agree, with the lines in which they differ, `NotSupportedError` for compression
-    of what decides itself how it is gathered.
+    values not, if ``check_values``: see `StartingValues`. One all-reduce for each communicator, if
+    nothing differs.
+
+    Returns True if a rank has parameters on the meta device. Raises `ConfigurationError` on all
+    ranks if they do not agree, with the lines in which they differ, `NotSupportedError` for
+    compression of what decides itself how it is gathered.
     """
     check_values = values_are_checked(check_values)
     lines = {"values": f"compared: {check_values}"}
@@ -111,13 +114,14 @@ def agree(
                 f"{spec.shape} {spec.dtype} {trained}, number {number}, cut along {spec.cut_dim}, "
                 f"also as {spec.aliases}"
             )
+    values = StartingValues(units, plans, checked=check_values)
     comms = dict.fromkeys(c for plan in plans for c in (plan.ranks.gather, plan.ranks.replicas))
     for comm in comms:
-        verify_agreement(comm, lines, plans[0].device)
+        verify_agreement(comm, lines, plans[0].device, beside=values.digest)
     for params, plan in zip(units.values(), plans, strict=True):
         _check_compressible(params, plan)
-    if check_values:
-        verify_values(units, plans, meta_on_some=meta_on_some)
+    values.verify(meta_on_some=meta_on_some)
+    return values.bare_somewhere
 
 
 def _check_compressible(params: Sequence[ParamSites], plan: Plan) -> None:

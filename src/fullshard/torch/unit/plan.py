@@ -31,7 +31,8 @@ class Plan:
     """The settings of one unit.
 
     ``device`` is where it computes. ``reshard_after_forward`` is None if that depends on whether
-    the unit turns out to be the root's. ``align``: see `fullshard.core.layout`.
+    the unit turns out to be the root's. ``align``: see `fullshard.core.layout`. A rank may have
+    come from the meta device if ``bare_somewhere``, which is the same on all ranks.
     """
 
     ranks: Ranks
@@ -41,6 +42,7 @@ class Plan:
     offload: Offload = field(default_factory=Offload)
     values: Values = own_value
     align: Align = "element"
+    bare_somewhere: bool = False
 
     def __post_init__(self) -> None:
         elsewhere = self.offload.to_host and self.device.type not in ("cpu", "meta")

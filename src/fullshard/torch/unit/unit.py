@@ -91,7 +91,7 @@ class Unit:
         on_meta = plan.values is own_value and any(each.param.is_meta for each in params)
         device = torch.device("meta") if on_meta else plan.resting_device
         # A rank was on the meta device, and nobody has looked for values since: all look together.
-        self.unchecked = plan.values is own_value and self.ranks.any(on_meta, plan.device)
+        self.unchecked = plan.bare_somewhere
         self.replicas_unchecked = self.ranks.replicas.size > 1
         for each in params:
             set_owner(each.param, self, each.spec.name)

@@ -14,7 +14,8 @@ backward is over when
 - the gradients of all inputs that need one are there, for each of its calls;
 - every parameter has delivered that autograd says will get a gradient (without an input to wait
   for, every trainable one: a recomputed part is not in the graph until it is run);
-- units that began after it in forward are over too: a path to their parameters may lead through it.
+- units that began after it in forward are over too: a path to their parameters may lead through it
+  (in a graph that is gone through again, those of its calls that can still be reached).
 
 What is not over when autograd has finished is over then.
 
@@ -87,8 +88,7 @@ _MOVES = {
 """The only legal moves. A unit that is called again, or recomputed, goes through several."""
 
 
-def _none() -> None:
-    return None
+_CALLS_KEPT = 16
 
 
 class UnitStep:
@@ -105,26 +105,23 @@ class UnitStep:
     # Gradients are reduced when backward is over, and not held back for a later micro-batch.
     requires_gradient_sync: bool
     phase: Phase
-    # In how many forwards the unit is now: its own, and those of modules that call it again.
-    running: int
+    running: int  # in how many forwards it is now: its own, and those of modules that call it again
     # The call that runs forward now, of the class that the feeder makes, if its backward may come.
     call: Any
-    # The forward that runs now is one whose backward is waited for.
-    counts: bool
-    # Backward has begun once since autograd began.
-    begun: bool
-    # Full gradients of earlier micro-batches wait for a reduce.
-    held_back: bool
+    counts: bool  # the forward that runs now is one whose backward is waited for
+    begun: bool  # backward has begun once since autograd began
+    held_back: bool  # full gradients of earlier micro-batches wait for a reduce
     # When the unit's first forward in this step began, its last one began, and its last one ended,
     # in events of the step; and when the earliest call began whose backward is open.
     first_begin: int
     last_begin: int
     last_end: int
     began_at: int
-    # The call that backward has reached last.
-    last_reached: Callable[[], "UnitCall | None"]
-    # The calls whose autograd graphs exist and whose backward is awaited; keeps none alive.
+    last_reached: Callable[[], "UnitCall | None"]  # the call that backward has reached last
+    # The calls whose autograd graphs exist and whose backward is awaited, or was over before and
+    # comes again if the graph is kept. Neither keeps any alive.
     _calls: dict[int, "weakref.ref[UnitCall]"]
+    _over: dict[int, "weakref.ref[UnitCall]"]
     # Parameters whose gradients are here; by graph task, those that came, and will not come.
     here: set[int]
     came: dict[int, set[int]]
@@ -136,7 +133,7 @@ class UnitStep:
         self.ends_with_backward = self.counts = False
         self.requires_gradient_sync = True
         self.first_begin = self.last_begin = self.last_end = self.began_at = 0
-        self.last_reached = _none
+        self.last_reached = lambda: None
         self.forget()
 
     def forget(self) -> None:
@@ -145,17 +142,15 @@ class UnitStep:
         self.running = 0
         self.call = None
         self.begun = self.held_back = False
-        self._calls = {}
+        self._calls, self._over = {}, {}
         self.here, self.came, self._absent = set(), {}, {}
 
     def move(self, what: str) -> None:
         """Make one of the legal moves."""
         after = _MOVES.get((what, self.phase))
         if after is None:
-            raise UsageError(
-                f"a unit cannot {what} while it is {self.phase.text}; this is a defect of "
-                "fullshard's step, please report it with the model's forward"
-            )
+            text = f"a unit cannot {what} while it is {self.phase.text}; this is a defect of "
+            raise UsageError(f"{text}fullshard's step, please report it with the model's forward")
         self.phase = after
 
     def run_forward(self, now: int) -> None:
@@ -173,17 +168,18 @@ class UnitStep:
 
     def forget_call(self, call: "UnitCall") -> None:
         """Do not await the backward of ``call`` any more."""
-        self._calls.pop(id(call), None)
+        reference = self._calls.pop(id(call), None)
+        if reference is not None:
+            if len(self._over) > _CALLS_KEPT:  # mostly of graphs that are gone
+                self._over = {id(over): weakref.ref(over) for over in self.calls_over()}
+            self._over[id(call)] = reference
 
     def awaits(self, call: "UnitCall") -> bool:
         """True if the backward of ``call`` is awaited."""
         return id(call) in self._calls and self._calls[id(call)]() is call
 
     def calls(self, forwards: Set[int] | None = None) -> list["UnitCall"]:
-        """The calls whose backward is awaited, oldest first.
-
-        Of these ``forwards`` of the root, if any are named.
-        """
+        """The calls whose backward is awaited, oldest first; of these ``forwards`` of the root."""
         if not self._calls:
             return []
         # Not a WeakSet: its guards take longer than all else that happens in an event.
@@ -193,6 +189,10 @@ class UnitStep:
         if forwards is None:
             return alive
         return [call for call in alive if call.made_in in forwards]
+
+    def calls_over(self) -> list["UnitCall"]:
+        """The calls whose backward was over before and may come again, in a graph that is kept."""
+        return [call for reference in self._over.values() if (call := reference()) is not None]
 
     # ---- backward -------------------------------------------------------------------------------
 
@@ -344,10 +344,7 @@ class StepMachine:
     # ---- backward -------------------------------------------------------------------------------
 
     def begun_by(self, call: _Call, task: int) -> Sequence[_Call]:
-        """The calls that `call_begins` when an output of ``call`` has a gradient, in order.
-
-        The output may be that of a call around it, too, whose hook then comes second.
-        """
+        """The calls that begin when an output of ``call``, and of calls around it, has a gradient."""
         if call.begun or task == call.over_in:
             return ()
         chain: list[Any] = [call]
@@ -480,7 +477,11 @@ class StepMachine:
         """True if ``other`` is not over, and what is left of it began after ``unit``."""
         if other.phase.open and other.began_at > unit.began_at:
             return True
-        return any(call.began_at > unit.began_at for call in other.calls(self._reached))
+        again = [call for call in other.calls_over() if call.over_in != self._task]
+        return any(
+            call.began_at > unit.began_at and call.made_in in self._reached
+            for call in (*other.calls(), *again)
+        )
 
     def _end(self, unit: UnitStep) -> None:
         """A unit's backward is over."""

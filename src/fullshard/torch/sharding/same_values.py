@@ -55,11 +55,11 @@ class StartingValues:
                 bare |= any(each.param.is_meta for each in params)
                 new = {f"{prefix}{each.spec.name}": each for each in params if _is_new(each)}
                 self._compared |= new if checked else {}
-        self._sums = torch.zeros(0, dtype=torch.int64)
+        self._sums = torch.zeros(0, dtype=torch.int64, device="cpu")
         if self._compared and _comms_of(plans):
             self._sums = _checksums([e.param for e in self._compared.values()], plans[0].device)
         digest = bounds_of(str(self._sums.tolist()).encode())
-        self.digest = torch.cat([digest, torch.tensor([int(bare)])])
+        self.digest = torch.cat([digest, torch.tensor([int(bare)], device="cpu")])
         """To be replaced by the largest of all ranks, which `verify` and `bare_somewhere` read."""
 
     @property

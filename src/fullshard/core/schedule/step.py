@@ -344,7 +344,7 @@ class StepMachine:
     # ---- backward -------------------------------------------------------------------------------
 
     def begun_by(self, call: _Call, task: int) -> Sequence[_Call]:
-        """The calls that begin when an output of ``call``, and of calls around it, has a gradient."""
+        """The calls that begin when an output of ``call``, and of calls around it, has gradient."""
         if call.begun or task == call.over_in:
             return ()
         chain: list[Any] = [call]

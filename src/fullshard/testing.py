@@ -292,6 +292,8 @@ class LocalComm:
         outputs: list[Tensor],
         combine: Callable[[list[list[Tensor]]], list[list[Tensor]]],
     ) -> Work:
+        if not inputs:  # process groups fail, too
+            raise LocalWorldError(f"rank {self.rank}: {name} ({label}) of no tensors")
         # Sizes may differ from rank to rank in an all-to-all only.
         described = inputs[1:] if name == "all_to_all" else inputs
         signature = (name, label, *((tuple(t.shape), t.dtype) for t in described))

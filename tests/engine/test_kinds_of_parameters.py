@@ -219,6 +219,9 @@ def test_an_empty_unit_is_never_gathered(comm):
     fully_shard(model, mesh=comm)
     with tracing(model) as trace:
         model(torch.ones(1, 3)).sum().backward()
+        assert model[0].unshard() is None
+        model[0].unshard(async_op=True).wait()
+        model[0].reshard()
     assert managed_unit_of(model[0]).unit.params == []
     assert {record.unit for record in trace.records} == {"(root)"}
 

@@ -15,10 +15,12 @@ from fullshard.core.errors import NotSupportedError
 from fullshard.torch import (
     DataParallelMeshDims,
     FullyShardedDataParallel,
+    MixedPrecision,
     ShardingStrategy,
     fully_shard,
 )
 from fullshard.torch.checkpoint.tensors import local_part
+from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.tensor.placements import placed
 from fullshard.torch.tensor.tensor_parallel import tensor_parallel_of
 
@@ -71,3 +73,12 @@ def test_values_that_checkpoints_cannot_hold(mesh, kind):
     }[kind]()
     with pytest.raises(NotSupportedError, match="'x'"):
         local_part("x", made)
+
+
+def test_full_precision_in_evaluation_is_refused(monkeypatch):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    FullyShardedDataParallel(nn.Linear(2, 2), SoloComm())
+    with pytest.raises(NotSupportedError, match=r"=1 asks for full precision in evaluation"):
+        FullyShardedDataParallel(
+            nn.Linear(2, 2), SoloComm(), mixed_precision=MixedPrecision(torch.bfloat16)
+        )

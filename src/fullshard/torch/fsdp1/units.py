@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The translation of FSDP1's arguments and its policy's choices into plans of units."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.core.grouping import group_parameters
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.torch.comm.compressed import check_compression
@@ -40,6 +41,9 @@ _ACCEPTED = {"limit_all_gathers", "use_orig_params"}
 """Options that ask for what is always done."""
 
 
+_FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # PyTorch's
+
+
 def check_unit_options(
     given: dict[str, Any], overrides: Mapping[nn.Module, Mapping[str, Any]]
 ) -> None:
@@ -64,6 +68,11 @@ def check_unit_options(
         check_align(options["align"])
         offload_of("cpu_offload", options["cpu_offload"])
         precision_of("mixed_precision", options["mixed_precision"])
+        if options["mixed_precision"] is not None and os.environ.get(_FULL_IN_EVAL) == "1":
+            raise NotSupportedError(
+                f"{_FULL_IN_EVAL}=1 asks for full precision in evaluation, which units do not "
+                "change to: unset it, or evaluate a copy that is wrapped without mixed_precision"
+            )
         check_compression(options["compression"])
 
 

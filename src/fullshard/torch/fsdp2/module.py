@@ -95,7 +95,8 @@ class FSDPModule(_OwnModule):
         Collective. With ``async_op`` the gather is only started: wait on the handle before use.
         """
         managed = _managed(self)
-        managed.unit.do(OpKind.GATHER)
+        if managed.unit.params:
+            managed.unit.do(OpKind.GATHER)
         handle = UnshardHandle(managed)
         if async_op:
             return handle

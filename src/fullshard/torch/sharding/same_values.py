@@ -65,7 +65,7 @@ class StartingValues:
     @property
     def bare_somewhere(self) -> bool:
         """True if a rank has parameters on the meta device."""
-        return bool(self.digest[4])
+        return bool(self.digest[4] > 0)
 
     def verify(self, *, meta_on_some: bool) -> None:
         """Make sure that all ranks have the same values. Collective where digests differ.

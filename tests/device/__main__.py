@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m device KIND`: lines of JSON, see `device.runner`.
 
-KIND is one of programs, mutants, cost, orders, memory, schedules (with ``--seeds N``) and sample;
-`table` makes the table of costs in `docs/performance.md`.
+KIND is one of programs, mutants, cost, orders, memory, schedules (with ``--seeds N``), sample, and
+mutate, which plants faults at random (``--seed S --count N``); `table` makes the table of costs in
+`docs/performance.md`.
 """
 
 import argparse
@@ -17,5 +18,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m device", description=__doc__)
     parser.add_argument("kind")
     parser.add_argument("--seeds", type=int, default=100_000, help="schedules to carry out")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults that are drawn")
+    parser.add_argument("--count", type=int, default=30, help="faults to draw")
     given = parser.parse_args()
-    main(given.kind, seeds=given.seeds)
+    main(given.kind, seeds=given.seeds, seed=given.seed, count=given.count)

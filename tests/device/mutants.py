@@ -34,7 +34,7 @@ def applied(mutant):
     with ExitStack() as stack:
         sources = {}  # as edited so far
         for where, before, after in mutant.edits:
-            function = _function(where)
+            function = function_named(where)
             source = sources.get(where) or textwrap.dedent(inspect.getsource(function))
             if source.count(before) != 1:
                 raise ValueError(f"{where} has {before!r} {source.count(before)} times, not once")
@@ -55,7 +55,8 @@ def _code_named(name, code):
     return next((each for each in (*inner, *deeper) if each and each.co_name == name), None)
 
 
-def _function(where):
+def function_named(where):
+    """Return what "module:name" is, below `fullshard.torch` or of its core."""
     module, _, path = where.partition(":")
     layer = "" if module.startswith("core.") else "torch."
     place = importlib.import_module(f"fullshard.{layer}{module}")

@@ -9,7 +9,7 @@ import time
 import traceback
 from contextlib import nullcontext
 
-from device import by_hand, cost, memory  # noqa: F401 - by_hand has programs
+from device import by_hand, cost, memory, mutations  # noqa: F401 - by_hand has programs
 from device.interleavings import Recorder, Trace
 from device.machine import Machine
 from device.mutants import EQUIVALENT, MUTANTS, applied
@@ -117,6 +117,29 @@ def judge(mutant):
     return {"found": [], "broken": None}
 
 
+def hunt(mutant, usual):
+    """Return the program that finds the fault, and how; the likeliest programs come first.
+
+    ``usual`` keeps what programs report without faults. An exception finds it, too.
+    """
+    for name in dict.fromkeys((*AS_TWO, *SAMPLE, *PROGRAMS)):
+        for rank in (0, 1):
+            if (name, rank) not in usual:
+                usual[name, rank] = report(name, PROGRAMS[name], rank, "never")
+            try:
+                with applied(mutant):
+                    told = report(name, PROGRAMS[name], rank, "never")
+            except ValueError as error:
+                return {"program": None, "found": f"does not fit: {error}"}
+            if told["failure"]:
+                return {"program": name, "found": told["failure"].splitlines()[-1][:150]}
+            if told["findings"] or told["unexpected"]:
+                return {"program": name, "found": (told["findings"] + told["unexpected"])[0][:150]}
+            if told["collectives"] != usual[name, rank]["collectives"]:
+                return {"program": name, "found": "other collectives"}
+    return {"program": None, "found": None}
+
+
 # Faults that carrying out schedules must find by itself.
 RACES = (
     "gathers are not waited for",
@@ -163,7 +186,11 @@ def all_schedules(seeds):
         yield schedules(MUTANTS[mutant].programs[0], 100, 10, mutant)
 
 
-def main(kind, *, seeds=100_000):
+def main(kind, *, seeds=100_000, seed=0, count=30):
+    if kind == "mutate":
+        usual = {}
+        for mutant in mutations.draw(seed, count):
+            print(json.dumps({"edit": mutant.edits[0]} | hunt(mutant, usual)), flush=True)
     if kind in ("programs", "sample"):
         known = PROGRAMS | CONTROLS
         wanted = requests(known)

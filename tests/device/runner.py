@@ -122,7 +122,7 @@ def hunt(mutant, usual):
 
     ``usual`` keeps what programs report without faults. An exception finds it, too.
     """
-    for name in dict.fromkeys((*AS_TWO, *SAMPLE, *PROGRAMS)):
+    for name in sorted(PROGRAMS, key=lambda name: name not in (*AS_TWO, *SAMPLE)):
         for rank in (0, 1):
             if (name, rank) not in usual:
                 usual[name, rank] = report(name, PROGRAMS[name], rank, "never")

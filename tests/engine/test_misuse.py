@@ -104,6 +104,6 @@ def test_misuse(first):
     assert not any(wrong.values()), {seed: text for seed, text in wrong.items() if text}
 
 
-@pytest.mark.parametrize("seed", [527, 950, 995, 1372, 4687, 15413])
+@pytest.mark.parametrize("seed", [527, 950, 995, 1372, 4687, 12763, 14845, 15413, 15562])
 def test_misuse_that_once_went_wrong(seed):
     assert outcome(seed) is None

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that are tied after sharding are one parameter, as on one process."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from support.models import seeded
@@ -174,3 +177,22 @@ def test_without_a_unit_around_both_and_after_the_first_forward_it_is_named(comm
     tie(model)
     with pytest.raises(UsageError, match=r"'head\.weight' was tied to 'emb\.weight'"):
         model(TOKENS)
+
+
+@on_ranks(2)
+def test_when_a_unit_that_was_removed_goes_is_not_up_to_the_garbage_collector(comm):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mesh=comm)
+    fully_shard(model, mesh=comm)
+    model(torch.ones(1, 3)).sum().backward()
+    removed = weakref.ref(model[1])
+    model[1] = nn.Identity()
+    for _ in range(2):
+        gc.collect()
+        assert removed() is not None  # else another rank, which has not collected, goes another way
+        model(torch.ones(1, 3)).sum().backward()
+    del model, layer
+    gc.collect()
+    assert removed() is None

@@ -62,6 +62,9 @@ class Structure:
         self._parents: list[dict[str, nn.Module | None]] = []
         self._children: list[tuple[nn.Module | None, ...]] = []
         self._frozen: list[nn.Parameter] = []  # of no unit, and not left out when it was sharded
+        # Units that are removed from the model stay in its steps, as unused ones. Else it would
+        # depend on each rank's garbage collector when they go, and ranks would issue other calls.
+        self._units = _units_below(root)
 
     @property
     def root(self) -> nn.Module | None:
@@ -70,6 +73,7 @@ class Structure:
 
     def _note(self, root: nn.Module, frozen: list[nn.Parameter]) -> None:
         modules = list(root.modules())
+        self._units |= _units_below(root)
         for module in modules:
             own = 0 if managed_unit_of(module) is None else 1
             if len(module._forward_hooks) > own and id(module) not in self._listening:
@@ -122,6 +126,11 @@ class Structure:
         if True in [param.requires_grad for param in self._frozen]:
             return False
         return list(map(tuple, map(dict.values, self._parents))) == self._children
+
+
+def _units_below(root: nn.Module) -> set[nn.Module]:
+    below = (module for module in root.modules() if module is not root)
+    return {module for module in below if managed_unit_of(module) is not None}
 
 
 def _added_to(root: nn.Module) -> dict[str, nn.Parameter]:

@@ -19,6 +19,11 @@ def test_8_bit_adamw_steps_as_over_fsdp2(gloo_world):
         assert {"OptimState8bit", "Tensor"} == set(ours[2])
 
 
+def test_state_in_blocks_is_loaded_by_torch_distributed_checkpoint(gloo_world, tmp_path):
+    for went_on, resumed in gloo_world.run_joined(2, workers.loaded, None, str(tmp_path)):
+        assert resumed == went_on
+
+
 def test_state_in_blocks_needs_rows(gloo_world):
     for text in gloo_world.run_joined(2, workers.refusal, None):
         assert "sharded by element" in text

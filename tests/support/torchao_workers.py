@@ -7,9 +7,11 @@ from importlib import import_module
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support.models import seeded
 from torch import nn
 from torch.distributed import fsdp as theirs
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from fullshard import torch as ours
@@ -68,6 +70,35 @@ def steps(door):
 def both(group):
     """The same of FSDP2, then of fullshard."""
     return steps(theirs.fully_shard), steps(ours.fully_shard)
+
+
+def loaded(group, folder):
+    """Losses after some steps, going on and from a checkpoint of `torch.distributed.checkpoint`."""
+
+    def step(model, optimizer):
+        loss = model(torch.ones(8, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    def state_of(model, optimizer):
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+    model = make(ours.fully_shard)
+    optimizer = adamw_8bit(model.parameters())
+    for _ in range(STEPS):
+        step(model, optimizer)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    went_on = [step(model, optimizer) for _ in range(STEPS)]
+    again = make(ours.fully_shard)
+    fresh = adamw_8bit(again.parameters())
+    state = state_of(again, fresh)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        again, fresh, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return went_on, [step(again, fresh) for _ in range(STEPS)]
 
 
 def refusal(group):

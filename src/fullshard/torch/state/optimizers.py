@@ -189,9 +189,21 @@ def _cut(name: str, value: Any, param: ShardedParameter) -> Any:
     value = without_sharded_tensor(value, param.device)
     if value.shape != param.shape or (name in _NUMBERS and not isinstance(value, DTensor)):
         return value
+    if isinstance(value, DTensor) and _is_cut_alike(value, param):
+        return value  # of blocks that torchao's optimizers made: nobody else takes them apart
     local = param.ownership.cut(value.detach())
     # What is kept must not hold the memory of the whole, nor be the memory of what was loaded.
     return ShardedParameter.value(local.clone(), param.ownership)
+
+
+def _is_cut_alike(value: DTensor, param: ShardedParameter) -> bool:
+    """True for a DTensor of a tensor class that has this rank's rows of the parameter."""
+    return (
+        isinstance(param, DTensor)
+        and type(value.to_local()) is not Tensor
+        and value.device_mesh == param.device_mesh
+        and tuple(value.placements) == tuple(param.placements)
+    )
 
 
 def uncut_spans(

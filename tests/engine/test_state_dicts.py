@@ -8,7 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support import state_dict_workers as workers
+from support.models import seeded
 from support.threads import on_ranks
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from fullshard.core.errors import ConfigurationError
@@ -166,19 +168,49 @@ def test_plain_models_and_optimizers(gloo_world):
 
 @on_ranks(2)
 def test_a_state_of_another_optimizer_is_refused(comm):
-    model = FSDP(torch.nn.Linear(3, 2), comm)
+    model = FSDP(nn.Linear(3, 2), comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     state = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
     state["param_groups"][0]["params"] = ["weight", "gone"]
     state["state"]["gone"] = {}
     with pytest.raises(ConfigurationError, match=r"no group of it are \['bias'\].*\['gone'\]"):
         FSDP.shard_full_optim_state_dict(state, model, optim=optimizer)
-    other = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=1.0)
+    other = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=1.0)
     with pytest.raises(ConfigurationError, match="not the model's"):
         FSDP.full_optim_state_dict(model, other)
     strange = {"state": {"weight": {"what": object()}}, "param_groups": []}
     with pytest.raises(ConfigurationError, match="cannot be sent"):
         FSDP.scatter_full_optim_state_dict(strange, model, optim=optimizer)
+
+
+@pytest.mark.parametrize("ignored", [False, True])  # by the root wrapper; else there is none
+@on_ranks(2)
+def test_states_of_nested_wrappers_and_of_parameters_that_none_has(comm, ignored):
+    def build():
+        model = seeded(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)))
+        model[1] = FSDP(nn.Sequential(model[1]), comm)
+        model[2] = FSDP(nn.Sequential(FSDP(model[2], comm)), comm)
+        model = FSDP(model, comm, ignored_modules=[model[0]]) if ignored else model
+        return model, torch.optim.Adam(model.parameters())
+
+    def step(model, optimizer):
+        loss = model(torch.ones(2, 3)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    model, optimizer = build()
+    step(model, optimizer)
+    full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    names = ["0.weight", "0.bias", "1.0.weight", "1.0.bias", "2.0.weight", "2.0.bias"]
+    assert list(full["state"]) == full["param_groups"][0]["params"] == names
+    went_on = [step(model, optimizer) for _ in range(3)]
+    for load in (FSDP.shard_full_optim_state_dict, FSDP.scatter_full_optim_state_dict):
+        again, fresh = build()
+        step(again, fresh)
+        fresh.load_state_dict(load(full, again, optim=fresh))
+        assert [step(again, fresh) for _ in range(3)] == went_on
 
 
 # ---- at odd times, of odd optimizers ------------------------------------------------------------
@@ -204,8 +236,8 @@ def test_loaded_spans_do_not_follow_steps(gloo_world):
 @on_ranks(2)
 def test_buffers_are_saved_in_the_dtype_they_had(comm):
     low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-    inner = FSDP(torch.nn.BatchNorm1d(3), comm, mixed_precision=low)
-    model = FSDP(torch.nn.Sequential(inner), comm, mixed_precision=low)
+    inner = FSDP(nn.BatchNorm1d(3), comm, mixed_precision=low)
+    model = FSDP(nn.Sequential(inner), comm, mixed_precision=low)
     assert inner.running_mean.dtype == torch.bfloat16
     state = model.state_dict()
     assert {each.dtype for each in state.values()} == {torch.float32, torch.int64}
@@ -235,9 +267,9 @@ def test_whole_states_take_one_gather_a_unit_whatever_the_number_of_ranks(
 
     def body(comm):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(3)))
+        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
         plain = {name: value.clone() for name, value in model.state_dict().items()}
-        model = FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))
+        model = FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(2, 5)).sum().backward()
         optimizer.step()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.core.errors import ConfigurationError
@@ -241,12 +241,15 @@ def _to_load(model: nn.Module, groups: _Groups, given: Mapping[str, Any]) -> dic
         )
     numbers = {name: number for number, name in enumerate(names)}
     # Cutting DTensors is collective: in an order that is the same on all ranks.
-    state = {
-        numbers[name]: cut_state(given["state"][name], params[name])
-        if isinstance(params[name], ShardedParameter)
-        else given["state"][name]
-        for name in sorted(given["state"])
-    }
+    state = {}
+    for name in sorted(given["state"]):
+        values, param = given["state"][name], params[name]
+        if isinstance(param, ShardedParameter):
+            values = cut_state(values, param)
+        # What is not cut (steps, too) would go on in the memory of what was given.
+        state[numbers[name]] = {
+            key: value.clone() if type(value) is Tensor else value for key, value in values.items()
+        }
     loaded = []
     for group in groups:
         own = _names(model, [group])

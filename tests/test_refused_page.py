@@ -40,6 +40,7 @@ HELD_BY = {
     "parameters with `fsdp_pre_all_gather`": "test_classes_that_decide_what_travels_need_all_ranks",
     "the same in a unit": "test_what_decides_itself_what_is_gathered_is_not_compressed",
     "a module shared": "test_a_shared_module_cannot_give_such_parameters_up",
+    "`copy.deepcopy` and": "test_copies_and_pickles_are_refused",
     "collectives in a forked": "test_a_forked_child_that_would_communicate_is_told",
     "files of weights": "test_a_file_that_cannot_be_is_refused_before_anything_changes",
     "saving over": "test_only_regular_files_are_replaced",

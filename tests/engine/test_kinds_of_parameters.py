@@ -3,11 +3,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.models import GPT, Block, loss_of, make_batches, seeded
 from support.tensor_classes import Halved
 from support.threads import on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard.core.errors import NotSupportedError
 from fullshard.testing import LocalWorld
@@ -269,6 +272,38 @@ def test_classes_that_decide_what_travels(frozen):
 def test_classes_that_decide_what_travels_need_all_ranks(comm):
     with pytest.raises(NotImplementedError, match="has parameters with fsdp_pre_all_gather"):
         fully_shard(seeded(WithHalved), mesh=comm, reshard_after_forward=2)
+
+
+class Asking(Halved):
+    """Notes what its hook is told before a gather."""
+
+    told = None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, shape, stride):
+        return Asking(inner["inner"])
+
+    def fsdp_pre_all_gather(self, mesh, size, stride, module, mp_policy):
+        Asking.told = mesh, size, stride, module, mp_policy
+        return super().fsdp_pre_all_gather(mesh)
+
+
+@pytest.mark.parametrize("dims", [("shard",), ("replicate", "shard"), None])
+def test_classes_that_decide_what_travels_are_told_what_fsdp2_tells_them(dims):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        shape = (4,) if dims == ("shard",) else (2, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=dims)
+        layer, policy = nn.Linear(7, 8), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        layer.weight = nn.Parameter(Asking(torch.randn(8, 7)))
+        fully_shard(layer, mesh=mesh, mp_policy=policy, check_values=False)
+        layer.unshard()
+        slices, *rest = Asking.told
+        assert rest == [(8, 7), (7, 1), layer, policy]
+        assert slices.ndim == 1
+        assert slices.get_group() == mesh.get_group(mesh.ndim - 1)
+    finally:
+        dist.destroy_process_group()
 
 
 class Doubled(Halved):

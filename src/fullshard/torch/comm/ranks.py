@@ -67,6 +67,17 @@ class Ranks:
         return comm if self.compression is None else CompressedComm(comm, self.compression)
 
     @property
+    def mesh_of_slices(self) -> DeviceMesh | None:
+        """The mesh of ``gather`` alone: of a hybrid mesh its last dim."""
+        mesh: DeviceMesh | None = self.device_mesh
+        if mesh is None or mesh.ndim == 1:
+            return mesh
+        names = mesh.mesh_dim_names
+        if names is not None:
+            return mesh[names[-1]]
+        return DeviceMesh.from_group(mesh.get_group(mesh.ndim - 1), mesh.device_type)
+
+    @property
     def size(self) -> int:
         """The number of ranks that contribute to a gradient."""
         return self.gather.size * self.replicas.size

@@ -144,7 +144,7 @@ def fully_shard(
     plan = Plan(ranks, found.device, reshard_after_forward, precision, offload, align=align)
     units = {type(modules[0]).__name__: found.all_of_them}
     bare = agree(units, [plan], check_values=check_values, meta_on_some=True)
-    plan = replace(plan, bare_somewhere=bare)
+    plan = replace(plan, bare_somewhere=bare, mp_policy=mp_policy)
     params = found.claim()
     for each in modules:
         move_buffers(each, found.device)

@@ -125,7 +125,7 @@ class _Site(NamedTuple):
     """A name of a parameter: a module that is shared has several paths, but one place for it."""
 
     name: str
-    parameters: dict[str, Any]
+    module: nn.Module
     key: str
     shown: nn.Parameter
     around: frozenset[Unit]  # the units whose modules are on the path
@@ -142,12 +142,12 @@ def _sites(modules: Sequence[nn.Module]) -> Iterator[_Site]:
             for key, param in module._parameters.items():
                 if param is not None:
                     name = clean_name(f"{path}.{key}" if path else key)
-                    yield _Site(name, module._parameters, key, param, around[path])
+                    yield _Site(name, module, key, param, around[path])
 
 
 def _places(sites: Sequence[_Site]) -> tuple[tuple[dict[str, Any], str], ...]:
-    distinct = {(id(site.parameters), site.key): (site.parameters, site.key) for site in sites}
-    return tuple(distinct.values())
+    distinct = {(id(site.module), site.key): site for site in sites}
+    return tuple((site.module._parameters, site.key) for site in distinct.values())
 
 
 def _param_sites(param: nn.Parameter, sites: Sequence[_Site]) -> ParamSites:
@@ -160,4 +160,5 @@ def _param_sites(param: nn.Parameter, sites: Sequence[_Site]) -> ParamSites:
         aliases=tuple(names[1:]),
         apart=is_extended(param),
     )
-    return ParamSites(spec, param, _places(sites), tensor_parallel_of(names[0], param))
+    parallel = tensor_parallel_of(names[0], param)
+    return ParamSites(spec, param, _places(sites), parallel, sites[0].module)

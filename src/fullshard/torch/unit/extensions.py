@@ -16,7 +16,9 @@ from torch import Tensor
 
 from fullshard.core.errors import NotSupportedError
 from fullshard.core.layout import Slot
+from fullshard.torch.comm.ranks import Ranks
 from fullshard.torch.unit.buffers import FlatBuffer
+from fullshard.torch.unit.sites import ParamSites
 
 __all__ = ["Extension", "is_extended", "plain_data", "without_values"]
 
@@ -62,12 +64,16 @@ def without_values(param: Tensor) -> Tensor:
 class Extension:
     """One such parameter: what it sends, where it arrives, and the full parameter made of it."""
 
-    def __init__(self, template: Tensor, slot: Slot, slices: int, mesh: Any, dtype: torch.dtype):
-        self._inner = _inner_name(template)
-        self._template = template
+    def __init__(
+        self, param: ParamSites, slot: Slot, ranks: Ranks, mp_policy: Any, dtype: torch.dtype
+    ):
+        self._inner = _inner_name(param.param)
+        self._template = param.param
         self._slot = slot
-        self._slices = slices
-        self._mesh = mesh
+        self._slices = ranks.gather.size
+        self._mesh = ranks.mesh_of_slices
+        self._module = param.module
+        self._mp_policy = mp_policy
         self._dtype = dtype  # of computation
         self._arrived: FlatBuffer | None = None
         self._notes: Any = None
@@ -115,7 +121,7 @@ class Extension:
         else:
             shape = torch.Size(self._slot.spec.shape)
             stride = torch.empty(shape, device="meta").stride()
-            result = hook(self._mesh, shape, stride, None, None)
+            result = hook(self._mesh, shape, stride, self._module, self._mp_policy)
         inputs, notes = result
         return inputs, notes
 

@@ -134,10 +134,10 @@ class FullParameters:
             )
         return {
             place.number: Extension(
-                each.param,
+                each,
                 place.slot,
-                self._ranks.gather.size,
-                self._ranks.device_mesh,
+                self._ranks,
+                self._plan.mp_policy,
                 dtype_of(place.segment.full_dtype),
             )
             for each, place in zip(shards.params, shards.places, strict=True)

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ class Plan:
 
     ``device`` is where it computes. ``reshard_after_forward`` is None if that depends on whether
     the unit turns out to be the root's. ``align``: see `fullshard.core.layout`. A rank may have
-    come from the meta device if ``bare_somewhere``, which is the same on all ranks.
+    come from the meta device if ``bare_somewhere``, which is the same on all ranks. ``mp_policy``
+    is what hooks of tensor classes are told, as the user wrote it.
     """
 
     ranks: Ranks
@@ -43,6 +45,7 @@ class Plan:
     values: Values = own_value
     align: Align = "element"
     bare_somewhere: bool = False
+    mp_policy: Any = None
 
     def __post_init__(self) -> None:
         elsewhere = self.offload.to_host and self.device.type not in ("cpu", "meta")

@@ -201,3 +201,12 @@ def test_the_original_parameters_are_given_back(comm, door):
     else:
         fully_shard(layer, mesh=comm)
     assert original() is None
+
+
+@on_ranks(2)
+def test_weights_put_in_after_sharding_are_given_back(comm):
+    layer = fully_shard(nn.Linear(64, 64, bias=False, device="meta"), mesh=comm)
+    layer.weight = nn.Parameter(torch.ones(64, 64))
+    whole = weakref.ref(layer.weight)
+    layer(torch.ones(1, 64)).sum().backward()
+    assert whole() is None

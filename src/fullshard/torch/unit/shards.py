@@ -51,7 +51,7 @@ class Shards:
     ):
         self.layout = layout
         self.device = device
-        self._plan = plan
+        self._ranks = plan.ranks  # not the plan, whose values would stay
         self.trainable = [segment for segment in layout.segments if segment.trainable]
         self.places = list(self._find_places())
         by_name = {each.spec.name: each for each in params}
@@ -78,7 +78,7 @@ class Shards:
         return [param.requires_grad for param in self.sharded] != self.seen_trainable
 
     def _find_places(self) -> Iterator[Place]:
-        rank = self._plan.ranks.gather.rank
+        rank = self._ranks.gather.rank
         for number, segment in enumerate(self.layout.segments):
             grad_number = self.trainable.index(segment) if segment.trainable else -1
             for slot in segment.slots:
@@ -90,7 +90,7 @@ class Shards:
         self, each: ParamSites, place: Place, values: Values, known: ShardedParameter | None
     ) -> ShardedParameter:
         local = self.buffer.flats[place.number][place.in_slice]
-        spec, ranks = place.slot.spec, self._plan.ranks
+        spec, ranks = place.slot.spec, self._ranks
         shape = spec.shape if each.tensor_parallel is None else each.tensor_parallel.shape
         ownership = Ownership(
             name=spec.name,
@@ -136,7 +136,7 @@ class Shards:
 
     def _placed(self, each: ParamSites, place: Place, shape: tuple[int, ...]) -> Placed | None:
         """Return what DTensor calls the place, if ranks hold whole rows and have a mesh."""
-        ranks, spec = self._plan.ranks, place.slot.spec
+        ranks, spec = self._ranks, place.slot.spec
         if not place.segment.by_row or ranks.device_mesh is None:
             return None
         mesh, size = ranks.device_mesh, ranks.gather.size

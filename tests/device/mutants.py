@@ -290,9 +290,9 @@ MUTANTS = {
         "options.asyncOp = False",
     ),
     "full tensors are not waited for": _edit(
-        "tensor.ownership:Ownership.gathered",
-        "comm.all_gather([(gathered, mine)], label=label).wait()",
-        "comm.all_gather([(gathered, mine)], label=label)", "full tensors between steps",
+        "tensor.ownership:gathered_together",
+        "comm.all_gather([(gathered.view(-1), padded)], label=label).wait()",
+        "comm.all_gather([(gathered.view(-1), padded)], label=label)", "full tensors between steps",
     ),
     "sums of parameters are not waited for": _edit(
         "tensor.reductions:global_sum", "comm.all_reduce([total]).wait()",

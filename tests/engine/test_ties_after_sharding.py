@@ -11,7 +11,12 @@ from support.threads import on_ranks
 from torch import nn
 
 from fullshard.core.errors import UsageError
-from fullshard.torch import FullyShardedDataParallel, fully_shard, summon_full_params
+from fullshard.torch import (
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+    summon_full_params,
+)
 
 pytestmark = pytest.mark.usefixtures("checked_values")
 
@@ -45,14 +50,14 @@ UNITS = {
 }
 
 
-def shard(model, comm, door, align, units):
+def shard(model, comm, door, align, units, strategy=ShardingStrategy.FULL_SHARD):
     if door == "wrapper":
         chosen = {model.get_submodule(path) for path in units}
 
         def policy(module, recurse, nonwrapped_numel):
             return True if recurse else module in chosen
 
-        return FullyShardedDataParallel(model, comm, auto_wrap_policy=policy, align=align)
+        return FullyShardedDataParallel(model, comm, strategy, auto_wrap_policy=policy, align=align)
     for path in units:
         fully_shard(model.get_submodule(path), mesh=comm, align=align)
     return fully_shard(model, mesh=comm, align=align)
@@ -144,6 +149,25 @@ def put_and_look_at_parts(model, plain):
 def assigned(model, plain):
     model.load_state_dict(plain.state_dict(), assign=True)
     tie(model)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("align", ["row", "element"])
+@pytest.mark.parametrize("units", UNITS.values(), ids=UNITS.keys())
+@on_ranks(2)
+def test_an_optimizer_from_before_the_tie_trains_what_is_tied(comm, strategy, align, units):
+    inner, plain = language(), language()
+    model = shard(inner, comm, "wrapper", align, units, strategy)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, plain)]
+    tie(inner)
+    tie(plain)
+    for _ in range(2):
+        for part, optimizer in zip((model, plain), optimizers, strict=True):
+            part(TOKENS).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    head = getattr(inner.head, "module", inner.head)
+    torch.testing.assert_close(head.weight.full_tensor(), plain.head.weight.detach())
 
 
 @pytest.mark.parametrize("align", ["row", "element"])

@@ -180,7 +180,7 @@ def _lay_out_anew(
         groups.append([each.spec])
         params.append(each)
         values[each.spec.name] = value
-        if isinstance(value, ShardedParameter) and value.ownership.comm is unit.ranks.gather:
+        if isinstance(value, ShardedParameter):  # stays the object that optimizers have
             known[each.spec.name] = value
     layout = lay_out_segments(groups, unit.ranks.gather.size, unit.plan.precision, unit.plan.align)
     plan = replace(unit.plan, values=lambda each: values[each.spec.name])

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -63,6 +64,22 @@ def test_nonsense_ends_with_2_and_one_line_that_says_why(arguments, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("plan", "llama3-8b"), ("doctor", "--nproc", "2", "--size", "4KiB")]
+)
+def test_a_closed_output_is_taken(arguments):
+    line = shlex.join([sys.executable, "-m", "fullshard", *arguments])
+    done = subprocess.run(
+        ["sh", "-c", f"{line} >&-"],
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_S,
+        env=alone(),
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_batch_that_does_not_divide_starts_nothing(tmp_path):

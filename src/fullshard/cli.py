@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if any("\0" in text for text in arguments):
             raise ConfigurationError("an argument has a zero byte, which no path or name can have")
         status = _COMMANDS[command](arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)  # takes a closed output (">&-"), which is None
         return status
     except FullshardError as error:
         print(f"fullshard {command}: {error}", file=sys.stderr)

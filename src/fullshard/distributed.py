@@ -136,8 +136,8 @@ def log(*values: object, all_ranks: bool = False) -> None:
     who = f" rank {rank}" if all_ranks else ""
     text = " ".join(map(str, values))
     gap = "\n" if "\n" in text else " "  # a table keeps its columns
-    sys.stdout.write(f"[{time.strftime('%H:%M:%S')} +{since_s:.1f}s{who}]{gap}{text}\n")
-    sys.stdout.flush()
+    stamp = f"[{time.strftime('%H:%M:%S')} +{since_s:.1f}s{who}]"
+    print(f"{stamp}{gap}{text}\n", end="", flush=True)
 
 
 def cleanup() -> None:

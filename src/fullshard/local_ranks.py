@@ -9,7 +9,6 @@ when that process is killed: the ranks then end with it (on Linux, where the ker
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -71,7 +70,7 @@ def run_local_ranks(
     store = serve_store()
     port = store.port
     start: Any = start_processes  # has no types
-    sys.stdout.flush()
+    print(end="", flush=True)
     processes: Sequence[BaseProcess] = ()
     try:
         with _ended_by_signals():

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ.update(found or {})
         if rank_of(os.environ) == 0:
             _say_what_is_in_place()
-        sys.stdout.flush()
+        print(end="", flush=True)
         os.execv(sys.executable, [sys.executable, "-m", _DROP_IN, *script])
     if options.nproc_per_node is None:
         options.nproc_per_node = str(default_nproc())

@@ -161,4 +161,5 @@ def _param_sites(param: nn.Parameter, sites: Sequence[_Site]) -> ParamSites:
         apart=is_extended(param),
     )
     parallel = tensor_parallel_of(names[0], param)
-    return ParamSites(spec, param, _places(sites), parallel, sites[0].module)
+    asking = sites[0].module if spec.apart else None  # others need not keep their module alive
+    return ParamSites(spec, param, _places(sites), parallel, asking)

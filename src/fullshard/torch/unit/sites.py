@@ -45,7 +45,7 @@ class ParamSites:
     param: nn.Parameter
     sites: tuple[tuple[dict[str, Any], str], ...]
     tensor_parallel: TensorParallel | None = None
-    module: nn.Module | None = None  # the first that holds it
+    module: nn.Module | None = None  # that holds it, for hooks of tensor classes
 
     def put(self, param: Tensor) -> None:
         """Let all modules show ``param`` in this parameter's place."""

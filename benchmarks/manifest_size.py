@@ -12,14 +12,12 @@ to the step that can be seen; read: the manifest alone. Memory: the most beyond 
 import argparse
 import json
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy
-from report import write_report
+from report import in_own_process, write_report
 from rich.console import Console
 from rich.table import Table
 
@@ -157,8 +155,7 @@ def main():
     rows = []
     for ranks in options.ranks:
         for align in ("element", "row"):
-            case = [sys.executable, __file__, "--case", str(ranks), align]
-            rows.append(json.loads(subprocess.run(case, check=True, stdout=subprocess.PIPE).stdout))
+            rows.append(in_own_process(__file__, ranks, align))
     table = Table("ranks", "cut by", "tensors", "MB", "plan s", "make s", "read s", "memory MB")
     for row in rows:
         seconds = (f"{row[f'{what}_seconds']:.2f}" for what in ("plan", "make", "read"))

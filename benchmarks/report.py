@@ -4,6 +4,7 @@
 import json
 import os
 import platform
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,3 +26,9 @@ def write_report(path: Path | None, rows: Any) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def in_own_process(script: str | Path, *arguments: object) -> Any:
+    """Return what ``script --case ARGUMENTS`` prints as JSON, in a fresh process."""
+    case = [sys.executable, str(script), "--case", *map(str, arguments)]
+    return json.loads(subprocess.run(case, stdout=subprocess.PIPE, check=True).stdout)

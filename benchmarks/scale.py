@@ -16,8 +16,6 @@ resident memory.
 
 import argparse
 import json
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -28,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from call_counts import OURS, THEIRS, Calls
 from init_time import MODELS, bottom_up, resident_bytes
-from report import write_report
+from report import in_own_process, write_report
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.checkpoint import DefaultSavePlanner
@@ -125,11 +123,6 @@ def measure(world, engine):
         "collectives_for_whole_state_dict": sent_for_whole,
         "dcp_local_plan_s": plan_s,
     } | ({"collectives_for_state_dict_of_wrapper": sent_for_wrapper} if root == OURS else {})
-
-
-def in_own_process(script, *arguments):
-    case = [sys.executable, str(script), "--case", *map(str, arguments)]
-    return json.loads(subprocess.run(case, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def main():

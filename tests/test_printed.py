@@ -72,6 +72,8 @@ PRINTED = {
     "help": lambda: ask_for_help(),
     "train_help": lambda: ask_for_help("train"),
     "run_help": lambda: ask_for_help("run"),
+    "plan_help": lambda: ask_for_help("plan"),
+    "calibrate_help": lambda: ask_for_help("calibrate"),
     "doctor_help": lambda: ask_for_help("doctor"),
     "ckpt_help": lambda: ask_for_help("ckpt"),
     "prove_help": lambda: ask_for_help("prove"),

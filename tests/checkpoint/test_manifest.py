@@ -113,7 +113,7 @@ def test_a_box_of_a_grid_is_told_by_its_place():
 
 
 def ruled(whole, rank, world, replicas=1):
-    """What a rank holds of a flat buffer cut into equal slices, as the engine cuts; by rules."""
+    """Return a rank's pieces of a flat buffer that is cut into equal slices, with their rules."""
     pieces, start, shards = [], 0, world // replicas
     size = -(-sum(array.size for array, _ in whole.values()) // shards)
     for name, (array, dtype) in whole.items():
@@ -197,7 +197,7 @@ def test_a_decision_that_fails_on_rank_0_reaches_all_ranks(tmp_path, monkeypatch
 
 
 class OneOfMany:
-    """Rank 0 of many that all say what it says, but for the number of their part."""
+    """Rank 0 of many ranks, which say what it says, but for the number of their part."""
 
     rank = 0
 

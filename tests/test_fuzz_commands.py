@@ -233,7 +233,7 @@ def world(tmp_path, monkeypatch):
         "fullshard.doctor.calibration.command.run_local_ranks",
         "fullshard.doctor.calibration.command.calibrate",
         "fullshard.doctor.command.measure_locally",
-        "fullshard.train.jax.launch.train",
+        "fullshard.train.jax.launch.prepare",
         "fullshard.prove.command.prove_losses",
         "fullshard.prove.command.prove_memory",
         "fullshard.prove.command.prove_order",

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-SHARED = ["config", "data", "metrics", "summary", "survival"]
-OF_JAX = ["launch", "loop", "setup", "closing", "models", "optimizer"]
+SHARED = ["config", "data", "loop", "metrics", "run", "summary", "survival"]
+OF_JAX = ["launch", "run", "setup", "world", "models", "optimizer"]
 
 PROGRAM = """
 import importlib, sys

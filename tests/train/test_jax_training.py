@@ -20,25 +20,25 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import TRANSFORMERS, Transformer
 from fullshard.jax import create_mesh, load_checkpoint, make_train_step, save_checkpoint
 from fullshard.jax.arrays.mesh import devices_of_process
+from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import resolve
 from fullshard.train.data import load
-from fullshard.train.jax.checkpoints import StateCheckpoints, layout
-from fullshard.train.jax.closing import bytes_of, conclude
 from fullshard.train.jax.launch import launch
-from fullshard.train.jax.loop import evaluate, fit, train_step
 from fullshard.train.jax.optimizer import adamw
-from fullshard.train.jax.setup import loss_of, prepare
+from fullshard.train.jax.run import loss_of
+from fullshard.train.jax.setup import build_model, prepare
+from fullshard.train.loop import conclude, fit, train_step
 from fullshard.train.metrics import Reporter
+from fullshard.train.run_checkpoints import RunCheckpoints
 from fullshard.train.summary import NonFiniteError
 from fullshard.train.survival import CHECKPOINTS, COME_AGAIN, StopRequest
-from fullshard.train.torch import loop as torch_loop
 from fullshard.train.torch import setup as torch_setup
-from fullshard.train.torch.checkpoints import ModelCheckpoints
-from fullshard.train.torch.world import World
+from fullshard.train.torch.run import TorchRun
+from fullshard.train.torch.world import RankWorld
 
 STEPS, DEVICES = 20, 4
-ONE = World(0, 1, torch.device("cpu"))
+ONE = RankWorld(SoloComm(), torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def config(tmp_path_factory, tiny):
     ]
     config = resolve(overrides=overrides)
     torch.manual_seed(1)
-    save_file(torch_setup.build_model(config).module.state_dict(), weights)
+    save_file(torch_setup.build_model(config).state_dict(), weights)
     return config
 
 
@@ -79,26 +79,30 @@ def config(tmp_path_factory, tiny):
 def by_torch(config):
     """Losses, norms and rates of all steps, and the validation after them."""
     plain = torch_setup.build_model(config)
-    plain.module.load_state_dict(load_file(config.train.initial_weights))
-    optimizer = torch_setup._adamw(plain.module, config.optim)
-    bytes_ = Bytes.unsharded(plain.module)
-    run = torch_setup.TorchRun(config, ONE, load(config), plain.module, optimizer, 1.0, bytes_)
-    steps = [torch_loop.train_step(run, step, Reporter(ONE, None, 1)) for step in range(STEPS)]
-    return steps, torch_loop.evaluate(run), plain.module
+    plain.load_state_dict(load_file(config.train.initial_weights))
+    run = torch_run(config, load(config), plain)
+    steps = [train_step(run, step, Reporter(ONE, None, 1)) for step in range(STEPS)]
+    return steps, run.evaluate(), plain
+
+
+def torch_run(config, data, plain):
+    optimizer = torch_setup.make_optimizer(plain, config.optim)
+    return TorchRun(config, ONE, data, plain, optimizer, Bytes.unsharded(plain))
 
 
 @pytest.fixture(scope="module")
 def by_jax(config):
-    run, state = prepare(config, jax.devices()[:DEVICES])
-    steps = []
-    for step in range(STEPS):
-        state, values = train_step(run, state, step, Reporter(run.devices, None, 1))
-        steps.append(values)
-    return run, state, steps
+    run = prepare(config, jax.devices()[:DEVICES])
+    return run, [train_step(run, step, Reporter(run.world, None, 1)) for step in range(STEPS)]
+
+
+def copy_of(run, **changed):
+    """The run with a state of its own: a step uses its state up."""
+    return dataclasses.replace(run, state=jax.tree.map(lambda x: x.copy(), run.state), **changed)
 
 
 def test_losses_norms_and_rates_are_those_of_the_torch_engine(by_torch, by_jax):
-    run, _, steps = by_jax
+    run, steps = by_jax
     for mine, theirs in zip(steps, by_torch[0], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
@@ -108,26 +112,25 @@ def test_losses_norms_and_rates_are_those_of_the_torch_engine(by_torch, by_jax):
 
 
 def test_validation_counts_each_sample_once(by_torch, by_jax):
-    run, state, _ = by_jax
-    loss, accuracy = evaluate(run, state)
+    loss, accuracy = by_jax[0].evaluate()
     assert loss == pytest.approx(by_torch[1][0], abs=1e-4)
     assert accuracy == pytest.approx(by_torch[1][1], abs=2 / (11 * 16))
 
 
 def test_the_end_leaves_weights_for_torch_and_tells_exact_bytes(by_torch, by_jax, tmp_path, capsys):
-    run, state, _ = by_jax
-    conclude(run, state, Reporter(run.devices, tmp_path, 1))
+    run, _ = by_jax
+    conclude(run, Reporter(run.world, tmp_path, 1))
     trained = by_torch[2].state_dict()
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == trained.keys()
     for name, value in found.items():
         assert torch.allclose(value, trained[name], atol=2e-3), name
-    rows = {name: (mine, whole) for name, mine, whole in bytes_of(run)}
+    rows = {name: (mine, whole) for name, mine, whole in run.bytes_rows()}
     mine, whole = rows["parameters"]
     assert whole == sum(value.nbytes for value in trained.values())
-    on_one = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params)]
+    on_one = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(run.state.params)]
     assert mine == sum(on_one) == whole // DEVICES
-    moments = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.optimizer)]
+    moments = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(run.state.optimizer)]
     assert rows["optimizer state"][0] == sum(moments) < whole * 2 / DEVICES + 100
     temporary, _ = rows["full units and activations in a step, at most"]
     assert rows["peak, with activations"][0] > mine * 3 + temporary
@@ -159,8 +162,8 @@ class FailingData:
         return self._data.train_batch(seed, numbers)
 
 
-def train_on(run, state, folder, steps, fail_at=None, **changed):
-    """Train a copy of ``state``; the last state, and the losses by step."""
+def train_on(run, folder, steps, fail_at=None, **changed):
+    """Train a copy of ``run``; the last state, and the losses by step."""
     config = run.config
     config = dataclasses.replace(
         config,
@@ -168,124 +171,124 @@ def train_on(run, state, folder, steps, fail_at=None, **changed):
         log=dataclasses.replace(config.log, every=1),
         checkpoint=dataclasses.replace(config.checkpoint, every=2, **changed.pop("keep", {})),
     )
-    run = dataclasses.replace(run, config=config, data=FailingData(run.data, fail_at))
-    reporter, losses = Reporter(run.devices, folder, steps), {}
+    run = copy_of(run, config=config, data=FailingData(run.data, fail_at))
+    reporter, losses = Reporter(run.world, folder, steps), {}
     reporter.step = lambda step, values, token: losses.setdefault(step, values["loss"])
-    checkpoints = StateCheckpoints(run, folder, reporter, changed.get("stop", StopRequest()))
+    checkpoints = RunCheckpoints(run, folder, reporter, changed.get("stop", StopRequest()))
     try:
-        state = fit(run, jax.tree.map(lambda x: x.copy(), state), reporter, checkpoints)
+        fit(run, reporter, checkpoints)
     finally:
         checkpoints.finish()
-    return state, losses
+    return run.state, losses
 
 
 def test_stopped_and_resumed_it_is_the_same_bit_by_bit(by_jax, by_torch, tmp_path):
-    run, state, _ = by_jax
-    expected, losses = train_on(run, state, tmp_path / "whole", 5)
+    run, _ = by_jax
+    expected, losses = train_on(run, tmp_path / "whole", 5)
     with pytest.raises(Killed):
-        train_on(run, state, tmp_path / "cut", 5, fail_at=3)
-    elsewhere = jax.tree.map(lambda x: x * 0, state)
-    found, again = train_on(run, elsewhere, tmp_path / "cut", 5)
+        train_on(run, tmp_path / "cut", 5, fail_at=3)
+    elsewhere = dataclasses.replace(run, state=jax.tree.map(lambda x: x * 0, run.state))
+    found, again = train_on(elsewhere, tmp_path / "cut", 5)
     assert again == {step: losses[step] for step in (3, 4, 5)}
     for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
         assert one.sharding == other.sharding
         assert np.array_equal(np.asarray(one), np.asarray(other))
     assert run.step.compilations == 1
 
-    torch_run = torch_setup.TorchRun(
-        run.config, ONE, run.data, by_torch[2], torch_setup._adamw(by_torch[2], run.config.optim),
-        1.0, Bytes.unsharded(by_torch[2]),
-    )  # fmt: skip
-    reporter = Reporter(ONE, None, 1)
-    by_other = ModelCheckpoints(torch_run, tmp_path / "cut", reporter, StopRequest())
-    assert by_other.resume() == 4
-    values = torch_loop.train_step(torch_run, 4, reporter)
+    other, reporter = torch_run(run.config, run.data, by_torch[2]), Reporter(ONE, None, 1)
+    assert RunCheckpoints(other, tmp_path / "cut", reporter, StopRequest()).resume() == 4
+    values = train_step(other, 4, reporter)
     assert values["loss"] == pytest.approx(losses[5], abs=1e-4)
 
 
 def test_a_signal_saves_and_leaves_and_old_steps_go(by_jax, tmp_path):
-    run, state, _ = by_jax
+    run, _ = by_jax
     stop = StopRequest()
     keep = {"keep": 1, "asynchronous": False}
-    train_on(run, state, tmp_path, 4, keep=keep)
+    train_on(run, tmp_path, 4, keep=keep)
     assert [each.step for each in steps_in(Files(), tmp_path / CHECKPOINTS)] == [4]
     stop.signal = signal.SIGTERM
     with pytest.raises(SystemExit) as left:
-        train_on(run, state, tmp_path, 6, stop=stop)
+        train_on(run, tmp_path, 6, stop=stop)
     assert left.value.code == COME_AGAIN
     saved = open_checkpoint(tmp_path / CHECKPOINTS)
     assert (saved.step, saved.extra) == (5, {"position": 5 * run.config.train.batch})
 
 
 def test_a_damaged_step_is_left_for_the_one_before_and_another_batch_is_refused(by_jax, tmp_path):
-    run, state, _ = by_jax
-    train_on(run, state, tmp_path, 4)
+    run, _ = by_jax
+    train_on(run, tmp_path, 4)
     file = tmp_path / CHECKPOINTS / "step-000000000004" / "00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     with pytest.warns(RuntimeWarning, match="falling back to step 2"):
-        assert list(train_on(run, state, tmp_path, 3)[1]) == [3]
+        assert list(train_on(run, tmp_path, 3)[1]) == [3]
     train = dataclasses.replace(run.config.train, batch=4)
     other = dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))
     with (
         pytest.warns(RuntimeWarning, match="falling back"),
         pytest.raises(ConfigurationError, match="sample 16, which is no multiple"),
     ):
-        train_on(other, state, tmp_path, 3)
+        train_on(other, tmp_path, 3)
+
+
+def with_norm(run, value):
+    """The run with a state of its own, in which the scale of the last norm is ``value``."""
+    run = copy_of(run)
+    norm = [("parameters/norm.scale", np.full(32, value, np.float32))]
+    run.state = run.step.load_arrays(run.state, norm, strict=False)
+    return run
 
 
 def test_what_is_not_finite_is_not_saved(by_jax, tmp_path, capsys):
-    run, state, _ = by_jax
-    reporter = Reporter(run.devices, tmp_path, 4)
+    run, _ = by_jax
+    reporter = Reporter(run.world, tmp_path, 4)
     stop = StopRequest()
     stop.signal = signal.SIGTERM
-    checkpoints = StateCheckpoints(run, tmp_path, reporter, stop)
-    norm = np.full(32, np.inf, np.float32)
-    spoilt = run.step.load_arrays(state, [("parameters/norm.scale", norm)], strict=False)
+    spoilt = with_norm(run, np.inf)
+    checkpoints = RunCheckpoints(spoilt, tmp_path, reporter, stop)
     with pytest.raises(SystemExit):
-        checkpoints.after_step(spoilt, 2)
+        checkpoints.after_step(2)
     said = capsys.readouterr().out
     assert "step 2: parameters or optimizer state are not finite" in said
     assert "signal received: step 2 is not saved" in said
-    assert not checkpoints.there
+    assert checkpoints.resume() == 0
 
 
 def test_a_checkpoint_goes_over_devices_that_divide_nothing(by_jax, config, tmp_path):
-    run, state, _ = by_jax
+    run, _ = by_jax
     three = make_train_step(
-        run.plain.make,
+        build_model(config)[0],
         adamw(config.optim, STEPS),
         loss_of,
         create_mesh(3, devices=jax.devices()[:3]),
     )
     assert any(not each.sharded for each in three.placements)
-    save_checkpoint(tmp_path / "4", state, step=1, names=layout(run)[0])
-    names = layout(dataclasses.replace(run, step=three))[0]
+    save_checkpoint(tmp_path / "4", run.state, step=1, names=run.layout[0])
+    names = dataclasses.replace(run, step=three).layout[0]
     moved = load_checkpoint(tmp_path / "4", three.abstract_state(), names=names).state
     save_checkpoint(tmp_path / "3", moved, step=1, names=names)
-    back = load_checkpoint(tmp_path / "3", run.step.abstract_state(), names=layout(run)[0]).state
-    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(back), strict=True):
+    back = load_checkpoint(tmp_path / "3", run.step.abstract_state(), names=run.layout[0]).state
+    for one, other in zip(jax.tree.leaves(run.state), jax.tree.leaves(back), strict=True):
         assert np.array_equal(np.asarray(one), np.asarray(other))
 
 
 @pytest.mark.parametrize("choice", ["stop", "skip"])
 def test_what_is_not_finite_is_not_used(by_jax, choice):
-    run, state, _ = by_jax
+    run, _ = by_jax
     train = dataclasses.replace(run.config.train, on_nonfinite=choice)
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))
-    copy = jax.tree.map(lambda x: x.copy(), state)
-    norm = np.full(32, np.nan, np.float32)
-    copy = run.step.load_arrays(copy, [("parameters/norm.scale", norm)], strict=False)
-    before = dict(run.step.arrays(copy, ("parameters", "optimizer")))
-    reporter = Reporter(run.devices, None, 1)
+    run = with_norm(run, np.nan)
+    before = dict(run.step.arrays(run.state, ("parameters", "optimizer")))
+    reporter = Reporter(run.world, None, 1)
     if choice == "stop":
         with pytest.raises(NonFiniteError, match="step 3: loss or gradient is not finite on a dev"):
-            train_step(run, copy, 2, reporter)
+            train_step(run, 2, reporter)
         return
-    after, values = train_step(run, copy, 2, reporter)
+    values = train_step(run, 2, reporter)
     assert not np.isfinite(values["loss"])
-    for key, value in run.step.arrays(after, ("parameters", "optimizer")):
+    for key, value in run.step.arrays(run.state, ("parameters", "optimizer")):
         if key not in ("optimizer/step", "optimizer/grad_norm"):
             assert np.array_equal(value, before[key], equal_nan=True), key
 
@@ -351,5 +354,5 @@ def test_two_processes_train_the_digits_together(tmp_path, unused_port):
     assert [path.name for path in folder.parent.iterdir()] == ["both"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["train"] * 2 + ["validation"]
-    plain = torch_setup.build_model(resolve(model="mnist")).module
+    plain = torch_setup.build_model(resolve(model="mnist"))
     plain.load_state_dict(load_file(folder / "model.safetensors"))

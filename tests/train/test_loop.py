@@ -5,51 +5,25 @@ import threading
 
 import pytest
 import torch
-from support.limits import PEERS_S
 from torch import nn
 
+from fullshard.testing import LocalWorld
+from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import OptimConfig, learning_rate, resolve
+from fullshard.train.loop import train_step
 from fullshard.train.metrics import Reporter, RunFolderError, Speed, new_run_folder
 from fullshard.train.summary import NonFiniteError
-from fullshard.train.torch.loop import agree, evaluate, train_step
-from fullshard.train.torch.setup import TorchRun
-from fullshard.train.torch.world import World
+from fullshard.train.torch.run import TorchRun, agree
+from fullshard.train.torch.world import RankWorld
 
 CPU = torch.device("cpu")
-
-
-class ThreadWorld(World):
-    """Ranks as threads: `total` sums what all of them bring, in rank order."""
-
-    shared: dict = {}  # noqa: RUF012
-
-    def total(self, values):
-        brought, barrier = self.shared["values"], self.shared["barrier"]
-        brought[self.rank] = values
-        barrier.wait()
-        total = sum(brought[1:], brought[0])
-        barrier.wait()
-        return total
+ALONE = RankWorld(SoloComm(), CPU)
 
 
 def on_ranks(size, function):
-    """What ``function(world)`` returns or raises on each rank."""
-    ThreadWorld.shared = {"values": [None] * size, "barrier": threading.Barrier(size)}
-    results = [None] * size
-
-    def run(rank):
-        try:
-            results[rank] = function(ThreadWorld(rank, size, CPU))
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PEERS_S)
-    return results
+    """What ``function(world)`` returns on each rank, of ranks that are threads."""
+    return LocalWorld(size).run(lambda comm: function(RankWorld(comm, CPU)))
 
 
 class Points:
@@ -84,7 +58,7 @@ def make_run(world, values, *overrides):
         torch.manual_seed(0)
         model = nn.Linear(1, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    return TorchRun(config, world, Points(values), model, optimizer, 1.0, Bytes.unsharded(model))
+    return TorchRun(config, world, Points(values), model, optimizer, Bytes.unsharded(model))
 
 
 def quiet(world):
@@ -128,11 +102,11 @@ def test_a_good_step_moves_the_parameters_at_the_rate_of_the_schedule():
 def test_agreement_averages_losses_and_names_the_bad():
     losses = [torch.tensor(v) for v in (1.0, 2.0, 6.0)]
     fine = torch.tensor(1.0)
-    assert on_ranks(3, lambda w: agree(w, losses[w.rank], fine)) == [(3.0, [])] * 3
+    assert on_ranks(3, lambda w: agree(w, losses[w.part[0]], fine)) == [(3.0, [])] * 3
     bad = [fine, torch.tensor(torch.inf), fine]
-    assert [r for _, r in on_ranks(3, lambda w: agree(w, bad[w.rank], fine))] == [[1]] * 3
+    assert [r for _, r in on_ranks(3, lambda w: agree(w, bad[w.part[0]], fine))] == [[1]] * 3
     nan = torch.tensor(torch.nan)  # a global norm is bad everywhere: the loss says whose fault
-    assert [r for _, r in on_ranks(3, lambda w: agree(w, bad[w.rank], nan))] == [[1]] * 3
+    assert [r for _, r in on_ranks(3, lambda w: agree(w, bad[w.part[0]], nan))] == [[1]] * 3
     assert [r for _, r in on_ranks(3, lambda w: agree(w, fine, nan))] == [[0, 1, 2]] * 3
 
 
@@ -143,9 +117,9 @@ def test_validation_is_the_same_for_any_world_and_counts_each_sample_once(size):
     def both(world):
         run = make_run(world, values)
         run = dataclasses.replace(run, data=Points(values[:5]))  # 5 samples: some ranks run out
-        return evaluate(run), run.model.training
+        return run.evaluate(), run.model.training
 
-    model = make_run(World(0, 1, CPU), values).model
+    model = make_run(ALONE, values).model
     logits = model(torch.tensor(values[:5])[:, None])
     loss = nn.functional.cross_entropy(logits, torch.zeros(5, dtype=torch.int64)).item()
     right = (logits.argmax(1) == 0).double().mean().item()
@@ -166,7 +140,7 @@ def test_learning_rate_rises_then_falls_as_a_cosine():
 
 
 def test_no_clipping_leaves_gradients_and_still_gives_the_norm():
-    run = make_run(World(0, 1, CPU), [100.0], "optim.clip_norm=0")
+    run = make_run(ALONE, [100.0], "optim.clip_norm=0")
     values = train_step(run, 0, quiet(run.world))
     grads = torch.cat([param.grad.flatten() for param in run.model.parameters()])
     assert values["grad_norm"] == pytest.approx(grads.norm().item())
@@ -179,7 +153,7 @@ def test_a_taken_run_folder_is_left_alone(tmp_path):
 
 
 def test_metrics_are_json_even_where_a_value_is_not_finite(tmp_path):
-    reporter = Reporter(World(0, 1, CPU), tmp_path, 2)
+    reporter = Reporter(ALONE, tmp_path, 2)
     reporter.record("train", 1, {"loss": float("nan"), "grad_norm": 2.5})
     reporter.validation(2, 1.25, 0.5)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -193,7 +167,7 @@ def test_metrics_are_json_even_where_a_value_is_not_finite(tmp_path):
 
 def test_a_full_disk_is_said_in_a_sentence(tmp_path):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    reporter = Reporter(World(0, 1, CPU), tmp_path, 1)
+    reporter = Reporter(ALONE, tmp_path, 1)
     with pytest.raises(RunFolderError, match=r"metrics\.jsonl': No space left .*set log.folder"):
         reporter.record("train", 1, {"loss": 1.0})
 

@@ -19,7 +19,9 @@ from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel
 from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import CheckpointConfig, resolve, to_toml
+from fullshard.train.loop import fit
 from fullshard.train.metrics import Reporter
+from fullshard.train.run_checkpoints import RunCheckpoints
 from fullshard.train.survival import (
     CHECKPOINTS,
     COME_AGAIN,
@@ -29,12 +31,9 @@ from fullshard.train.survival import (
     forget_after,
     stop_request,
 )
-from fullshard.train.torch.checkpoints import ModelCheckpoints
-from fullshard.train.torch.loop import fit
-from fullshard.train.torch.setup import TorchRun
-from fullshard.train.torch.world import World
+from fullshard.train.torch.run import TorchRun
+from fullshard.train.torch.world import RankWorld
 
-CPU = torch.device("cpu")
 STEPS = 24
 BATCH = 12
 AT_ONCE = "checkpoint.asynchronous=false"
@@ -42,14 +41,6 @@ AT_ONCE = "checkpoint.asynchronous=false"
 
 class Killed(Exception):
     """Stands for SIGKILL: nothing after it runs."""
-
-
-class CommWorld(World):
-    """The view of a rank that is a thread."""
-
-    def total(self, values):
-        self.comm.all_reduce([values]).wait()
-        return values
 
 
 class Points:
@@ -84,7 +75,7 @@ def small_model():
     return torch.nn.Sequential(torch.nn.Linear(2, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
 
 
-def train_on(folder, size, data, *settings, stop=None, every=5):
+def train_on(folder, size, data, *settings, stop=None, every=5, kind=TorchRun):
     """Train to the end, or until ``data`` fails; losses by step."""
     config = resolve(
         overrides=[
@@ -98,15 +89,14 @@ def train_on(folder, size, data, *settings, stop=None, every=5):
     losses = {}
 
     def body(comm):
-        world = CommWorld(comm.rank, comm.size, CPU)
-        object.__setattr__(world, "comm", comm)
+        world = RankWorld(comm, torch.device("cpu"))
         model = FullyShardedDataParallel(seeded(small_model, 3), comm)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        run = TorchRun(config, world, data, model, optimizer, 1.0, Bytes.unsharded(model))
+        run = kind(config, world, data, model, optimizer, Bytes.unsharded(model))
         mine = folder if comm.rank == 0 else None
         reporter = Reporter(world, mine, STEPS)
         reporter.step = lambda step, values, token: losses.setdefault(step, values["loss"])
-        checkpoints = ModelCheckpoints(run, mine, reporter, stop or StopRequest())
+        checkpoints = RunCheckpoints(run, mine, reporter, stop or StopRequest())
         fit(run, reporter, checkpoints)
         checkpoints.finish()
 
@@ -180,17 +170,16 @@ def test_what_is_not_finite_is_not_saved(tmp_path, capsys):
 
 
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path, capsys):
-    class Spoilt(ModelCheckpoints):
-        def after_step(self, done):
-            if done == 10:
-                for param in self._run.model.parameters():
+    class Spoilt(TorchRun):
+        def step_on(self, batch, rate):
+            outcome = super().step_on(batch, rate)
+            if self.optimizer.state[next(self.model.parameters())]["step"] == 10:
+                for param in self.model.parameters():
                     param.local.fill_(float("inf"))
-            super().after_step(done)
+            return outcome
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "ModelCheckpoints", Spoilt)
-        with pytest.raises(Exception, match="not finite"):
-            train_on(tmp_path, 2, Points({}), AT_ONCE)
+    with pytest.raises(Exception, match="not finite"):
+        train_on(tmp_path, 2, Points({}), AT_ONCE, kind=Spoilt)
     assert "step 10: parameters or optimizer state are not finite; not saved" in (
         capsys.readouterr().out
     )

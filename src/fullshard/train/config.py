@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tomli_w
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.presets import transformer
+from fullshard.core.presets import training_flops_per_token, transformer
 
 __all__ = [
     "CheckpointConfig",
@@ -169,6 +169,14 @@ class Config:
     def context(self) -> int:
         """Tokens the gpt sees at once."""
         return self.model.context or transformer(self.model.preset).context
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of a token, or of an image, forward and backward: those of three forwards."""
+        if self.model.name == "gpt":
+            return training_flops_per_token(transformer(self.model.preset), self.context)
+        convolutions = 26**2 * 32 * 9 + 24**2 * 64 * 32 * 9
+        return 3.0 * 2 * (convolutions + 64 * 12 * 12 * 128 + 128 * 10)  # 2: multiply and add
 
 
 Settings = dict[str, dict[str, Any]]

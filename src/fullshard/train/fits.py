@@ -5,6 +5,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import transformer
 from fullshard.core.strategy import AS_IT_RESTS, ShardingStrategy
 from fullshard.core.text import bytes_text
+from fullshard.host_memory import host_total_bytes
 from fullshard.plan.cluster.read import cluster_of, named_device
 from fullshard.plan.memory import forecast_memory
 from fullshard.plan.model.decoder import Decoder
@@ -12,9 +13,18 @@ from fullshard.plan.model.shape import shape_of
 from fullshard.plan.run import Recompute
 from fullshard.plan.run import Run as PlannedRun
 from fullshard.plan.step.script import write_script
-from fullshard.train.config import Config
+from fullshard.train.config import Config, check_world
 
-__all__ = ["check_memory", "needed_bytes"]
+__all__ = ["check_memory", "check_run", "needed_bytes"]
+
+
+def check_run(config: Config, ranks: int, on_host: int, device_bytes: int | None) -> None:
+    """Refuse a batch that ``ranks`` ranks cannot share, and a model that they cannot hold.
+
+    A rank has ``device_bytes`` of memory, None for its share of a host that has ``on_host`` ranks.
+    """
+    check_world(config, ranks)
+    check_memory(config, ranks, device_bytes or host_total_bytes() // on_host)
 
 
 def check_memory(config: Config, ranks: int, each_bytes: int) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,11 +14,11 @@ from rich.table import Table
 
 from fullshard.core.errors import ConfigurationError, FullshardError
 from fullshard.core.text import bytes_text
+from fullshard.train.run import BytesRow, World
 
 __all__ = [
     "Reporter",
     "RunFolderError",
-    "Speaker",
     "Speed",
     "bytes_table",
     "new_run_folder",
@@ -27,14 +26,6 @@ __all__ = [
 ]
 
 _GIB = 2**30
-
-
-class Speaker(Protocol):
-    """A process that knows if it is to speak for all."""
-
-    @property
-    def is_first(self) -> bool:
-        """True if this process prints and writes."""
 
 
 class RunFolderError(FullshardError, OSError):
@@ -112,7 +103,7 @@ class Speed:
 class Reporter:
     """Rank 0's voice: bar, lines and ``metrics.jsonl``. On other ranks every call does nothing."""
 
-    def __init__(self, world: Speaker, folder: Path | None, steps: int) -> None:
+    def __init__(self, world: World, folder: Path | None, steps: int) -> None:
         self.folder = folder
         self.console = Console(quiet=not world.is_first, soft_wrap=True, highlight=False)
         self._progress = Progress(
@@ -181,16 +172,11 @@ class Reporter:
         self.record("validation", step, {"loss": loss, "accuracy": accuracy})
 
 
-def bytes_table(
-    title: str, rows: Sequence[tuple[str, int, int | None]], each: str = "rank"
-) -> Table:
-    """Return the table that a run ends with: memory of ``each``, and of one process without shards.
-
-    What nobody knows of the latter is None.
-    """
+def bytes_table(title: str, rows: Sequence[BytesRow], noun: str = "rank") -> Table:
+    """Return the table that a run ends with: memory of each ``noun``, and of one process alone."""
     table = Table(title=title)
     table.add_column("")
-    table.add_column(f"each {each}", justify="right")
+    table.add_column(f"each {noun}", justify="right")
     table.add_column("one unsharded process", justify="right")
     table.add_column("share", justify="right")
     for name, mine, whole in rows:

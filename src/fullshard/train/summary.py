@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sentences of a run on either engine: settings, refused steps, sample, files written."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.core.errors import FullshardError
 from fullshard.train.config import Config, resolve, to_toml
-from fullshard.train.data import Dataset
-from fullshard.train.metrics import Reporter, Speaker, new_run_folder, writing
+from fullshard.train.metrics import Reporter, new_run_folder, writing
+from fullshard.train.run import TrainingRun, World
 from fullshard.train.survival import folder_to_resume
 
 __all__ = [
     "PROMPT",
-    "Facts",
     "NonFiniteError",
     "introduce",
     "open_folder",
@@ -24,21 +22,11 @@ __all__ = [
 PROMPT = b"def "  # what a sample of text begins with
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts about a run before it begins; ``flops_per_token`` counts forward and backward."""
-
-    data: Dataset
-    parameters_numel: int
-    flops_per_token: float
-    where: str
-
-
 class NonFiniteError(FullshardError, ArithmeticError):
     """A loss or gradient is infinite or NaN; the optimizer has not used it."""
 
 
-def open_folder(config: Config, world: Speaker) -> Path | None:
+def open_folder(config: Config, world: World) -> Path | None:
     """Make the run's folder on rank 0 and keep the settings there; None on the other ranks.
 
     One that is to go on is there already.
@@ -54,9 +42,9 @@ def open_folder(config: Config, world: Speaker) -> Path | None:
     return folder
 
 
-def introduce(config: Config, facts: Facts, reporter: Reporter) -> None:
+def introduce(run: TrainingRun, reporter: Reporter) -> None:
     """Print the settings that were chosen and what will roughly happen."""
-    train, data = config.train, facts.data
+    config, train, data = run.config, run.config.train, run.data
     usual = resolve(model=config.model.name)
     chosen = [
         f"{section}.{key}={value}"
@@ -67,10 +55,10 @@ def introduce(config: Config, facts: Facts, reporter: Reporter) -> None:
     reporter.say(f"settings: {', '.join(chosen) or 'all as usual'}")
     tokens = train.batch * data.tokens_per_sample
     reporter.say(
-        f"\n{config.run_name}: {facts.parameters_numel:,} parameters ({train.dtype}, "
-        f"{config.shard.strategy} over {facts.where}); {data.describe()}.\n"
+        f"\n{config.run_name}: {run.parameters_numel:,} parameters ({train.dtype}, "
+        f"{config.shard.strategy} over {run.world.where}); {data.describe()}.\n"
         f"{train.steps} steps of {tokens:,} {data.token}, about "
-        f"{facts.flops_per_token * tokens * train.steps / 1e12:,.1f} TFLOP in all; "
+        f"{config.flops_per_token * tokens * train.steps / 1e12:,.1f} TFLOP in all; "
         f"validation every {train.eval_every} steps.\n"
     )
 

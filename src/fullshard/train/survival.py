@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 from fullshard.checkpoint import CheckpointError, Files, steps_in
 from fullshard.core.errors import ConfigurationError
@@ -26,10 +25,8 @@ __all__ = [
     "CHECKPOINTS",
     "COME_AGAIN",
     "FINISHED",
-    "FoundStep",
     "SaveClock",
     "StopRequest",
-    "check_position",
     "folder_to_resume",
     "forget_after",
     "stop_request",
@@ -71,36 +68,6 @@ def folder_to_resume(config: Config) -> Path | None:
         if not (path / FINISHED).exists() and _has_steps(path) and _is_of(path, config):
             return path
     return None
-
-
-class FoundStep(Protocol):
-    """A loaded checkpoint of either engine."""
-
-    @property
-    def step(self) -> int:
-        """Number of steps that were done."""
-
-    @property
-    def extra(self) -> Any:
-        """The values beside model and optimizer."""
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the step."""
-
-
-def check_position(loaded: FoundStep, batch: int) -> int:
-    """Return the position in the data of a loaded step, if steps of ``batch`` samples lead there.
-
-    Raises `ConfigurationError` if not.
-    """
-    position = int(loaded.extra["position"])
-    if position != loaded.step * batch:
-        raise ConfigurationError(
-            f"{loaded.folder} was saved at sample {position}, which is no multiple of "
-            f"train.batch={batch}: go on with the batch that it was trained with"
-        )
-    return position
 
 
 def _has_steps(path: Path) -> bool:

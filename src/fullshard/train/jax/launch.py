@@ -10,7 +10,10 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.jax import initialize
 from fullshard.launchers import check_nproc, launcher_environment
 from fullshard.train.config import Config
-from fullshard.train.jax.loop import train
+from fullshard.train.fits import check_run
+from fullshard.train.jax.setup import prepare
+from fullshard.train.jax.world import device_stats
+from fullshard.train.loop import train
 
 __all__ = ["launch"]
 
@@ -35,7 +38,9 @@ def launch(config: Config, nproc: int | None = None) -> int:
         devices = jax.devices()
     else:
         devices = _local_devices(nproc)
-    train(config, devices)
+    gpu_bytes = device_stats().get("bytes_limit")
+    check_run(config, len(devices), len(jax.local_devices()), gpu_bytes)
+    train(prepare(config, devices))
     return 0
 
 

@@ -24,7 +24,6 @@ __all__ = [
     "NnxDigitNet",
     "NnxFeedForward",
     "NnxGPT",
-    "digit_flops",
     "rotary",
 ]
 
@@ -105,7 +104,7 @@ def _split(x: Array, heads: int) -> Array:
 
 def _residual_std(shape: Transformer) -> float:
     # Matrices that write to the residual stream start smaller, so that its variance does not grow
-    # with depth (NnxGPT-2, section 2.3).
+    # with depth (GPT-2, section 2.3).
     return _STD / math.sqrt(2 * shape.layers)
 
 
@@ -221,9 +220,3 @@ def _uniform(inputs: int, dtype: Any) -> dict[str, Any]:
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
     return {"kernel_init": init, "bias_init": init, "param_dtype": dtype}
-
-
-def digit_flops() -> float:
-    """FLOPs of one image, forward and backward: two for each multiply-add, three forwards."""
-    convolutions = 26**2 * 32 * 9 + 24**2 * 64 * 32 * 9
-    return 3.0 * 2 * (convolutions + 64 * 12 * 12 * 128 + 128 * 10)

@@ -8,14 +8,14 @@ import torch
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.distributed import default_nproc
-from fullshard.host_memory import host_total_bytes
 from fullshard.launchers import check_nproc, launcher_environment, threads_per_rank, usable_cores
 from fullshard.local_ranks import run_local_ranks
-from fullshard.train.config import Config, check_world
+from fullshard.train.config import Config
 from fullshard.train.data import load
-from fullshard.train.fits import check_memory
+from fullshard.train.fits import check_run
+from fullshard.train.loop import train
 from fullshard.train.survival import COME_AGAIN
-from fullshard.train.torch.loop import train
+from fullshard.train.torch.setup import prepare
 from fullshard.train.torch.world import joined
 
 __all__ = ["launch"]
@@ -32,25 +32,22 @@ def launch(config: Config, nproc: int | None = None) -> int:
     if found is not None:
         os.environ.update(found)
         size = int(os.environ["WORLD_SIZE"])
-        check_world(config, size)
-        check_memory(config, size, _memory_bytes(int(os.environ.get("LOCAL_WORLD_SIZE", size))))
+        check_run(config, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)), _gpu_bytes())
         _train_here(config)
         return 0
     nproc = default_nproc() if nproc is None else check_nproc(nproc)
     gpus = torch.cuda.device_count()
     if torch.cuda.is_available() and nproc > gpus:
         raise ConfigurationError(f"--nproc {nproc} ranks need a GPU each, but there are {gpus}")
-    check_world(config, nproc)
-    check_memory(config, nproc, _memory_bytes(nproc))
+    check_run(config, nproc, nproc, _gpu_bytes())
     load(config)  # only to see that it can be: a missing corpus is refused here, once
     return _start_local(config, nproc)
 
 
-def _memory_bytes(ranks: int) -> int:
-    """Return the memory of one of ``ranks`` ranks on this host: that of a GPU, or its share."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return host_total_bytes() // ranks
+def _gpu_bytes() -> int | None:
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def _start_local(config: Config, nproc: int) -> int:
@@ -75,4 +72,4 @@ def _start_local(config: Config, nproc: int) -> int:
 
 def _train_here(config: Config) -> None:
     with joined() as world:
-        train(config, world)
+        train(prepare(config, world))

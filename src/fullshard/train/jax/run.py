@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on the JAX engine: one compiled step over all devices, and the state that it uses up."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fullshard.checkpoint import Loaded, RunFolder, Saving
+from fullshard.core.spec import item_bytes
+from fullshard.jax import (
+    StoredAs,
+    TrainState,
+    TrainStep,
+    generate,
+    load_checkpoint,
+    save_checkpoint,
+    save_weights,
+    torch_layout,
+)
+from fullshard.jax.files.leaves import leaves_of
+from fullshard.train.data import Batch
+from fullshard.train.jax.world import DeviceWorld
+from fullshard.train.run import BytesRow, StepOutcome, TrainingRun
+
+__all__ = ["JaxRun", "cross_entropy", "loss_of"]
+
+_TEMPERATURE = 0.7  # of the sample of text
+
+
+@dataclass
+class JaxRun(TrainingRun):
+    """A run in one process; ``names`` are those of its arrays in the torch model."""
+
+    world: DeviceWorld
+    step: TrainStep
+    names: Mapping[str, StoredAs]
+    state: TrainState
+
+    @property
+    def parameters_numel(self) -> int:
+        """See `TrainingRun.parameters_numel`."""
+        return sum(place.spec.numel for place in self.step.placements)
+
+    def step_on(self, batch: Batch, rate: float) -> StepOutcome:
+        """See `TrainingRun.step_on`. The optimizer, in the step, leaves out what is not finite."""
+        self.state, loss, _ = self.step(self.state, self._typed(batch))
+        numbers = float(loss), float(self.state.optimizer.grad_norm)
+        return StepOutcome(*numbers, "" if all(map(math.isfinite, numbers)) else "a device")
+
+    def evaluate(self) -> tuple[float, float]:
+        """See `TrainingRun.evaluate`. The last batch is filled up with what counts nothing."""
+        count, size = self.data.validation_count, self.config.train.batch
+        sums = np.zeros(3)
+        for first in range(0, count, size):
+            places = range(first, first + size)
+            samples = self.data.validation_batch([min(place, count - 1) for place in places])
+            counts = np.array([place < count for place in places], np.float32)
+            parts = self.step.evaluate(self.state, (*self._typed(samples), counts), _sums)
+            sums += np.array([float(part) for part in parts])
+        loss, right, targets_seen = sums
+        return loss / targets_seen, right / targets_seen
+
+    def _typed(self, batch: Batch) -> Batch:
+        """Return inputs and targets as the model wants them."""
+        inputs, targets = batch
+        floating = np.issubdtype(inputs.dtype, np.floating)
+        dtype = jnp.dtype(self.config.train.dtype) if floating else np.int32
+        return inputs.astype(dtype), targets.astype(np.int32)
+
+    @cached_property
+    def layout(self) -> tuple[Mapping[str, StoredAs], Mapping[str, Any]]:
+        """The names under which the state is what the torch engine stores, and its settings."""
+        return torch_layout(self.step.abstract_state(), self.names, _group)
+
+    def load_step(self, folder: RunFolder) -> tuple[Loaded, str]:
+        """See `TrainingRun.load_step`. Uses the state up."""
+        names, _ = self.layout
+        loaded = load_checkpoint(folder, _emptied(self.state, names), names=names, fallback=True)
+        self.state = loaded.state
+        return loaded, ""
+
+    def save_step(
+        self, folder: RunFolder, step: int, extra: dict[str, Any], asynchronous: bool
+    ) -> Saving:
+        """See `TrainingRun.save_step`."""
+        names, about = self.layout
+        return save_checkpoint(
+            folder,
+            self.state,
+            step=step,
+            extra=extra,
+            asynchronous=asynchronous,
+            names=names,
+            about=about,
+        )
+
+    def is_finite(self) -> bool:
+        """See `TrainingRun.is_finite`."""
+        return bool(_all_finite((self.state.params, self.state.optimizer.inner)))
+
+    def save_weights(self, path: Path) -> None:
+        """See `TrainingRun.save_weights`."""
+        save_weights(path, self.step, self.state, self.names)
+
+    def bytes_rows(self) -> list[BytesRow]:
+        """See `TrainingRun.bytes_rows`.
+
+        Parameters, gradients and optimizer state by their layout. The rest is the compiler's
+        account of the whole step, gradients, full parameters and activations among it.
+        """
+        places = self.step.placements
+        trained = [place for place in places if place.spec.trainable]
+        at_rest = [
+            _bytes_row("parameters", places),
+            _bytes_row("gradients", trained),
+            (
+                "optimizer state",
+                sum(map(_device_bytes, jax.tree.leaves(self.step.abstract_state().optimizer))),
+                sum(
+                    math.prod(spec.shape) * item_bytes(spec.dtype)
+                    for spec in self.step.specs
+                    if spec.kind == "optimizer"
+                ),
+            ),
+        ]
+        _, mine, whole = zip(*at_rest, strict=True)
+        batch = self._typed(self.data.train_batch(0, range(self.config.train.batch)))
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+        told: Any = self.step.compiled(shapes).memory_analysis()
+        temporary = told.temp_size_in_bytes
+        written_apart = told.output_size_in_bytes - told.alias_size_in_bytes
+        peak = told.argument_size_in_bytes + written_apart + temporary
+        return [
+            *at_rest,
+            ("all of these, at rest", sum(mine), sum(whole)),
+            ("full units and activations in a step, at most", temporary, None),
+            ("peak, with activations", peak, None),
+        ]
+
+    def write_text(self, prompt: bytes, count: int) -> bytes:
+        """See `TrainingRun.write_text`."""
+        rows = np.frombuffer(prompt, np.uint8)[None].astype(np.int32)
+        seed = self.config.train.seed
+        drawn = generate(self.step, self.state, rows, count, _TEMPERATURE, seed)
+        return prompt + bytes(drawn[0].tolist())
+
+
+def _bytes_row(purpose: str, places: Any) -> tuple[str, int, int]:
+    mine = sum(place.rest_bytes for place in places)
+    return purpose, mine, sum(place.spec.bytes for place in places)
+
+
+def _device_bytes(leaf: Any) -> int:
+    return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
+
+
+def cross_entropy(logits: Array, targets: Array) -> Array:
+    """Return the loss of each target, float32, from ``logits`` (..., classes)."""
+    chances = jax.nn.log_softmax(logits.astype(jnp.float32))
+    return -jnp.take_along_axis(chances, targets[..., None], axis=-1)[..., 0]
+
+
+def loss_of(model: Any, batch: tuple[Array, Array]) -> Array:
+    """Return mean loss per target."""
+    inputs, targets = batch
+    return cross_entropy(model(inputs), targets).mean()
+
+
+def _sums(model: Any, batch: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    """Return the sum of losses, right answers, and targets."""
+    inputs, targets, counts = batch
+    logits = model(inputs)
+    losses = cross_entropy(logits, targets)
+    weights = jnp.broadcast_to(counts.reshape(-1, *(1,) * (targets.ndim - 1)), targets.shape)
+    right = (logits.argmax(-1) == targets) * weights
+    return (losses * weights).sum(), right.sum(), weights.sum()
+
+
+def _emptied(state: TrainState, names: Mapping[str, StoredAs]) -> TrainState:
+    """Shapes and shardings in place of arrays that must come, whose memory is given back."""
+    kept = []
+    for leaf in leaves_of(state, names):
+        value = leaf.value
+        if not leaf.stored.optional:
+            value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
+            leaf.value.delete()
+        kept.append(value)
+    return jax.tree.unflatten(jax.tree.structure(state), kept)
+
+
+def _group(_: str, shape: tuple[int, ...]) -> int:
+    """Return the group of the torch engine's AdamW: those that decay come first."""
+    return 0 if len(shape) >= 2 else 1
+
+
+@jax.jit
+def _all_finite(tree: Any) -> Array:
+    floating = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.stack([jnp.isfinite(x).all() for x in floating]).all()

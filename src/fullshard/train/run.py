@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two nouns of a run that its loop works with, whichever engine computes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fullshard.checkpoint import Loaded, RunFolder, Saving
+from fullshard.host_memory import host_total_bytes, resident_bytes
+from fullshard.plan.cluster.read import device_of_driver
+from fullshard.train.config import Config
+from fullshard.train.data import Batch, Dataset
+
+__all__ = ["BytesRow", "StepOutcome", "TrainingRun", "World"]
+
+BytesRow = tuple[str, int, int | None]  # purpose, bytes of a rank, of one unsharded process
+
+
+class World(ABC):
+    """The ranks of a run (torch) or its devices (JAX), as one of its processes sees them.
+
+    ``size`` counts them, ``noun`` calls one of them, ``name`` all of them, and ``where`` says on
+    what they compute. ``part`` is which slice of a batch this process takes, and of how many.
+    ``is_first`` is true in the process that prints and writes.
+    """
+
+    noun: str
+    size: int
+    part: tuple[int, int]
+    is_first: bool
+    name: str
+    where: str
+    driver: str  # the device as its driver calls it
+
+    @abstractmethod
+    def device_memory(self) -> tuple[int, int] | None:
+        """Return the most bytes used so far of this process's device, and how many it has.
+
+        None for one that uses the host's.
+        """
+
+    @abstractmethod
+    def somewhere(self, *flags: bool) -> tuple[bool, ...]:
+        """Return for each of ``flags`` if it is true in any process. Collective."""
+
+    @abstractmethod
+    def shared_text(self, text: str) -> str:
+        """Return the first process's ``text``. Collective."""
+
+    def peak_flops(self, dtype: str) -> float | None:
+        """FLOP/s that one device reaches at most; known for bf16 on some GPUs."""
+        device = device_of_driver(self.driver) if dtype == "bfloat16" else None
+        return device.peak("bfloat16") if device else None
+
+    def memory_used(self) -> dict[str, int]:
+        """Return the most bytes used so far and how many there are: of a device, or the host."""
+        used, total = self.device_memory() or (resident_bytes()[1], host_total_bytes())
+        return {"memory_bytes": used, "memory_total_bytes": total}
+
+
+class StepOutcome(NamedTuple):
+    """The loss over the whole batch, the norm of its gradients before clipping, and who has a loss
+    or gradient that is not finite, as in "rank 0, 3": then the optimizer has used nothing.
+    """
+
+    loss: float
+    grad_norm: float
+    bad: str
+
+
+@dataclass
+class TrainingRun(ABC):
+    """A sharded model in training, on one engine. All methods are collective."""
+
+    config: Config
+    world: World
+    data: Dataset
+
+    @property
+    @abstractmethod
+    def parameters_numel(self) -> int:
+        """The number of all ranks' parameters together."""
+
+    @abstractmethod
+    def step_on(self, batch: Batch, rate: float) -> StepOutcome:
+        """Do one optimizer step on this process's part of a batch, at the learning rate ``rate``.
+
+        On JAX the rate is part of the compiled step.
+        """
+
+    @abstractmethod
+    def evaluate(self) -> tuple[float, float]:
+        """Return mean loss per target and accuracy over the held-back samples."""
+
+    @abstractmethod
+    def load_step(self, folder: RunFolder) -> tuple[Loaded, str]:
+        """Load the newest step that is right; return it, and a note on who saved it, or ""."""
+
+    @abstractmethod
+    def save_step(
+        self, folder: RunFolder, step: int, extra: dict[str, Any], asynchronous: bool
+    ) -> Saving:
+        """Save a step from which either engine can go on."""
+
+    @abstractmethod
+    def is_finite(self) -> bool:
+        """Return true if all parameters and optimizer states are finite."""
+
+    @abstractmethod
+    def save_weights(self, path: Path) -> None:
+        """Write all parameters under the names of the torch model, for either engine to read."""
+
+    @abstractmethod
+    def bytes_rows(self) -> Sequence[BytesRow]:
+        """Return the rows of the table that the run ends with; None stands for what is unknown."""
+
+    @abstractmethod
+    def write_text(self, prompt: bytes, count: int) -> bytes:
+        """Return ``prompt`` and ``count`` bytes that the model draws after it."""
+
+    def observed(self) -> AbstractContextManager[object]:
+        """Return what surrounds the one step of a run that its end tells about."""
+        return nullcontext()
+
+    def keep_observed(self, folder: Path | None) -> str:
+        """Keep in ``folder``, if this process has it, what was observed; return what to say."""
+        return ""

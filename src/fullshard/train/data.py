@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,6 +151,7 @@ class TextData:
     validation: NDArray[np.uint8]
     context: int
     validation_windows: int
+    token: ClassVar[str] = "tokens"  # each one byte
 
     def train_batch(self, seed: int, numbers: Sequence[int]) -> Batch:
         """Return inputs and targets, int64, each (samples, context)."""
@@ -177,11 +178,6 @@ class TextData:
         """Bytes predicted in one window."""
         return self.context
 
-    @property
-    def token(self) -> str:
-        """Tokens, each one byte."""
-        return "tokens"
-
     def describe(self) -> str:
         """Return one line about what there is."""
         return (
@@ -197,45 +193,34 @@ class TextData:
 
 @dataclass(frozen=True)
 class DigitData:
-    """Images, float32 (n, 1, 28, 28), and labels, int64 (n,); the last ``held_back`` are never
-    trained on.
+    """Images, float32 (n, 1, 28, 28), and labels, int64 (n,).
+
+    The last ``validation_count`` are never trained on.
     """
 
     images: NDArray[np.float32]
     labels: NDArray[np.int64]
-    held_back: int
+    validation_count: int
+    token: ClassVar[str] = "images"
+    tokens_per_sample: ClassVar[int] = 1
+
+    @property
+    def _train_count(self) -> int:
+        return len(self.images) - self.validation_count
 
     def train_batch(self, seed: int, numbers: Sequence[int]) -> Batch:
         """Images and labels of the training samples with these numbers."""
-        count = len(self.images) - self.held_back
-        places = [sample_at(number, count=count, seed=seed) for number in numbers]
+        places = [sample_at(number, count=self._train_count, seed=seed) for number in numbers]
         return self.images[places], self.labels[places]
 
     def validation_batch(self, positions: Sequence[int]) -> Batch:
         """Images and labels of held-back digits."""
-        first = len(self.images) - self.held_back
-        places = [first + position for position in positions]
+        places = [self._train_count + position for position in positions]
         return self.images[places], self.labels[places]
-
-    @property
-    def validation_count(self) -> int:
-        """The number of held-back digits."""
-        return self.held_back
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """One label for an image."""
-        return 1
-
-    @property
-    def token(self) -> str:
-        """Images, each with one label."""
-        return "images"
 
     def describe(self) -> str:
         """Return one line about what there is."""
-        train = len(self.images) - self.held_back
-        return f"{train} digits to train on, {self.held_back} held back"
+        return f"{self._train_count} digits to train on, {self.validation_count} held back"
 
 
 # ---- text ----------------------------------------------------------------------------------------

@@ -83,11 +83,8 @@ def _is_of(path: Path, config: Config) -> bool:
         kept = resolve(path / "config.toml")
     except ConfigurationError:
         return False
-    return _apart_from_resume(kept) == _apart_from_resume(config)
-
-
-def _apart_from_resume(config: Config) -> Config:
-    return replace(config, checkpoint=replace(config.checkpoint, resume=""))
+    resume = config.checkpoint.resume
+    return replace(kept, checkpoint=replace(kept.checkpoint, resume=resume)) == config
 
 
 def forget_after(folder: Path, step: int) -> None:

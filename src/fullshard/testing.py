@@ -184,9 +184,9 @@ class LocalComm:
     """
 
     def __init__(self, world: LocalWorld, members: Sequence[int], rank: int, number: int = 0):
-        self.members = tuple(members)
+        self.members: tuple[int, ...] = tuple(members)
         self.rank = rank
-        self.size = len(self.members)
+        self.size: int = len(self.members)
         self.world = world
         self._number = number
         self._calls = 0

@@ -29,7 +29,7 @@ class Saving:
         self._written: WrittenStep | None = None
         self._failure: BaseException | None = None
         self._work: Future[None] | None = None
-        self.is_told = False  # that it failed, to who called `wait`
+        self.is_told: bool = False  # that it failed, to who called `wait`
 
     @staticmethod
     def finished(step: int, written: WrittenStep) -> "Saving":

@@ -93,7 +93,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, files: Files | None = None):
         self.folder = folder
-        self.files = files or Files()
+        self.files: Files = files or Files()
         self.manifest: Manifest = read_manifest(self.files, folder)
 
     @property

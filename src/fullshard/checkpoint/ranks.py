@@ -81,7 +81,8 @@ class FolderRanks:
     def __init__(
         self, run: Path, name: str, rank: int, size: int, files: Files, timeout_s: float = 1800.0
     ):
-        self.rank, self.size = rank, size
+        self.rank: int = rank
+        self.size: int = size
         self._run, self._files, self._timeout_s = run, files, timeout_s
         self._folder = run / f".ranks-{name}"
         self._calls = 0

@@ -37,10 +37,10 @@ class Blocks:
 
     def __init__(self, most_bytes: int, new_block: NewBlock = _plain_block):
         self._left = max(2, most_bytes // BLOCK_BYTES)
-        self.most_bytes = self._left * BLOCK_BYTES
+        self.most_bytes: int = self._left * BLOCK_BYTES
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._new_block = new_block
-        self.held_bytes = 0
+        self.held_bytes: int = 0
 
     def take(self) -> memoryview:
         """A block of `BLOCK_BYTES`, as soon as there is one."""

@@ -250,8 +250,8 @@ class HeldUnits:
     def __init__(
         self, costs: Mapping[int, UnitCost], *, accumulating: bool = False, offloads: bool = False
     ):
-        self.buffers = 0
-        self.gradients = 0
+        self.buffers: int = 0
+        self.gradients: int = 0
         self._leaving: list[int] = []  # bytes that are being copied to the host
         self._offloads = offloads
         self._units = {

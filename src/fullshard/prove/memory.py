@@ -83,7 +83,8 @@ class Paced:
 
     def __init__(self, comm: Any, at_once: bool):
         self._comm, self._at_once = comm, at_once
-        self.rank, self.size = comm.rank, comm.size
+        self.rank: int = comm.rank
+        self.size: int = comm.size
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self._comm, name)

@@ -105,7 +105,7 @@ class Reporter:
 
     def __init__(self, world: World, folder: Path | None, steps: int) -> None:
         self.folder = folder
-        self.console = Console(quiet=not world.is_first, soft_wrap=True, highlight=False)
+        self.console: Console = Console(quiet=not world.is_first, soft_wrap=True, highlight=False)
         self._progress = Progress(
             TextColumn("[bold]training"),
             BarColumn(),

@@ -177,7 +177,7 @@ class Staging:
         self._files = files
         self._run = run
         self.generation = generation
-        self.path = run / f".staging-{generation}"
+        self.path: Path = run / f".staging-{generation}"
 
     def open(self) -> None:
         """Make it. To be called by one rank."""

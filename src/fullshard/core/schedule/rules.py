@@ -22,7 +22,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fullshard.core.layout import Layout
 from fullshard.core.schedule.record import Event, Moment, first_of_backward, turns, upcoming
@@ -34,7 +34,7 @@ __all__ = ["Op", "OpKind", "State", "UnitPolicy", "compile_step", "unit_policy"]
 class OpKind(Enum):
     """An action of the engine on a unit."""
 
-    __hash__ = object.__hash__  # that of Enum is slow, and there is one look-up for each op
+    __hash__: Any = object.__hash__  # that of Enum is slow, and there is one look-up for each op
 
     GATHER = "gather"  # start to gather the full parameters
     AWAIT_GATHER = "await_gather"  # they are needed now
@@ -118,7 +118,7 @@ class State:
         self.all_reducing: list[int] = []
         self.open: dict[int, int] = {}
         self.turning: set[int] = set()  # kept for a backward that is to come next
-        self.in_backward = False
+        self.in_backward: bool = False
 
     def copy(self) -> "State":
         """Return a state that changes by itself."""

@@ -49,7 +49,7 @@ class Phase(Enum):
     backward has begun and is not over.
     """
 
-    __hash__ = object.__hash__  # that of Enum is slow
+    __hash__: Any = object.__hash__  # that of Enum is slow
 
     AT_REST = (False, False, "at rest")
     DUE = (True, False, "between forward and backward")
@@ -98,9 +98,9 @@ class UnitStep:
     steps. ``absent`` tells which of them get none in the graph task that runs now: autograd knows.
     """
 
+    trained: Collection[int]
     number: int
-    # A path to somebody else's parameters leads through the unit: nobody tells when it has been
-    # gone, so the unit stays full until autograd has finished.
+    # A path to others' parameters leads through the unit, which stays full until autograd is over.
     ends_with_backward: bool
     # Gradients are reduced when backward is over, and not held back for a later micro-batch.
     requires_gradient_sync: bool
@@ -247,16 +247,16 @@ class UnitStep:
 class UnitCall:
     """One forward of a unit whose backward may come; lives as long as a backward can reach it.
 
-    ``parent`` is the call inside which it was made, ``made`` the number of the root's forward, and
-    when in the step it began.
+    It was ``made`` in a forward of the root, by number, and at a time of its step, in ``parent``.
     """
 
     def __init__(self, unit: UnitStep, parent: "UnitCall | None", made: tuple[int, int]):
         self.unit = unit
         self.parent = parent
-        self.made_in, self.began_at = made
+        self.made_in: int = made[0]
+        self.began_at: int = made[1]
         self.begun = False  # backward has reached it, and not left it
-        self.leads_back = False  # some output needs gradients
+        self.leads_back: bool = False  # some output needs gradients
         self.watched = 0  # inputs that need gradients
         self.to_come = 0  # of these
         self.over_in = -1  # the graph task in which its backward has been over already
@@ -282,7 +282,7 @@ class StepMachine:
             unit.number = number
         self._units = [weakref.ref(unit) for unit in units]
         self.running: list[UnitStep] = []  # units whose forward is running, outermost first
-        self.in_backward = False
+        self.in_backward: bool = False
         self._task = -1  # the one that runs
         self._now = 0  # in events
         self._forwards = 0  # of the root

@@ -40,12 +40,17 @@ class Leaf:
     """One array of a state: its path, its value, and how it is stored."""
 
     def __init__(self, path: str, value: Any, stored: StoredAs):
-        self.path, self.value, self.stored = path, value, stored
+        self.path: str = path
+        self.value: Any = value
+        self.stored: StoredAs = stored
         data = key_data(value)  # of random keys
-        self.data = data if hasattr(data, "shape") else np.asarray(data)
-        self.here = tuple(self.data.shape)
-        self.axes = tuple(range(len(self.here))) if stored.axes is None else stored.axes
-        self.shape = tuple(self.here[axis] for axis in self.axes)  # as it is stored
+        self.data: Any = data if hasattr(data, "shape") else np.asarray(data)
+        self.here: tuple[int, ...] = tuple(self.data.shape)
+        self.axes: tuple[int, ...] = (
+            tuple(range(len(self.here))) if stored.axes is None else stored.axes
+        )
+        # as it is stored
+        self.shape: tuple[int, ...] = tuple(self.here[axis] for axis in self.axes)
         self.dtype = stored.dtype or np.dtype(self.data.dtype).name
 
     def box(self, index: Sequence[slice]) -> Box | None:

@@ -18,7 +18,8 @@ class ProcessRanks:
     """The processes of a JAX program."""
 
     def __init__(self) -> None:
-        self.rank, self.size = jax.process_index(), jax.process_count()
+        self.rank: int = jax.process_index()
+        self.size: int = jax.process_count()
 
     def gather(self, data: bytes) -> list[bytes]:
         """See `fullshard.checkpoint.CheckpointRanks`."""

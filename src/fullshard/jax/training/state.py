@@ -65,8 +65,9 @@ class StateArrays:
     def __init__(
         self, axes: MeshAxes, model: ModelArrays, placements: Sequence[Placement], tx: Any
     ) -> None:
-        self.axes, self.tx = axes, _checked(tx)
-        self.params = {each.name: each for each in placements}
+        self.axes: MeshAxes = axes
+        self.tx: Any = _checked(tx)
+        self.params: dict[str, Placement] = {each.name: each for each in placements}
         shapes = {n: jax.ShapeDtypeStruct(p.spec.shape, p.spec.dtype)
                   for n, p in self.params.items()}  # fmt: skip
         trained = {n: x for n, x in shapes.items() if self.params[n].spec.trainable}
@@ -77,7 +78,7 @@ class StateArrays:
         read = [self._read(path, leaf) for path, leaf in jax.tree.leaves_with_path(bare)]
         self._abstract = {spec.key: x for spec, x in read}
         self._specs = {spec.key: spec for spec, _ in read}
-        self.specs = tuple(self._specs.values())
+        self.specs: tuple[StateSpec, ...] = tuple(self._specs.values())
         self.abstract: TrainState = self._tree(self._abstract.values())
         self.shardings: TrainState = jax.tree.map(lambda x: x.sharding, self.abstract)
 

@@ -16,11 +16,17 @@ from fullshard.core.text import bytes_text
 from fullshard.jax.arrays.leaves import as_key
 from fullshard.jax.arrays.mesh import MeshAxes, read_mesh
 from fullshard.jax.arrays.placing import describe, put
-from fullshard.jax.arrays.rule import coverage, place, refuse_idle_axes, refuse_low_coverage
+from fullshard.jax.arrays.rule import (
+    Placement,
+    coverage,
+    place,
+    refuse_idle_axes,
+    refuse_low_coverage,
+)
 from fullshard.jax.training.model import ModelArrays, read_model
 from fullshard.jax.training.options import StepOptions, is_whole, read_options
 from fullshard.jax.training.program import KEY, StepProgram
-from fullshard.jax.training.state import StateArrays, TrainState
+from fullshard.jax.training.state import StateArrays, StateSpec, TrainState
 
 __all__ = ["TrainState", "TrainStep", "make_train_step"]
 
@@ -80,20 +86,26 @@ class TrainStep:
     def __init__(
         self, axes: MeshAxes, model: ModelArrays, options: StepOptions, functions: tuple[Any, Any]
     ) -> None:
-        self.placements = tuple(place(model.specs, axes, options["rule"], model.annotations))
+        self.placements: tuple[Placement, ...] = tuple(
+            place(model.specs, axes, options["rule"], model.annotations)
+        )
         if options["at_most_unsharded"] is not None:
             refuse_low_coverage(self.placements, options["at_most_unsharded"])
         elif options["rule"] is None:
             refuse_low_coverage(self.placements, 0.02, _LARGE_BYTES)
         refuse_idle_axes(self.placements, axes)
-        self.axes, self.options, self._model, self._functions = axes, options, model, functions
+        self.axes: MeshAxes = axes
+        self.options: StepOptions = options
+        self._model, self._functions = model, functions
         self.mesh: Any = axes.mesh
-        self.coverage = coverage(self.placements)
+        self.coverage: float = coverage(self.placements)
         self._arrays = StateArrays(axes, model, self.placements, functions[0])
-        self.specs = self._arrays.specs
-        self.gather_array, self.load_arrays = self._arrays.gather_array, self._arrays.load_arrays
+        self.specs: tuple[StateSpec, ...] = self._arrays.specs
+        self.gather_array: Callable[..., np.ndarray[Any, Any]] = self._arrays.gather_array
+        self.load_arrays: Callable[..., TrainState] = self._arrays.load_arrays
         self._program = StepProgram(model, self._arrays, functions[1], options)
-        self.notes, self.outside = self._program.notes, self._program.outside
+        self.notes: list[str] = self._program.notes
+        self.outside: dict[str, str] = self._program.outside
         self._compiled: dict[Any, jax.stages.Compiled] = {}
         self._apply = jax.jit(
             lambda function, *args: self._program.apply(function, *args), static_argnums=0

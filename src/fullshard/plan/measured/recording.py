@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
@@ -31,7 +31,7 @@ __all__ = [
 class MarkKind(Enum):
     """The subject of a mark in a recording; ``number`` of the mark counts calls, blocks, ..."""
 
-    __hash__ = object.__hash__  # that of Enum is slow, and a step has thousands of marks
+    __hash__: Any = object.__hash__  # that of Enum is slow, and a step has thousands of marks
 
     FORWARD_BEGIN = "forward_begin"  # of call ``number``
     FORWARD_END = "forward_end"

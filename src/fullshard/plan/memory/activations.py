@@ -29,8 +29,8 @@ class Activations:
     """Activations at some moment of a step: ``kept`` bytes, and ``logits`` with the loss's."""
 
     def __init__(self, script: Script, run: Run):
-        self.kept = 0
-        self.logits = 0
+        self.kept: int = 0
+        self.logits: int = 0
         self._script = script
         self._recompute = run.recompute
         self._recomputed = tuple(

@@ -44,7 +44,7 @@ class OptimizerLoad:
         self._new: list[tuple[Tensor, dict[str, Any]]] = []
         self._boxes: KnownBoxes = {}
         self._targets: list[tuple[str, LocalPart]] = []
-        self.unused = _stored_kinds(checkpoint, key)
+        self.unused: dict[str, dict[str, str]] = _stored_kinds(checkpoint, key)
         values = told["values"]
         for group in optimizer.param_groups:
             for param in group["params"]:

@@ -30,7 +30,8 @@ class CommRanks:
     def __init__(self, comms: Sequence[Comm]):
         self._comms = [_on_host(comm) for comm in comms]
         self._aside: CommRanks | None = None
-        self.rank, self.size = 0, 1
+        self.rank: int = 0
+        self.size: int = 1
         for comm in self._comms:
             self.rank += self.size * comm.rank
             self.size *= comm.size

@@ -117,11 +117,11 @@ class ProcessGroupComm:
 
     def __init__(self, group: dist.ProcessGroup, family: str | None = None):
         self.group = group
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self.members = tuple(dist.get_process_group_ranks(group))
+        self.rank: int = dist.get_rank(group)
+        self.size: int = dist.get_world_size(group)
+        self.members: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         self._family = family or group.group_name
-        self.witness = Witness(self._family, self.members, timeout_s_of(group), group)
+        self.witness: Witness = Witness(self._family, self.members, timeout_s_of(group), group)
         self._exchanges = 0
         # By device, since a group may have Gloo for the host and NCCL for CUDA at the same time.
         self._routes: dict[torch.device, _Route] = {}

@@ -205,8 +205,8 @@ class WrappedComm:
 
     def __init__(self, inner: Comm):
         self.inner = inner
-        self.rank = inner.rank
-        self.size = inner.size
+        self.rank: int = inner.rank
+        self.size: int = inner.size
 
     def duplicate(self) -> Comm:
         """See `Comm.duplicate`."""

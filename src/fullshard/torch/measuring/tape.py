@@ -140,7 +140,7 @@ class CallToken:
 
     def __init__(self, tape: Tape, module: str):
         self.module = module
-        self.number = len(tape.calls)
+        self.number: int = len(tape.calls)
         self._outermost = not tape.running
         self._tape = tape
         self._first_node = torch._C._autograd._get_sequence_nr()

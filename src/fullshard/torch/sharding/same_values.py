@@ -59,7 +59,7 @@ class StartingValues:
         if self._compared and _comms_of(plans):
             self._sums = _checksums([e.param for e in self._compared.values()], plans[0].device)
         digest = bounds_of(str(self._sums.tolist()).encode())
-        self.digest = torch.cat([digest, torch.tensor([int(bare)], device="cpu")])
+        self.digest: Tensor = torch.cat([digest, torch.tensor([int(bare)], device="cpu")])
         """To be replaced by the largest of all ranks, which `verify` and `bare_somewhere` read."""
 
     @property

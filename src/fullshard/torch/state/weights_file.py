@@ -148,13 +148,15 @@ class Entries:
                 raise ConfigurationError(
                     f"{name!r} is on the meta device; call to_empty on the model first"
                 )
-        self.device = next((t.device for t in self.values.values()), torch.device("cpu"))
+        self.device: torch.device = next(
+            (t.device for t in self.values.values()), torch.device("cpu")
+        )
         self._ranks = _ranks_of(model)
         owners = [t.ownership for t in self.values.values() if isinstance(t, ShardedParameter)]
-        self.shard_comms = list(dict.fromkeys(owner.comm for owner in owners))
+        self.shard_comms: list[Comm] = list(dict.fromkeys(owner.comm for owner in owners))
         self._comms = list(dict.fromkeys(comm for owner in owners for comm in owner.comms))
         cuts = dict.fromkeys(o.tensor_parallel for o in owners if o.tensor_parallel is not None)
-        self.first = self._ranks.first and all(cut.first for cut in cuts)
+        self.first: bool = self._ranks.first and all(cut.first for cut in cuts)
 
     def call_roll(self, what: str, instead: str = _INSTEAD) -> None:
         """Wait until all ranks have called ``what``."""

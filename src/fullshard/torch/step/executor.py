@@ -34,13 +34,14 @@ class Executor:
     """
 
     def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
-        self.references = [weakref.ref(managed) for managed in units]  # by number
+        # by number
+        self.references: list[weakref.ref[ManagedUnit]] = [weakref.ref(unit) for unit in units]
         self._with_copies = [weakref.ref(managed) for managed in units if managed.unit.copies]
         self._marks = UnitMarks()
         self._reducing: list[Unit] = []
         self._evicting: list[Unit] = []  # whose gradients may still be on their way to the host
         self.recorder: TraceRecorder | None = None
-        self.evaluating = False  # in a step without gradients
+        self.evaluating: bool = False  # in a step without gradients
         self.is_last_backward = True  # False: reduces may still be under way when backward ends
         self.set_prefetch(prefetch)
 

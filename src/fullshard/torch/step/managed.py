@@ -84,10 +84,10 @@ class ManagedUnit:
         adopt: Callable[[nn.Module], StepWatcher],
     ):
         arrivals = Arrivals(_receiver(self))
-        self.step = UnitStep(arrivals.watched, arrivals.absent)
-        self.unit = Unit(type(modules[0]).__name__, params, plan, arrivals)
+        self.step: UnitStep = UnitStep(arrivals.watched, arrivals.absent)
+        self.unit: Unit = Unit(type(modules[0]).__name__, params, plan, arrivals)
         # What `change` may change; the units of lists are gathered when this one begins.
-        self.reshard_after_forward = plan.reshard_after_forward
+        self.reshard_after_forward: bool | None = plan.reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.prefetch_forward: list[ManagedUnit] | None = None

@@ -46,14 +46,15 @@ class Tracker:
         self._ending: Callable[[], Callable[[], None] | None] = lambda: None
         self._marks = UnitMarks()
         self.wait_before_gather: Any = None  # an event of a stream that writes to the shards
-        self.settings_changed = False  # in the middle of a step: schedules are made anew after it
-        self.unchecked = True  # no step has begun for which replicas were compared
+        # in the middle of a step: schedules are made anew after it
+        self.settings_changed: bool = False
+        self.unchecked: bool = True  # no step has begun for which replicas were compared
         self.unresolved: list[str] = []  # tied parameters of which a unit owns but one use
         for number, managed in enumerate(units):
             managed.number = number
             managed.tracker = self
         self.structure: Callable[[], paths.Structure | None] = lambda: None
-        self.executor = Executor(units, prefetch)
+        self.executor: Executor = Executor(units, prefetch)
 
     @classmethod
     def adopt(cls, root: nn.Module) -> "Tracker":

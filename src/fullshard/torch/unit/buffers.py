@@ -129,6 +129,7 @@ class FlatBuffer:
         pin: bool = False,
     ):
         sizes = tuple(sizes)
+        self.bytes: int
         self.bytes, dtype, taken = _composition(sizes)
         numel = self.bytes // dtype.itemsize
         with MemorySource.taking(device, anew=True) if MemorySource.is_set else nullcontext():
@@ -137,9 +138,9 @@ class FlatBuffer:
         self._wants_huge_pages = self.bytes >= _LARGE_BYTES and self._memory.device.type == "cpu"
         if self._wants_huge_pages:
             _ask_for_huge_pages(self._storage.data_ptr(), self.bytes)
-        self.by_dtype = [self._memory] if sizes else []
+        self.by_dtype: list[torch.Tensor] = [self._memory] if sizes else []
         if len(sizes) == 1:
-            self.flats = [self._memory[: sizes[0][0]]]
+            self.flats: list[torch.Tensor] = [self._memory[: sizes[0][0]]]
             return
         places = self._memory.split_with_sizes(taken)
         self.flats = [

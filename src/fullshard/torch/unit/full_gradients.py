@@ -49,7 +49,9 @@ class FullGradients:
             (0 if number in self._as_made else numel, dtype)
             for number, (numel, dtype) in enumerate(self._sizes)
         ]
-        self.trained = [i for i, place in enumerate(shards.places) if place.grad_number >= 0]
+        self.trained: list[int] = [
+            i for i, place in enumerate(shards.places) if place.grad_number >= 0
+        ]
         self._came: set[int] = set()
         self._made: dict[int, Tensor] = {}  # of those, what is not in the buffer yet
         self._added: set[int] = set()  # of these, what is in memory of ours

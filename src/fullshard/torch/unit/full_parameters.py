@@ -55,7 +55,8 @@ class FullParameters:
     def __init__(self, name: str, shards: Shards, plan: Plan, watch: GradientWatch):
         self.rename(name)
         self._shards = shards
-        self.at_rest = shards.buffer.memory  # all of it: its version counts what is written there
+        # all of it: its version counts what is written there
+        self.at_rest: Tensor = shards.buffer.memory
         self._plan = plan
         self._ranks = plan.ranks
         self.gather_by(plan.ranks.gather_of_steps)
@@ -66,15 +67,15 @@ class FullParameters:
         segments = shards.layout.segments
         converted = bool(self._extensions) or any(s.full_dtype != s.dtype for s in segments)
         self._as_they_rest = not (converted or plan.offload.to_host)
-        self.resident = self._ranks.gather.size == 1 and self._as_they_rest
+        self.resident: bool = self._ranks.gather.size == 1 and self._as_they_rest
         away = bool(shards.params) and shards.device != plan.resting_device
-        self.out_of_reach = shards.device if away else None
+        self.out_of_reach: torch.device | None = shards.device if away else None
         self._gathering: Work | None = None
         self._version = -1  # of the shards, when they were gathered
         self.part: FlatBuffer | None = None  # kept from forward to backward, of several slices
         self._packed: PackedArrival | None = None
         self.working: FlatBuffer | None = None  # the shard on the device, if it rests elsewhere
-        self.working_version = -1
+        self.working_version: int = -1
         self.params: list[nn.Parameter] = []
         self.storages: frozenset[int] = frozenset()  # of what `drop` frees, by address
         if shards.device.type != "meta":

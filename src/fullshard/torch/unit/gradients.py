@@ -63,8 +63,8 @@ class Gradients:
         self._contributions = plan.ranks.size
         self._low_range = any(segment.grad_dtype == "float16" for segment in segments)
         self._moves = plan.resting_device != plan.device
-        self.full = FullGradients(shards, plan)
-        self.trained = self.full.trained
+        self.full: FullGradients = FullGradients(shards, plan)
+        self.trained: list[int] = self.full.trained
         self.absent: set[int] | None = None  # in no reduce since `settle` was called
         self._zeroed: list[int] = []  # of those, the ones whose ``.grad`` was None until then
         self._reduced: FlatBuffer | None = None

@@ -70,8 +70,12 @@ class PackedArrival:
 
     def __init__(self, segments: Sequence[tuple[Segment, torch.dtype]], plan: Plan):
         sizes = [(segment.full_numel, dtype) for segment, dtype in segments]
-        self.arriving, self.there = (FlatBuffer(sizes, plan.device) for _ in range(2))
-        self.flats = self.arriving.flats, self.there.flats
+        self.arriving: FlatBuffer = FlatBuffer(sizes, plan.device)
+        self.there: FlatBuffer = FlatBuffer(sizes, plan.device)
+        self.flats: tuple[list[Tensor], list[Tensor]] = (
+            self.arriving.flats,
+            self.there.flats,
+        )
         self._unpacking = Unpacking(
             (segment, arrived, there)
             for (segment, _), arrived, there in zip(segments, *self.flats, strict=True)

@@ -52,12 +52,14 @@ class Shards:
         self.layout = layout
         self.device = device
         self._ranks = plan.ranks  # not the plan, whose values would stay
-        self.trainable = [segment for segment in layout.segments if segment.trainable]
-        self.places = list(self._find_places())
+        self.trainable: list[Segment] = [
+            segment for segment in layout.segments if segment.trainable
+        ]
+        self.places: list[Place] = list(self._find_places())
         by_name = {each.spec.name: each for each in params}
-        self.params = [by_name[place.slot.spec.name] for place in self.places]
+        self.params: list[ParamSites] = [by_name[place.slot.spec.name] for place in self.places]
         sizes = [(each.slice_numel, dtype_of(each.dtype)) for each in layout.segments]
-        self.buffer = FlatBuffer(sizes, device, pin=plan.pin and device.type == "cpu")
+        self.buffer: FlatBuffer = FlatBuffer(sizes, device, pin=plan.pin and device.type == "cpu")
         self.buffer.zero_()  # padding must be a number
         values = plan.values
         self.sharded: list[ShardedParameter] = []
@@ -65,7 +67,7 @@ class Shards:
             self.sharded.append(self._shard_one(each, place, values, known.get(each.spec.name)))
         # The originals are not needed any more, and must not keep their memory.
         self.params = [replace(each, param=_stub(each.param)) for each in self.params]
-        self.seen_trainable = [param.requires_grad for param in self.sharded]
+        self.seen_trainable: list[bool] = [param.requires_grad for param in self.sharded]
 
     @property
     def flats(self) -> list[Tensor]:

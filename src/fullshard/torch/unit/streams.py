@@ -86,7 +86,7 @@ class DeviceClock:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self.start = self.mark()
+        self.start: float | torch.cuda.Event = self.mark()
 
     def mark(self) -> "float | torch.cuda.Event":
         """Mark a moment: now on the host, or when the current CUDA stream gets here."""

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from fullshard.core.errors import UsageError
-from fullshard.core.layout import lay_out
+from fullshard.core.layout import Layout, lay_out
 from fullshard.core.schedule import OpKind
+from fullshard.torch.comm.ranks import Ranks
+from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.full_parameters import (
     CustomGather,
@@ -41,7 +43,7 @@ _OWNER = "_fullshard_owner"
 class UnitState(Enum):
     """The memory that a unit holds beside its shard."""
 
-    __hash__ = object.__hash__  # that of Enum is slow
+    __hash__: Any = object.__hash__  # that of Enum is slow
 
     RESTING = "nothing"
     FULL = "full parameters"
@@ -76,13 +78,13 @@ class Unit:
     """
 
     def __init__(self, name: str, params: Sequence[ParamSites], plan: Plan, watch: GradientWatch):
-        self.name = name
+        self.name: str = name
         self.plan = plan
-        self.ranks = plan.ranks
-        self.device = plan.device
-        self.copies = plan.resting_device != plan.device  # shards come, gradients go
+        self.ranks: Ranks = plan.ranks
+        self.device: torch.device = plan.device
+        self.copies: bool = plan.resting_device != plan.device  # shards come, gradients go
         self._watch = watch
-        self.settings = ReduceSettings()
+        self.settings: ReduceSettings = ReduceSettings()
         self.custom_gather: CustomGather | None = None
         self._lent: set[tuple[int, str]] = set()  # sites that show what functional_call put there
         self._holders = Holders()
@@ -91,8 +93,8 @@ class Unit:
         on_meta = plan.values is own_value and any(each.param.is_meta for each in params)
         device = torch.device("meta") if on_meta else plan.resting_device
         # A rank was on the meta device, and nobody has looked for values since: all look together.
-        self.unchecked = plan.bare_somewhere
-        self.replicas_unchecked = self.ranks.replicas.size > 1
+        self.unchecked: bool = plan.bare_somewhere
+        self.replicas_unchecked: bool = self.ranks.replicas.size > 1
         for each in params:
             set_owner(each.param, self, each.spec.name)
         self.rest_in(Shards(params, layout, plan, device, {}))
@@ -103,13 +105,14 @@ class Unit:
         """Rest in ``shards``; make what they are gathered into, and what gradients need."""
         self.shards = shards
         # Until modules have been given memory for all of the unit's parameters.
-        self.on_meta = shards.device.type == "meta"
-        self.layout = shards.layout
-        self.trainable = any(shards.seen_trainable)  # there is something to reduce
-        self.params, self.sharded = shards.params, shards.sharded
-        self.gradients = Gradients(self.name, shards, self.plan, self.settings)
+        self.on_meta: bool = shards.device.type == "meta"
+        self.layout: Layout = shards.layout
+        self.trainable: bool = any(shards.seen_trainable)  # there is something to reduce
+        self.params: list[ParamSites] = shards.params
+        self.sharded: list[ShardedParameter] = shards.sharded
+        self.gradients: Gradients = Gradients(self.name, shards, self.plan, self.settings)
         self._watch.begin_anew()
-        self.full = FullParameters(self.name, shards, self.plan, self._watch)
+        self.full: FullParameters = FullParameters(self.name, shards, self.plan, self._watch)
         self.state = UnitState.FULL if self.resident else UnitState.RESTING
         # What is written to a resident unit stays, and extensions write to their own.
         apart = any(each.spec.apart for each in self.params)

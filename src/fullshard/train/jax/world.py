@@ -25,19 +25,19 @@ class DeviceWorld(World):
     """
 
     noun = "device"
-    part = (0, 1)
+    part: tuple[int, int] = (0, 1)
 
     def __init__(self, mesh: Mesh):
-        self.size = int(mesh.devices.size)
-        self.is_first = jax.process_index() == 0
-        self.driver = mesh.devices.flat[0].device_kind
+        self.size: int = int(mesh.devices.size)
+        self.is_first: bool = jax.process_index() == 0
+        self.driver: str = mesh.devices.flat[0].device_kind
         processes, cpu = jax.process_count(), mesh.devices.flat[0].platform == "cpu"
-        self.name = f"{self.size} {'CPU devices' if cpu else self.driver}"
+        self.name: str = f"{self.size} {'CPU devices' if cpu else self.driver}"
         if processes > 1:
             self.name += f" of {processes} processes"
         elif cpu:
             self.name = f"{self.size} simulated CPU devices"
-        self.where = self.name
+        self.where: str = self.name
 
     def device_memory(self) -> tuple[int, int] | None:
         """See `World.device_memory`."""

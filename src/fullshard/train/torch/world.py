@@ -23,12 +23,13 @@ class RankWorld(World):
     noun = "rank"
 
     def __init__(self, comm: Comm, device: torch.device):
-        self.comm, self.device = comm, device
-        self.part = comm.rank, comm.size
-        self.size = comm.size
-        self.is_first = comm.rank == 0
-        self.name = f"{comm.size} ranks"
-        self.where = f"{self.name} on {device.type}"
+        self.comm: Comm = comm
+        self.device: torch.device = device
+        self.part: tuple[int, int] = comm.rank, comm.size
+        self.size: int = comm.size
+        self.is_first: bool = comm.rank == 0
+        self.name: str = f"{comm.size} ranks"
+        self.where: str = f"{self.name} on {device.type}"
         cuda = device.type == "cuda"
         self.driver = torch.cuda.get_device_name(device) if cuda else device.type
 

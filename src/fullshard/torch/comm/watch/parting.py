@@ -27,7 +27,7 @@ class CallLog:
     """The newest calls of this rank in one process group. One thread writes, another may read."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count: int = 0
         self.newest: deque[tuple[int, str]] = deque(maxlen=_KEPT)
 
     def note(self, what: str) -> None:

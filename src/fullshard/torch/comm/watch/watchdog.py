@@ -82,14 +82,16 @@ class Witness:
         refuse_inherited_world("a communicator")
         self._pid = current_pid()
         self.family = family
-        self.members = tuple(members)
+        self.members: tuple[int, ...] = tuple(members)
         self.timeout_s = timeout_s
         self.group = group
         self._rank = dist.get_rank()
         self.pending: tuple[str, float, Sequence[Any]] | None = None
-        self.watchdog = Watchdog.of_this_process() if len(self.members) > 1 else None
+        self.watchdog: Watchdog | None = (
+            Watchdog.of_this_process() if len(self.members) > 1 else None
+        )
         self.group_name = "" if group is None else group.group_name
-        self.calls = CallLog()
+        self.calls: CallLog = CallLog()
         if self.watchdog is not None:
             if group is not None:
                 self.calls = self.watchdog.calls.setdefault(self.group_name, self.calls)
@@ -211,9 +213,9 @@ class Watchdog:
             return cls._current
 
     def __init__(self, store: Any):
-        self.rank = dist.get_rank()
+        self.rank: int = dist.get_rank()
         world = dist.get_world_size()
-        self.period_s = period_s_of(world)
+        self.period_s: float = period_s_of(world)
         self._hurries = _random.random() < RANKS_A_SECOND / (4 * world)  # when it is stuck
         self.announced: dict[str, _Event] = {}  # the first failure in each family, when heard
         self.places: dict[str, Standing] = {}  # by family

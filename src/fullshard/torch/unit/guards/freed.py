@@ -26,7 +26,7 @@ class Freed:
         self._params = tuple(params)
         self._freed = (FREED_VERSION,) * len(params)
         self._there = (0,) * len(params)
-        self.marked = False
+        self.marked: bool = False
 
     def mark(self) -> None:
         """Mark parameters whose memory is gone, if a graph may have them."""

@@ -25,8 +25,8 @@ class Writes:
 
     def __init__(self, params: Sequence[Tensor]):
         self._params = params
-        self.versions = [param._version for param in params]  # as forward began
-        self.is_first = True  # no forward has ended whose values were looked at
+        self.versions: list[int] = [param._version for param in params]  # as forward began
+        self.is_first: bool = True  # no forward has ended whose values were looked at
         self._sums: list[Tensor] | None = None
 
     def take_values(self) -> None:

@@ -65,6 +65,9 @@ HELD_BY = {
     "checkpoints of values": "test_values_that_checkpoints_cannot_hold",
     "a `ShardedTensor`": "test_sharded_tensors_cut_otherwise_are_refused",
     "`set_all_gather_layout`": "test_names_of_later_versions_are_refused_with_a_way_out",
+    "`MixedPrecisionPolicy(param_dtype_override_fn": (
+        "test_a_dtype_for_each_parameter_is_refused_with_a_way_out"
+    ),
     "`FlatParameter`": "test_nothing_is_a_flat_parameter",
 }
 
@@ -95,6 +98,9 @@ RAISED_FOR = {
     "optim/checks.py:look_at": ["optimizers that need whole"],
     "optim/checks.py:_check_low_bit": ["torchao's optimizers"],
     "optim/overlap_optimizer.py:overlap_optimizer": ["`overlap_optimizer`", "`overlap_optimizer`"],
+    "sharding/options.py:MixedPrecisionPolicy.__post_init__": [
+        "`MixedPrecisionPolicy(param_dtype_override_fn"
+    ],
     "sharding/find.py:_successor_of": ["a module shared"],
     "sharding/memory_pool.py:use_memory_pool": ["`use_memory_pool`"],
     "sharding/memory_pool.py:_register": ["`use_memory_pool`"],

@@ -100,5 +100,16 @@ def test_names_of_later_versions_are_refused_with_a_way_out(name, arguments, why
         getattr(module, name)(*arguments)
 
 
+def test_no_gradient_is_one_of_later_versions_that_waits():
+    assert not isinstance(torch.ones(1), ours.FSDPGrad)
+    with pytest.raises(NotSupportedError, match=r"FSDPGrad.* in no parameter's \.grad"):
+        ours.FSDPGrad(None, None, None)
+
+
+def test_a_dtype_for_each_parameter_is_refused_with_a_way_out():
+    with pytest.raises(NotSupportedError, match=r"param_dtype_override_fn .* shard modules"):
+        ours.MixedPrecisionPolicy(param_dtype_override_fn=lambda name, param: None)
+
+
 def test_every_reason_is_needed():
     assert set(LACKING) <= {*NAMES, *METHODS}

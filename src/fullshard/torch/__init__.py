@@ -55,6 +55,7 @@ from fullshard.torch.fsdp1 import (  # isort: skip
 )
 from fullshard.torch.fsdp2 import (  # isort: skip
     DataParallelMeshDims as DataParallelMeshDims,
+    FSDPGrad as FSDPGrad,
     OffloadPolicy as OffloadPolicy,
     UnshardHandle as UnshardHandle,
     register_fsdp_forward_method as register_fsdp_forward_method,

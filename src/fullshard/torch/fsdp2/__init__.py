@@ -3,6 +3,7 @@
 
 from fullshard.torch.fsdp2.fully_shard import fully_shard
 from fullshard.torch.fsdp2.module import (
+    FSDPGrad,
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
@@ -18,6 +19,7 @@ from fullshard.torch.sharding.options import (
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "FSDPGrad",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -33,7 +33,24 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.changes import rest_on, take_over
 from fullshard.torch.unit.sites import clean_name
 
-__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx"]
+__all__ = [
+    "FSDPGrad",
+    "FSDPModule",
+    "UnshardHandle",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+
+
+class FSDPGrad:
+    """PyTorch's class (2026) of gradients that wait for a reduce, for scripts that ask for it.
+
+    Nothing is one here: ``.grad`` is None, or holds what is reduced.
+    """
+
+    def __new__(cls, *arguments: Any, **options: Any) -> "FSDPGrad":
+        """Refuse: there are none."""
+        _refuse_of_later("FSDPGrad", "gradients that wait for a reduce are in no parameter's .grad")
 
 
 class UnshardHandle:

@@ -2,13 +2,13 @@
 """The option classes of FSDP1 and FSDP2, and their translation for the engine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.core.layout import Align
 from fullshard.core.strategy import Offload, Precision
 from fullshard.torch.unit.buffers import dtype_name
@@ -65,12 +65,24 @@ class MixedPrecisionPolicy:
             ``set_requires_gradient_sync(False)``; None is ``param_dtype``.
         output_dtype: floating-point outputs of the module are cast to it.
         cast_forward_inputs: cast floating-point inputs of the module to ``param_dtype``.
+
+    Raises `NotSupportedError` for ``param_dtype_override_fn``, which PyTorch's main of 2026 has.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: InitVar[Any] = None
+
+    def __post_init__(self, param_dtype_override_fn: Any) -> None:
+        """Refuse a dtype for each parameter."""
+        if param_dtype_override_fn is not None:
+            raise NotSupportedError(
+                "param_dtype_override_fn of PyTorch's FSDP2 of 2026 is not served: trained "
+                "parameters of a unit are gathered in one dtype; shard modules that need another "
+                "first, each with a MixedPrecisionPolicy of its own"
+            )
 
 
 @dataclass(frozen=True)

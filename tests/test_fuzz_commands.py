@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Throw hostile arguments and files at every command: a sentence and a status, nothing changed.
 
-``FULLSHARD_FUZZ_COMMANDS=0:1000`` tries those seeds; a sample is tried without it.
+``FULLSHARD_FUZZ_COMMANDS=0:7000`` tries those seeds, which take turns over the seven commands; a
+sample is tried without it.
 """
 
 import hashlib
@@ -9,15 +10,19 @@ import os
 import random
 import re
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from safetensors.numpy import save_file
 
 from fullshard.checkpoint import import_safetensors
-from fullshard.cli import main
+from fullshard.cli import _COMMANDS, main
 from fullshard.core.errors import CommunicationError
+from fullshard.train.torch.world import World
 
 FIRST, LAST = map(int, os.environ.get("FULLSHARD_FUZZ_COMMANDS", "0:49").split(":"))
 
@@ -109,6 +114,18 @@ SETTINGS = [
         "",
     ),
 ]
+# Half of all settings, so that some commands come to what they do after their arguments.
+RIGHT = [
+    *(
+        "optim.lr=0.01",
+        "train.steps=2",
+        "model.name=mnist",
+        "model.preset=nano",
+        "train.engine=jax",
+    ),
+    *("checkpoint.resume=auto", "train.dtype=bfloat16", "log.name=a", "shard.strategy=NO_SHARD"),
+]
+WITH_FILES = ["data.paths", "train.initial_weights", "checkpoint.resume", "log.folder"]
 MODELS = ["llama3-8b", "gpt2-124m", "nano", "llama-3-8B", "no-such-model", "t5-3b"]
 VALUES = {"number": NUMBERS, "size": SIZES, "text": TEXTS, "file": FILES, "model": MODELS}
 
@@ -167,6 +184,9 @@ def random_arguments(seed):
             kind = draw.choice(list(VALUES))
         if kind == "verb":
             return draw.choice(VERBS)
+        if kind == "setting" and draw.random() < 0.5:
+            with_file = f"{draw.choice(WITH_FILES)}={draw.choice(FILES)}"
+            return draw.choice([draw.choice(RIGHT), with_file])
         if kind == "setting":
             any_kind = draw.choice(list(VALUES.values()))
             return f"{draw.choice(SETTINGS)}={draw.choice(any_kind)}"
@@ -186,9 +206,31 @@ def random_arguments(seed):
     return [name, *arguments]
 
 
+def test_every_command_is_tried():
+    assert COMMANDS.keys() == _COMMANDS.keys()
+
+
+WRITING = {
+    "plan": ["plan", "nano", "--devices", "2", "--config"],
+    "calibrate": ["calibrate", "--out"],
+    "ckpt": ["ckpt", "export", "run"],
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """Join a group of one rank in this process, and leave it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield World(0, 1, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
 @pytest.fixture
-def world(tmp_path, monkeypatch):
-    """Lay out good, damaged and forged files; let nothing start ranks or measure for minutes."""
+def world(tmp_path, monkeypatch, one_rank):
+    """Lay out good, damaged and forged files; let nothing start processes or work for minutes.
+
+    Training goes as far as its first step, on one rank of this process.
+    """
     texts = {
         "empty": "",
         "bad.toml": "[train\nsteps = = 3",
@@ -228,12 +270,20 @@ def world(tmp_path, monkeypatch):
     def stop(*arguments, **options):
         raise CommunicationError("would start now")
 
+    def begin(run, reporter, checkpoints):
+        checkpoints.resume()
+        stop()
+
+    def run_here(function, arguments, nproc, **options):
+        return function(*arguments)
+
+    monkeypatch.setattr("fullshard.train.torch.launch.run_local_ranks", run_here)
+    monkeypatch.setattr("fullshard.train.torch.launch.joined", lambda: nullcontext(one_rank))
+    monkeypatch.setattr("fullshard.train.loop.fit", begin)
     for place in (
-        "fullshard.train.torch.launch.run_local_ranks",
         "fullshard.doctor.calibration.command.run_local_ranks",
         "fullshard.doctor.calibration.command.calibrate",
         "fullshard.doctor.command.measure_locally",
-        "fullshard.train.jax.launch.prepare",
         "fullshard.prove.command.prove_losses",
         "fullshard.prove.command.prove_memory",
         "fullshard.prove.command.prove_order",
@@ -250,6 +300,15 @@ def contents(folder):
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not path.is_symlink()
     }
+
+
+@pytest.mark.parametrize("file", ["bad.toml", "weights.safetensors", "run", "dangling"])
+@pytest.mark.parametrize("command", WRITING)
+def test_a_command_writes_over_nothing(world, capsys, command, file):
+    before = contents(world)
+    assert main([*WRITING[command], file]) == 2
+    assert "there" in capsys.readouterr().err
+    assert contents(world) == before
 
 
 @pytest.mark.parametrize("seed", range(FIRST, LAST))

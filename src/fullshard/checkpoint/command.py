@@ -25,7 +25,7 @@ from fullshard.checkpoint import (
 )
 from fullshard.checkpoint.format.manifest import MANIFEST
 from fullshard.checkpoint.runs.commit import is_verified
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, check_new
 from fullshard.core.text import HelpFormatter, bytes_text
 
 try:
@@ -205,6 +205,7 @@ def _reshard(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    check_new("the target", arguments.target)
     if arguments.format == "dcp":
         dcp = _dcp()
         print(dcp.export_dcp(open_checkpoint(arguments.source, arguments.step), arguments.target))

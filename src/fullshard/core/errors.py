@@ -13,6 +13,8 @@
 Each is also the built-in class that a reader would have caught, so ``except ValueError`` works.
 """
 
+from pathlib import Path
+
 __all__ = [
     "CheckpointError",
     "CommunicationError",
@@ -22,6 +24,7 @@ __all__ = [
     "TorchVersionError",
     "UnshardedOperationError",
     "UsageError",
+    "check_new",
     "check_whole",
 ]
 
@@ -86,4 +89,14 @@ def check_whole(name: str, value: object, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(
             f"{name} must be a whole number of at least {least}, got {value!r}"
+        )
+
+
+def check_new(name: str, path: Path) -> None:
+    """Raise `ConfigurationError` if a file, a link or a folder that is not empty is at ``path``."""
+    if path.is_dir() and not path.is_symlink() and not any(path.iterdir()):
+        return
+    if path.is_symlink() or path.is_file() or path.is_dir():
+        raise ConfigurationError(
+            f"{name} must be new, but {path} is there: remove it, or name another"
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, check_new
 from fullshard.distributed import get_device
 from fullshard.doctor.calibration.measure import calibrate
 from fullshard.doctor.links.ranks import joined
@@ -36,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if given.out.is_dir() or not given.out.absolute().parent.is_dir():
         raise ConfigurationError(f"--out must be a file in a folder that is there, got {given.out}")
+    check_new("--out", given.out)
     text: str | None
     environment = launcher_environment(os.environ)
     if environment is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, check_new
 from fullshard.core.text import HelpFormatter
 from fullshard.plan.choose.questions import parse_question
 from fullshard.plan.choose.settings import GIGABIT, RUN_KEYS, Setup, with_setting
@@ -149,6 +149,8 @@ def parse(argv: Sequence[str]) -> Asked:
         raise ConfigurationError(
             f"--memory is in GiB, above 0 and at most {_MOST_GIB:g}, got {given.memory}"
         )
+    if given.config is not None:
+        check_new("--config", given.config)
     return Asked(
         model,
         setup,

@@ -114,7 +114,7 @@ SETTINGS = [
         "",
     ),
 ]
-# Half of all settings, so that some commands come to what they do after their arguments.
+# Half of what is to be trained has one thing wrong at most.
 RIGHT = [
     *(
         "optim.lr=0.01",
@@ -185,8 +185,7 @@ def random_arguments(seed):
         if kind == "verb":
             return draw.choice(VERBS)
         if kind == "setting" and draw.random() < 0.5:
-            with_file = f"{draw.choice(WITH_FILES)}={draw.choice(FILES)}"
-            return draw.choice([draw.choice(RIGHT), with_file])
+            return f"{draw.choice(WITH_FILES)}={draw.choice(FILES)}"
         if kind == "setting":
             any_kind = draw.choice(list(VALUES.values()))
             return f"{draw.choice(SETTINGS)}={draw.choice(any_kind)}"
@@ -194,6 +193,8 @@ def random_arguments(seed):
             kind = "file"
         return draw.choice(VALUES[kind])
 
+    if name == "train" and draw.random() < 0.5:
+        return [name, *draw.sample(RIGHT, 2), value("setting")]
     arguments = [value(kind) for kind in places if draw.random() < 0.85]
     for option in draw.sample(list(options), draw.randint(0, min(3, len(options)))):
         at = draw.randint(0, len(arguments))

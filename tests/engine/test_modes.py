@@ -193,6 +193,13 @@ def halves_within_the_group(model, number, backward):
     backward(0.5)
 
 
+def halves_of_what_has_no_replicas(model, number, backward):
+    model.set_requires_all_reduce(False)
+    backward(0.5)
+    assert all(p.grad is not None for p in model.parameters())
+    backward(0.5)
+
+
 @pytest.mark.parametrize(
     "each_step",
     [
@@ -206,6 +213,10 @@ def halves_within_the_group(model, number, backward):
 def test_accumulation(each_step):
     check(function, each_step=each_step)
     check(lambda c, m: function(c, m, hybrid(c)), worlds=(4,), each_step=each_step)
+
+
+def test_sums_over_replicas_are_held_back_only_where_there_are_some():
+    check(function, each_step=halves_of_what_has_no_replicas)
 
 
 def test_accumulation_within_the_group():

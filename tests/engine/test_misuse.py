@@ -2,7 +2,7 @@
 """Random models, options and misuse: equal to one process, or an error of fullshard's own.
 
 By hand: ``FULLSHARD_FUZZ=300:10000 pytest tests/engine/test_misuse.py`` tries these seeds; those
-from 10,000 on change modules at random moments, too.
+from 10,000 on change modules at random moments, too, and those from 20,000 on draw layouts.
 """
 
 import os
@@ -11,7 +11,7 @@ import threading
 
 import pytest
 import torch
-from support.misuse import SEED_OF_CHANGES, Misuser
+from support.misuse import SEED_OF_CHANGES, SEED_OF_LAYOUTS, Misuser
 from support.random_models import build
 
 from fullshard.core.errors import FullshardError
@@ -32,7 +32,8 @@ FIRST, LAST = map(int, os.environ.get("FULLSHARD_FUZZ", "0:300").split(":"))
 SEEDS_A_TEST = 10
 
 
-def shard(model, units, comm, choose):
+def shard(model, units, comm, choose, seed):
+    options = {} if seed < SEED_OF_LAYOUTS else {"align": choose.choice(["row", "element"])}
     if choose.random() < 0.5:
         chosen = {model.get_submodule(name) for name in units}
         model = FullyShardedDataParallel(
@@ -40,12 +41,14 @@ def shard(model, units, comm, choose):
             comm,
             choose.choice(list(ShardingStrategy)[:3]),
             auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in chosen,
+            **options,
         )
     else:
         for name in sorted(units, key=lambda name: -name.count(".")):
             reshard = choose.choice([True, True, False])
-            fully_shard(model.get_submodule(name), mesh=comm, reshard_after_forward=reshard)
-        model = fully_shard(model, mesh=comm)
+            part = model.get_submodule(name)
+            fully_shard(part, mesh=comm, reshard_after_forward=reshard, **options)
+        model = fully_shard(model, mesh=comm, **options)
     set_prefetch(model, choose.randrange(3), choose.randrange(3))
     if choose.random() < 0.3:
         keep_for_double_backward(model)
@@ -67,7 +70,7 @@ def outcome(seed):
         with building:
             model, units = build(seed)
         model.load_state_dict(state)
-        model = shard(model, units, comm, random.Random(seed + 1))
+        model = shard(model, units, comm, random.Random(seed + 1), seed)
         Misuser(model, random.Random(seed), seed).train(STEPS)
         return {
             name: p.full_tensor() if isinstance(p, ShardedParameter) else p.detach()
@@ -95,7 +98,8 @@ def outcome(seed):
 
 SEEDS = [*range(FIRST, LAST)]
 if "FULLSHARD_FUZZ" not in os.environ:
-    SEEDS += range(SEED_OF_CHANGES, SEED_OF_CHANGES + 100)
+    SEEDS += [*range(SEED_OF_CHANGES, SEED_OF_CHANGES + 100)]
+    SEEDS += [*range(SEED_OF_LAYOUTS, SEED_OF_LAYOUTS + 100)]
 
 
 @pytest.mark.parametrize("first", range(0, len(SEEDS), SEEDS_A_TEST))

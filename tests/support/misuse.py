@@ -24,7 +24,8 @@ def nodes_of(model):
 class Misuser:
     """Trains ``model`` for some steps, and does one of `DEEDS` in each.
 
-    From `SEED_OF_CHANGES` on `CHANGES` of modules are half of what it does.
+    From `SEED_OF_CHANGES` on `CHANGES` of modules are half of what it does; from
+    `SEED_OF_LAYOUTS` on new modules may be frozen, and ties may end.
     """
 
     def __init__(self, model, choose, seed):
@@ -35,7 +36,8 @@ class Misuser:
     def train(self, steps):
         for self.step in range(steps):
             changes = self.seed >= SEED_OF_CHANGES and self.choose.random() < 0.5
-            deed = self.choose.choice(CHANGES if changes else DEEDS)
+            known = CHANGES + [untie] * (self.seed >= SEED_OF_LAYOUTS)
+            deed = self.choose.choice(known if changes else DEEDS)
             deed(self)
 
     # ---- what a step is made of ----
@@ -65,7 +67,8 @@ class Misuser:
         generator = torch.Generator().manual_seed(self.seed)
         for param in node.parameters():
             param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64)
-        return node
+        frozen = self.seed >= SEED_OF_LAYOUTS and self.choose.random() < 0.5
+        return node.requires_grad_(not frozen)
 
     def some_site(self):
         sites = [(node, kind) for node in nodes_of(self.model) for kind in node.kinds]
@@ -371,7 +374,23 @@ def tie_a_module(it):
     plainly(it)
 
 
-SEED_OF_CHANGES = 10_000
+def untie(it):
+    sites = [(node, kind) for node in nodes_of(it.model) for kind in node.kinds]
+    params = [getattr(node, kind) for node, kind in sites]
+    tied = [
+        site
+        for site, param in zip(sites, params, strict=True)
+        if sum(param is other for other in params) > 1
+    ]
+    if tied:
+        node, kind = it.choose.choice(tied)
+        old = getattr(node, kind)
+        values = old.full_tensor() if hasattr(old, "full_tensor") else old
+        setattr(node, kind, nn.Parameter(values.detach().clone(), old.requires_grad))
+    plainly(it)
+
+
+SEED_OF_CHANGES, SEED_OF_LAYOUTS = 10_000, 20_000
 CHANGES = [
     replace_a_module,
     add_a_module,

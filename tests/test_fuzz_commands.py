@@ -22,7 +22,8 @@ from safetensors.numpy import save_file
 from fullshard.checkpoint import import_safetensors
 from fullshard.cli import _COMMANDS, main
 from fullshard.core.errors import CommunicationError
-from fullshard.train.torch.world import World
+from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.train.torch.world import RankWorld
 
 FIRST, LAST = map(int, os.environ.get("FULLSHARD_FUZZ_COMMANDS", "0:49").split(":"))
 
@@ -222,7 +223,7 @@ WRITING = {
 def one_rank():
     """Join a group of one rank in this process, and leave it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(0, 1, torch.device("cpu"))
+    yield RankWorld(ProcessGroupComm(dist.group.WORLD), torch.device("cpu"))
     dist.destroy_process_group()
 
 

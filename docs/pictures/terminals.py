@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run commands and draw what they print as SVG, with their colours.
 
-    python docs/pictures/terminals.py [NAME ...]      draw into printed/: a minute
+    python docs/pictures/terminals.py [NAME ...]      draw into printed/: some minutes
 
-The pictures are what the commands really printed on the machine where this ran.
+The pictures are what the commands really printed on the machine where this ran. Of a session's
+commands the first lines are kept; three dots stand for the others.
 """
 
 import os
@@ -25,31 +26,84 @@ COMMANDS = {
     "train": "fullshard train --nproc 2 train.steps=100 checkpoint.every=50 log.folder=.",
     "checkpoints": "fullshard ckpt ls gpt-nano/checkpoints",
     "doctor": "fullshard doctor",
+    "doctor-script": "fullshard doctor train.py --no-links",
+    "prove": "fullshard prove --fast --only losses --out proof",
 }
+# Commands in turn, with how many lines of each are shown. The first is asked to come again.
+SESSION = (
+    ("timeout --preserve-status --signal USR1 60 fullshard train --nproc 2 checkpoint.minutes=10", 12),
+    ("fullshard ckpt ls runs/gpt-nano/checkpoints", 3),
+    ("fullshard train --resume runs/gpt-nano --nproc 1", 12),
+)
+SCRIPT = """\
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group()
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+fully_shard(model)
+if dist.get_rank() == 0:
+    torch.save(model.state_dict(), "model.pt")
+"""
 
 
-def draw(name: str, command: str, folder: str) -> None:
-    program = [sys.executable, "-m", *shlex.split(command)]
+def printed_by(command: str, folder: str, *, colours: bool) -> str:
+    """Run a command in ``folder``; return what it prints, with a path of nobody's in its place."""
+    words = shlex.split(command)
+    place = words.index("fullshard")
+    words[place : place + 1] = [sys.executable, "-m", "fullshard"]
     environment = os.environ | {"COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
-    if name != "train":  # whose display moves
+    if colours:
         environment["FORCE_COLOR"] = "1"
-    done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True)
-    printed = (done.stdout + done.stderr).replace(folder, "/home/you/work")
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+    print(f"{command}: exit status {done.returncode}")
+    return (done.stdout + done.stderr).replace(folder, "/home/you/work").rstrip()
+
+
+def write(name: str, text: str, *, line_by_line: bool = False) -> None:
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=WIDTH, file=nowhere, force_terminal=True)
-        console.print(Text.from_ansi(f"$ {command}\n{printed.rstrip()}"))
+        console.print(Text.from_ansi(text))
     svg = console.export_svg(title="", unique_id=name)
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # no fonts from a network
     svg = svg.replace("Fira Code, monospace", "ui-monospace, monospace")
+    if line_by_line:
+        svg = svg.replace("</style>", f"{appearing(name, text)}</style>", 1)
     (FOLDER / f"{name}.svg").write_text(svg, "utf-8")
-    print(f"{name}.svg: exit status {done.returncode}")
+
+
+def appearing(name: str, text: str) -> str:
+    """Return a style with which a line appears after the other, and commands after a pause."""
+    rules, at = ["@keyframes appear { from { opacity: 0 } }"], 0.0
+    for number, line in enumerate(text.splitlines()):
+        at += 1.2 if line.startswith("$ ") and number else 0.15
+        place = f'text[clip-path="url(#{name}-line-{number})"]'
+        rules.append(f"{place} {{ animation: appear 1ms {at:.2f}s both }}")
+    return "@media (prefers-reduced-motion: no-preference) { " + "\n".join(rules) + " }"
+
+
+def record_session(folder: str) -> None:
+    shown = []
+    for command, most in SESSION:
+        lines = printed_by(command, folder, colours=False).splitlines()
+        wrapped = [line[:WIDTH] for line in lines]
+        shown += [f"$ {command}", *wrapped[:most], *(["..."] if len(lines) > most else []), ""]
+    write("session", "\n".join(shown).rstrip(), line_by_line=True)
 
 
 def main() -> None:
-    chosen = sys.argv[1:] or list(COMMANDS)
+    chosen = sys.argv[1:] or [*COMMANDS, "session"]
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "train.py").write_text(SCRIPT)
         for name in chosen:
-            draw(name, COMMANDS[name], folder)
+            if name == "session":
+                record_session(folder)
+            else:
+                # The display of a training moves.
+                said = printed_by(COMMANDS[name], folder, colours=name != "train")
+                write(name, f"$ {COMMANDS[name]}\n{said}")
 
 
 if __name__ == "__main__":

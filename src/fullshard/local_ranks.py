@@ -28,7 +28,9 @@ __all__ = ["LOOPBACK", "run_local_ranks", "serve_store", "stay_on_loopback"]
 LOOPBACK = "127.0.0.1"
 _GRACE_S = 5.0  # between asking a rank to end and killing it
 _SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1")
+    if hasattr(signal, name)
 )
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.models import seeded
 
+from fullshard import local_ranks
 from fullshard.checkpoint import Files, open_checkpoint, steps_in
 from fullshard.core.errors import ConfigurationError
 from fullshard.testing import LocalWorld
@@ -258,3 +259,11 @@ def test_a_signal_is_noted_and_handlers_come_back():
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_the_command_passes_signals_on_to_its_ranks_instead_of_dying_of_them(name):
+    number = signal.Signals[name]
+    with pytest.raises(SystemExit) as ended, local_ranks._ended_by_signals():
+        os.kill(os.getpid(), number)
+    assert ended.value.code == 128 + number

@@ -37,7 +37,11 @@ from fullshard.torch.step.managed import managed_units
 
 DOCS = Path(__file__).parent.parent / "docs"
 MORE_PAGES = [
-    DOCS / f"{name}.md" for name in ("data", "joining", "migration", "monitoring", "testing")
+    DOCS / f"{name}.md"
+    for name in (
+        *("data", "joining", "migration", "monitoring", "testing"),
+        *("howto/lora", "howto/memory_budget"),
+    )
 ]
 PAGES = [*sorted((DOCS / "modes").glob("*.md")), *MORE_PAGES]
 ALL_PAGES = sorted(DOCS.rglob("*.md"))

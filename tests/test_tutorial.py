@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tutorial is typed here as its reader would: its files are written, its commands are run."""
+"""Pages that are typed here as their reader would: their files written, their commands run."""
 
 import os
 import re
@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 from support.limits import PROCESS_S
 
-PAGE = Path(__file__).parent.parent / "docs" / "tutorial.md"
+DOCS = Path(__file__).parent.parent / "docs"
 
 
-@pytest.mark.slow
-def test_every_step_of_the_tutorial_works(tmp_path):
-    pytest.importorskip("transformers")
-    pytest.importorskip("peft")
+def outputs_of(page, folder):
+    """What each console block of a page prints, with the page's files in ``folder``."""
     tools = Path(sys.executable).parent
     environment = os.environ | {
         "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
@@ -24,15 +22,15 @@ def test_every_step_of_the_tutorial_works(tmp_path):
     }
     outputs = []
     for language, name, body in re.findall(
-        r"^```(python|console)(?: file=(\S+))?\n(.*?)^```", PAGE.read_text(), re.M | re.S
+        r"^```(python|console)(?: file=(\S+))?\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S
     ):
         if language == "python":
-            (tmp_path / name).write_text(body)
+            (folder / name).write_text(body)
             continue
         typed = "".join(line.removeprefix("$ ") for line in body.splitlines(keepends=True))
         done = subprocess.run(
             ["bash", "-c", typed],
-            cwd=tmp_path,
+            cwd=folder,
             env=environment,
             capture_output=True,
             text=True,
@@ -40,7 +38,14 @@ def test_every_step_of_the_tutorial_works(tmp_path):
         )
         assert done.returncode == 0, done.stdout + done.stderr
         outputs.append(done.stdout)
-    made, killed, resumed, generated = outputs
+    return outputs
+
+
+@pytest.mark.slow
+def test_every_step_of_the_tutorial_works(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    made, killed, resumed, generated = outputs_of("tutorial.md", tmp_path)
     assert "saved base" in made
     told = re.compile(r"^step (\d+), loss", re.M)
     assert told.findall(killed) == ["10", "20"]
@@ -48,3 +53,14 @@ def test_every_step_of_the_tutorial_works(tmp_path):
     assert told.findall(resumed) == ["30", "40", "50", "60"]
     assert (tmp_path / "tuned" / "model.safetensors").exists()
     assert "def " in generated
+
+
+@pytest.mark.slow
+def test_the_page_on_hugging_faces_trainer_works(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    trained, resumed = outputs_of("howto/huggingface.md", tmp_path)
+    losses = re.compile(r"'loss': '([\d.]+)'")
+    assert len(losses.findall(trained)) == 4
+    assert losses.findall(resumed) == losses.findall(trained)[2:]
+    assert trained.count("ShardedDTensor") == 2

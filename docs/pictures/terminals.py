@@ -30,8 +30,9 @@ COMMANDS = {
     "prove": "fullshard prove --fast --only losses --out proof",
 }
 # Commands in turn, with how many lines of each are shown. The first is asked to come again.
+STOPPED = "timeout --preserve-status --signal USR1 120"
 SESSION = (
-    ("timeout --preserve-status --signal USR1 60 fullshard train --nproc 2 checkpoint.minutes=10", 12),
+    (f"{STOPPED} fullshard train --nproc 2 train.steps=300 checkpoint.minutes=9", 12),
     ("fullshard ckpt ls runs/gpt-nano/checkpoints", 3),
     ("fullshard train --resume runs/gpt-nano --nproc 1", 12),
 )

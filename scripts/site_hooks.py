@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What MkDocs does beside its pages: a Markdown twin of each, and llms.txt.
+
+A twin lies beside its page, has the same links, and has texts in place of what the page includes:
+helps of commands, and docstrings.
+"""
+
+import contextlib
+import re
+from pathlib import Path
+
+import griffe
+
+ROOT = Path(__file__).parents[1]
+TWINS: dict[str, str] = {}
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Keep what a page says, as it is written."""
+    text = re.sub(r'--8<-- "(.+)"', lambda found: (ROOT / found[1]).read_text("utf-8"), markdown)
+    text = re.sub(r"^::: (\S+)$", lambda found: docstrings_of(found[1]), text, flags=re.M)
+    TWINS[page.file.src_uri] = text
+
+
+def on_post_build(config):
+    """Write twins and llms.txt into the site."""
+    site = Path(config["site_dir"])
+    for path, text in TWINS.items():
+        (site / path).parent.mkdir(parents=True, exist_ok=True)
+        (site / path).write_text(text.rstrip() + "\n", "utf-8")
+    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}", ""]
+    for section in config["nav"]:
+        ((title, pages),) = section.items()
+        lines += [f"## {title}", "", *(line_of(page) for page in pages), ""]
+    (site / "llms.txt").write_text("\n".join(lines), "utf-8")
+
+
+def line_of(page) -> str:
+    """Describe a page by its title and its first sentence."""
+    path = next(iter(page.values())) if isinstance(page, dict) else page
+    title = re.search(r"^# (.+)$", TWINS[path], re.M)[1]
+    prose = [part for part in TWINS[path].split("\n\n") if re.match(r"(?!```)[\w`*\[]", part)]
+    first = re.match(r".+?[.:](?=\s|$)", prose[0].replace("\n", " ")) if prose else None
+    return f"- [{title}]({path})" + (f": {first[0].rstrip(':')}" if first else "")
+
+
+def docstrings_of(module: str) -> str:
+    """Give the public names of a module with their docstrings."""
+    package = griffe.load(module, search_paths=[str(ROOT / "src")], resolve_aliases=True)
+    parts = [f"## {module}", package.docstring.value if package.docstring else ""]
+    for name in package.exports or ():
+        member = package[str(name)]
+        with contextlib.suppress(griffe.AliasResolutionError):  # a name of another library
+            parts += [f"### {name}", member.docstring.value if member.docstring else ""]
+    return "\n\n".join(part for part in parts if part)

@@ -1,28 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far are the planner's predictions from published measurements?
 
-    python benchmarks/plan_accuracy.py CSV [CSV ...] [--rows]
+    python benchmarks/plan_accuracy.py CSV [CSV ...] [--rows] [--record] [--draw PICTURE.svg]
 
 Each row is predicted from its configuration alone. For each group (a device of MosaicML's table,
 a source of the other) and for all rows stand the mean and the median of the absolute error of
 tokens/s, its bias (above 0: predicted too fast), the rows inside their 90% interval, and where
-memory was published its error. Rows that cannot be predicted are told with the reason.
+memory was published its error and the rows inside its interval. Rows that cannot be predicted are
+told with the reason. With --record the first row of each group is taken for the record of a
+finished run, and corrects the prediction of the others. A last line counts runs that were out of
+memory but were told to fit, and runs that were not but were told to be too large.
 """
 
 import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from plan_fsdp2 import HeldByFSDP2
+from matplotlib import pyplot
 from plan_rows import Row, read_rows
 
 from fullshard.core.errors import FullshardError
-from fullshard.plan.memory import forecast_memory
+from fullshard.plan.cluster.cluster import Device
 from fullshard.plan.predict import Prediction, predict
-from fullshard.plan.step.script import write_script
+from fullshard.plan.record import Record, corrected
 
 GIB = 2**30
 
@@ -46,30 +49,42 @@ class Compared:
         return self.predicted.low_s <= measured_s <= self.predicted.high_s
 
     @property
+    def memory_covered(self) -> bool:
+        """True if the published memory lies in its 90% interval, as far as it is comparable."""
+        memory, (low, high) = self.predicted.memory, self.predicted.memory_interval
+        other = memory.peak["context and nccl"]
+        other += memory.peak["allocator slack"] if self.row.allocated else 0
+        return low - other <= (self.row.memory_gib or 0.0) * GIB <= high - other
+
+    @property
     def memory_error(self) -> float | None:
-        """Of the predicted peak, as a share of the published one, with the engine's own buffers."""
+        """Of the predicted peak, as a share of the published one."""
         row = self.row
         if row.memory_gib is None:
             return None
-        script = write_script(row.model, row.run, row.cluster)
-        theirs = forecast_memory(
-            script, row.model, row.run, row.cluster, held=HeldByFSDP2(script.units)
-        )
-        return theirs.reserved_bytes / GIB / row.memory_gib - 1
+        memory = self.predicted.memory
+        told = memory.allocated_bytes if row.allocated else memory.reserved_bytes
+        return told / GIB / row.memory_gib - 1
 
     def __str__(self) -> str:
         mark = " " if self.covered else "*"
         return (
             f"{self.row.label[:66]:<66} {self.row.tokens:>9,.0f} "
             f"{self.predicted.tokens_per_s:>9,.0f} {self.error:>+7.1%}{mark}"
+            + ("" if self.memory_error is None else f" {self.memory_error:>+7.1%}")
         )
 
 
 def line_of(name: str, compared: Sequence[Compared]) -> str:
     errors = [each.error for each in compared]
     absolute = [abs(error) for error in errors]
-    memory = [abs(each.memory_error) for each in compared if each.memory_error is not None]
-    told = f"  memory {statistics.fmean(memory):.1%} of {len(memory)}" if memory else ""
+    memory = [each.memory_error for each in compared if each.memory_error is not None]
+    told = ""
+    if memory:
+        mean = statistics.fmean(map(abs, memory))
+        told = f"  memory {mean:.1%} of {len(memory)}, bias {statistics.fmean(memory):+.1%}"
+        measured = [each for each in compared if each.memory_error is not None]
+        told += f", inside {sum(each.memory_covered for each in measured) / len(measured):.0%}"
     return (
         f"{name:<12} {len(errors):>4} rows  MAPE {statistics.fmean(absolute):>6.1%}  "
         f"median {statistics.median(absolute):>6.1%}  bias {statistics.fmean(errors):>+6.1%}  "
@@ -81,15 +96,66 @@ def share_covered(compared: Sequence[Compared]) -> float:
     return sum(each.covered for each in compared) / len(compared)
 
 
+def by_record(rows: Sequence[Row]) -> list[Compared]:
+    """Each group's rows but the first, predicted by what the first reached on its device."""
+    told: dict[str, Device] = {}
+    compared = []
+    for row in rows:
+        device = row.cluster.device
+        key = f"{row.group} {device.key}"
+        if key not in told:
+            reserved = row.memory_gib * GIB if row.memory_gib and not row.allocated else None
+            told[key] = corrected(Record(row.model, row.run, row.cluster, row.tokens, reserved))
+            continue
+        cluster = replace(row.cluster, device=told[key])
+        compared.append(Compared(row, predict(row.model, row.run, cluster)))
+    return compared
+
+
+def draw(compared: Sequence[Compared], path: Path) -> None:
+    """Write a scatter picture: predicted over measured tokens/s of each row."""
+    figure, axes = pyplot.subplots(figsize=(6, 6))
+    for group in dict.fromkeys(each.row.group for each in compared):
+        members = [each for each in compared if each.row.group == group]
+        measured = [each.row.tokens for each in members]
+        axes.plot(
+            measured, [each.predicted.tokens_per_s for each in members], "o", ms=4, label=group
+        )
+    ends = axes.get_xlim()[0] * 0.9 + 100, axes.get_xlim()[1]
+    for share, style in ((1.0, "-"), (0.8, ":"), (1.2, ":")):
+        axes.plot(ends, [share * each for each in ends], style, color="grey", lw=1)
+    axes.set(xscale="log", yscale="log", xlabel="measured", ylabel="predicted")
+    axes.set_title("tokens/s of a device; dotted: 20% off", fontsize=10)
+    axes.legend(fontsize=8)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
+def told_wrong(compared: Sequence[Compared], failed: Sequence[Row]) -> str:
+    """Count what memory was told wrong about whether a run fits."""
+    fits = [predict(row.model, row.run, row.cluster).fits for row in failed]
+    large = sum(not each.predicted.fits for each in compared)
+    return (
+        f"of {len(fits)} out of memory {sum(fits)} told to fit; "
+        f"of {len(compared)} that fitted {large} told to be too large"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="CSV")
     parser.add_argument("--rows", action="store_true", help="print every row, * outside interval")
+    parser.add_argument("--record", action="store_true", help="give the first row of each group")
+    parser.add_argument("--draw", type=Path, metavar="PICTURE", help="predicted over measured")
     given = parser.parse_args()
     compared: list[Compared] = []
     skipped: list[str] = []
+    failed: list[Row] = []
     for path in given.files:
-        for row in read_rows(path, skipped):
+        rows = read_rows(path, skipped, failed)
+        if given.record:
+            compared += by_record(rows)
+            continue
+        for row in rows:
             try:
                 compared.append(Compared(row, predict(row.model, row.run, row.cluster)))
             except FullshardError as error:
@@ -104,6 +170,9 @@ def main() -> int:
         if given.rows:
             print(*members, sep="\n")
         print(line_of(group, members))
+    if given.draw is not None:
+        draw(compared, given.draw)
+    print(told_wrong(compared, failed))
     absolute = [abs(each.error) for each in compared]
     print(
         f"MAPE {statistics.fmean(absolute):.1%} median {statistics.median(absolute):.1%} "

@@ -5,9 +5,11 @@
 
 One set of constants for all models and devices, near what physics lets expect: each constant has a
 prior, which weighs as much as one row whose prediction is off by one prior deviation. Then each
-model, each device and each source is left out of a fit in turn and predicted by the others; the
-intervals' spread comes from those predictions. With --write the constants, the digest of the rows
-and the outcome replace src/fullshard/plan/cluster/constants.toml.
+source, device, size of model and length of sequences is left out of a fit in turn and predicted by
+the others. The intervals' spread is that of the fitted rows; what they grow by with the distance
+from fitted rows is the least with which 85% of each left-out group are inside. With --write
+the constants, the digest of the rows and the outcome replace
+src/fullshard/plan/cluster/constants.toml.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from plan_rows import Row, read_rows
@@ -26,12 +29,15 @@ from scipy.optimize import least_squares
 from fullshard.plan.cluster.cluster import Constants
 from fullshard.plan.memory import forecast_memory
 from fullshard.plan.step.clock import replay
-from fullshard.plan.step.interval import half_width, unknowns
+from fullshard.plan.step.home import FARTHEST, Features, extrapolated, features_of
+from fullshard.plan.step.interval import half_width, loop_s, unknowns
 from fullshard.plan.step.script import Script, write_script
 
 TARGET = Path(__file__).parents[1] / "src/fullshard/plan/cluster/constants.toml"
 NOISE = 0.05  # of the logarithm of a measured speed; beyond twice that a row counts less
-COVERAGE = 0.9
+COVERAGE = 0.92  # of the fitted rows
+LEFT_OUT_COVERAGE = 0.85  # of a group that was left out, if it has at least
+LEAST_ROWS = 5
 
 # What to expect before looking at the rows: mean, deviation, least, most.
 PRIORS: dict[str, tuple[float, float, float, float]] = {
@@ -56,21 +62,44 @@ class Scripted:
     row: Row
     script: Script
     memory_share: float
+    features: Features
 
     @classmethod
     def of(cls, row: Row) -> "Scripted":
         script = write_script(row.model, row.run, row.cluster)
         memory = forecast_memory(script, row.model, row.run, row.cluster)
-        return cls(row, script, memory.peak_bytes / row.cluster.device.memory_bytes)
+        share = memory.peak_bytes / row.cluster.device.memory_bytes
+        features = features_of(script, row.run, row.cluster, row.model.context)
+        return cls(row, script, share, features)
 
-    def error(self, constants: Constants) -> tuple[float, float]:
-        """The logarithm of predicted over measured speed, and the interval's part of unknowns."""
+    def error(self, constants: Constants) -> "Error":
+        """Compare the prediction by ``constants`` with what was measured."""
         row = self.row
         timeline = replay(self.script, row.run, row.cluster, constants)
         tokens = row.run.micro_batch * row.run.sequence * row.run.accumulate
         speed = tokens / timeline.step_s / row.run.tensor_parallel
         found = unknowns(timeline, row.run, row.cluster, self.memory_share)
-        return math.log(speed / row.tokens), half_width(0.0, found)
+        loop = loop_s(row.run) / timeline.step_s
+        return Error(math.log(speed / row.tokens), half_width(0.0, found), loop)
+
+
+class Error(NamedTuple):
+    """The logarithm of predicted over measured speed, beside what an interval knows.
+
+    ``known`` is its part of unknowns, ``loop`` the share of a step that it leaves to the loop,
+    ``far`` the distance from the rows of the fit.
+    """
+
+    log: float
+    known: float
+    loop: float
+    far: float = 0.0
+
+    def inside(self, spread: float, away: float) -> bool:
+        """True if the measured time lies in the interval."""
+        share = min(away * self.far, FARTHEST)
+        width = math.sqrt(spread**2 + self.known**2 + (1.645 * share) ** 2)
+        return -width <= self.log <= math.log(math.exp(width) + self.loop)
 
 
 def tamed(errors: np.ndarray) -> np.ndarray:
@@ -80,7 +109,7 @@ def tamed(errors: np.ndarray) -> np.ndarray:
 
 def loss(rows: Sequence[Scripted], constants: Constants) -> float:
     """What a fit makes small: half the squares of rows' errors and of distances from priors."""
-    errors = tamed(np.array([each.error(constants)[0] for each in rows]) / NOISE)
+    errors = tamed(np.array([each.error(constants).log for each in rows]) / NOISE)
     away = [
         (getattr(constants, name) - mean) / deviation
         for name, (mean, deviation, _, _) in PRIORS.items()
@@ -88,58 +117,104 @@ def loss(rows: Sequence[Scripted], constants: Constants) -> float:
     return float(np.sum(errors**2) + np.sum(np.square(away))) / 2
 
 
-def fit(rows: Sequence[Scripted]) -> Constants:
-    """The constants that fit ``rows`` best, with their priors."""
+def fit(rows: Sequence[Scripted], near: Constants | None = None) -> Constants:
+    """The constants that fit ``rows`` best, with their priors; ``near`` is where to begin."""
     names = [field.name for field in fields(Constants)]
     mean, deviation, least, most = (
         np.array(each) for each in zip(*(PRIORS[name] for name in names), strict=True)
     )
 
     def residuals(at: np.ndarray) -> np.ndarray:
-        constants = Constants(*(mean + (at - 1) * deviation))
-        errors = np.array([each.error(constants)[0] for each in rows]) / NOISE
-        return np.concatenate([tamed(errors), at - 1])
+        constants = Constants(*(mean + at * deviation))
+        errors = np.array([each.error(constants).log for each in rows]) / NOISE
+        return np.concatenate([tamed(errors), at])
 
-    bounds = 1 + (least - mean) / deviation, 1 + (most - mean) / deviation
+    bounds = (least - mean) / deviation, (most - mean) / deviation
+    start = np.zeros(len(names))
+    if near is not None:
+        start = (np.array(list(asdict(near).values())) - mean) / deviation
     found = least_squares(
-        residuals, np.ones(len(names)), bounds=bounds, diff_step=3e-3, max_nfev=30
+        residuals,
+        np.clip(start, bounds[0] + 1e-6, bounds[1] - 1e-6),
+        bounds=bounds,
+        diff_step=3e-3,
+        x_scale=1.0,
+        max_nfev=30 if near is None else 6,
     )
-    return Constants(*(float(each) for each in mean + (found.x - 1) * deviation))
+    return Constants(*(float(each) for each in mean + found.x * deviation))
 
 
-def leave_out(rows: Sequence[Scripted], group: Callable[[Row], str]) -> list[tuple[float, float]]:
-    """Errors of all rows, each by a fit to the rows of other groups."""
-    errors: dict[int, tuple[float, float]] = {}
-    for name in sorted({group(each.row) for each in rows}):
-        constants = fit([each for each in rows if group(each.row) != name])
+def _size(each: Scripted) -> str:
+    billions = 2**each.features.parameters / 1e9
+    return next((f"under {limit}B" for limit in (2, 5, 10, 20, 40) if billions < limit), "larger")
+
+
+def _length(each: Scripted) -> str:
+    tokens = round(2**each.features.sequence)
+    limits = (1024, 2048, 4096, 8192, 32_768)
+    return next((f"up to {limit}" for limit in limits if tokens <= limit), "longer")
+
+
+GROUPS: dict[str, Callable[[Scripted], str]] = {
+    "source": lambda each: each.row.group[:2] if each.row.group[:2].isupper() else "MosaicML",
+    "device": lambda each: each.row.cluster.device.key,
+    "size": _size,
+    "length": _length,
+}
+
+
+def leave_out(
+    rows: Sequence[Scripted], group: Callable[[Scripted], str], near: Constants
+) -> list[tuple[str, Error]]:
+    """Errors of all rows beside their group, each by a fit to the rows of other groups."""
+    errors: dict[int, tuple[str, Error]] = {}
+    for name in sorted({group(each) for each in rows}):
+        others = [each for each in rows if group(each) != name]
+        constants = fit(others, near)
+        fitted = [each.features for each in others]
         for number, each in enumerate(rows):
-            if group(each.row) == name:
-                errors[number] = each.error(constants)
+            if group(each) == name:
+                far, _ = extrapolated(each.features, fitted)
+                errors[number] = name, each.error(constants)._replace(far=far)
+        print(f"left out {name}: {mape([e for n, e in errors.values() if n == name]):.1%}")
     return [errors[number] for number in range(len(rows))]
 
 
-def spread_of(errors: Sequence[tuple[float, float]]) -> float:
-    """The least spread with which intervals cover `COVERAGE` of the errors."""
-    needed = [max(0.0, error**2 - known**2) for error, known in errors]
-    place = math.ceil(COVERAGE * len(needed)) - 1
-    return math.sqrt(sorted(needed)[place])
+def mape(errors: Sequence[Error]) -> float:
+    """The mean of the absolute errors of speed."""
+    return statistics.fmean(abs(math.expm1(each.log)) for each in errors)
+
+
+def spread_of(errors: Sequence[Error]) -> float:
+    """The least spread with which intervals cover `COVERAGE` of the fitted rows."""
+    tried = (number / 1000 for number in range(1, 1000))
+    inside = (each for each in tried if _share_inside(errors, each, 0.0) >= COVERAGE)
+    return next(inside)
+
+
+def away_of(left_out: Sequence[Sequence[tuple[str, Error]]], spread: float) -> float:
+    """The least uncertainty of a distance of 1 with which left-out groups are inside."""
+    groups = [
+        [error for name, error in errors if name == wanted]
+        for errors in left_out
+        for wanted in sorted({name for name, _ in errors})
+    ]
+    large = [each for each in groups if len(each) >= LEAST_ROWS]
+    tried = (number / 1000 for number in range(500))
+    return next(
+        away
+        for away in tried
+        if all(_share_inside(each, spread, away) >= LEFT_OUT_COVERAGE for each in large)
+    )
+
+
+def _share_inside(errors: Sequence[Error], spread: float, away: float) -> float:
+    return sum(each.inside(spread, away) for each in errors) / len(errors)
 
 
 def digest(paths: Sequence[Path]) -> dict[str, str]:
     """The SHA-256 of each file by its name."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
-
-
-def summary(errors: Sequence[tuple[float, float]], rows: Sequence[Scripted], source: str) -> str:
-    """MAPE and median of the rows of one file."""
-    wanted = [
-        abs(math.expm1(error))
-        for (error, _), each in zip(errors, rows, strict=True)
-        if each.row.source == source
-    ]
-    return (
-        f"MAPE {100 * statistics.fmean(wanted):.2f}% median {100 * statistics.median(wanted):.2f}%"
-    )
 
 
 def main() -> int:
@@ -149,27 +224,38 @@ def main() -> int:
     given = parser.parse_args()
     rows = [Scripted.of(row) for path in given.files for row in read_rows(path)]
     constants = fit(rows)
-    outcomes = {
-        "fit": [each.error(constants) for each in rows],
-        "model left out": leave_out(rows, lambda row: row.model.name),
-        "device left out": leave_out(rows, lambda row: row.cluster.device.key),
-        "source left out": leave_out(rows, lambda row: row.group[:2]),
-    }
-    lines = [
-        f"{path.name}, {name}: {summary(errors, rows, path.name)}"
-        for path in given.files
-        for name, errors in outcomes.items()
-    ]
-    spread = spread_of(outcomes["model left out"] + outcomes["device left out"])
-    text = written(constants, spread, digest(given.files), len(rows), lines)
+    fitted = [each.error(constants) for each in rows]
+    left = {name: leave_out(rows, group, constants) for name, group in GROUPS.items()}
+    spread = spread_of(fitted)
+    away = away_of(list(left.values()), spread)
+    lines = [f"fit: {mape(fitted):.1%} off, {_share_inside(fitted, spread, away):.0%} inside"]
+    for name, errors in left.items():
+        for group in sorted({each for each, _ in errors}):
+            those = [error for each, error in errors if each == group]
+            lines.append(
+                f"{name} left out, {group}: {len(those)} rows, {mape(those):.1%} off, "
+                f"{_share_inside(those, spread, away):.0%} inside"
+            )
+    seen = sorted({_rounded(each.features) for each in rows})
+    text = written(constants, (spread, away, seen), digest(given.files), len(rows), lines)
     print(text)
     if given.write:
         TARGET.write_text(text, encoding="utf-8")
     return 0
 
 
+def _rounded(features: Features) -> Features:
+    """To quarters of a doubling: rows that are near are one."""
+    sizes = (round(4 * size) / 4 for size in features[1:4])
+    return Features(features.device, *sizes, *features[4:])
+
+
 def written(
-    constants: Constants, spread: float, files: dict[str, str], rows: int, lines: Sequence[str]
+    constants: Constants,
+    interval: tuple[float, float, Sequence[Features]],
+    files: dict[str, str],
+    rows: int,
+    lines: Sequence[str],
 ) -> str:
     """The file of constants, with what they were fitted to and how well they hold."""
     text = [
@@ -181,7 +267,13 @@ def written(
         *(f"{name} = {value:.6g}" for name, value in asdict(constants).items()),
         "",
         "[interval]",
-        f"spread = {spread:.4f}",
+        f"spread = {interval[0]:.4f}",
+        f"away = {interval[1]:.4f}",
+        "# What was fitted: device, then parameters, sequence and tokens of a micro-batch as",
+        "# logarithms to the base 2, float8, LoRA.",
+        "runs = [",
+        *(f"    {_toml(each)}," for each in interval[2]),
+        "]",
         "",
         "[fit]",
         f"rows = {rows}",
@@ -194,6 +286,11 @@ def written(
         "",
     ]
     return "\n".join(text)
+
+
+def _toml(features: Features) -> str:
+    told = (f'"{each}"' if isinstance(each, str) else str(each).lower() for each in features)
+    return f"[{', '.join(told)}]"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from fullshard.plan.cluster.read import cluster_of, named_device
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.model import Model
 from fullshard.plan.model.named import named_model
-from fullshard.plan.run import AttentionKernel, Loss, Recompute, Run
+from fullshard.plan.run import AttentionKernel, Engine, Loss, Recompute, Run
 
 GIGABIT = 1e9 / 8
 MIXED = Precision(compute="bfloat16", reduce="float32")
@@ -27,7 +27,10 @@ PURE = Precision(compute="bfloat16", reduce="bfloat16")
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: ``tokens`` is tokens/s per device, ``memory_gib`` its peak if it is told."""
+    """One measurement: ``tokens`` is tokens/s per device, ``memory_gib`` its peak if it is told.
+
+    That is what torch's allocator reserved, or with ``allocated`` what tensors held.
+    """
 
     source: str
     group: str
@@ -37,12 +40,16 @@ class Row:
     cluster: Cluster
     tokens: float
     memory_gib: float | None = None
+    allocated: bool = False
 
 
-def read_rows(path: Path, skipped: list[str] | None = None) -> list[Row]:
+def read_rows(
+    path: Path, skipped: list[str] | None = None, failed: list[Row] | None = None
+) -> list[Row]:
     """All rows of a file that can be predicted; raises `ConfigurationError` for other files.
 
-    Rows that say something unknown are left out, with the reason in ``skipped``.
+    Rows that say something unknown are left out, with the reason in ``skipped``; runs that were out
+    of memory go to ``failed``, where it is given.
     """
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
@@ -55,6 +62,9 @@ def read_rows(path: Path, skipped: list[str] | None = None) -> list[Row]:
         rows = []
         for number, record in enumerate(reader, 2):
             try:
+                if failed is not None and record.get("value") == "OOM":
+                    failed.append(read(path.name, {**record, "value": "1"}))
+                    continue
                 rows.append(read(path.name, record))
             except (FullshardError, ValueError, KeyError) as error:
                 if skipped is not None:
@@ -80,7 +90,7 @@ def _mosaic(source: str, record: dict[str, str]) -> Row:
         else Recompute.NONE,
         fp8="fp8" in record["precision"],
         attention=AttentionKernel.TRITON,
-        extra_copies=2,
+        engine=Engine.FSDP2,
         loss=Loss.FUSED,
         recompute_stops=not pure,  # PURE rows were made with PyTorch 1.13, which went to the end
     )
@@ -103,14 +113,21 @@ def _published(source: str, record: dict[str, str]) -> Row:
     model = named_model(_model_name(record["model"]))
     length, batch = int(record["seq"]), int(record["local_batch"])
     note = record["note"]
+    told = f"{record['system']}; {record['source']}; {note}".lower()
     in_float8 = record["precision"].startswith(("fp8", "float8"))
     run = Run(
         micro_batch=batch,
         sequence=length,
-        param_dtype="float32",
-        precision=Precision() if record["precision"].startswith(("fp32", "tf32")) else MIXED,
-        compiled="compile" in note,
-        extra_copies=2,
+        param_dtype="bfloat16" if "pure" in record["precision"] else "float32",
+        precision=_precision(record["precision"]),
+        autocast="bfloat16" if "amp" in record["precision"] else None,
+        compiled=re.search(r"\bcompiled?\b(?! loss)|torch\.compile", told) is not None,
+        lora_rank=_lora(told),
+        loss=_loss(told),
+        attention=_attention(told),
+        accumulate=int(_number(r"accumulate (\d+)", told, 1)),
+        fused_optimizer="fused optimizer" in told or "torchtitan" in told,
+        engine=Engine.FSDP2,
         fused_norms=False,  # PyTorch had no fused RMSNorm before 2.8
         fp8=in_float8,
         gather_dtype="float8_e4m3fn" if in_float8 else None,
@@ -125,7 +142,47 @@ def _published(source: str, record: dict[str, str]) -> Row:
         f"{record['act_ckpt']} {record['precision']} {note.split(',')[0][:12]}"
     )
     memory = float(record["peak_mem"]) if record["peak_mem"] else None
-    return Row(source, record["id"], label, model, run, cluster, tokens, memory)
+    return Row(
+        source, record["id"], label, model, run, cluster, tokens, memory, "allocated" in told
+    )
+
+
+def _precision(text: str) -> Precision:
+    """``fp32`` and ``tf32`` throughout, ``pure`` with parameters in bf16, ``amp`` by autocast.
+
+    With ``reduce`` gradients travel in bf16; else precision is mixed.
+    """
+    if "reduce" in text:
+        return PURE
+    whole = text.startswith(("fp32", "tf32")) or "pure" in text or "amp" in text
+    return Precision() if whole else MIXED
+
+
+def _number(pattern: str, text: str, other: float) -> float:
+    found = re.search(pattern, text)
+    return float(found.group(1)) if found else other
+
+
+def _lora(told: str) -> int:
+    """The rank of LoRA's adapters: 16 unless it is told."""
+    return int(_number(r"lora\D{0,6}(\d+)", told, 16)) if "lora" in told else 0
+
+
+def _loss(told: str) -> Loss:
+    """Such as ``chunked loss`` or ``liger cross-entropy``; torchtitan's does not keep logits."""
+    names = "|".join(each.value for each in Loss)
+    found = re.search(rf"\b({names}|liger)\b[ -]*(?:cross[ -]entropy|loss|linear|ce\b)", told)
+    if found:
+        return Loss.FUSED if found.group(1) == "liger" else Loss(found.group(1))
+    return Loss.FREED if "torchtitan" in told else Loss.PLAIN
+
+
+def _attention(told: str) -> AttentionKernel:
+    """Such as ``FA3``, ``flash_attention_3``, ``FlashAttention-2``, ``cuDNN``."""
+    version = re.search(r"\bfa[ _-]?([234])\b|flash[ _-]?attention[ _-]?v?([234])", told)
+    if version:
+        return AttentionKernel(f"flash{version.group(1) or version.group(2)}")
+    return AttentionKernel.CUDNN if "cudnn" in told else AttentionKernel.FLASH
 
 
 def _model_name(name: str) -> str:

@@ -57,7 +57,7 @@ LAYERS = {
     "drop_in": Layer({"core", "wrap", "torch"}, {"torch"}),
     "run": Layer({"core", "launchers", "distributed", "local_ranks"}, {"torch"}),
     "doctor": Layer(
-        {"core", "host_memory", "launchers", "distributed", "local_ranks", "torch"},
+        {"core", "host_memory", "plan", "launchers", "distributed", "local_ranks", "torch"},
         {"torch", "rich"},
     ),
     "prove": Layer(
@@ -109,6 +109,7 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
         "scale": frozenset({"run", "cluster", "model", "step", "memory", "predict"}),
         "pictures": frozenset({"step", "memory", "scale"}),
         "choose": frozenset({"run", "cluster", "model", "step", "memory", "predict"}),
+        "record": frozenset({"run", "cluster", "model", "predict", "choose"}),
         "command": frozenset(
             {"run", "cluster", "model", "step", "memory", "predict", "scale", "pictures", "choose"}
         ),

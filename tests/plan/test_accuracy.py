@@ -38,7 +38,7 @@ def test_rows_say_what_was_run(rows):
     assert {each.cluster.device.key for each in kept} == {"h100"}
 
     published = rows.read_rows(PUBLISHED)
-    assert len(published) == 32  # one ran out of memory
+    assert len(published) == 45  # one ran out of memory
     by_label = {each.label: each for each in published}
     largest = next(each for label, each in by_label.items() if "405B" in label)
     assert largest.run.tensor_parallel == 8
@@ -58,6 +58,35 @@ def test_predictions_keep_what_is_promised(rows):
             errors.append(abs(found.tokens_per_s / row.tokens - 1))
         assert sum(errors) / len(errors) <= mape
         assert sorted(errors)[len(errors) // 2] <= median
+
+
+def test_unseen_sources_are_inside_and_never_fitted(rows):
+    unseen = rows.read_rows(DATA / "unseen/unseen_fsdp_runs.csv")
+    fitted = {each.group for file in (MOSAIC, PUBLISHED) for each in rows.read_rows(file)}
+    assert len({each.group for each in unseen}) >= 3
+    assert not fitted & {each.group for each in unseen}
+    found = [(each, predict(each.model, each.run, each.cluster)) for each in unseen]
+    errors = [abs(each.tokens_per_s / row.tokens - 1) for row, each in found]
+    assert sum(errors) / len(errors) <= 0.1
+    inside = [
+        each.low_s <= each.step_s * each.tokens_per_s / row.tokens <= each.high_s
+        for row, each in found
+    ]
+    assert sum(inside) >= 0.85 * len(inside)
+
+
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        ({"note": "LoRA r32; chunked loss"}, lambda run: (run.lora_rank, run.loss.value)),
+        ({"note": "flash_attention_3", "source": "a"}, lambda run: run.attention.value),
+        ({"precision": "bf16-amp"}, lambda run: (run.compute_dtype, run.precision.compute)),
+        ({"note": "accumulate 4; Liger loss"}, lambda run: (run.accumulate, run.loss.value)),
+    ],
+)
+def test_what_a_row_says_of_its_trainer_is_read(rows, tmp_path, changes, read):
+    expected = [(32, "chunked"), "flash3", ("bfloat16", None), (4, "fused")]
+    assert read(changed_row(rows, tmp_path, changes).run) in expected
 
 
 def test_the_benchmark_takes_any_file_in_these_formats(tmp_path):

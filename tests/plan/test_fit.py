@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("numpy")
 
 from fullshard.plan.cluster.cluster import Constants
-from fullshard.plan.cluster.read import fitted_constants, fitted_spread
+from fullshard.plan.cluster.read import fitted_constants, fitted_runs, fitted_spread
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -73,5 +73,18 @@ def test_constants_fitted_to_other_rows_would_be_found_out(fit, rows):
 
 def test_the_spread_covers_nine_tenths_of_the_rows(fit, rows):
     errors = [each.error(fitted_constants()) for each in rows]
-    inside = sum(error**2 <= fitted_spread() ** 2 + known**2 for error, known in errors)
-    assert 0.85 <= inside / len(errors) <= 0.95
+    inside = sum(each.inside(fitted_spread(), 0.0) for each in errors)
+    assert 0.88 <= inside / len(errors) <= 0.96
+
+
+def test_the_runs_of_the_fit_are_at_home(fit, rows):
+    _, runs = fitted_runs()
+    fitted = [fit.Features(*each) for each in runs]
+    assert max(fit.extrapolated(each.features, fitted)[0] for each in rows) < 0.2
+
+
+def test_distance_widens_intervals_by_as_much_as_left_out_groups_need(fit):
+    near = fit.Error(log=0.1, known=0.0, loop=0.0)
+    far = near._replace(far=1.0)
+    assert fit.away_of([[("near", near)] * 9], 0.2) == 0.0
+    assert fit.away_of([[("far", far)] * 9], 0.05) == pytest.approx(0.053, abs=0.001)

@@ -20,7 +20,7 @@ from fullshard.plan.measured.recording import MarkKind, StepRecording
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.shape import shape_of
 from fullshard.plan.predict import predict
-from fullshard.plan.run import Recompute, Run
+from fullshard.plan.run import Loss, Recompute, Run
 from fullshard.testing import LocalWorld
 from fullshard.torch import fully_shard
 from fullshard.torch.measuring import measure, record_step, repeated_modules
@@ -71,7 +71,7 @@ def test_a_preset_needs_what_its_model_was_measured_to_need(recompute):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets)
 
     measured, preset = measure(model, [tokens], loss=loss), Decoder("preset", shape_of(shape))
-    run = Run(micro_batch=2, sequence=512, fused_norms=False, recompute=recompute)
+    run = Run(micro_batch=2, sequence=512, fused_norms=False, recompute=recompute, loss=Loss.FREED)
     cluster = cluster_of(named_device("h100"), 8)
     assert measured.spec(run).params == preset.spec(run).params
     found, foreseen = predict(measured, run, cluster), predict(preset, run, cluster)

@@ -5,40 +5,36 @@ Llama 3.1 8B, 8,192 tokens, 2 samples a device, selective recomputation: peak re
 on 128 devices; from benchmarks/llama3_h100_202412_torchtitan.md in pytorch/torchtitan.
 """
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from fullshard.plan.cluster.read import cluster_of, named_device
 from fullshard.plan.memory import forecast_memory
 from fullshard.plan.model.named import named_model
-from fullshard.plan.run import Recompute, Run
+from fullshard.plan.run import Engine, Loss, Recompute, Run
 from fullshard.plan.step.script import write_script
 
 PUBLISHED = {"eager": (82.4, 67.0), "compiled": (77.0, 62.0), "compiled, float8": (76.8, 61.8)}
-RUN = Run(micro_batch=2, sequence=8192, recompute=Recompute.SELECTIVE, fused_norms=False)
-FSDP2 = Path(__file__).resolve().parents[2] / "benchmarks/plan_fsdp2.py"
-
-
-def held_by_fsdp2(script):
-    spec = importlib.util.spec_from_file_location("plan_fsdp2", FSDP2)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.HeldByFSDP2(script.units)
+RUN = Run(
+    micro_batch=2,
+    sequence=8192,
+    recompute=Recompute.SELECTIVE,
+    fused_norms=False,
+    loss=Loss.FREED,
+)
+THEIRS = replace(RUN, engine=Engine.FSDP2)
 
 
 def reserved_gib(run, devices):
     model, cluster = named_model("llama3-8b"), cluster_of(named_device("h100-96"), devices)
     script = write_script(model, run, cluster)
-    forecast = forecast_memory(script, model, run, cluster, held=held_by_fsdp2(script))
-    return forecast.reserved_bytes / 2**30
+    return forecast_memory(script, model, run, cluster).reserved_bytes / 2**30
 
 
 @pytest.mark.parametrize("how", PUBLISHED)
 def test_memory_on_8_and_on_128_devices(how):
-    run = replace(RUN, compiled=how != "eager", fp8="float8" in how)
+    run = replace(THEIRS, compiled=how != "eager", fp8="float8" in how)
     on_8, on_128 = reserved_gib(run, 8), reserved_gib(run, 128)
     published_8, published_128 = PUBLISHED[how]
     assert on_8 == pytest.approx(published_8, rel=0.1)
@@ -49,6 +45,6 @@ def test_fullshard_reserves_less_than_fsdp2():
     model, cluster = named_model("llama3-8b"), cluster_of(named_device("h100-96"), 8)
     script = write_script(model, RUN, cluster)
     ours = forecast_memory(script, model, RUN, cluster)
-    theirs = forecast_memory(script, model, RUN, cluster, held=held_by_fsdp2(script))
+    theirs = forecast_memory(script, model, THEIRS, cluster)
     assert ours.peak["unit buffers"] < theirs.peak["unit buffers"]
     assert ours.peak["parameters"] == theirs.peak["parameters"]

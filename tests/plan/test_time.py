@@ -24,6 +24,7 @@ from fullshard.plan import (
 )
 from fullshard.plan.cluster.cluster import Link
 from fullshard.plan.cluster.read import device_names, device_of_driver, fitted_constants
+from fullshard.plan.run import AttentionKernel
 from fullshard.plan.step.collectives import Group, gather_s, reduce_all_s
 
 H100 = named_device("h100")
@@ -113,8 +114,9 @@ def test_rings_move_every_byte_but_ones_own_once():
 
 
 def test_intervals_hold_the_prediction_and_grow_with_what_is_unknown():
-    known = predict(MODEL, Run(), cluster_of(H100, 8))
-    assumed = predict(MODEL, Run(), cluster_of(named_device("b200"), 8))
+    told = Run(recompute=Recompute.FULL, attention=AttentionKernel.FLASH2)
+    known = predict(MODEL, told, cluster_of(H100, 8))
+    assumed = predict(MODEL, told, cluster_of(named_device("b200"), 8))
     for each in (known, assumed):
         assert each.low_s < each.step_s < each.high_s
     assert assumed.high_s / assumed.low_s > known.high_s / known.low_s

@@ -4,14 +4,16 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from fullshard.plan.cluster.cluster import Cluster, Constants
-from fullshard.plan.cluster.read import fitted_constants, fitted_spread
+from fullshard.plan.cluster.read import fitted_constants, fitted_runs, fitted_spread
 from fullshard.plan.memory import MemoryForecast, forecast_memory
 from fullshard.plan.model.model import Model
-from fullshard.plan.run import Run
+from fullshard.plan.run import Loss, Run
 from fullshard.plan.step.clock import replay
-from fullshard.plan.step.interval import Unknown, half_width, unknowns
+from fullshard.plan.step.home import FARTHEST, Features, extrapolated, features_of
+from fullshard.plan.step.interval import Unknown, half_width, loop_s, unknowns
 from fullshard.plan.step.script import Script, write_script
 
 __all__ = ["Prediction", "predict"]
@@ -45,6 +47,17 @@ class Prediction:
     def fits(self) -> bool:
         """True if the peak is within the device's memory."""
         return self.memory.peak_bytes <= self.cluster.device.memory_bytes
+
+    @property
+    def memory_interval(self) -> tuple[int, int]:
+        """Least and most bytes of the device's memory, as a 90% interval.
+
+        The least is without what the caller of a plain loss may not keep, and without slack.
+        """
+        peak = self.memory.peak
+        spared = peak["logits and loss"] // 3 if self.run.loss is Loss.PLAIN else 0
+        slack = peak["allocator slack"]
+        return self.memory.peak_bytes - spared - 2 * slack, self.memory.peak_bytes + slack // 2
 
     @property
     def host_bytes(self) -> int:
@@ -97,7 +110,7 @@ def predict(
     step_s = timeline.step_s
     samples = run.micro_batch * run.accumulate / run.tensor_parallel  # a device's share
     share = memory.peak_bytes / cluster.device.memory_bytes
-    found = unknowns(timeline, run, cluster, share)
+    found = unknowns(timeline, run, cluster, share, away=_away(script, model, run, cluster))
     width = math.exp(half_width(fitted_spread(), found))
     flops = samples * model.model_flops(run) / step_s
     return Prediction(
@@ -107,10 +120,26 @@ def predict(
         memory,
         step_s,
         step_s / width,
-        step_s * width,
+        step_s * width + loop_s(run),
         timeline.parts,
         timeline.communication_s,
         samples * (run.sequence or model.context) / step_s,
         flops / cluster.device.peak(run.compute_dtype),
         found,
     )
+
+
+@cache
+def _fitted() -> tuple[float, tuple[Features, ...]]:
+    share, runs = fitted_runs()
+    return share, tuple(Features(*each) for each in runs)
+
+
+def _away(script: Script, model: Model, run: Run, cluster: Cluster) -> tuple[float, str]:
+    """The uncertainty by distance from the fitted runs; a calibrated device is like theirs."""
+    share, runs = _fitted()
+    mine = features_of(script, run, cluster, model.context)
+    if cluster.device.constants is not None:
+        runs = tuple(each._replace(device=mine.device) for each in runs)
+    far, words = extrapolated(mine, runs)
+    return min(share * far, FARTHEST), words

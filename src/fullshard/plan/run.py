@@ -9,7 +9,7 @@ from fullshard.core.layout import Align
 from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
 
-__all__ = ["OPTIMIZERS", "AttentionKernel", "Loss", "Recompute", "Run", "Wrap"]
+__all__ = ["OPTIMIZERS", "AttentionKernel", "Engine", "Loss", "Recompute", "Run", "Wrap"]
 
 
 class Wrap(Enum):
@@ -32,7 +32,9 @@ class Recompute(Enum):
 class Loss(Enum):
     """The way to compute the last projection and the cross-entropy."""
 
-    PLAIN = "plain"  # logits, then a float32 copy for the loss
+    PLAIN = "plain"  # logits and a float32 copy for the loss, both of which the caller keeps
+    FREED = "freed"  # the same, but nobody keeps what backward does not read
+    COMPILED = "compiled"  # one graph with the model: no float32 in memory
     FUSED = "fused"  # one kernel over the logits, gradient in place
     CHUNKED = "chunked"  # projection and loss over pieces of the tokens
 
@@ -40,8 +42,20 @@ class Loss(Enum):
 class AttentionKernel(Enum):
     """The kernel that computes attention."""
 
-    FLASH = "flash"  # FlashAttention-2 (arXiv:2307.08691), PyTorch's own
+    FLASH = "flash"  # not told: FlashAttention 2, which is PyTorch's own on most devices
+    FLASH2 = "flash2"  # arXiv:2307.08691
+    FLASH3 = "flash3"  # arXiv:2407.08608, Hopper
+    FLASH4 = "flash4"  # Hopper and Blackwell
+    CUDNN = "cudnn"
+    MATH = "math"  # scores in memory, in float32
     TRITON = "triton"  # the first FlashAttention as a Triton kernel, of 2022 and 2023
+
+
+class Engine(Enum):
+    """The engine that gathers and reduces."""
+
+    FULLSHARD = "fullshard"
+    FSDP2 = "fsdp2"  # PyTorch's: copies out of what it gathers, and into what it reduces
 
 
 OPTIMIZERS: dict[str, int] = {"adamw": 2, "adam": 2, "lion": 1, "momentum": 1, "sgd": 0}
@@ -62,9 +76,9 @@ class Run:
     2.1 and newer). ``lora_rank`` 0 trains all parameters. ``fused_norms`` are one kernel each.
     ``tensor_parallel`` devices share each layer. With ``fp8`` matrix products
     run in float8; ``gather_dtype`` is that of gathers on the wire, if it is not that of
-    computation. ``extra_copies`` of a unit's full parameters are
-    made by engines other than this one, each micro-batch (PyTorch's: two). ``align`` is "element"
+    computation. ``align`` is "element"
     behind the wrapper and "row" behind `fully_shard`, unless they are asked for the other.
+    ``overhead_s`` is what the loop adds to a step (None: unknown, as much as those of fitted rows).
     """
 
     micro_batch: int = 1
@@ -92,17 +106,18 @@ class Run:
     loss: Loss = Loss.PLAIN
     attention: AttentionKernel = AttentionKernel.FLASH
     fused_norms: bool = True
-    extra_copies: int = 0
+    engine: Engine = Engine.FULLSHARD
     tensor_parallel: int = 1
     fp8: bool = False
     gather_dtype: str | None = None
     autocast: str | None = None
     align: Align = "element"
+    overhead_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("micro_batch", "accumulate", "replicas", "recompute_every", "tensor_parallel"):
             check_whole(name, getattr(self, name))
-        for name in ("sequence", "lora_rank", "extra_copies"):
+        for name in ("sequence", "lora_rank"):
             check_whole(name, getattr(self, name), 0)
         if self.recompute_blocks is not None:
             check_whole("recompute_blocks", self.recompute_blocks, 0)

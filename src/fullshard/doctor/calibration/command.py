@@ -14,6 +14,7 @@ from fullshard.doctor.calibration.measure import calibrate
 from fullshard.doctor.links.ranks import joined
 from fullshard.launchers import check_nproc, launcher_environment
 from fullshard.local_ranks import run_local_ranks
+from fullshard.plan.record import corrected, device_toml, read_record
 
 __all__ = ["main"]
 
@@ -23,9 +24,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="fullshard calibrate",
         description="Measure this machine's device and links in about a minute and write what "
-        "fullshard plan --device FILE.toml reads. Under torchrun or srun all ranks take part.",
+        "fullshard plan --device FILE.toml reads. Under torchrun or srun all ranks take part. With "
+        "--record nothing is measured: a finished run's tokens/s and memory correct its device.",
     )
     parser.add_argument("--out", type=Path, default=Path("calibration.toml"), metavar="FILE.toml")
+    parser.add_argument("--record", type=Path, metavar="RUN.toml", help="of a finished run")
     parser.add_argument("--nproc", type=int, default=1, help="ranks to start on this machine")
     parser.add_argument("--threads", type=int, default=0, help="of each rank on a CPU")
     given = parser.parse_args(argv)
@@ -39,7 +42,11 @@ def main(argv: Sequence[str]) -> int:
     check_new("--out", given.out)
     text: str | None
     environment = launcher_environment(os.environ)
-    if environment is not None:
+    if given.record is not None:
+        text = device_toml(
+            corrected(read_record(given.record)), f"corrected by {given.record.name}"
+        )
+    elif environment is not None:
         os.environ.update(environment)
         text = _measured(given.threads)
     elif given.nproc > 1:

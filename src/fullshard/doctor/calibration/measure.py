@@ -71,7 +71,7 @@ class Calibration:
             f'title = "{self.title}"',
             f"flops = {{ {self.dtype} = {self.flops:.6g} }}",
             "sustained = 1.0",
-            f"attention = {self.attention_flops / self.flops:.4f}",
+            f"attention = {{ flash2 = {self.attention_flops / self.flops:.4f} }}",
             f"memory_bytes = {self.memory_bytes}",
             f"bandwidth = {self.bandwidth:.6g}",
             "power_w = 100",

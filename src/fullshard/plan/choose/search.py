@@ -11,6 +11,7 @@ from fullshard.core.text import bytes_text
 from fullshard.plan.choose.space import SearchSpace
 from fullshard.plan.choose.words import describe
 from fullshard.plan.cluster.cluster import Cluster, Constants
+from fullshard.plan.cluster.read import fitted_spread
 from fullshard.plan.memory import resting_memory
 from fullshard.plan.model.model import Model
 from fullshard.plan.predict import Prediction, predict
@@ -107,8 +108,11 @@ def told_speed(prediction: Prediction) -> float:
 
 
 def least_memory(ranked: Sequence[Prediction]) -> Prediction:
-    """The smallest of those that are as fast as the first, as far as its interval tells."""
-    slowest_s = ranked[0].high_s / ranked[0].tokens_per_step
+    """The smallest of those that are as fast as the first, but for the spread of like runs.
+
+    What else makes an interval wide, machine and loop, is the same for all of them.
+    """
+    slowest_s = ranked[0].step_s * math.exp(fitted_spread()) / ranked[0].tokens_per_step
     equals = [each for each in ranked if each.step_s / each.tokens_per_step <= slowest_s]
     return min(equals, key=lambda each: each.memory.peak_bytes)
 

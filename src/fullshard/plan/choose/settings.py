@@ -10,7 +10,7 @@ from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrate
 from fullshard.core.text import did_you_mean
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.cluster.read import cluster_of, named_device
-from fullshard.plan.run import OPTIMIZERS, Loss, Recompute, Run, Wrap
+from fullshard.plan.run import OPTIMIZERS, AttentionKernel, Engine, Loss, Recompute, Run, Wrap
 
 __all__ = ["KEYS", "Setup", "choose_one", "with_setting"]
 
@@ -100,6 +100,13 @@ def _prefetch(run: Run, value: str) -> Run:
     return replace(run, prefetch=Prefetch(depth, _whole("prefetch", backward or forward)))
 
 
+def _overhead(run: Run, value: str) -> Run:
+    seconds = _number("overhead", value) / 1e3
+    if not 0 <= seconds < 3600:
+        raise ConfigurationError(f"overhead is in milliseconds of a step, got {value!r}")
+    return replace(run, overhead_s=seconds)
+
+
 def _offload(run: Run, value: str) -> Run:
     return replace(run, offload=OFFLOADS[choose_one("offload", value, tuple(OFFLOADS))])
 
@@ -130,7 +137,10 @@ RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
     "lora": _field("lora", _whole, "lora_rank"),
     "compiled": _field("compiled", _flag),
     "loss": _field("loss", _member(Loss)),
+    "attention": _field("attention", _member(AttentionKernel)),
+    "engine": _field("engine", _member(Engine)),
     "tensor-parallel": _field("tensor-parallel", _whole),
+    "overhead": _overhead,
     "sync-each": _field("sync-each", _flag),
 }
 """The effect of each setting on a run, by its name."""

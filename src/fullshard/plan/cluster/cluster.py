@@ -51,18 +51,22 @@ class Device:
     its words is this one. ``flops`` are dense peaks in FLOP/s by dtype name, ``memory_bytes`` what
     the driver shows, ``bandwidth`` that of its memory in bytes/s, ``host_link`` that to the host's.
     ``sustained`` is the share of the peak that the best large matrix products reach, ``attention``
-    that of the fused attention kernel. ``context_bytes`` is taken by the driver's context. Hosts
-    have ``per_host`` of it with the links ``inside`` and ``between``, unless a cluster says
+    that of fused attention kernels over forward and backward with long sequences, of which they
+    reach half with ``attention_ramp`` tokens. ``context_bytes`` is taken by the driver's context.
+    Hosts have ``per_host`` of it with the links ``inside`` and ``between``, unless a cluster says
     otherwise. ``assumed`` names the fields that nobody has measured, ``origin`` where the others
     come from. A device that was calibrated has ``constants`` of its own. ``fresh`` is the rate in
     bytes/s at which a CPU's system hands out memory; None: buffers are kept between steps.
+    ``slack`` is the share of what tensors hold at the peak that torch's allocator reserves besides:
+    with it torchtitan's 13 rows of benchmarks/data are told 4% too high on average and at most 4%
+    too low, since a run that does not fit costs more than one that is not tried.
     """
 
     key: str
     title: str
     flops: Mapping[str, float]
     sustained: float
-    attention: float
+    attention: Mapping[str, float]
     memory_bytes: int
     bandwidth: float
     power_w: float
@@ -73,10 +77,21 @@ class Device:
     context_bytes: int
     assumed: tuple[str, ...]
     origin: str
+    attention_ramp: float = 0.0
     cpu: bool = False
     constants: Constants | None = None
     fresh: float | None = None
     driver: str = ""
+    slack: float = 0.08
+
+    def attention_flops(self, kernel: str, dtype: str, length: int) -> float:
+        """FLOP/s of the attention ``kernel`` over forward and backward at ``length`` tokens."""
+        if kernel not in self.attention:
+            known = ", ".join(self.attention)
+            raise ConfigurationError(
+                f"no attention kernel {kernel} on {self.title}; it has {known}"
+            )
+        return self.peak(dtype) * self.attention[kernel] * length / (length + self.attention_ramp)
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products in ``dtype``."""

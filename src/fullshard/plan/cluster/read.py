@@ -20,6 +20,7 @@ __all__ = [
     "device_names",
     "device_of_driver",
     "fitted_constants",
+    "fitted_runs",
     "fitted_spread",
     "named_device",
 ]
@@ -43,7 +44,11 @@ def _devices() -> dict[str, Device]:
 def _device(key: str, entry: Mapping[str, Any]) -> Device:
     known = {field.name for field in fields(Device)}
     unknown = sorted(set(entry) - known)
-    missing = sorted(known - {"key", "driver", "cpu", "constants", "fresh"} - set(entry))
+    missing = sorted(
+        known
+        - {"key", "driver", "cpu", "constants", "fresh", "attention_ramp", "slack"}
+        - set(entry)
+    )
     if unknown or missing:
         raise ConfigurationError(f"device {key!r}: unknown {unknown}, missing {missing}")
     made = dict(entry)
@@ -140,6 +145,13 @@ def fitted_constants() -> Constants:
 
 
 @cache
+def fitted_runs() -> tuple[float, tuple[tuple[Any, ...], ...]]:
+    """The uncertainty that a distance of 1 from fitted runs adds, and the runs' features."""
+    table = tomllib.loads(_text("constants.toml"))["interval"]
+    return float(table["away"]), tuple(tuple(each) for each in table["runs"])
+
+
+@cache
 def fitted_spread() -> float:
-    """The logarithm of a 90% interval's half-width, from predictions of rows left out of fits."""
+    """The logarithm of a 90% interval's half-width, for runs like the fitted ones."""
     return float(tomllib.loads(_text("constants.toml"))["interval"]["spread"])

@@ -110,7 +110,10 @@ _HELP = {
     "optimizer": "adamw, lion, momentum, sgd",
     "lora": "rank of adapters; the model itself is frozen",
     "compiled": "true or false",
-    "loss": "plain, fused, chunked",
+    "loss": "plain, freed, compiled, fused, chunked",
+    "attention": "flash2, flash3, flash4, cudnn, math",
+    "engine": "fullshard, or fsdp2: PyTorch's",
+    "overhead": "milliseconds that the loop adds to a step: data, logging",
     "tensor-parallel": "devices that share each layer",
 }
 

@@ -27,6 +27,7 @@ def prediction_data(prediction: Prediction, tokens: float = 0.0) -> dict[str, An
             "allocated_bytes": memory.allocated_bytes,
             "host_bytes": memory.host_bytes,
             "host_bytes_per_host": prediction.host_bytes,
+            "interval_bytes": list(prediction.memory_interval),
             "by_category": dict(memory.peak),
             "cause": memory.cause,
             "fits": prediction.fits,
@@ -69,6 +70,9 @@ def _run_data(run: Run) -> dict[str, Any]:
         "optimizer": run.optimizer,
         "lora": run.lora_rank,
         "loss": run.loss.value,
+        "attention": run.attention.value,
+        "engine": run.engine.value,
+        "overhead_s": run.overhead_s,
         "compiled": run.compiled,
     }
 

@@ -17,7 +17,7 @@ from fullshard.plan.choose.search import Choice, least_memory, pareto, told_spee
 from fullshard.plan.choose.words import describe, offload_name, strategy_name
 from fullshard.plan.command.recipe import code_of
 from fullshard.plan.predict import Prediction
-from fullshard.plan.run import Run
+from fullshard.plan.run import Loss, Run
 
 __all__ = ["show_answers", "show_change", "show_choice"]
 
@@ -89,7 +89,7 @@ def _ranked(choice: Choice, top: int) -> RenderableType:
     if smallest is not choice.best:
         lines.append(
             Text(
-                f"as fast within the interval, with the least memory: {describe(smallest.run)} "
+                f"nearly as fast, with the least memory: {describe(smallest.run)} "
                 f"({bytes_text(smallest.memory.peak_bytes)}, {_speed(smallest)} tokens/s)"
             )
         )
@@ -120,7 +120,8 @@ def _details(best: Prediction, tokens: float) -> RenderableType:
     peak = f"{bytes_text(memory.peak_bytes)} of {bytes_text(device.memory_bytes)}"
     found: list[RenderableType] = [
         Text(describe(best.run), style="bold"),
-        Text(f"memory {peak}, most at {memory.cause}"),
+        Text(f"memory {peak} (90%: {_memory_interval(best)}), most at {memory.cause}"),
+        *_on_the_loss(best),
         _bars(dict(memory.peak), memory.peak_bytes, bytes_text),
         *_on_the_host(best),
         Text(
@@ -141,6 +142,22 @@ def _details(best: Prediction, tokens: float) -> RenderableType:
             )
         )
     return Panel(Group(*found), title="the best", title_align="left")
+
+
+def _memory_interval(best: Prediction) -> str:
+    low, high = best.memory_interval
+    return f"{low / 2**30:.1f} to {high / 2**30:.1f} GiB"
+
+
+def _on_the_loss(best: Prediction) -> Iterator[Text]:
+    """Say that a loss that is not told is taken for the one that needs most, if that matters."""
+    logits = best.memory.peak["logits and loss"]
+    if best.run.loss is Loss.PLAIN and logits > 0.05 * best.memory.peak_bytes:
+        yield Text(
+            "the loss may keep logits and their float32 copy: --loss freed, compiled, fused or "
+            "chunked needs less",
+            style="dim",
+        )
 
 
 def _on_the_host(best: Prediction) -> Iterator[Text]:

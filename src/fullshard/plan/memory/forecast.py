@@ -14,10 +14,11 @@ from fullshard.core.schedule import Op, OpKind
 from fullshard.core.trace import Trace, TraceRecord
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.memory.activations import Activations
+from fullshard.plan.memory.fsdp2 import HeldByFSDP2
 from fullshard.plan.memory.overheads import allocator_slack, context_bytes
 from fullshard.plan.memory.resting import RestingMemory, resting_memory
 from fullshard.plan.model.model import Model
-from fullshard.plan.run import Run
+from fullshard.plan.run import Engine, Run
 from fullshard.plan.step.script import Act, Pass, Script
 
 __all__ = [
@@ -115,21 +116,13 @@ class MemoryForecast:
         return self.resting.host_bytes
 
 
-def forecast_memory(
-    script: Script,
-    model: Model,
-    run: Run,
-    cluster: Cluster,
-    *,
-    held: HeldUnits | None = None,
-) -> MemoryForecast:
+def forecast_memory(script: Script, model: Model, run: Run, cluster: Cluster) -> MemoryForecast:
     """Forecast what one device holds when it carries out ``script``, and the cause of the peak.
 
     Of a step with several micro-batches it is a later one, which finds the gradients of those
-    before it. A micro-batch begins without gradients if it is the only one. ``held`` is the memory
-    of the units as the step begins, if another engine than ours holds it.
+    before it. A micro-batch begins without gradients if it is the only one.
     """
-    replay = _Replay(script, run, cluster, held)
+    replay = _Replay(script, run, cluster)
     most, peak, at = -1, (0, 0, 0, 0, 0, 0), 0
     for line, now in replay.lines():
         total = sum(now)
@@ -155,7 +148,7 @@ def planned_trace(script: Script, run: Run, cluster: Cluster) -> Trace:
     Times are 0 here. A micro-batch after others, if there are several, as in `forecast_memory`.
     """
     activations = Activations(script, run)
-    held = _held_by_us(script, run, cluster, activations)
+    held = _held(script, run, cluster, activations)
     trace = Trace()
 
     def note(op: str, number: int) -> None:
@@ -178,9 +171,11 @@ def planned_trace(script: Script, run: Run, cluster: Cluster) -> Trace:
     return trace
 
 
-def _held_by_us(script: Script, run: Run, cluster: Cluster, activations: Activations) -> HeldUnits:
+def _held(script: Script, run: Run, cluster: Cluster, activations: Activations) -> HeldUnits:
     """Return what units hold as the step, or a later micro-batch, begins."""
     accumulating = run.accumulate > 1
+    if run.engine is Engine.FSDP2:
+        return HeldByFSDP2(script.units)
     held = HeldUnits(
         {number: unit.cost for number, unit in enumerate(script.units)},
         accumulating=accumulating and run.sync_each,
@@ -207,12 +202,12 @@ def label_of(script: Script, line: int) -> str:
 class _Replay:
     """One pass over the lines of a script."""
 
-    def __init__(self, script: Script, run: Run, cluster: Cluster, held: HeldUnits | None = None):
+    def __init__(self, script: Script, run: Run, cluster: Cluster):
         self._script = script
         self._run = run
         self.resting = resting_memory(script.units, run, cpu=cluster.device.cpu)
         self._activations = Activations(script, run)
-        self._held = held or _held_by_us(script, run, cluster, self._activations)
+        self._held = _held(script, run, cluster, self._activations)
         state = self.resting
         shards = 0 if state.on_host else state.parameters_bytes
         self._parameters = script.buffers_bytes + state.working_bytes + shards

@@ -13,10 +13,6 @@ from fullshard.plan.step.units import PlannedUnit
 
 __all__ = ["allocator_slack", "context_bytes"]
 
-_SLACK = 0.03
-"""Memory reserved beyond what tensors hold at the peak, as a share of it. Fitted to torchtitan's
-page of December 2024, three rows on 8 devices: between -2.2 and +4.4% of what it reports."""
-
 _NCCL_BYTES = 268_435_456
 """Memory of one NCCL communicator over many ranks: channels of 4 MiB, and NVLS's multicast."""
 
@@ -28,7 +24,7 @@ def allocator_slack(held: Sequence[int], cluster: Cluster, run: Run) -> int:
     """
     if cluster.device.cpu:
         return 0
-    return int(_SLACK * sum(held))
+    return int(cluster.device.slack * sum(held))
 
 
 def context_bytes(cluster: Cluster, units: Sequence[PlannedUnit]) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from fullshard.core.spec import ModelSpec, ParamSpec
+from fullshard.core.spec import ModelSpec, ParamSpec, item_bytes
 from fullshard.plan.model.operations import Kind, ModelCall, Operation, Workload
 from fullshard.plan.model.shape import Experts, Shape, block_specs, norm_specs
 from fullshard.plan.model.work import Pricer
@@ -132,9 +132,11 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
     names = shape.naming
     kinds: dict[Experts | None, tuple[tuple[str, tuple[Operation, ...]], ...]] = {}
     # Between the parts that are cut by heads and hidden width, tokens are: sequence parallelism.
-    apart = replace(price, tokens=price.tokens // run.tensor_parallel)
+    # They have the dtype of the parameters, also where autocast computes in another.
+    wide = item_bytes(run.precision.full_dtype(run.param_dtype))
+    apart = replace(price, tokens=price.tokens // run.tensor_parallel, item=wide)
     calls = [ModelCall(names.embedding, (_look_up(shape, apart),))]
-    kept = price.item * apart.tokens * shape.width
+    kept = wide * apart.tokens * shape.width
     for block in range(shape.layers):
         path = f"{names.blocks}.{block}"
         experts = shape.experts_in(block)

@@ -19,6 +19,11 @@ def _llama(
     return Shape(layers, width, heads, kv_heads, head_width, hidden, vocab, context, naming=LLAMA)
 
 
+def _qwen3(layers: int, width: int, heads: int, hidden: int, *, tied: bool = False) -> Shape:
+    shape = _llama(layers, width, heads, 8, hidden, 151_936, 32_768)
+    return replace(shape, head_width=128, tied=tied, query_key_norm=True)
+
+
 def _gpt3(layers: int, width: int, heads: int) -> Shape:
     return replace(_mpt(layers, width, heads), vocab=50_257, naming=Naming())
 
@@ -62,6 +67,13 @@ _SHAPES: dict[str, Shape] = {
     "qwen2.5-14b": replace(_llama(48, 5120, 40, 8, 13_824, 152_064, 8192), qkv_bias=True),
     "qwen2.5-32b": replace(_llama(64, 5120, 40, 8, 27_648, 152_064, 8192), qkv_bias=True),
     "qwen2.5-72b": replace(_llama(80, 8192, 64, 8, 29_568, 152_064, 8192), qkv_bias=True),
+    # Qwen3 technical report (arXiv:2505.09388), table 1, and its configurations.
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, tied=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, tied=True),
+    "qwen3-4b": _qwen3(36, 2560, 32, 9728, tied=True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
+    "qwen3-14b": _qwen3(40, 5120, 40, 17_408),
+    "qwen3-32b": _qwen3(64, 5120, 64, 25_600),
     # Configurations of mosaicml/llm-foundry, with learned positions and biases as benchmarked.
     "mpt-125m": _mpt(12, 768, 12),
     "mpt-350m": _mpt(24, 1024, 16),
@@ -96,6 +108,7 @@ def named_model(name: str) -> Decoder:
     key = name.lower().replace("_", "-").replace(" ", "-")
     joined = key.replace("llama-2", "llama2").replace("llama-3", "llama3")
     other = joined.replace("llama3.1-", "llama3-").replace("opt-", "gpt3-")
+    other = other.replace("qwen-3", "qwen3").removesuffix("-base")
     for alias in (key, joined, other):
         if alias in _SHAPES:
             return Decoder(alias, _SHAPES[alias])

@@ -22,7 +22,7 @@ class Workload:
 
     ``flops`` are those carried out, ``bytes`` what device memory reads and writes at least,
     ``kernels`` how many are launched. ``shape`` is (m, n, k) of a matrix multiplication, and
-    ``count`` how many of that shape there are.
+    ``count`` how many of that shape there are; (tokens, heads, width) of attention.
     """
 
     flops: float = 0.0

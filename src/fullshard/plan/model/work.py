@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 
 from fullshard.core.spec import item_bytes
 from fullshard.plan.model.operations import Kind, Operation, Workload
-from fullshard.plan.run import Loss, Run
+from fullshard.plan.run import AttentionKernel, Loss, Run
 
 __all__ = ["Pricer"]
 
+# Bytes a score moves: PyTorch's math kernel on a B200, in the table that devices.toml names.
+_SCORE_BYTES = (77.0, 36.0)
 _PIECE_TOKENS = 2048  # of a chunked loss
 
 
@@ -27,6 +29,7 @@ class Pricer:
     trained: bool = True
     fused: bool = False
     fused_norms: bool = True
+    math: bool = False
 
     @classmethod
     def of(cls, run: Run, length: int) -> "Pricer":
@@ -38,6 +41,7 @@ class Pricer:
             run.lora_rank == 0,
             run.compiled,
             run.compiled or run.fused_norms,
+            run.attention is AttentionKernel.MATH,
         )
 
     def matmul(
@@ -75,21 +79,28 @@ class Pricer:
     ) -> Operation:
         """A fused kernel that keeps its output and one float32 a row (arXiv:2307.08691).
 
-        A causal mask halves the work; backward computes the scores again: 5 products for 2.
+        A causal mask halves the work; backward computes the scores again: 5 products for 2. The
+        math kernel makes all scores, and keeps their softmax in float32.
         """
-        span = self.length / 2
+        span, seen = self.length / 2, self.length
         if window and window < self.length:
-            span = min(span, window)
+            span, seen = min(span, window), window
         flops = 4.0 * self.tokens * span * heads * head_width
         features = (2 * heads + 2 * kv_heads) * head_width
         moved = float(self.item * self.tokens * features)
         kept = self.tokens * (self.item * heads * head_width + 4 * heads)
+        shape, moved_back = (seen, heads, head_width), 2.0 * moved
+        scores = self.tokens * heads * self.length
+        if self.math:
+            moved, moved_back = (scores * each for each in _SCORE_BYTES)
+            kept += 4 * scores
         return Operation(
             "attention",
             Kind.ATTENTION,
-            Workload(flops, moved),
-            Workload(2.5 * flops, 2.0 * moved, kernels=3),
+            Workload(flops, moved, shape=shape),
+            Workload(2.5 * flops, moved_back, kernels=3, shape=shape),
             saved_bytes=kept,
+            scratch_bytes=4 * scores if self.math else 0,
             output_bytes=self.item * self.tokens * heads * head_width,
             backward_scratch_bytes=self.item * self.tokens * features,
             cheap=False,
@@ -143,13 +154,15 @@ class Pricer:
     def head(self, width: int, vocab: int, loss: Loss, *, trained: bool) -> tuple[Operation, ...]:
         """The projection to ``vocab`` logits and their cross-entropy, as ``loss`` says.
 
-        PLAIN keeps float32 log-probabilities and makes float32 gradients; FUSED writes gradients in
-        place of logits; CHUNKED holds the logits of 2,048 tokens at a time.
+        Eager ones keep float32 log-probabilities and make two float32 gradients: 12 bytes a logit
+        under FREED, 18 under PLAIN, whose caller keeps the logits and their float32 copy. COMPILED
+        has 16 bits of logits and of their gradient, FUSED writes the gradient in place of the
+        logits, CHUNKED holds the logits of 2,048 tokens at a time.
         """
         project = self.matmul("head", width, vocab, trained=trained)
         item, tokens = self.item, self.tokens
         logits = item * tokens * vocab
-        if loss is Loss.PLAIN:
+        if loss in (Loss.PLAIN, Loss.FREED):
             wide = 4 * tokens * vocab
             moved = float(logits + 4 * wide)  # to float32, log-softmax, pick
             work = (
@@ -158,6 +171,11 @@ class Pricer:
             )
             # Backward makes the gradient of log-probabilities, then that of the float32 copy.
             kept, scratch, back = wide, wide if item < 4 else 0, 2 * wide
+            if loss is Loss.PLAIN:
+                kept, scratch = kept + logits + scratch, 0
+        elif loss is Loss.COMPILED:
+            work = Workload(bytes=2.0 * logits, kernels=2), Workload(bytes=2.0 * logits, kernels=1)
+            kept, scratch, back = logits, 0, logits
         elif loss is Loss.FUSED:
             work = Workload(bytes=3.0 * logits, kernels=1), Workload(bytes=1.0 * logits, kernels=1)
             kept, scratch, back = logits, 0, 0

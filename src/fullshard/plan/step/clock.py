@@ -16,7 +16,7 @@ from fullshard.core.schedule import Op, OpKind
 from fullshard.core.spec import item_bytes
 from fullshard.plan.cluster.cluster import Cluster, Constants
 from fullshard.plan.model.operations import Kind, Operation
-from fullshard.plan.run import OPTIMIZERS, Recompute, Run
+from fullshard.plan.run import OPTIMIZERS, Engine, Recompute, Run
 from fullshard.plan.step.collectives import Group, gather_s, reduce_all_s
 from fullshard.plan.step.roofline import operation_s
 from fullshard.plan.step.script import Act, Pass, Script
@@ -24,6 +24,7 @@ from fullshard.plan.step.units import PlannedUnit
 
 __all__ = ["Busy", "Timeline", "replay"]
 
+_ENGINE_COPIES = {Engine.FULLSHARD: 0, Engine.FSDP2: 4}  # reads and writes of full parameters
 _SYSTEM_BYTES = 2**25  # from here on the C library gives memory back when it is released
 
 
@@ -53,13 +54,15 @@ class Timeline:
     """One micro-batch on its streams, and the step that it is part of.
 
     ``parts`` splits ``step_s`` into compute, exposed communication, host, optimizer, overhead and
-    stragglers. ``communication_s`` is all communication of a step, hidden or not.
+    stragglers. ``communication_s`` is all communication of a step, hidden or not,
+    ``attention_s`` the part of computing that attention kernels take.
     """
 
     records: list[Busy] = field(default_factory=list)
     parts: Mapping[str, float] = field(default_factory=dict)
     step_s: float = 0.0
     communication_s: float = 0.0
+    attention_s: float = 0.0
 
 
 def replay(
@@ -85,10 +88,11 @@ class _Streams:
         self.records: list[Busy] | None = [] if record else None
         self.compute = self.wire_free = self.reduce = self.host = 0.0
         self.busy = self.waited = self.stalled = self.slowed = self.communication = 0.0
+        self.attention = 0.0
         self.gathers: dict[int, float] = {}
         self.reduces: dict[int, float] = {}
         self.wire: list[tuple[float, float]] = []
-        self._acts: dict[tuple[int, Pass], tuple[float, int]] = {}
+        self._acts: dict[tuple[int, Pass], tuple[float, int, float]] = {}
         self._units: dict[int, tuple[float, float, float]] = {}
         self._priced: dict[tuple[int, int, int, int], tuple[float, float, float]] = {}
 
@@ -97,7 +101,8 @@ class _Streams:
         key = (id(call.operations), act.phase)
         if key not in self._acts:
             self._acts[key] = self._price(call.operations, act)
-        seconds, kernels = self._acts[key]
+        seconds, kernels, attention = self._acts[key]
+        self.attention += attention
         if self.cluster.device.cpu:  # the host itself computes, one operation after another
             seconds += self.constants.kernel_s * kernels
             kernels = 0
@@ -115,15 +120,17 @@ class _Streams:
         self._record("compute", act.phase.value, call.path, act.unit, start, stop)
         self.compute = stop
 
-    def _price(self, operations: tuple[Operation, ...], act: Act) -> tuple[float, int]:
-        seconds, kernels = 0.0, 0
+    def _price(self, operations: tuple[Operation, ...], act: Act) -> tuple[float, int, float]:
+        seconds, kernels, attention = 0.0, 0, 0.0
         run = self.run
         for operation in _computed(operations, act.phase, run):
             backward = act.phase is Pass.BACKWARD
             work = operation.backward if backward else operation.forward
-            seconds += operation_s(operation, work, run, self.cluster, self.constants)
+            spent = operation_s(operation, work, run, self.cluster, self.constants)
+            seconds += spent
+            attention += spent if operation.kind is Kind.ATTENTION else 0.0
             kernels += work.kernels
-        return seconds, kernels
+        return seconds, kernels, attention
 
     def _contended(self, start: float, seconds: float) -> float:
         """Seconds that compute takes longer beside collectives, which need its memory and cores."""
@@ -161,7 +168,8 @@ class _Streams:
         numel = sum(each.full_numel for each in layout.segments if each.trainable)
         item = item_bytes(self.run.compute_dtype)
         copied = layout.grad_moved_bytes + layout.grad_copied_bytes
-        moved = numel * item * 2 * self.run.extra_copies + copied
+        copies = _ENGINE_COPIES[self.run.engine] if layout.shards > 1 else 0
+        moved = numel * item * copies + copied
         self.compute += moved / memory
         self.busy += moved / memory
 
@@ -282,7 +290,7 @@ def _whole_step(
         "exposed communication": exposed * accumulate,
         "host": streams.stalled * accumulate,
         "optimizer": optimizer,
-        "step overhead": constants.step_s,
+        "step overhead": constants.step_s if run.overhead_s is None else run.overhead_s,
         "stragglers": straggling,
     }
     return Timeline(
@@ -290,6 +298,7 @@ def _whole_step(
         parts,
         sum(parts.values()),
         streams.communication * accumulate,
+        streams.attention * accumulate,
     )
 
 

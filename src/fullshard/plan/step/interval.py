@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.run import Run
+from fullshard.plan.run import AttentionKernel, Run
 from fullshard.plan.step.clock import Timeline
 
-__all__ = ["Unknown", "half_width", "unknowns"]
+__all__ = ["Unknown", "half_width", "loop_s", "unknowns"]
 
 _FULL = 0.93  # of a device's memory: beyond, torch's allocator begins to return and retry
 _SEEN_DEVICES = 512  # the largest cluster among the rows of the fit
 _ASSUMED = 0.08  # of time, for each field of a device that nobody has measured
+_HOST = 0.2  # of a step: from here on it is bound by the host
+_LOOP_S = 0.1  # of a loop's own in a step: data, logging, norms that are waited for
 _LINK = 0.25  # of exposed communication: links are shared, and routes differ
 
 
@@ -26,10 +28,21 @@ class Unknown:
 
 
 def unknowns(
-    timeline: Timeline, run: Run, cluster: Cluster, memory_share: float = 0.0
+    timeline: Timeline,
+    run: Run,
+    cluster: Cluster,
+    memory_share: float = 0.0,
+    *,
+    away: tuple[float, str] = (0.0, ""),
 ) -> tuple[Unknown, ...]:
-    """List what the prediction of ``timeline`` rests on unmeasured, the largest first."""
-    found = _found(timeline, run, cluster, memory_share)
+    """List what the prediction of ``timeline`` rests on unmeasured, the largest first.
+
+    ``away`` is the share of time that the distance from the fitted runs makes uncertain, and what
+    makes that distance in words.
+    """
+    found = list(_found(timeline, run, cluster, memory_share))
+    if away[0] > 0.01:
+        found.append(Unknown(f"unlike the nearest fitted run: {away[1] or 'sizes'}", away[0]))
     return tuple(sorted(found, key=lambda each: -each.share))
 
 
@@ -44,7 +57,13 @@ def _found(
         yield Unknown("waits for links, which others may share", _LINK * waits / step)
     host = timeline.parts["host"] / step
     if host > 0.02:
-        yield Unknown("the device waits for its host", 0.3 * host)
+        bound = "bound by the host" if host > _HOST else "the device waits for its host"
+        yield Unknown(bound, 0.3 * host)
+    if run.attention is AttentionKernel.FLASH:
+        slower = 1 - device.attention["flash2"] / max(device.attention.values())
+        share = timeline.attention_s / step * slower / 2
+        if share > 0.02:
+            yield Unknown("a faster attention kernel may run: --attention tells which", share)
     if run.fp8:
         yield Unknown("how much of the model runs in float8", 0.08)
     if run.tensor_parallel > 1:
@@ -59,7 +78,12 @@ def _found(
 def half_width(spread: float, found: tuple[Unknown, ...]) -> float:
     """The logarithm of a 90% interval's half-width: ``spread`` and the unknowns, in quadrature.
 
-    ``spread`` is that of predictions for runs that a fit has not seen; the share of an unknown
+    ``spread`` is that of predictions for runs like the fitted ones; the share of an unknown
     counts as one standard deviation.
     """
     return math.sqrt(spread**2 + sum((1.645 * each.share) ** 2 for each in found))
+
+
+def loop_s(run: Run) -> float:
+    """Seconds that a loop may add to a step, unless ``run`` says what it adds."""
+    return _LOOP_S if run.overhead_s is None else 0.0

@@ -9,6 +9,11 @@ __all__ = ["operation_s"]
 
 # FlashAttention-2 is 1.3 to 2.5 times as fast as the Triton kernel before it (its section 4.1).
 _TRITON_SHARE = 1 / 1.7
+_KERNELS = {each: each.value for each in AttentionKernel} | {
+    AttentionKernel.FLASH: "flash2",
+    AttentionKernel.TRITON: "flash2",
+}
+_USUAL_LENGTH = 4096  # of recorded models, whose kernels do not say theirs
 # The best products in float8 reach 70.9% of their peak, those in bfloat16 80.3% (H100, 2025,
 # stas00/ml-engineering's table of matrix products).
 _FLOAT8_SHARE = 0.709 / 0.803
@@ -26,7 +31,11 @@ def operation_s(
     if operation.kind is Kind.MEMORY:
         return work.bytes / memory
     if operation.kind is Kind.ATTENTION:
-        reached = device.peak(run.compute_dtype) * device.attention * constants.attention_share
+        if run.attention is AttentionKernel.MATH:
+            return work.bytes / memory
+        length = work.shape[0] if work.shape else _USUAL_LENGTH
+        reached = device.attention_flops(_KERNELS[run.attention], run.compute_dtype, length)
+        reached *= constants.attention_share
         if run.attention is AttentionKernel.TRITON:
             reached *= _TRITON_SHARE
         return max(work.flops / reached, work.bytes / memory)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Precision
+from fullshard.plan import Choice, Cluster, SearchSpace, search
 from fullshard.plan.measured import MeasuredModel
 from fullshard.plan.measured.recording import StepRecording
 from fullshard.plan.run import Recompute, Run
@@ -22,7 +23,7 @@ from fullshard.torch.measuring.record import record_step
 from fullshard.torch.unit.buffers import dtype_of
 from fullshard.torch.unit.sites import clean_name
 
-__all__ = ["Inputs", "measure", "repeated_modules"]
+__all__ = ["Inputs", "measure", "plan_module", "repeated_modules"]
 
 Inputs = Callable[[int], Sequence[Any]] | Sequence[Tensor]
 """Positional arguments of the model for a micro-batch: made by a function of its size, or tensors
@@ -95,6 +96,26 @@ def repeated_modules(model: nn.Module) -> tuple[str, ...]:
 
     visit(model, "")
     return tuple(map(clean_name, found))
+
+
+def plan_module(
+    model: nn.Module,
+    batch: Inputs,
+    cluster: Cluster,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    space: SearchSpace | None = None,
+    budget_bytes: int | None = None,
+) -> Choice:
+    """Choose how to train ``model`` on ``cluster``: record it, then rank what fits.
+
+    ``model`` may be on the meta device. ``batch`` is what `measure` takes as inputs: tensors of a
+    micro-batch, or a function of its size. ``space`` is by default all that `fullshard plan`
+    chooses, in float32 with bfloat16 on the wire and in products. Not collective; the model is not
+    changed. Raises `ConfigurationError` if nothing fits.
+    """
+    measured = measure(model, batch, loss=loss)
+    return search(measured, space or SearchSpace(Run()), cluster, budget_bytes=budget_bytes)
 
 
 def _given(inputs: Inputs, micro_batch: int) -> Sequence[Any]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that PyTorch's FSDP2 holds for its units, to read published figures with.
+"""The memory that PyTorch's FSDP2 holds for its units.
 
 FSDP2 issues gathers and reduces on streams of its own, and torch's allocator keeps what was
 allocated on one stream for that stream. So what these two streams ever needed is reserved for good:
-the buffer that is gathered into before it is copied out, the buffer that gradients are copied into
-before they are reduced, and the reduced gradients themselves.
+the buffer that is gathered into before it is copied out, and the reduced gradients. What gradients
+are copied into before they are reduced is the compute stream's, which has it for other tensors.
 """
 
 from collections.abc import Sequence
@@ -14,27 +14,31 @@ from fullshard.core.schedule import Op, OpKind
 from fullshard.core.spec import item_bytes
 from fullshard.plan.step.units import PlannedUnit
 
+__all__ = ["HeldByFSDP2"]
+
 
 class HeldByFSDP2(HeldUnits):
     """Units after some steps of FSDP2.
 
     ``buffers`` are full parameters and unreduced gradients, in the dtype of computation, and what
-    the streams of collectives have reserved; ``gradients`` the reduced ones, which are among that.
+    the streams of collectives have reserved; ``gradients`` the reduced ones, which are
+    among that if there is more than one device.
     """
 
     def __init__(self, units: Sequence[PlannedUnit]):
         super().__init__({number: unit.cost for number, unit in enumerate(units)})
         self._full = [unit.cost.full_bytes for unit in units]
         self._grads = [_as_computed(unit) for unit in units]
+        self._reduced = [unit.cost.grad_full_bytes for unit in units]
         self._are_full: set[int] = set()
         self._have_grads: set[int] = set()
         cast = max((unit.cost.full_bytes // unit.layout.shards for unit in units), default=0)
         blocks = [unit.cost.full_bytes for unit in units if unit.around is not None]
         into = max(max(self._full, default=0), 2 * max(blocks, default=0))
-        reduced = max((unit.cost.grad_full_bytes for unit in units), default=0)
-        sharded = any(unit.layout.shards > 1 for unit in units)
-        self.buffers = (into + cast + reduced) if sharded else 0
-        self.gradients = sum(unit.cost.rest_bytes for unit in units)
+        self._sharded = any(unit.layout.shards > 1 for unit in units)
+        self.buffers = (into + cast) if self._sharded else 0
+        self._rests = [unit.cost.rest_bytes for unit in units]
+        self.gradients = sum(self._rests) if self._sharded else 0
 
     def take(self, number: int, index: int) -> int:
         """The first gradient of a unit stands for all."""
@@ -55,6 +59,9 @@ class HeldByFSDP2(HeldUnits):
         elif op.kind is OpKind.REDUCE and unit in self._have_grads:
             self._have_grads.remove(unit)
             self.buffers -= self._grads[unit]
+            if self._sharded:
+                return self._grads[unit] + self._reduced[unit]
+            self.gradients += self._rests[unit]
         return 0
 
 

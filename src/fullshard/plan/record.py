@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A finished run's record: corrects a device by what it and its loop reached."""
+
+import tomllib
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.plan.choose.settings import Setup, with_setting
+from fullshard.plan.cluster.cluster import Cluster, Constants, Device
+from fullshard.plan.cluster.read import cluster_of, fitted_constants, named_device
+from fullshard.plan.model.config_json import read_model
+from fullshard.plan.model.model import Model
+from fullshard.plan.predict import predict
+from fullshard.plan.run import Run
+
+__all__ = ["Record", "corrected", "device_toml", "read_record"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished run: ``tokens_per_s`` of one device, ``reserved_bytes`` at the peak if known."""
+
+    model: Model
+    run: Run
+    cluster: Cluster
+    tokens_per_s: float
+    reserved_bytes: float | None = None
+
+
+def read_record(path: Path) -> Record:
+    """Read a TOML file: ``model``, ``device``, ``devices``, ``tokens_per_s``, ``memory_gib``.
+
+    Beside them any setting of ``fullshard plan``, such as ``micro-batch`` or ``recompute``. Raises
+    `ConfigurationError` for a file that cannot be read and for unknown or missing names.
+    """
+    try:
+        table: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is no record: {error}") from error
+    missing = sorted({"model", "device", "devices", "tokens_per_s"} - set(table))
+    if missing:
+        raise ConfigurationError(f"{path} does not say {', '.join(missing)}")
+    reached, memory = table.pop("tokens_per_s"), table.pop("memory_gib", None)
+    for name, value in (("tokens_per_s", reached), ("memory_gib", memory)):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < value < 1e12):
+            raise ConfigurationError(f"{path}: {name} must be a number above 0, got {value!r}")
+    model = read_model(str(table.pop("model")))
+    devices = table.pop("devices")
+    setup = Setup(Run(), cluster_of(named_device(str(table.pop("device"))), devices))
+    for key, value in table.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        setup = with_setting(setup, key, text)
+    reserved = None if memory is None else memory * 2**30
+    return Record(model, setup.run, setup.cluster, float(reached), reserved)
+
+
+def corrected(record: Record) -> Device:
+    """The record's device with constants of its own: its run is predicted as it was measured.
+
+    Everything takes as much longer or shorter as the run did, the loop included; the allocator's
+    slack is what makes the peak right, if the record has one.
+    """
+    device = record.cluster.device
+    before = device.constants or fitted_constants()
+    found = predict(record.model, record.run, record.cluster, before)
+    faster = record.tokens_per_s / found.tokens_per_s
+    rates = ("matmul_share", "attention_share", "memory_share", "inside_share", "between_share")
+    times = ("kernel_s", "step_s", "straggle_s")
+    constants = replace(
+        before,
+        **{name: getattr(before, name) * faster for name in rates},
+        **{name: getattr(before, name) / faster for name in times},
+    )
+    slack = device.slack
+    if record.reserved_bytes is not None:
+        slack = record.reserved_bytes / found.memory.allocated_bytes - 1
+    return replace(device, constants=constants, slack=slack, assumed=())
+
+
+def device_toml(device: Device, origin: str) -> str:
+    """Write a device as a file that ``--device FILE.toml`` takes."""
+    lines = ["# SPDX-License-Identifier: Apache-2.0", f"[{device.key}]"]
+    told = asdict(device) | {"origin": origin}
+    constants = told.pop("constants")
+    lines += [
+        f"{name} = {_value(value)}"
+        for name, value in told.items()
+        if name != "key" and value is not None
+    ]
+    if constants is not None:
+        names = Constants.__dataclass_fields__
+        lines += ["", f"[{device.key}.constants]"]
+        lines += [f"{name} = {_value(constants[name])}" for name in names]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, dict):
+        inside = ", ".join(f"{name} = {_value(each)}" for name, each in value.items())
+        return f"{{ {inside} }}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_value(each) for each in value)}]"
+    return repr(value)

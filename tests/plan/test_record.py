@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A finished run corrects its device, and the next forecast by that device is near."""
+
+from dataclasses import replace
+
+import pytest
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.plan import cluster_of, named_device, named_model, predict
+from fullshard.plan.record import corrected, device_toml, read_record
+
+TOLD = """\
+model = "llama3-8b"
+device = "h100"
+devices = 8
+micro-batch = 1
+recompute = "full"
+loss = "freed"
+compiled = true
+tokens_per_s = 7000.0
+memory_gib = 40.0
+"""
+
+
+@pytest.fixture
+def record(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(TOLD)
+    return read_record(path)
+
+
+def test_a_record_is_predicted_as_it_was_measured(record, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(device_toml(corrected(record), "a run"))
+    device = named_device(str(file))
+    assert device.origin == "a run"
+    found = predict(record.model, record.run, cluster_of(device, 8))
+    assert found.tokens_per_s == pytest.approx(7000, rel=0.01)
+    assert found.memory.reserved_bytes / 2**30 == pytest.approx(40, rel=0.01)
+
+
+def test_another_model_is_as_much_slower_as_the_record_was(record):
+    device, other = corrected(record), named_model("llama2-7b")
+    before = predict(record.model, record.run, record.cluster).tokens_per_s
+    usual = predict(other, record.run, record.cluster).tokens_per_s
+    after = predict(other, record.run, replace(record.cluster, device=device)).tokens_per_s
+    assert after / usual == pytest.approx(7000 / before, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ("devices = 8\n", "does not say devices"),
+        ("tokens_per_s = 7000.0", "tokens_per_s must be a number"),
+        ('recompute = "full"', "ful"),
+    ],
+)
+def test_what_cannot_be_a_record_is_refused(changed, said, tmp_path):
+    path = tmp_path / "run.toml"
+    other = {"devices = 8\n": "", "tokens_per_s = 7000.0": 'tokens_per_s = "fast"'}
+    path.write_text(TOLD.replace(changed, other.get(changed, 'recompute = "ful"')))
+    with pytest.raises(ConfigurationError, match=said):
+        read_record(path)
+
+
+def test_a_record_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="No such file"):
+        read_record(tmp_path / "none.toml")

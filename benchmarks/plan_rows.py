@@ -179,7 +179,7 @@ def _loss(told: str) -> Loss:
 
 def _attention(told: str) -> AttentionKernel:
     """Such as ``FA3``, ``flash_attention_3``, ``FlashAttention-2``, ``cuDNN``."""
-    version = re.search(r"\bfa[ _-]?([234])\b|flash[ _-]?attention[ _-]?v?([234])", told)
+    version = re.search(r"\bfa[ _-]?([234])\b|flash[ _-]?att(?:entio)?n[ _-]*v?([234])", told)
     if version:
         return AttentionKernel(f"flash{version.group(1) or version.group(2)}")
     return AttentionKernel.CUDNN if "cudnn" in told else AttentionKernel.FLASH

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 
+from fullshard.cli import main
 from fullshard.doctor.calibration import Calibration
 from fullshard.doctor.calibration import measure as measuring
 from fullshard.doctor.links.measure import Links, LinkTime
@@ -31,6 +32,17 @@ MEASURED = Calibration(
         from_previous_s=(1.0, 1.0),
     ),
 )
+
+
+def test_a_record_corrects_its_device_and_measures_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("fullshard.doctor.calibration.command.calibrate", None)
+    record, out = tmp_path / "run.toml", tmp_path / "mine.toml"
+    record.write_text('model = "llama2-7b"\ndevice = "a100"\ndevices = 8\ntokens_per_s = 3000.0\n')
+    assert main(["calibrate", "--record", str(record), "--out", str(out)]) == 0
+    assert "corrected by run.toml" in capsys.readouterr().out
+    device = named_device(str(out))
+    found = predict(named_model("llama2-7b"), Run(), cluster_of(device, 8))
+    assert found.tokens_per_s == pytest.approx(3000, rel=0.01)
 
 
 def test_a_line_through_two_sizes_is_bandwidth_and_latency():

@@ -14,6 +14,7 @@ from torch import nn
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.core.presets import Transformer
 from fullshard.core.strategy import Precision
+from fullshard.plan import SearchSpace
 from fullshard.plan.cluster.read import cluster_of, named_device
 from fullshard.plan.measured import MeasuredModel
 from fullshard.plan.measured.recording import MarkKind, StepRecording
@@ -23,7 +24,7 @@ from fullshard.plan.predict import predict
 from fullshard.plan.run import Loss, Recompute, Run
 from fullshard.testing import LocalWorld
 from fullshard.torch import fully_shard
-from fullshard.torch.measuring import measure, record_step, repeated_modules
+from fullshard.torch.measuring import measure, plan_module, record_step, repeated_modules
 from fullshard.train.torch.models import GPT
 
 TOKENS = torch.zeros(1, 6, dtype=torch.long)
@@ -56,6 +57,17 @@ def test_each_way_to_run_is_recorded(tiny):
     in_part = tiny.record(replace(IN_FULL, recompute=Recompute.SELECTIVE))
     assert one.flops < in_part.flops < again.flops
     assert again.peak_bytes < in_part.peak_bytes < one.peak_bytes
+
+
+def test_any_module_is_planned_by_one_call():
+    with torch.device("meta"):
+        model = GPT(Transformer(2, 64, 2, 2, 128, 100, context=32))
+    cluster = cluster_of(named_device("h100"), 8)
+    space = SearchSpace(Run(micro_batch=2), frozenset({"strategy"}))
+    batch = [torch.zeros(2, 32, dtype=torch.long)]
+    choice = plan_module(model, batch, cluster, loss=lambda out: out.sum(), space=space)
+    assert choice.best.run.micro_batch == 2
+    assert choice.best.fits
 
 
 @pytest.mark.parametrize("recompute", list(Recompute))

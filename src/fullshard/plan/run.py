@@ -78,6 +78,7 @@ class Run:
     run in float8; ``gather_dtype`` is that of gathers on the wire, if it is not that of
     computation. ``align`` is "element"
     behind the wrapper and "row" behind `fully_shard`, unless they are asked for the other.
+    With ``offload_activations`` what blocks keep for backward waits in the host's memory.
     ``overhead_s`` is what the loop adds to a step (None: unknown, as much as those of fitted rows).
     """
 
@@ -98,6 +99,7 @@ class Run:
     recompute_blocks: int | None = None
     recompute_stops: bool = True
     offload: Offload = field(default_factory=Offload)
+    offload_activations: bool = False
     prefetch: Prefetch = field(default_factory=Prefetch)
     optimizer: str = "adamw"
     fused_optimizer: bool = True
@@ -121,6 +123,10 @@ class Run:
             check_whole(name, getattr(self, name), 0)
         if self.recompute_blocks is not None:
             check_whole("recompute_blocks", self.recompute_blocks, 0)
+        if self.offload_activations and self.recompute is Recompute.SELECTIVE:
+            raise ConfigurationError(
+                "offload_activations goes with recompute none or full, not with selective"
+            )
         if self.optimizer not in OPTIMIZERS:
             raise ConfigurationError(
                 f"optimizer {self.optimizer!r} is not known: {', '.join(OPTIMIZERS)}"

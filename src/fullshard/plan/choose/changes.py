@@ -68,7 +68,7 @@ def _changes(run: Run) -> Iterator[Named]:
         yield "loss fused", {"loss": Loss.FUSED}
     if run.loss is not Loss.CHUNKED:
         yield "loss chunked", {"loss": Loss.CHUNKED}
-    if run.recompute is Recompute.NONE:
+    if run.recompute is Recompute.NONE and not run.offload_activations:
         yield "recompute selective", {"recompute": Recompute.SELECTIVE}
     if run.recompute is not Recompute.FULL:
         yield "recompute full", {"recompute": Recompute.FULL}

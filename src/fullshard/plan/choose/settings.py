@@ -132,6 +132,7 @@ RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
     "recompute": _field("recompute", _member(Recompute)),
     "recompute-every": _field("recompute-every", _whole),
     "offload": _offload,
+    "offload-activations": _field("offload-activations", _flag),
     "prefetch": _prefetch,
     "optimizer": _field("optimizer", lambda key, text: choose_one(key, text, tuple(OPTIMIZERS))),
     "lora": _field("lora", _whole, "lora_rank"),

@@ -77,6 +77,8 @@ class SearchSpace:
     def recomputing(self, run: Run) -> Iterator[Run]:
         """``run`` with each way to recompute."""
         kinds = tuple(Recompute) if "recompute" in self.free else (run.recompute,)
+        if run.offload_activations:
+            kinds = tuple(each for each in kinds if each is not Recompute.SELECTIVE)
         return (replace(run, recompute=each) for each in kinds)
 
     def batches(self, run: Run, cluster: Cluster) -> Iterator[Run]:

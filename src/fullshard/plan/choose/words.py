@@ -36,6 +36,8 @@ def describe(run: Run) -> str:
         said.append(f"units by {run.wrap.value}")
     if run.offload.to_host:
         said.append(f"{offload_name(run.offload)} on the host")
+    if run.offload_activations:
+        said.append("activations on the host")
     if (run.prefetch.forward, run.prefetch.backward) != (1, 1):
         said.append(f"prefetch {run.prefetch.forward}/{run.prefetch.backward}")
     return ", ".join(said)

@@ -106,6 +106,7 @@ _HELP = {
     "precision": "bf16, bf16-pure, bf16-reduce, fp16, fp32, fp8",
     "recompute": "none, selective, full",
     "offload": "none, optimizer, params",
+    "offload-activations": "true or false: what blocks keep waits on the host",
     "prefetch": "units gathered ahead: N, or FORWARD/BACKWARD",
     "optimizer": "adamw, lion, momentum, sgd",
     "lora": "rank of adapters; the model itself is frozen",

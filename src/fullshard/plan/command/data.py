@@ -63,6 +63,7 @@ def _run_data(run: Run) -> dict[str, Any]:
         "sequence": run.sequence,
         "recompute": run.recompute.value,
         "offload": offload_name(run.offload),
+        "offload_activations": run.offload_activations,
         "prefetch": [run.prefetch.forward, run.prefetch.backward],
         "param_dtype": run.param_dtype,
         "compute_dtype": run.compute_dtype,
@@ -120,7 +121,7 @@ def train_settings(choice: Choice) -> str:
         word
         for word, wanted in (
             ("recompute", run.recompute is not Recompute.NONE),
-            ("offload", run.offload.to_host),
+            ("offload", run.offload.to_host or run.offload_activations),
             ("accumulation", run.accumulate > 1),
         )
         if wanted

@@ -20,6 +20,12 @@ def code_of(prediction: Prediction, *, fsdp2: bool = False) -> str:
         lines.append(f"# every {block} through torch.utils.checkpoint (use_reentrant=False)")
     if run.recompute is Recompute.SELECTIVE:
         lines.append(f"# every {block} through selective checkpointing, each second product kept")
+    if run.offload_activations:
+        lines.append("# forward within torch.autograd.graph.save_on_cpu(pin_memory=True)")
+    if run.lora_rank:
+        lines.append(
+            f"# after adapters of rank {run.lora_rank} are in place, and the model is frozen"
+        )
     if run.compiled:
         lines.append(f"# every {block} through torch.compile")
     if fsdp2:
@@ -37,7 +43,9 @@ def code_of(prediction: Prediction, *, fsdp2: bool = False) -> str:
     depth = run.prefetch
     if (depth.forward, depth.backward) != (1, 1):
         lines.append(f"set_prefetch(model, forward={depth.forward}, backward={depth.backward})")
-    if run.accumulate > 1 and not run.sync_each:
+    if run.accumulate > 1 and run.sync_each:
+        lines.append(f"# one optimizer step for {run.accumulate} micro-batches")
+    elif run.accumulate > 1:
         quiet = "model.set_requires_gradient_sync(False)" if fsdp2 else "model.no_sync()"
         lines.append(f"# {quiet} for all but the last of {run.accumulate} micro-batches")
     return "\n".join(lines)

@@ -33,6 +33,7 @@ class Activations:
         self.logits: int = 0
         self._script = script
         self._recompute = run.recompute
+        self._offloads = run.offload_activations
         self._recomputed = tuple(
             block is not None and run.recomputed(block) for block in script.blocks
         )
@@ -62,7 +63,9 @@ class Activations:
         if act.phase is Pass.FORWARD and self._recomputed[act.call]:
             self._keep(act.call, self._kept_for_recomputation(act.call, memory), 0)
         else:
-            self._keep(act.call, memory.saved, memory.saved_logits)
+            leaves = self._offloads and act.phase is Pass.FORWARD
+            leaves = leaves and self._script.blocks[act.call] is not None
+            self._keep(act.call, 0 if leaves else memory.saved, memory.saved_logits)
         peak, logits_peak = memory.forward_peak
         most = max(self.kept, before[0] + peak), max(self.logits, before[1] + logits_peak)
         return (0, 0), most
@@ -92,6 +95,8 @@ class Activations:
         self.logits += logits - before[1]
 
     def _kept_for_recomputation(self, call: int, memory: _CallMemory) -> int:
+        if self._offloads:
+            return 0
         blocks = self._script.blocks
         first = call == 0 or blocks[call - 1] != blocks[call]
         inputs = self._script.calls[call].input_bytes if first else 0

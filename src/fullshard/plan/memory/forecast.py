@@ -19,7 +19,7 @@ from fullshard.plan.memory.overheads import allocator_slack, context_bytes
 from fullshard.plan.memory.resting import RestingMemory, resting_memory
 from fullshard.plan.model.model import Model
 from fullshard.plan.run import Engine, Run
-from fullshard.plan.step.script import Act, Pass, Script
+from fullshard.plan.step.script import Act, Pass, Script, offloaded_bytes
 
 __all__ = [
     "CATEGORIES",
@@ -89,6 +89,7 @@ class MemoryForecast:
     cause: str
     resting: RestingMemory
     line: int
+    host_activations_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -112,8 +113,8 @@ class MemoryForecast:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes that rest in the host's memory for this rank."""
-        return self.resting.host_bytes
+        """The bytes that are in the host's memory for this rank: state, and activations."""
+        return self.resting.host_bytes + self.host_activations_bytes
 
 
 def forecast_memory(script: Script, model: Model, run: Run, cluster: Cluster) -> MemoryForecast:
@@ -130,7 +131,8 @@ def forecast_memory(script: Script, model: Model, run: Run, cluster: Cluster) ->
             most, peak, at = total, now, line
     by_category = _with_overheads(peak, run, cluster, script)
     cause = _cause(script, at, by_category)
-    return MemoryForecast(by_category, cause, replay.resting, at)
+    offloaded = offloaded_bytes(script, run)
+    return MemoryForecast(by_category, cause, replay.resting, at, offloaded)
 
 
 def memory_timeline(script: Script, run: Run, cluster: Cluster) -> tuple[Sample, ...]:

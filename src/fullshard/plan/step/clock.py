@@ -19,7 +19,7 @@ from fullshard.plan.model.operations import Kind, Operation
 from fullshard.plan.run import OPTIMIZERS, Engine, Recompute, Run
 from fullshard.plan.step.collectives import Group, gather_s, reduce_all_s
 from fullshard.plan.step.roofline import operation_s
-from fullshard.plan.step.script import Act, Pass, Script
+from fullshard.plan.step.script import Act, Pass, Script, offloaded_bytes
 from fullshard.plan.step.units import PlannedUnit
 
 __all__ = ["Busy", "Timeline", "replay"]
@@ -281,6 +281,9 @@ def _whole_step(
     accumulate = run.accumulate
     optimizer = _optimizer_s(script, run, cluster, constants)
     exposed = streams.waited + (micro - streams.compute)
+    # Activations go to the host and come back beside computation: what takes longer is waited for.
+    copied_s = 2 * offloaded_bytes(script, run) / cluster.device.host_link
+    exposed += max(0.0, copied_s - streams.busy)
     own = (streams.busy + streams.slowed + exposed + streams.stalled) * accumulate + optimizer
     doublings = (cluster.hosts - 1).bit_length()
     straggling = doublings * (constants.straggle_s + constants.straggle_share * own)

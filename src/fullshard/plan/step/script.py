@@ -18,7 +18,16 @@ from fullshard.plan.model.operations import ModelCall
 from fullshard.plan.run import Run
 from fullshard.plan.step.units import PlannedUnit, units_of
 
-__all__ = ["Act", "ActMemory", "Pass", "Script", "Walk", "Walked", "write_script"]
+__all__ = [
+    "Act",
+    "ActMemory",
+    "Pass",
+    "Script",
+    "Walk",
+    "Walked",
+    "offloaded_bytes",
+    "write_script",
+]
 
 
 class Pass(Enum):
@@ -87,6 +96,19 @@ class Walked(Protocol):
     def walk(self, units: Sequence[PlannedUnit], run: Run) -> Walk:
         """The step with events for ``units``."""
         ...
+
+
+def offloaded_bytes(script: Script, run: Run) -> int:
+    """Bytes that blocks keep for backward in the host's memory, if ``run`` offloads activations."""
+    if not run.offload_activations:
+        return 0
+    return sum(
+        call.input_bytes
+        if run.recomputed(block)
+        else sum(each.saved_bytes for each in call.operations)
+        for call, block in zip(script.calls, script.blocks, strict=True)
+        if block is not None
+    )
 
 
 def write_script(

@@ -29,12 +29,11 @@ COMMANDS = {
     "doctor-script": "fullshard doctor train.py --no-links",
     "prove": "fullshard prove --fast --only losses --out proof",
 }
-# Commands in turn, with how many lines of each are shown. The first is asked to come again.
-STOPPED = "timeout --preserve-status --signal USR1 120"
+# Commands in turn, with how many lines of each are shown.
 SESSION = (
-    (f"{STOPPED} fullshard train --nproc 2 train.steps=300 checkpoint.minutes=9", 12),
+    ("fullshard plan llama3-8b --devices 8 --device h100", 12),
+    ("fullshard train --nproc 2 train.steps=40 checkpoint.every=20", 20),
     ("fullshard ckpt ls runs/gpt-nano/checkpoints", 3),
-    ("fullshard train --resume runs/gpt-nano --nproc 1", 12),
 )
 SCRIPT = """\
 import torch
@@ -52,9 +51,7 @@ if dist.get_rank() == 0:
 
 def printed_by(command: str, folder: str, *, colours: bool) -> str:
     """Run a command in ``folder``; return what it prints, with a path of nobody's in its place."""
-    words = shlex.split(command)
-    place = words.index("fullshard")
-    words[place : place + 1] = [sys.executable, "-m", "fullshard"]
+    words = [sys.executable, "-m", *shlex.split(command)]
     environment = os.environ | {"COLUMNS": str(WIDTH), "TERM": "xterm-256color"}
     if colours:
         environment["FORCE_COLOR"] = "1"

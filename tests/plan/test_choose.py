@@ -149,3 +149,9 @@ def test_every_setting_can_be_asked_about(key, value):
 def test_questions_that_cannot_be_read_are_refused(text, said):
     with pytest.raises(ConfigurationError, match=said):
         parse_question(text)
+
+
+def test_a_loss_that_fills_the_memory_is_part_of_the_way_out():
+    cluster = cluster_of(named_device("h100"), 1)
+    with pytest.raises(ConfigurationError, match="a loss that keeps less"):
+        search(named_model("qwen3-0.6b"), SearchSpace(Run(sequence=32_768)), cluster)

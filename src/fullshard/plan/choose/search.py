@@ -15,7 +15,7 @@ from fullshard.plan.cluster.read import fitted_spread
 from fullshard.plan.memory import resting_memory
 from fullshard.plan.model.model import Model
 from fullshard.plan.predict import Prediction, predict
-from fullshard.plan.run import Run, Wrap
+from fullshard.plan.run import Loss, Run, Wrap
 from fullshard.plan.step.script import Script, Walked, write_script
 from fullshard.plan.step.units import PlannedUnit, units_of
 
@@ -208,6 +208,8 @@ def _floor(trial: _Trial, model: Model, cluster: Cluster, budget: int) -> str:
     way_out = (
         f"{more} devices or more" if memory.resting_bytes > budget else "a smaller micro-batch"
     )
+    if least.run.loss is Loss.PLAIN and 2 * memory.peak["logits and loss"] > memory.peak_bytes:
+        way_out += ", a loss that keeps less (loss fused or chunked)"
     return (
         f"{model.name} does not fit into {bytes_text(budget)} on each of {cluster.devices} devices "
         f"in any of {trial.tried} ways; the least is {bytes_text(memory.peak_bytes)} with "

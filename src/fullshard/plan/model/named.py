@@ -20,7 +20,7 @@ def _llama(
 
 
 def _qwen3(layers: int, width: int, heads: int, hidden: int, *, tied: bool = False) -> Shape:
-    shape = _llama(layers, width, heads, 8, hidden, 151_936, 32_768)
+    shape = _llama(layers, width, heads, 8, hidden, 151_936, 8192)
     return replace(shape, head_width=128, tied=tied, query_key_norm=True)
 
 

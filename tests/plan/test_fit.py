@@ -5,6 +5,7 @@ import importlib.util
 import sys
 import tomllib
 from dataclasses import fields, replace
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from fullshard.plan.cluster.read import fitted_constants, fitted_runs, fitted_sp
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
-FITTED = tomllib.loads((ROOT / "src/fullshard/plan/cluster/constants.toml").read_text())
+PACKAGE = resources.files("fullshard.plan.cluster")  # of a wheel, too
+FITTED = tomllib.loads((PACKAGE / "constants.toml").read_text())
 
 
 @pytest.fixture(scope="module")

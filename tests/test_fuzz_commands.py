@@ -313,6 +313,12 @@ def test_a_command_writes_over_nothing(world, capsys, command, file):
     assert contents(world) == before
 
 
+@pytest.mark.parametrize("link", ["dangling", "dangling/deeper", "loop"])
+def test_a_link_to_no_folder_ends_training_at_once(world, capsys, link):
+    assert main(["train", f"log.folder={link}"]) == 2
+    assert f"cannot make the run folder '{link}/gpt-nano" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("seed", range(FIRST, LAST))
 def test_a_command_ends_with_a_sentence_and_changes_nothing(world, capsys, seed):
     arguments = random_arguments(seed)

@@ -348,3 +348,34 @@ def _(job):
         model = GPT(width=256, blocks=2, tied=True)
     shard(model, job.mesh, align="element")
     job.train(model)
+
+
+# ---- inputs -------------------------------------------------------------------------------------
+
+
+class WithLengths(nn.Linear):
+    """Takes lengths that belong on the host."""
+
+    def forward(self, x, lengths):
+        assert x.is_cuda
+        assert lengths.device.type == "cpu"
+        return super().forward(x)
+
+
+@program("inputs that rest on the host")
+def _(job):
+    """The outermost unit's go to the device, as FSDP2's do; those of units inside stay."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            with torch.device("cuda"):
+                self.blocks = nn.ModuleList(WithLengths(8, 8) for _ in range(2))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x, torch.ones(2))
+            return x
+
+    model = shard(Model(), job.mesh)
+    job.train(model, loss=lambda model: model(torch.zeros(2, 8)).sum())

@@ -13,6 +13,7 @@ from fullshard.torch.comm.process_group import ProcessGroupComm
 from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.comm.ranks import Ranks
 from fullshard.torch.unit import streams
+from fullshard.torch.unit.buffers import _with_index
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.streams import CopyStream, has_streams
 
@@ -93,3 +94,19 @@ def test_what_lies_on_the_host_is_carried_by_the_groups_own_accelerator():
     comm._routes = {}
     comm.group = SimpleNamespace(_device_types=[XPU], _get_backend=backend_of)
     assert comm._route_of(torch.empty(1)).carrier == "xpu"
+
+
+def test_extremes_go_by_rounds_in_host_memory_alone(monkeypatch):
+    comm = ProcessGroupComm.__new__(ProcessGroupComm)
+    ways = {"_extremes_by_rounds": "by rounds", "_start": "at once"}
+    for name, way in ways.items():
+        monkeypatch.setattr(comm, name, lambda *_, way=way, **__: way, raising=False)
+    monkeypatch.setattr(comm, "_route_of", lambda _: SimpleNamespace(on_gloo=True), raising=False)
+    assert comm.all_reduce([torch.empty(1)], "max") == "by rounds"
+    assert comm.all_reduce([torch.empty(1, device="meta")], "max") == "at once"
+
+
+def test_a_device_with_a_number_keeps_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert _with_index(torch.device("cuda", 3)) == torch.device("cuda", 3)
+    assert _with_index(torch.device("cuda")) == torch.device("cuda", 0)

@@ -2,6 +2,7 @@
 """The output of a run on either engine: progress bar, lines, metrics.jsonl, closing table."""
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,7 +56,11 @@ def new_run_folder(folder: str, name: str) -> Path:
         path = Path(folder, name if number == 1 else f"{name}-{number}")
         try:
             path.mkdir(parents=True)
-        except FileExistsError:
+        except FileExistsError as error:
+            if not os.path.lexists(path):  # then a link above it exists, and leads nowhere
+                raise ConfigurationError(
+                    f"cannot make the run folder {str(path)!r}: a link ends nowhere; set log.folder"
+                ) from error
             number += 1
         except OSError as error:
             raise ConfigurationError(

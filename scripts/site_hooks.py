@@ -16,10 +16,12 @@ TWINS: dict[str, str] = {}
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Keep what a page says, as it is written."""
+    """Keep what a page says; tell Markdown no more of blocks than it understands."""
     text = re.sub(r'--8<-- "(.+)"', lambda found: (ROOT / found[1]).read_text("utf-8"), markdown)
     text = re.sub(r"^::: (\S+)$", lambda found: docstrings_of(found[1]), text, flags=re.M)
     TWINS[page.file.src_uri] = text
+    plain = re.sub(r"^```python runnable$", "```python", markdown, flags=re.M)
+    return re.sub(r"^```python file=(\S+)$", r'```python title="\1"', plain, flags=re.M)
 
 
 def on_post_build(config):

@@ -29,7 +29,16 @@ import torch
 from torch import Tensor
 
 from fullshard.core.errors import ConfigurationError, FullshardError
-from fullshard.torch.comm.protocol import Done, Parts, ReduceOp, Work, rank_order_sum
+from fullshard.torch.comm.protocol import (
+    Done,
+    Full,
+    Parts,
+    ReduceOp,
+    Work,
+    flat_of,
+    rank_order_sum,
+    slices_of,
+)
 
 __all__ = ["LocalComm", "LocalWorld", "LocalWorldError"]
 
@@ -208,37 +217,62 @@ class LocalComm:
         number = self._number * 100 + self._derived
         return LocalComm(self.world, members, list(ranks).index(self.rank), number)
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
 
         def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
             gathered = []
             for shards in zip(*inputs, strict=True):
-                full = _unseen_empty((self.size, *shards[0].shape), shards[0])
-                for rank, shard in enumerate(shards):
-                    full[rank].copy_(shard)
-                gathered.append(full.flatten())
+                full = _unseen_empty((sum(each.numel() for each in shards),), shards[0])
+                places = torch.split(full, [each.numel() for each in shards])
+                for place, shard in zip(places, shards, strict=True):
+                    place.copy_(shard.flatten())
+                gathered.append(full)
             return [gathered] * self.size
 
         fulls = [full for full, _ in pairs]
+        self._check_sizes("all_gather", [(shard, full) for full, shard in pairs])
         # A shard may lie inside the output, which holds NaN until the gather is waited for.
         shards = [
             _unseen_copy(shard)
-            if shard.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+            if shard.untyped_storage().data_ptr() == flat_of(full).untyped_storage().data_ptr()
             else shard
             for full, shard in pairs
         ]
-        return self._issue("all_gather", label, shards, fulls, combine)
+        alike = [
+            full.flat if isinstance(full, Parts) else shard
+            for full, shard in zip(fulls, shards, strict=True)
+        ]
+        return self._issue("all_gather", label, shards, list(map(flat_of, fulls)), combine, alike)
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`."""
+        fulls = [full for _, full in pairs]
+        self._check_sizes("reduce_scatter", pairs)
 
         def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
-            sums = [self._sum(fulls) for fulls in zip(*inputs, strict=True)]
-            return [[s.chunk(self.size)[rank] for s in sums] for rank in range(self.size)]
+            sums = [self._sum(column) for column in zip(*inputs, strict=True)]
+            sliced = [
+                slices_of(
+                    Parts(total, full.numels) if isinstance(full, Parts) else total, self.size
+                )
+                for total, full in zip(sums, fulls, strict=True)
+            ]
+            return [[slices[rank] for slices in sliced] for rank in range(self.size)]
 
-        shards = [shard for shard, _ in pairs]
-        return self._issue("reduce_scatter", label, [full for _, full in pairs], shards, combine)
+        flats = list(map(flat_of, fulls))
+        return self._issue("reduce_scatter", label, flats, [shard for shard, _ in pairs], combine)
+
+    def _check_sizes(self, name: str, pairs: Sequence[tuple[Tensor, Full]]) -> None:
+        for shard, full in pairs:
+            flat = flat_of(full)
+            numels = full.numels if isinstance(full, Parts) else [shard.numel()] * self.size
+            fits = len(numels) == self.size and flat.numel() == sum(numels)
+            if not fits or shard.numel() != numels[self.rank] or shard.dtype != flat.dtype:
+                raise LocalWorldError(
+                    f"rank {self.rank}: {name} of slices of {numels} elements, with {shard.shape} "
+                    f"{shard.dtype} and {flat.shape} {flat.dtype}"
+                )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
         """See `Comm.all_reduce`."""
@@ -272,7 +306,7 @@ class LocalComm:
             return [[torch.cat([row[rank] for row in parts])] for rank in range(self.size)]
 
         inputs = [sent.flat, torch.tensor(sent.numels)]
-        return self._issue("all_to_all", label, inputs, [received.flat], combine)
+        return self._issue("all_to_all", label, inputs, [received.flat], combine, inputs[1:])
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:
         """Return 0: threads read each other's memory."""
@@ -291,21 +325,16 @@ class LocalComm:
         inputs: list[Tensor],
         outputs: list[Tensor],
         combine: Callable[[list[list[Tensor]]], list[list[Tensor]]],
+        alike: Sequence[Tensor] = (),
     ) -> Work:
+        """Post ``inputs``; ``alike`` have equal shapes on all ranks, if these have not."""
         if not inputs:  # process groups fail, too
             raise LocalWorldError(f"rank {self.rank}: {name} ({label}) of no tensors")
-        # Sizes may differ from rank to rank in an all-to-all only.
-        described = inputs[1:] if name == "all_to_all" else inputs
-        signature = (name, label, *((tuple(t.shape), t.dtype) for t in described))
+        signature = (name, label, *((tuple(t.shape), t.dtype) for t in alike or inputs))
         key = ((self._number, *self.members), self._calls)
         self._calls += 1
         inputs = [tensor.detach() for tensor in inputs]
         outputs = [tensor.detach() for tensor in outputs]
-        if name in ("all_gather", "reduce_scatter"):
-            for tensor, output in zip(inputs, outputs, strict=True):
-                ratio = self.size if name == "all_gather" else 1 / self.size
-                if output.numel() != tensor.numel() * ratio or output.dtype != tensor.dtype:
-                    raise LocalWorldError(f"rank {self.rank}: {signature} into {output.shape}")
         for output in outputs:
             _poison(output)
         exchange = self.world._post(key, self, signature, inputs)

@@ -1,18 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that put parameters into units.
+"""Rules that put parameters into units, and whole matrices on ranks.
 
 However units were chosen (by class, by size, by hand), what is left of the choice is a set of
 module paths. A parameter belongs to the deepest unit that contains *all* the places where it
 appears: so a tied weight has one owner, the nearest common ancestor of its users, and is gathered
 whenever one of them runs.
+
+[Note: Longest first]
+An optimizer that needs whole matrices wants each on one rank, and its work even. Matrices are dealt
+out from the one with the most work to that with the least, each to the rank that has the least so
+far. The rank with the most then has at most 4/3 of the least possible, and nearly the mean where
+there are several matrices a rank.
 """
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+import heapq
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 
-__all__ = ["around_of", "deepest_around", "group_parameters"]
+__all__ = [
+    "Balance",
+    "Work",
+    "around_of",
+    "balance_of",
+    "deal_out",
+    "deepest_around",
+    "group_parameters",
+    "muon_work",
+]
 
 
 def group_parameters(
@@ -64,3 +81,60 @@ def _deepest(paths: Iterable[str], units: Container[str]) -> str | None:
 
 def _contains(path: str, name: str) -> bool:
     return path == "" or name.startswith(path + ".")
+
+
+Work = Callable[[tuple[int, ...]], float]
+"""The work of an optimizer's step on a parameter of a shape, in one unit for all of them."""
+
+
+def muon_work(shape: tuple[int, ...]) -> float:
+    """FLOPs of one Newton-Schulz iteration on a matrix, or on each matrix of a stack."""
+    if len(shape) < 2:
+        raise ConfigurationError(f"a matrix has at least two dims, got shape {shape}")
+    *stack, rows, columns = shape
+    short, long = min(rows, columns), max(rows, columns)
+    count = 1
+    for size in stack:
+        count *= size
+    return float(count * (4 * short * short * long + 2 * short**3))
+
+
+def deal_out(work: Sequence[float], loads: list[float]) -> list[int]:
+    """Choose the rank that owns each matrix; ``loads`` has what ranks had before, and is added to.
+
+    See [Note: Longest first]. Equal on all ranks if the arguments are.
+    """
+    if not loads:
+        raise ConfigurationError("matrices need at least one rank to own them")
+    ranks = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(ranks)
+    owners = [0] * len(work)
+    for number in sorted(range(len(work)), key=lambda number: -work[number]):
+        load, rank = ranks[0]
+        owners[number] = rank
+        loads[rank] = load + work[number]
+        heapq.heapreplace(ranks, (loads[rank], rank))
+    return owners
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The evenness of a choice of owners.
+
+    ``imbalance`` is the work of the rank that has the most over the mean; ``bound`` the least that
+    a choice can reach, which the largest matrix sets where there are few.
+    """
+
+    imbalance: float
+    bound: float
+
+
+def balance_of(work: Sequence[float], owners: Sequence[int], ranks: int) -> Balance:
+    """Return how even the ``work`` is that ``owners``, of so many ``ranks``, have."""
+    loads = [0.0] * ranks
+    for each, owner in zip(work, owners, strict=True):
+        loads[owner] += each
+    mean = sum(work) / ranks
+    if not mean:
+        return Balance(1.0, 1.0)
+    return Balance(max(loads) / mean, max(1.0, max(work) / mean))

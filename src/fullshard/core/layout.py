@@ -32,10 +32,18 @@ Small parameters would pay most, so they share a segment, ``packed``: each slice
 of them, one behind the other. Such a segment travels in that order, and its few elements are then
 copied to their places. So does what is cut along another dimension than the first. A parameter
 without dims has no rows; it stays in a segment that is cut by element.
+
+[Note: Whole matrices]
+An optimizer that multiplies matrices (Muon, Shampoo) needs all of one. Parameters that have an
+``owner`` share a segment in which they lie in the order of their owners, and its slices are as long
+as what these own: unequal, even empty, and without padding. A gather still writes each element to
+its final place, and a reduce sends a gradient where the optimizer wants it. Which rank owns what is
+chosen for the whole model: see `fullshard.core.grouping`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, overload
 
 from fullshard.core.errors import ConfigurationError
@@ -145,7 +153,9 @@ class Segment:
 
     They rest in ``dtype``, are gathered in ``full_dtype``, their gradients travel in
     ``grad_dtype``. ``by_row`` and ``packed``: see [Note: Whole rows]; a packed segment's slots are
-    places in the order of parameters, not in that in which it travels.
+    places in the order of parameters, not in that in which it travels. ``ends``: where the slices
+    of ranks end if they are unequal, see [Note: Whole matrices]; ``slice_numel`` is then the
+    largest.
     """
 
     dtype: str
@@ -157,11 +167,29 @@ class Segment:
     grad_dtype: str
     by_row: bool = False
     packed: bool = False
+    ends: tuple[int, ...] = ()
 
     @property
     def full_numel(self) -> int:
-        """Elements of the whole segment with padding; a multiple of the number of shards."""
-        return self.slice_numel * self.shards
+        """Elements of the whole segment with padding; of equal slices all of them."""
+        numel: int = self.ends[-1] if self.ends else self.slice_numel * self.shards
+        return numel
+
+    def slice_of(self, rank: int) -> slice:
+        """Return where the slice of ``rank`` lies in the whole segment."""
+        if self.ends:
+            return slice(self.ends[rank - 1] if rank else 0, self.ends[rank])
+        return slice(rank * self.slice_numel, (rank + 1) * self.slice_numel)
+
+    def numel_of(self, rank: int) -> int:
+        """Return the elements of the slice of ``rank``."""
+        numel: int = self.slice_of(rank).stop - self.slice_of(rank).start
+        return numel
+
+    @property
+    def unequal(self) -> list[int] | None:
+        """Elements of each rank's slice, in rank order; None if they are equal."""
+        return [self.numel_of(rank) for rank in range(self.shards)] if self.ends else None
 
     @property
     def slice_bytes(self) -> int:
@@ -211,6 +239,8 @@ class Segment:
     def spans(self, slot: Slot) -> "SpansOfRanks":
         """The spans of all ranks; together they tile the parameter in rank order."""
         numel = slot.stop - slot.start
+        if self.ends:  # as if each rank could hold one
+            return SpansOfRanks((slot.spec.owner or 0) * numel, numel, numel, self.shards)
         if self.by_row:
             return SpansOfRanks(0, numel, chunk_numel(slot.spec, self.shards), self.shards)
         return SpansOfRanks(slot.start, numel, self.slice_numel, self.shards)
@@ -222,7 +252,8 @@ class Segment:
             return 0
         if self.packed:
             return slot.start // self.shards
-        return slot.start + span.start - rank * self.slice_numel
+        first: int = self.slice_of(rank).start
+        return slot.start + span.start - first
 
 
 @dataclass(frozen=True)
@@ -324,7 +355,7 @@ def lay_out_segments(
 ) -> Layout:
     """The layout of groups; the specs of a group agree in dtype and trainable.
 
-    A group becomes one segment, or with rows several.
+    A group becomes one segment, or with rows or owners several.
     """
     if shards < 1:
         raise ConfigurationError(f"a layout needs at least 1 shard, got {shards}")
@@ -332,7 +363,12 @@ def lay_out_segments(
     for members in groups:
         dtype, trainable = members[0].dtype, members[0].trainable
         dtypes = precision.full_dtype(dtype), precision.grad_dtype(dtype)
-        by_element, packed, alone = _kinds(members, align)
+        owned = [spec for spec in members if spec.owner is not None]
+        if owned:
+            slots, ends = _by_owner(owned, shards)
+            most = max(end - start for start, end in pairwise((0, *ends)))
+            segments.append(Segment(dtype, trainable, slots, shards, most, *dtypes, ends=ends))
+        by_element, packed, alone = _kinds([s for s in members if s not in owned], align)
         if by_element:
             slots, slice_numel = _one_behind_the_other(by_element, shards)
             segments.append(Segment(dtype, trainable, slots, shards, slice_numel, *dtypes))
@@ -366,6 +402,21 @@ def _kinds(
     if len(kinds[1]) == 1 and not kinds[1][0].cut_dim:  # it shares the message with nobody
         kinds[2].append(kinds[1].pop())
     return kinds
+
+
+def _by_owner(specs: Sequence[ParamSpec], shards: int) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
+    """Return the slots in the order of owners, and where the slice of each of ``shards`` ends."""
+    slots, ends, end = [], [], 0
+    for rank in range(shards):
+        for spec in specs:
+            if spec.owner == rank:
+                slots.append(Slot(spec, end, end + spec.numel))
+                end = _round_up(end + spec.numel, ALIGN_NUMEL)
+        ends.append(end)
+    if len(slots) < len(specs):
+        lost = [(spec.name, spec.owner) for spec in specs if spec.owner not in range(shards)]
+        raise ConfigurationError(f"owners are ranks below {shards}, got {lost}")
+    return tuple(slots), tuple(ends)
 
 
 def _one_behind_the_other(specs: Sequence[ParamSpec], shards: int) -> tuple[tuple[Slot, ...], int]:

@@ -46,7 +46,8 @@ class ParamSpec:
 
     ``aliases`` are the other names under which the very same parameter appears (tied weights).
     One that lies ``apart`` has a segment of its own, as its class decides what travels. ``cut_dim``
-    is the dimension along which ranks cut it where they hold whole rows.
+    is the dimension along which ranks cut it where they hold whole rows. One that has an ``owner``
+    is not cut: that one of the ranks that share a unit holds all of it.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ParamSpec:
     aliases: tuple[str, ...] = ()
     apart: bool = False
     cut_dim: int = 0
+    owner: int | None = None
 
     @property
     def numel(self) -> int:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.checkpoint.tensors import KnownBoxes, LocalPart, local_part
+from fullshard.torch.state.owned import complete_state
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.sites import clean_name
 
@@ -134,6 +135,7 @@ def _collect_optimizer(
 ) -> dict[str, Any]:
     """Tensors go into ``collected``, the rest is returned."""
     groups, values = [], {}
+    complete_state(optimizer)
     for group in optimizer.param_groups:
         params = [name_of(param, names, key) for param in group["params"]]
         groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": params})

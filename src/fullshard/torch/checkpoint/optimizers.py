@@ -14,13 +14,10 @@ from fullshard.checkpoint.format.stored import StoredTensor
 from fullshard.core.errors import CheckpointError
 from fullshard.torch.checkpoint.collecting import name_of
 from fullshard.torch.checkpoint.tensors import DTYPES, KnownBoxes, LocalPart, local_part
+from fullshard.torch.state.owned import NUMBERS
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = ["OptimizerLoad"]
-
-# State that is a number for a parameter, whatever shape the parameter has: of Adam and its kin,
-# NAdam, ASGD.
-_NUMBERS = {"step", "mu_product", "mu", "eta"}
 
 
 class OptimizerLoad:
@@ -108,7 +105,7 @@ class OptimizerLoad:
 def _new_value(
     param: Tensor, kind: str, stored: StoredTensor, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    if stored.shape == tuple(param.shape) and kind not in _NUMBERS:
+    if stored.shape == tuple(param.shape) and kind not in NUMBERS:
         if isinstance(param, ShardedParameter):
             local = torch.empty_like(param.local, dtype=dtype)
             return ShardedParameter.value(local, param.ownership)

@@ -3,14 +3,13 @@
 
 import os
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
 
 from fullshard.core.errors import CommunicationError
 from fullshard.torch.comm.agreement import by_rank, differing_texts
-from fullshard.torch.comm.protocol import Comm, Parts, ReduceOp, Work, WrappedComm
+from fullshard.torch.comm.protocol import Comm, Full, Parts, ReduceOp, Work, WrappedComm
 
 __all__ = ["CheckedComm", "checked_in_debug_mode"]
 
@@ -44,14 +43,14 @@ class CheckedComm(WrappedComm):
         self._check(f"block({size})", "", ())
         return CheckedComm(self.inner.block(size))
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
-        self._check("all_gather", label, chain.from_iterable(pairs))
+        self._check("all_gather", label, _alike_on_all(pairs))
         return super().all_gather(pairs, label)
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`."""
-        self._check("reduce_scatter", label, chain.from_iterable(pairs))
+        self._check("reduce_scatter", label, _alike_on_all(pairs))
         return super().reduce_scatter(pairs, label)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
@@ -80,3 +79,12 @@ class CheckedComm(WrappedComm):
                 "the ranks want different collectives, so none was issued: "
                 f"{by_rank(self.inner, texts)}. Make all ranks use the same units in the same order"
             )
+
+
+def _alike_on_all(pairs: Iterable[tuple[Full, Full]]) -> list[Tensor]:
+    """List the tensors whose sizes are those of the other ranks: not slices that are unequal."""
+    tensors: list[Tensor] = []
+    for pair in pairs:
+        unequal = [each.flat for each in pair if isinstance(each, Parts)]
+        tensors += unequal or [each for each in pair if isinstance(each, Tensor)]
+    return tensors

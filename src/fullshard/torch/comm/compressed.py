@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.codecs import BlockCodec, CastCodec, Codec, add_up, decode, encode
-from fullshard.torch.comm.protocol import Comm, Parts, Together, Work, WrappedComm
+from fullshard.torch.comm.protocol import Comm, Full, Parts, Together, Work, WrappedComm
 
 __all__ = ["CommunicationCompression", "CompressedComm", "check_compression"]
 
@@ -124,13 +124,13 @@ class CompressedComm(WrappedComm):
 
     # ---- what is compressed ---------------------------------------------------------------------
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather` and [Note: Equal weights]. All pairs travel in one call."""
         codec = self._gather
-        sent: list[tuple[Tensor, Tensor]] = []
+        sent: list[tuple[Full, Tensor]] = []
         coded: list[tuple[Tensor, Tensor]] = []
         for full, shard in pairs:
-            if codec is None or not _takes(codec, shard):
+            if codec is None or isinstance(full, Parts) or not _takes(codec, shard):
                 sent.append((full, shard))
                 continue
             numel = shard.numel()
@@ -148,15 +148,20 @@ class CompressedComm(WrappedComm):
 
         return Together([work], finish)
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`. Other ranks' parts come as messages; sums are in float32."""
         codec = self._reduce
-        chosen = [pair for pair in pairs if codec is not None and _takes(codec, pair[1])]
+        chosen: list[tuple[Tensor, Tensor]] = []
+        others: list[tuple[Tensor, Full]] = []
+        for shard, full in pairs:
+            if codec is None or isinstance(full, Parts) or not _takes(codec, full):
+                others.append((shard, full))
+            else:
+                chosen.append((shard, full))
         if codec is None or not chosen:
             return super().reduce_scatter(pairs, label)
         works = []
-        if len(chosen) < len(pairs):
-            others = [pair for pair in pairs if not _takes(codec, pair[1])]
+        if others:
             works.append(super().reduce_scatter(others, label))
         sizes = [codec.message_bytes(shard.numel()) for shard, _ in chosen]
         # One row for each other rank, in which the messages of all pairs lie side by side.

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.process_group import ProcessGroupComm, witness_of
-from fullshard.torch.comm.protocol import Comm, Work, WrappedComm
+from fullshard.torch.comm.protocol import Comm, Full, Parts, Work, WrappedComm
 from fullshard.torch.comm.sibling_groups import sibling_group
 from fullshard.torch.comm.watch.watchdog import Witness
 
@@ -129,15 +129,16 @@ class HierarchicalComm(WrappedComm):
             return HierarchicalComm(part, self._per_host)
         return part
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
-        channels = self._channels_for("gathers", pairs[0][0])
-        if channels is None:
+        equal = [(full, shard) for full, shard in pairs if not isinstance(full, Parts)]
+        channels = self._channels_for("gathers", pairs[0][1]) if len(equal) == len(pairs) else None
+        if channels is None:  # unequal slices are sent to each rank by who has them
             return super().all_gather(pairs, label)
         across, within = channels
         hosts, local = across.size, self.rank % self._per_host
         first, second = [], []
-        for full, shard in pairs:
+        for full, shard in equal:
             slices = full.view(hosts, self._per_host, shard.numel())
             first.append((slices[:, local], shard))
             second += [(of_host.flatten(), of_host[local]) for of_host in slices]
@@ -148,14 +149,15 @@ class HierarchicalComm(WrappedComm):
             lambda: within.all_gather(second, f"{what} (within the host)"),
         )
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`, and [Note: Order of sums]."""
-        channels = self._channels_for("reduces", pairs[0][0])
+        equal = [(shard, full) for shard, full in pairs if not isinstance(full, Parts)]
+        channels = self._channels_for("reduces", pairs[0][0]) if len(equal) == len(pairs) else None
         if channels is None:
             return super().reduce_scatter(pairs, label)
         across, within = channels
         first, second = [], []
-        for shard, full in pairs:
+        for shard, full in equal:
             sums = torch.empty(across.size * shard.numel(), dtype=full.dtype)
             of_hosts = full.chunk(across.size)
             first += list(zip(sums.chunk(across.size), of_hosts, strict=True))

@@ -3,7 +3,6 @@
 
 import zlib
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,11 +14,14 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from fullshard.torch.comm.protocol import (
     Comm,
     Done,
+    Full,
     Parts,
     ReduceOp,
     Work,
+    flat_of,
     innermost,
     rank_order_sum,
+    slices_of,
 )
 from fullshard.torch.comm.sibling_groups import sibling_group, timeout_s_of
 from fullshard.torch.comm.watch.watchdog import Witness
@@ -220,52 +222,64 @@ class ProcessGroupComm:
             self.witness.leaves_pending(what, works)
         return _Pending(self.witness, what, works, done, reachable[0].device)
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
-        what, route = label or "all_gather", self._route_of(pairs[0][0])
-        on_gloo = route.on_gloo
+        what, route = label or "all_gather", self._route_of(pairs[0][1])
+        fulls = [full for full, _ in pairs]
 
         def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
-            if on_gloo:
-                return self._all_gather_by_exchange(what, tensors[::2], tensors[1::2])
-            several = _GATHERS if route.together else None
-            return self._by_pairs(_GATHER, several, tensors, AllgatherOptions())
+            if route.on_gloo:
+                moved = _moved(fulls, tensors[::2])
+                return self._all_gather_by_exchange(what, moved, tensors[1::2])
+            return self._by_pairs(_GATHER, route, tensors, fulls)
 
-        return self._start(what, list(chain.from_iterable(pairs)), start)
+        tensors = [each for full, shard in pairs for each in (flat_of(full), shard)]
+        return self._start(what, tensors, start)
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`."""
-        route = self._route_of(pairs[0][0])
+        what, route = label or "reduce_scatter", self._route_of(pairs[0][0])
         if route.on_gloo:
-            return self._reduce_scatter_by_exchange(label or "reduce_scatter", pairs)
+            return self._reduce_scatter_by_exchange(what, pairs)
+        fulls = [full for _, full in pairs]
 
         def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
-            several = _REDUCES if route.together else None
-            return self._by_pairs(_REDUCE, several, tensors, ReduceScatterOptions())  # a sum
+            return self._by_pairs(_REDUCE, route, tensors, fulls)  # a sum
 
-        return self._start(label or "reduce_scatter", list(chain.from_iterable(pairs)), start)
+        tensors = [each for shard, full in pairs for each in (shard, flat_of(full))]
+        return self._start(what, tensors, start)
 
     def _by_pairs(
-        self,
-        single: str,
-        several: str | None,
-        tensors: Sequence[Tensor],
-        options: AllgatherOptions | ReduceScatterOptions,
+        self, single: str, route: _Route, tensors: Sequence[Tensor], fulls: Sequence[Full]
     ) -> list[dist.Work]:
-        """Send an output and an input a call; by ``several`` all of a dtype in one."""
+        """Send an output and an input a call; where that is made all of a dtype in one.
+
+        Unequal slices go by a call of their own for each of ``fulls`` that has such.
+        """
+        gathers = single is _GATHER
+        options = AllgatherOptions() if gathers else ReduceScatterOptions()
         options.asyncOp = True
         # NCCL knows no complex numbers; a sum of them is one of their parts.
         tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-        if several is None or len(tensors) == 2:
-            call = getattr(self.group, single)
-            return [call(*pair, options) for pair in zip(tensors[::2], tensors[1::2], strict=True)]
+        works: list[dist.Work] = []
         by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for output, held in zip(tensors[::2], tensors[1::2], strict=True):
-            outputs, inputs = by_dtype.setdefault(output.dtype, ([], []))
-            outputs.append(output)
-            inputs.append(held)
-        call = getattr(self.group, several)
-        return [call(outputs, inputs, options) for outputs, inputs in by_dtype.values()]
+        for full, output, held in zip(fulls, tensors[::2], tensors[1::2], strict=True):
+            if not isinstance(full, Parts):
+                outputs, inputs = by_dtype.setdefault(output.dtype, ([], []))
+                outputs.append(output)
+                inputs.append(held)
+            elif gathers:
+                slices = list(torch.split(output, full.numels))
+                works.append(self.group.allgather([slices], [held], options))
+            else:
+                slices = list(torch.split(held, full.numels))
+                works.append(self.group.reduce_scatter([output], [slices], options))
+        if route.together and len(tensors) > 2:
+            call = getattr(self.group, _GATHERS if gathers else _REDUCES)
+            return works + [call(*each, options) for each in by_dtype.values()]
+        call = getattr(self.group, single)
+        pairs = [pair for each in by_dtype.values() for pair in zip(*each, strict=True)]
+        return works + [call(*pair, options) for pair in pairs]
 
     # [Note: Direct exchange]
     # Gloo's all-gather goes through a flat buffer of its own, twice the memory and a copy, and its
@@ -275,22 +289,21 @@ class ProcessGroupComm:
     # order, in fp32 for low precision. Both send (N-1)/N of the buffer, the least possible.
 
     def _all_gather_by_exchange(
-        self, what: str, fulls: Sequence[Tensor], shards: Sequence[Tensor]
+        self, what: str, fulls: Sequence[Full], shards: Sequence[Tensor]
     ) -> list[dist.Work]:
-        received = [full.chunk(self.size) for full in fulls]
+        received = [slices_of(full, self.size) for full in fulls]
         works = self._exchange(what, [[shard] * self.size for shard in shards], received)
         for slices, shard in zip(received, shards, strict=True):
             if slices[self.rank].data_ptr() != shard.data_ptr():
                 slices[self.rank].copy_(shard)  # while the others' are on their way
         return works
 
-    def _reduce_scatter_by_exchange(
-        self, what: str, pairs: Sequence[tuple[Tensor, Tensor]]
-    ) -> Work:
+    def _reduce_scatter_by_exchange(self, what: str, pairs: Sequence[tuple[Tensor, Full]]) -> Work:
         sums: list[tuple[list[Tensor], Tensor]] = []
 
         def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
-            sent = [full.chunk(self.size) for full in tensors[1::2]]
+            fulls = _moved([full for _, full in pairs], tensors[1::2])
+            sent = [slices_of(full, self.size) for full in fulls]
             for slices, shard in zip(sent, tensors[::2], strict=True):
                 parts = [
                     slices[rank] if rank == self.rank else torch.empty_like(shard)
@@ -304,7 +317,8 @@ class ProcessGroupComm:
                 rank_order_sum(parts, shard)
             sums.clear()
 
-        return self._start(what, list(chain.from_iterable(pairs)), start, add_up)
+        tensors = [t for shard, full in pairs for t in (shard, flat_of(full))]
+        return self._start(what, tensors, start, add_up)
 
     def _exchange(
         self, what: str, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]]
@@ -411,6 +425,14 @@ class ProcessGroupComm:
         """Return the bytes of the other ranks' parts if reduces are exchanges, else 0."""
         on_host = full.device.type == "cpu" and self._route_of(full).on_gloo
         return full.nbytes * (self.size - 1) // self.size if on_host else 0
+
+
+def _moved(fulls: Sequence[Full], flats: Sequence[Tensor]) -> list[Full]:
+    """Return ``fulls`` with ``flats``, which the backend can reach, in their places."""
+    return [
+        Parts(flat, full.numels) if isinstance(full, Parts) else flat
+        for full, flat in zip(fulls, flats, strict=True)
+    ]
 
 
 def forget_destroyed(known: WeakKeyDictionary[Any, Any]) -> None:

@@ -18,15 +18,18 @@ from torch import Tensor
 __all__ = [
     "Comm",
     "Done",
+    "Full",
     "Parts",
     "ReduceOp",
     "SoloComm",
     "Together",
     "Work",
     "WrappedComm",
+    "flat_of",
     "innermost",
     "members_of",
     "rank_order_sum",
+    "slices_of",
 ]
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -37,6 +40,22 @@ class Parts(NamedTuple):
 
     flat: Tensor
     numels: list[int]
+
+
+Full = Tensor | Parts
+"""The slices of all ranks, in rank order; as `Parts` if they are unequal."""
+
+
+def flat_of(full: Full) -> Tensor:
+    """Return the tensor that has the slices of all ranks."""
+    return full.flat if isinstance(full, Parts) else full
+
+
+def slices_of(full: Full, size: int) -> Sequence[Tensor]:
+    """Return the slices of ``size`` ranks: views."""
+    if isinstance(full, Parts):
+        return torch.split(full.flat, full.numels)
+    return full.chunk(size)
 
 
 class Work(Protocol):
@@ -73,14 +92,15 @@ class Comm(Protocol):
         ``size`` divides this one's. Called by all ranks.
         """
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
         """For each (full, shard): write the shards of all ranks into ``full`` in rank order.
 
         ``full`` has ``size`` times the elements of ``shard``, which may be this rank's slice of
         ``full`` itself. It is contiguous, or on the host a matrix with a contiguous row a rank.
+        As `Parts` it has slices of unequal sizes, some of which may be empty.
         """
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
         """For each (shard, full): ``shard`` gets the sum over ranks of its slice of ``full``."""
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
@@ -170,16 +190,16 @@ class SoloComm:
         """Return itself, the only block."""
         return self
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
         """Copy each shard to its full tensor."""
         for full, shard in pairs:
-            full.copy_(shard)
+            flat_of(full).copy_(shard)
         return Done()
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
         """Copy each full tensor to its shard."""
         for shard, full in pairs:
-            shard.copy_(full)
+            shard.copy_(flat_of(full))
         return Done()
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
@@ -216,11 +236,11 @@ class WrappedComm:
         """See `Comm.block`."""
         return self.inner.block(size)
 
-    def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
         return self.inner.all_gather(pairs, label)
 
-    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str = "") -> Work:
+    def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`."""
         return self.inner.reduce_scatter(pairs, label)
 

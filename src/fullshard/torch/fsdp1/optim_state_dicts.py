@@ -19,6 +19,7 @@ from fullshard.torch.fsdp1.state_dicts import StateDictForms
 from fullshard.torch.state.broadcast_state import broadcast_state
 from fullshard.torch.state.forms import StateForm
 from fullshard.torch.state.optimizers import cut_state, in_form, uncut_spans
+from fullshard.torch.state.owned import complete_state
 from fullshard.torch.state.state_dict_types import OptimStateKeyType, StateDictType
 from fullshard.torch.step.managed import managed_units, speaks_for_all
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -215,6 +216,8 @@ def _saved(
     model: nn.Module, optim: Optimizer, given: dict[str, Any] | None, form: StateForm
 ) -> dict[str, Any]:
     names = dict(enumerate(_names(model, optim.param_groups)))
+    if given is None:
+        complete_state(optim)
     named = _rekeyed(_packed(optim) if given is None else given, names)
     state = in_form(named["state"], form, "FullyShardedDataParallel.optim_state_dict()", _INSTEAD)
     return {**named, "state": state} if form.kept else {}

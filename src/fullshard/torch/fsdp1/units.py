@@ -109,7 +109,7 @@ def plan_of(options: dict[str, Any], device: torch.device, sync_states: bool) ->
         precision_of("mixed_precision", options["mixed_precision"]),
         offload_of("cpu_offload", options["cpu_offload"]),
         value_of_first_rank(ranks, device) if sync_states else own_value,
-        options["align"],
+        "element" if options["align"] == "matrix" else options["align"],
     )
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
-from fullshard.core.layout import Align
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
 from fullshard.torch.comm.compressed import CommunicationCompression
 from fullshard.torch.comm.ranks import Where
@@ -35,6 +34,12 @@ from fullshard.torch.sharding.find import ignored_parts
 from fullshard.torch.sharding.initialisation import broadcast_buffers, initialise
 from fullshard.torch.sharding.module_buffers import cast_buffers, move_buffers
 from fullshard.torch.sharding.options import CPUOffload, MixedPrecision
+from fullshard.torch.sharding.owners import (
+    AlignOrMatrix,
+    is_matrix,
+    matrices_owned,
+    tables_of,
+)
 from fullshard.torch.sharding.settings import require_gradient_sync, set_prefetch
 from fullshard.torch.sharding.shard import (
     agree,
@@ -100,7 +105,9 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
         device_mesh: a 1-D mesh, or (replicate, shard) in 2-D, instead of ``process_group``.
         compression: see `CommunicationCompression`; not part of FSDP1.
         check_values: compare the values that ranks start with. Not part of FSDP1.
-        align: cut parameters anywhere, or at rows ("row") as DTensors. Not part of FSDP1.
+        align: cut parameters anywhere, or at rows ("row") as DTensors, or ("matrix") leave each
+            matrix on one rank, for optimizers like Muon; embeddings, and what is no matrix, are cut
+            anywhere. A policy may choose for each unit. Not part of FSDP1.
 
     Raises:
         ConfigurationError: if parameters are on several devices, a policy returns something
@@ -130,7 +137,7 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
         *,
         compression: CommunicationCompression | None = None,
         check_values: bool = True,
-        align: Align = "element",
+        align: AlignOrMatrix = "element",
     ):
         super().__init__()
         _check_wrappable(module)
@@ -151,9 +158,9 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
         check_unit_options(unit_options, chosen)
         found = shardable_parameters([module], where, ignored_params, device_id)
         options = {each: {**unit_options, **its_own} for each, its_own in chosen.items()}
-        sync, device = sync_module_states, found.device
-        plans = {each: plan_of(own, device, sync) for each, own in options.items()}
+        plans = {m: plan_of(own, found.device, sync_module_states) for m, own in options.items()}
         members = parameters_by_module(module, chosen, found.all_of_them)
+        members = _owned(module, members, options, plans)
         named = members_by_name(module, members)
         agree(named, list(plans.values()), check_values=check_values, meta_on_some=False)
         found.claim()  # from here on things change
@@ -285,6 +292,7 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
         """
         units = [managed.unit for managed in managed_units(self)]
         for unit in units:
+            unit.refuse_unequal("register_comm_hook")
             if unit.settings.hook is not None:
                 raise UsageError(f"unit {unit.name!r} has a communication hook already")
             if unit.ranks.gather.size > 1 and unit.ranks.replicas.size > 1:
@@ -393,3 +401,20 @@ def _add_wrapped_to_keys(module: nn.Module, state: Any, prefix: str, *_: Any) ->
         rest = key[len(prefix) :]
         if not rest.startswith(f"{WRAPPED}."):
             state[f"{prefix}{WRAPPED}.{rest}"] = state.pop(key)
+
+
+def _owned(
+    root: nn.Module,
+    members: Mapping[nn.Module, list[ParamSites]],
+    options: Mapping[nn.Module, Mapping[str, Any]],
+    plans: Mapping[nn.Module, Plan],
+) -> dict[nn.Module, list[ParamSites]]:
+    """Give the matrices of units that keep them whole to ranks, all together."""
+    tables = tables_of(root)
+    whole = {module for module, each in options.items() if each["align"] == "matrix"}
+    units = [(params, plans[module].ranks) for module, params in members.items() if module in whole]
+    owned = iter(matrices_owned(units, lambda each: is_matrix(each, tables)))
+    return {
+        module: next(owned) if module in whole else list(params)
+        for module, params in members.items()
+    }

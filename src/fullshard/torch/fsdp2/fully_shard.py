@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
-from fullshard.core.layout import Align
 from fullshard.core.strategy import Sharding
 from fullshard.torch.comm.compressed import CommunicationCompression, check_compression
 from fullshard.torch.comm.ranks import Ranks, Where, compressed, in_blocks, ranks_of
@@ -28,6 +27,7 @@ from fullshard.torch.sharding.options import (
     offload_of,
     precision_of,
 )
+from fullshard.torch.sharding.owners import AlignOrMatrix, is_matrix, matrices_owned, tables_of
 from fullshard.torch.sharding.shard import ToShard, agree, shard_modules, shardable_parameters
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.unit.plan import Plan
@@ -52,7 +52,7 @@ def fully_shard(
     dp_mesh_dims: Any = ...,
     compression: CommunicationCompression | None = ...,
     check_values: bool = ...,
-    align: Align = ...,
+    align: AlignOrMatrix = ...,
 ) -> FSDPModule: ...
 
 
@@ -69,7 +69,7 @@ def fully_shard(
     dp_mesh_dims: Any = ...,
     compression: CommunicationCompression | None = ...,
     check_values: bool = ...,
-    align: Align = ...,
+    align: AlignOrMatrix = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -85,7 +85,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     compression: CommunicationCompression | None = None,
     check_values: bool = True,
-    align: Align = "row",
+    align: AlignOrMatrix = "row",
 ) -> Any:
     """Shard the parameters of ``module`` that are not sharded yet, in place, as one unit.
 
@@ -102,7 +102,8 @@ def fully_shard(
             of what so many neighbouring ranks hold together, so that backward gathers from them
             alone (1 is False, all ranks are True); it must divide the ranks that share slices.
         shard_placement_fn: gives ``Shard(d)`` for a parameter that is to be cut along dimension d,
-            None for ``Shard(0)``. Along another dimension than the first, parts must be equal.
+            None for ``Shard(0)``, or with ``align="matrix"`` for a matrix that is not to be cut.
+            Along another dimension than the first, parts must be equal.
         mp_policy: see `MixedPrecisionPolicy`.
         offload_policy: see `CPUOffloadPolicy`.
         ignored_params: parameters that stay as they are on every rank, their gradients unreduced.
@@ -110,7 +111,9 @@ def fully_shard(
         compression: see `CommunicationCompression`; not part of FSDP2.
         check_values: compare the values that ranks start with. Not part of FSDP2.
         align: cut parameters at rows, so that they are DTensors, or ("element") anywhere, so that
-            slices are equal and a unit is one message. Not part of FSDP2.
+            slices are equal and a unit is one message, or ("matrix") leave each matrix on one rank,
+            for optimizers like Muon. Embeddings, and what is no matrix, are then cut at rows. Not
+            part of FSDP2.
 
     Parameters on the meta device stay there until ``to_empty`` or
     ``load_state_dict(assign=True)``; what is not initialised by the first forward is found then.
@@ -121,8 +124,9 @@ def fully_shard(
     Raises:
         ConfigurationError: if parameters are on several devices, ``mesh`` is not a DeviceMesh,
             ``align`` or a placement is none, or ranks start with different values.
-        NotSupportedError: for a placement that does not divide a dimension, or with
-            ``align="element"`` another than ``Shard(0)``.
+        NotSupportedError: for a placement that does not divide a dimension, with
+            ``align="element"`` another than ``Shard(0)``, or with ``align="matrix"`` a number for
+            ``reshard_after_forward``.
         UsageError: if there is no process group, or a module is sharded already.
     """
     precision = precision_of("mp_policy", mp_policy)
@@ -141,6 +145,8 @@ def fully_shard(
     ranks = compressed(ranks, compression)
     if shard_placement_fn is not None:
         found = _cut_along(found, shard_placement_fn, ranks.gather.size, align)
+    if align == "matrix":
+        found, align = _owned(found, modules, ranks, shard_placement_fn), "row"
     plan = Plan(ranks, found.device, reshard_after_forward, precision, offload, align=align)
     units = {type(modules[0]).__name__: found.all_of_them}
     bare = agree(units, [plan], check_values=check_values, meta_on_some=True)
@@ -189,7 +195,7 @@ def _chosen_dims(mesh: Where, dims: DataParallelMeshDims | None) -> Where:
 
 
 def _cut_along(
-    found: ToShard, placement_of: Callable[[nn.Parameter], Any], slices: int, align: Align
+    found: ToShard, placement_of: Callable[[nn.Parameter], Any], slices: int, align: AlignOrMatrix
 ) -> ToShard:
     """Note along which dimension each parameter is to be cut."""
 
@@ -219,6 +225,27 @@ def _cut_along(
 
     tied = [replace(each, everywhere=cut(each.everywhere)) for each in found.tied]
     return replace(found, params=[cut(each) for each in found.params], tied=tied)
+
+
+def _owned(
+    found: ToShard,
+    modules: Sequence[nn.Module],
+    ranks: Ranks,
+    placement_of: Callable[[nn.Parameter], Any] | None,
+) -> ToShard:
+    """Give matrices to ranks, but those for which the user has chosen a placement."""
+    tables = set().union(*(tables_of(module) for module in modules))
+
+    def whole(each: ParamSites) -> bool:
+        chosen = placement_of is not None and placement_of(each.param) is not None
+        return is_matrix(each, tables) and not chosen
+
+    (owned,) = matrices_owned([(found.all_of_them, ranks)], whole)
+    params, tied = owned[: len(found.params)], owned[len(found.params) :]
+    moved = [
+        replace(before, everywhere=each) for before, each in zip(found.tied, tied, strict=True)
+    ]
+    return replace(found, params=params, tied=moved)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

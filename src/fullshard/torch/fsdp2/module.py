@@ -238,6 +238,7 @@ class FSDPModule(_OwnModule):
         not taken from ``comm.allocate``: full parameters have a storage of their own, always.
         """
         unit = _managed(self).unit
+        unit.refuse_unequal("set_custom_all_gather")
         group = _group(unit.ranks.gather_of_steps)
         unit.custom_gather = lambda full, shard: comm(
             output_tensor=full, input_tensor=shard, group=group, async_op=True
@@ -246,6 +247,7 @@ class FSDPModule(_OwnModule):
     def set_custom_reduce_scatter(self, comm: Callable[..., Any]) -> None:
         """Reduce by ``comm(output_tensor, input_tensor, group, op, async_op=True)``; op: sum."""
         unit = _managed(self).unit
+        unit.refuse_unequal("set_custom_reduce_scatter")
         group = _group(unit.ranks.reduce)
         unit.settings.reduce_scatter = lambda shard, full: comm(
             output_tensor=shard,

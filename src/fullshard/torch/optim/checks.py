@@ -19,7 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.optim.merged_step import MergedStep
+from fullshard.torch.optim.owned_step import OwnedStep
 from fullshard.torch.state.optimizers import refuse_state_of_another, shard_state, translate
+from fullshard.torch.state.owned import STEPS_APART
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.guards.optimizer_steps import count_step
@@ -32,24 +34,14 @@ __all__ = [
     "watch_optimizers",
 ]
 
-NEEDS_WHOLE_TENSORS = {
-    "Adafactor",
-    "DistributedShampoo",
-    "KFAC",
-    "LBFGS",
-    "Lamb",
-    "LAMB",
-    "LARS",
-    "Muon",
-    "SOAP",
-    "Shampoo",
-}
+NEEDS_WHOLE_TENSORS = STEPS_APART | {"DistributedShampoo", "KFAC", "LBFGS"}
 """Classes of optimizers, by name, that use rows, matrices or norms of whole parameters. Others of
 their kind are stopped by the operations that they call on a `ShardedParameter`."""
 
 _CHECKED = "_fullshard_checked"
 _EAGER = "_fullshard_steps_eagerly"
 _COMMS = "_fullshard_comms"  # that share its parameters
+_OWNED = "_fullshard_owned"  # it steps matrices that one rank has whole
 _EMPTY = "_fullshard_empty"  # those of its parameters of which this rank has nothing
 
 _watching = False
@@ -61,11 +53,20 @@ def watch_optimizers() -> None:
     global _watching
     with _lock:
         if not _watching:
-            register_optimizer_step_pre_hook(look_at)
+            register_optimizer_step_pre_hook(_before_step)
             _watching = True
 
 
-def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any] | None:
+    look_at(optimizer)
+    if not getattr(optimizer, _OWNED):
+        return None
+    return OwnedStep.of(optimizer).begin(args, kwargs)
+
+
+def look_at(optimizer: Optimizer) -> None:
     """Raise, before anything has changed, if ``optimizer`` cannot work on what it holds.
 
     Otherwise make it ready for sharded parameters. See [Note: Looking at optimizers].
@@ -89,11 +90,16 @@ def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
     # The first that is cut by element, if there is one.
     sharded = next(iter(sorted(held, key=lambda each: isinstance(each, DTensor))), None)
     names = {cls.__name__ for cls in type(optimizer).__mro__} & NEEDS_WHOLE_TENSORS
-    if sharded is not None and names and not isinstance(sharded, DTensor):
+    apart = bool(names & STEPS_APART)
+    cut = [each for each in held if not (apart and each.ownership.owner is not None)]
+    cut = [each for each in cut if not isinstance(each, DTensor)] if names else []
+    if cut:
         raise NotSupportedError(
             f"{kind} needs whole tensors ({', '.join(sorted(names))}), but "
-            f"{sharded.ownership.name!r} is sharded by element. Use an elementwise optimizer (SGD, "
-            "Adam, AdamW, Adagrad, RMSprop, ...), or leave these parameters out of sharding"
+            f"{cut[0].ownership.name!r} is sharded by element. "
+            + ('Shard it with align="matrix", which leaves matrices whole, use' if apart else "Use")
+            + " an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...), or leave these "
+            "parameters out of sharding"
         )
     if sharded is not None:
         _check_low_bit(optimizer, sharded)
@@ -103,6 +109,7 @@ def look_at(optimizer: Optimizer, *_arguments: Any) -> None:
         MergedStep.of(optimizer)
     setattr(optimizer, _COMMS, list(dict.fromkeys(each.ownership.comm for each in held)))
     setattr(optimizer, _EMPTY, [each for each in held if each.span.numel == 0])
+    setattr(optimizer, _OWNED, apart and any(each.ownership.owner is not None for each in held))
     setattr(optimizer, _CHECKED, seen)
     _count(optimizer)
 

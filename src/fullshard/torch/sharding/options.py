@@ -207,6 +207,7 @@ def offload_of(name: str, options: Any) -> Offload:
 
 
 def check_align(align: Any) -> None:
-    """Raise `ConfigurationError` unless ``align`` is "row" or "element"."""
-    if align not in get_args(Align):
-        raise ConfigurationError(f"align must be one of {get_args(Align)}, got {align!r}")
+    """Raise `ConfigurationError` unless ``align`` is "row", "element" or "matrix"."""
+    known = (*get_args(Align), "matrix")
+    if align not in known:
+        raise ConfigurationError(f"align must be one of {known}, got {align!r}")

@@ -113,7 +113,7 @@ def agree(
             lines[where] = (
                 f"{spec.shape} {spec.dtype} {trained}, number {number}, cut along {spec.cut_dim}, "
                 f"also as {spec.aliases}"
-            )
+            ) + ("" if spec.owner is None else f", of rank {spec.owner}")
     values = StartingValues(units, plans, checked=check_values)
     comms = dict.fromkeys(c for plan in plans for c in (plan.ranks.gather, plan.ranks.replicas))
     for comm in comms:

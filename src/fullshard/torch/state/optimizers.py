@@ -30,6 +30,7 @@ from fullshard.torch.state.forms import (
     change_form,
     in_agreed_order,
 )
+from fullshard.torch.state.owned import NUMBERS, comms_of_owned, complete_state
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = [
@@ -44,7 +45,6 @@ __all__ = [
 
 _TRANSLATED = "_fullshard_translates"
 _FRAMES = 8  # within which PyTorch's functions are found
-_NUMBERS = {"step", "mu_product", "mu", "eta"}  # of Adam and its kin, NAdam, ASGD
 _INSTEAD = (
     "call it on every rank; its state is DTensors, of which each rank has its rows. For one file: "
     "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, "
@@ -64,6 +64,7 @@ def translate(optimizer: Optimizer) -> None:
         if isinstance(inner, Optimizer):
             translate(inner)
         return
+    optimizer.register_state_dict_pre_hook(_complete)
     optimizer.register_state_dict_post_hook(_hand_out)
     optimizer.register_load_state_dict_pre_hook(_cut_before_loading)
 
@@ -101,6 +102,11 @@ def refuse_state_of_another(optimizer: Optimizer, state: Iterable[Mapping[str, A
                 f"{kind.__name__} cannot step; it has {', '.join(each)}: load it into an optimizer "
                 "of the class that it was saved from"
             )
+
+
+def _complete(optimizer: Optimizer) -> None:
+    call_roll(comms_of_owned(optimizer), "optimizer.state_dict()", _INSTEAD)
+    complete_state(optimizer)
 
 
 def _hand_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -187,7 +193,7 @@ def _cut(name: str, value: Any, param: ShardedParameter) -> Any:
     if not isinstance(value, Tensor) or isinstance(value, ShardedParameter):
         return value
     value = without_sharded_tensor(value, param.device)
-    if value.shape != param.shape or (name in _NUMBERS and not isinstance(value, DTensor)):
+    if value.shape != param.shape or (name in NUMBERS and not isinstance(value, DTensor)):
         return value
     if isinstance(value, DTensor) and _is_cut_alike(value, param):
         return value  # of blocks that torchao's optimizers made: nobody else takes them apart

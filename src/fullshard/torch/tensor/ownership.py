@@ -74,6 +74,14 @@ class Ownership:
         return self.spans[self.comm.rank]
 
     @property
+    def owner(self) -> int | None:
+        """The rank of ``comm`` that holds all elements; None if there is none, or several do."""
+        if self.placed is not None or not self.is_interval:
+            return None
+        parts = overlaps(self.spans, Span(0, self.numel))
+        return parts[0][0] if len(parts) == 1 else None
+
+    @property
     def comms(self) -> tuple[Comm, ...]:
         """The communicators over all of which together the elements are spread."""
         cut = self.tensor_parallel

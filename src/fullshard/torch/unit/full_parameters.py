@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
-from fullshard.torch.comm.protocol import Comm, Together, Work
+from fullshard.torch.comm.protocol import Comm, Full, Parts, Together, Work, flat_of
 from fullshard.torch.tensor.tensor_parallel import held_here
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.extensions import Extension
@@ -115,11 +115,13 @@ class FullParameters:
         self._freed = Freed([] if self._extensions else self.params)
         rank = self._ranks.gather.rank
         self._own_slices = [
-            flat[rank * segment.slice_numel : (rank + 1) * segment.slice_numel]
+            flat[segment.slice_of(rank)] for flat, segment in zip(travelling, segments, strict=True)
+        ]
+        self._travelling = [
+            flat if segment.unequal is None else Parts(flat, segment.unequal)
             for flat, segment in zip(travelling, segments, strict=True)
         ]
-        self._travelling = travelling
-        self._pairs = list(zip(travelling, shards.flats, strict=True))
+        self._pairs = list(zip(self._travelling, shards.flats, strict=True))
         if not self.resident:
             self._release()
         if self._packed is not None:
@@ -201,7 +203,8 @@ class FullParameters:
         else:
             if not self._plan.offload.params and self.working is None:
                 segments = self._shards.layout.segments
-                sizes = [(s.slice_numel, dtype_of(s.full_dtype)) for s in segments]
+                rank = self._ranks.gather.rank
+                sizes = [(s.numel_of(rank), dtype_of(s.full_dtype)) for s in segments]
                 # On the compute stream, like all; for later steps, too.
                 with torch.inference_mode(False):
                     self.working = FlatBuffer(sizes, self._plan.device)
@@ -211,24 +214,25 @@ class FullParameters:
                 self._gathering = self._all_gather(self._converted(source), custom)
 
     def _all_gather(
-        self, pairs: Sequence[tuple[Tensor, Tensor]], custom: CustomGather | None
+        self, pairs: Sequence[tuple[Full, Tensor]], custom: CustomGather | None
     ) -> Work:
         if custom is None:
             return self._comm.all_gather(pairs, label=self._label)
-        works = [custom(full, shard) for full, shard in pairs]
+        works = [custom(flat_of(full), shard) for full, shard in pairs]
         return Together([work for work in works if work is not None])
 
-    def _converted(self, shards: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def _converted(self, shards: Sequence[Tensor]) -> list[tuple[Full, Tensor]]:
         """Pairs for a gather; slices in another dtype, or elsewhere, are first put in place."""
-        pairs: list[tuple[Tensor, Tensor]] = []
+        pairs: list[tuple[Full, Tensor]] = []
         places, across = [], []
         for number, (full, shard) in enumerate(zip(self._travelling, shards, strict=True)):
             if number in self._extensions:
                 pairs += self._extensions[number].send(shard.to(self._plan.device))
                 continue
-            if shard.dtype != full.dtype or shard.device != full.device:
+            flat = flat_of(full)
+            if shard.dtype != flat.dtype or shard.device != flat.device:
                 # First across, then into the other dtype: torch casts on the host, unpinned.
-                across.append(shard.to(full.device, non_blocking=True))
+                across.append(shard.to(flat.device, non_blocking=True))
                 places.append(shard := self._own_slices[number])
             pairs.append((full, shard))
         if places:

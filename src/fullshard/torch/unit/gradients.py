@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fullshard.torch.comm.protocol import Done, Work
+from fullshard.torch.comm.protocol import Done, Full, Parts, Work
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import Division, FlatBuffer, dtype_of, lie_alike
 from fullshard.torch.unit.full_gradients import FullGradients
@@ -56,8 +56,9 @@ class Gradients:
         travel = [dtype_of(s.grad_dtype) for s in segments]
         keep = plan.precision.keep_low_grads
         rest = travel if keep else [dtype_of(s.dtype) for s in segments]
-        self._slice_sizes = [(s.slice_numel, d) for s, d in zip(segments, travel, strict=True)]
-        self._rest_sizes = [(s.slice_numel, d) for s, d in zip(segments, rest, strict=True)]
+        numels = [segment.numel_of(plan.ranks.gather.rank) for segment in segments]
+        self._slice_sizes = list(zip(numels, travel, strict=True))
+        self._rest_sizes = list(zip(numels, rest, strict=True))
         self._rests_alike = lie_alike(self._slice_sizes, self._rest_sizes)
         self._pieces = shards.pieces()
         self._contributions = plan.ranks.size
@@ -161,7 +162,13 @@ class Gradients:
         self._work = self._reduce_scatter(pairs)
 
     def _reduce_scatter(self, pairs: list[tuple[Tensor, Tensor]]) -> Work:
-        settings = self.settings
+        settings, segments = self.settings, self._shards.trainable
+        if any(segment.ends for segment in segments):
+            sent: list[tuple[Tensor, Full]] = [
+                (shard, flat if segment.unequal is None else Parts(flat, segment.unequal))
+                for (shard, flat), segment in zip(pairs, segments, strict=True)
+            ]
+            return self._plan.ranks.reduce.reduce_scatter(sent, label=self._label)
         if settings.hook is not None:
             for shard, flat in pairs:
                 settings.hook(flat, shard)

@@ -58,7 +58,8 @@ class Shards:
         self.places: list[Place] = list(self._find_places())
         by_name = {each.spec.name: each for each in params}
         self.params: list[ParamSites] = [by_name[place.slot.spec.name] for place in self.places]
-        sizes = [(each.slice_numel, dtype_of(each.dtype)) for each in layout.segments]
+        rank = plan.ranks.gather.rank
+        sizes = [(each.numel_of(rank), dtype_of(each.dtype)) for each in layout.segments]
         self.buffer: FlatBuffer = FlatBuffer(sizes, device, pin=plan.pin and device.type == "cpu")
         self.buffer.zero_()  # padding must be a number
         values = plan.values
@@ -133,7 +134,8 @@ class Shards:
                     numels += [start - end, place.span.numel]
                     indices += [-1, index]
                     end = start + place.span.numel
-            found.append(([*numels, segment.slice_numel - end], [*indices, -1]))
+            rest = segment.numel_of(self._ranks.gather.rank) - end
+            found.append(([*numels, rest], [*indices, -1]))
         return found
 
     def _placed(self, each: ParamSites, place: Place, shape: tuple[int, ...]) -> Placed | None:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.core.errors import UsageError
+from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.core.layout import Layout, lay_out
 from fullshard.core.schedule import OpKind
+from fullshard.torch.comm.protocol import Full, Parts
 from fullshard.torch.comm.ranks import Ranks
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
@@ -202,6 +203,14 @@ class Unit:
                     "(named_parameters(remove_duplicate=False))"
                 )
 
+    def refuse_unequal(self, what: str) -> None:
+        """Raise `NotSupportedError` if slices are unequal, which ``what`` cannot send."""
+        if any(segment.ends for segment in self.layout.segments):
+            raise NotSupportedError(
+                f"{what} sends equal slices, and unit {self.name!r} keeps matrices whole on one "
+                'rank each: shard it with align="row" or "element"'
+            )
+
     # ---- gather and free ------------------------------------------------------------------------
 
     def _move(self, op: str) -> None:
@@ -353,14 +362,15 @@ class Unit:
         sizes = [(s.full_numel, dtype_of(s.dtype)) for s in segments]
         if self.shards.device.type == "meta":
             return FlatBuffer(sizes, self.shards.device)
-        full, rank, pairs = FlatBuffer(sizes, self.device), self.ranks.gather.rank, []
+        full, rank = FlatBuffer(sizes, self.device), self.ranks.gather.rank
+        pairs: list[tuple[Full, Tensor]] = []
         travelling = full.flats.copy()
         for number, shard in enumerate(self.shards.flats):
             if segments[number].travels_apart:
                 travelling[number] = torch.empty_like(full.flats[number])
-            flat = travelling[number]
-            mine = flat[rank * shard.numel() : (rank + 1) * shard.numel()]
-            pairs.append((flat, mine.copy_(shard)))
+            flat, unequal = travelling[number], segments[number].unequal
+            mine = flat[segments[number].slice_of(rank)].copy_(shard)
+            pairs.append((flat if unequal is None else Parts(flat, unequal), mine))
         if pairs:
             label = f"gather of values of unit {self.name!r}"
             self.ranks.gather.all_gather(pairs, label=label).wait()

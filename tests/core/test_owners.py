@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole matrices on one rank each: every element once, evenly, without padding."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.grouping import balance_of, deal_out, muon_work
+from fullshard.core.layout import lay_out
+from fullshard.core.presets import transformer
+from fullshard.core.spec import ParamSpec
+
+shapes = st.tuples(st.integers(1, 40), st.integers(1, 40))
+
+
+@given(st.lists(shapes, min_size=1, max_size=12), st.integers(1, 9), st.booleans())
+def test_each_element_is_on_one_rank_and_in_its_place(sizes, ranks, with_others):
+    owners = deal_out([muon_work(shape) for shape in sizes], [0.0] * ranks)
+    specs = [
+        ParamSpec(f"m{i}", shape, owner=owner)
+        for i, (shape, owner) in enumerate(zip(sizes, owners, strict=True))
+    ]
+    others = [ParamSpec("bias", (17,)), ParamSpec("table", (13, 5))] if with_others else []
+    layout = lay_out([*specs, *others], ranks, align="row")
+    assert sorted(slot.spec.name for _, slot in layout) == sorted(s.name for s in [*specs, *others])
+    for segment, slot in layout:
+        spans = list(segment.spans(slot))
+        assert sum(span.numel for span in spans) == slot.spec.numel
+        if slot.spec.owner is None:
+            continue
+        assert segment.unequal is not None
+        assert sum(segment.unequal) == segment.full_numel
+        assert spans[slot.spec.owner].numel == slot.spec.numel
+        held = segment.slice_of(slot.spec.owner)
+        assert held.start <= slot.start <= slot.stop <= held.stop
+        begin = segment.offset_in_slice(slot, slot.spec.owner)
+        assert held.start + begin == slot.start
+        assert segment.padding_numel < 32 * len(segment.slots)
+
+
+@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=40), st.integers(1, 12))
+def test_the_most_is_at_most_four_thirds_of_what_must_be(work, ranks):
+    loads = [0.0] * ranks
+    owners = deal_out(work, loads)
+    balance = balance_of(work, owners, ranks)
+    mean = sum(work) / ranks
+    assert max(loads) == pytest.approx(balance.imbalance * mean)
+    # Behind the first matrices the least loaded rank has no more than the mean.
+    assert max(loads) <= (mean + max(work)) * (1 + 1e-9)
+    assert balance.imbalance >= balance.bound * (1 - 1e-9) or balance.bound == 1.0
+
+
+def matrices(preset):
+    shape = transformer(preset)
+    kv = shape.kv_heads * shape.head_width
+    layer = [
+        *[(shape.width, shape.width)] * 2,
+        *[(kv, shape.width)] * 2,
+        *[(shape.hidden, shape.width)] * 2,
+        (shape.width, shape.hidden),
+    ]
+    return layer * shape.layers
+
+
+@pytest.mark.parametrize("preset", ["llama3-8b", "llama3-70b"])
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+def test_large_models_are_even_or_as_even_as_their_largest_matrix_lets_them(preset, ranks):
+    sizes = matrices(preset)
+    work = [muon_work(shape) for shape in sizes]
+    balance = balance_of(work, deal_out(work, [0.0] * ranks), ranks)
+    assert balance.imbalance <= max(1.1, balance.bound * (1 + 1e-9))
+
+
+def test_wrong_owners_are_refused():
+    with pytest.raises(ConfigurationError, match="below 2"):
+        lay_out([ParamSpec("m", (4, 4), owner=2)], 2)
+    with pytest.raises(ConfigurationError, match="at least one rank"):
+        deal_out([1.0], [])

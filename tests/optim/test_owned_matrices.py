@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers over matrices with one owner each: equal to one process, nothing sent in a step."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fullshard.torch as fs
+from fullshard.core.errors import ConfigurationError, NotSupportedError
+from fullshard.testing import LocalComm, LocalWorld
+from fullshard.torch.tensor.parameter import ShardedParameter
+
+WORLDS = (1, 2, 3, 4, 5, 8)
+STEPS = 5
+
+
+class Block(nn.Module):
+    """Matrices wide, high and square, biases, and a norm."""
+
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=False)
+        self.mix = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.mix(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """Embedding, three blocks and a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(37, 24)
+        self.blocks = nn.ModuleList(Block(24, hidden) for hidden in (40, 48, 56))
+        self.head = nn.Linear(24, 37)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+TEMPLATE = Model()  # ranks are threads, and share torch's random numbers
+
+
+def is_for_muon(name):
+    return name.startswith("blocks") and name.endswith("weight") and "norm" not in name
+
+
+def muon_and_adamw(model, name_of=lambda name: name, muon=torch.optim.Muon):
+    named = [(name_of(name), param) for name, param in model.named_parameters()]
+    matrices = [param for name, param in named if is_for_muon(name)]
+    others = [param for name, param in named if not is_for_muon(name)]
+    assert len(matrices) == 9
+    return [muon(matrices, lr=0.02, weight_decay=0.1), torch.optim.AdamW(others, lr=1e-3)]
+
+
+def batch(step, rank, part=0):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + part)
+    return torch.randint(0, 37, (2, 7), generator=generator)
+
+
+def loss_of(model, tokens):
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def alone(world, parts=1, make=muon_and_adamw, steps=STEPS, model=None, optimizers=None):
+    """Train in one process, with gradients added in the order of ranks."""
+    model = model or copy.deepcopy(TEMPLATE)
+    optimizers = optimizers or make(model)
+    for step in range(steps):
+        grads = []
+        for rank in range(world):
+            model.zero_grad()
+            for part in range(parts):
+                loss_of(model, batch(step, rank, part)).backward()
+            grads.append([param.grad.clone() for param in model.parameters()])
+        for param, *each in zip(model.parameters(), *grads, strict=True):
+            param.grad = sum(each[1:], each[0]) / world
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def sharded(comm, **options):
+    model = copy.deepcopy(TEMPLATE)
+    for block in model.blocks:
+        fs.fully_shard(block, mesh=comm, align="matrix", **options)
+    return fs.fully_shard(model, mesh=comm, **options)
+
+
+def is_unit(module, recurse, nonwrapped_numel):
+    return recurse or isinstance(module, Block)
+
+
+def wrapped(comm, **options):
+    return fs.FullyShardedDataParallel(
+        copy.deepcopy(TEMPLATE), process_group=comm, auto_wrap_policy=is_unit, align="matrix",
+        use_orig_params=True, **options,
+    )  # fmt: skip
+
+
+DOORS = {"fully_shard": sharded, "wrapper": wrapped}
+
+
+class Counted:
+    """The collectives of ranks that are threads, counted while a rank is `inside`."""
+
+    def __init__(self, monkeypatch):
+        self.inside = threading.local()
+        self.calls = []
+        issue = LocalComm._issue
+
+        def counting(comm, name, label, *rest):
+            if getattr(self.inside, "now", False):
+                self.calls.append((name, label))
+            return issue(comm, name, label, *rest)
+
+        monkeypatch.setattr(LocalComm, "_issue", counting)
+
+    def step(self, optimizers):
+        self.inside.now = True
+        for optimizer in optimizers:
+            optimizer.step()
+        self.inside.now = False
+
+
+def train(model, optimizers, rank, parts=1, steps=range(STEPS), step_by=None):
+    for step in steps:
+        for part in range(parts):
+            loss_of(model, batch(step, rank, part)).backward()
+        if step_by is None:
+            for optimizer in optimizers:
+                optimizer.step()
+        else:
+            step_by(optimizers)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def full(model):
+    return {
+        name.replace("_fsdp_wrapped_module.", ""): param.full_tensor()
+        for name, param in model.named_parameters()
+    }
+
+
+def assert_equal(values, expected):
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        if is_for_muon(name):
+            assert torch.equal(value, expected[name]), name
+        else:
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_muon_is_that_of_one_process_and_sends_nothing(world, door, monkeypatch):
+    counted = Counted(monkeypatch)
+
+    def body(comm):
+        model = DOORS[door](comm)
+        optimizers = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))
+        train(model, optimizers, comm.rank, step_by=counted.step)
+        held = [p for p in optimizers[0].param_groups[0]["params"] if p.local.numel()]
+        assert all(p.local.numel() == p.numel() for p in held)
+        return full(model), len(held)
+
+    results = LocalWorld(world).run(body)
+    expected = alone(world)
+    for values, _ in results:
+        assert_equal(values, expected)
+    assert sum(held for _, held in results) == 9
+    assert counted.calls == []
+
+
+def grid(comm, within):
+    """Split ranks into rows that share slices, and columns that hold equal ones."""
+    row, place = divmod(comm.rank, within)
+    first = row * within
+    return (
+        comm.subgroup(range(first, first + within)),
+        comm.subgroup(range(place, comm.size, within)),
+    )
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_hybrid_ranks_and_accumulation(door):
+    options = (
+        {} if door == "fully_shard" else {"sharding_strategy": fs.ShardingStrategy.HYBRID_SHARD}
+    )
+
+    def body(comm):
+        model = DOORS[door](grid(comm, 2), **options)
+        optimizers = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))
+        train(model, optimizers, comm.rank, parts=2)
+        return full(model)
+
+    expected = alone(4, parts=2)
+    for values in LocalWorld(4).run(body):
+        assert values.keys() == expected.keys()
+        for name, value in values.items():  # sums within a row come first
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-2)
+
+
+def test_state_dicts_are_those_of_one_process_and_load_on_any_number_of_ranks():
+    model = copy.deepcopy(TEMPLATE)
+    optimizers = muon_and_adamw(model)
+    alone(2, steps=3, model=model, optimizers=optimizers)
+    buffers = [
+        optimizers[0].state[p]["momentum_buffer"] for p in optimizers[0].param_groups[0]["params"]
+    ]
+
+    def save(comm):
+        model = sharded(comm)
+        optimizers = muon_and_adamw(model)
+        train(model, optimizers, comm.rank, steps=range(3))
+        states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+        return full(model), [
+            {n: {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in each.items()}
+             for n, each in state.items()}
+            for state in states
+        ]  # fmt: skip
+
+    saved = LocalWorld(2).run(save)[0]
+    values, states = saved
+    assert sorted(states[0]) == list(range(9))
+    for number, buffer in enumerate(buffers):
+        assert torch.equal(states[0][number]["momentum_buffer"], buffer)
+
+    def go_on(comm):
+        model = sharded(comm)
+        model.load_state_dict(values)
+        optimizers = muon_and_adamw(model)
+        for optimizer, state in zip(optimizers, copy.deepcopy(states), strict=True):
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        tokens = batch(9, 0)
+        for _ in range(2):
+            loss_of(model, tokens).backward()
+            grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return full(model), grads
+
+    (alone_values, _) = LocalWorld(1).run(go_on)[0]
+    for world in (2, 4, 8):
+        for got, _ in LocalWorld(world).run(go_on):
+            assert_equal(got, alone_values)
+
+
+def test_a_step_that_fails_leaves_the_optimizer_as_it_was():
+    class Failing(torch.optim.Muon):
+        def step(self, closure=None):
+            raise RuntimeError("no")
+
+    def body(comm):
+        model = sharded(comm)
+        optimizer = muon_and_adamw(model, muon=Failing)[0]
+        loss_of(model, batch(0, 0)).backward()
+        with pytest.raises(RuntimeError, match="no"):
+            optimizer.step()
+        params = optimizer.param_groups[0]["params"]
+        assert all(isinstance(p, ShardedParameter) and p.grad is not None for p in params)
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in params)
+
+    LocalWorld(2).run(body)
+
+
+def test_a_closure_steps_on_the_gradients_that_it_makes():
+    def body(comm):
+        model = sharded(comm)
+        optimizers = muon_and_adamw(model)
+
+        def closure():
+            optimizers[0].zero_grad()
+            loss = loss_of(model, batch(0, comm.rank))
+            loss.backward()
+            return loss
+
+        assert optimizers[0].step(closure) is not None
+        optimizers[1].step()
+        return full(model)
+
+    expected = alone(2, steps=1)
+    for values in LocalWorld(2).run(body):
+        assert_equal(values, expected)
+
+
+def test_norms_are_those_of_all_ranks_outside_of_steps():
+    def body(comm):
+        model = sharded(comm)
+        loss_of(model, batch(0, 0)).backward()
+        return float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+
+    plain = copy.deepcopy(TEMPLATE)
+    loss_of(plain, batch(0, 0)).backward()
+    expected = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    assert LocalWorld(3).run(body) == pytest.approx([expected] * 3, rel=1e-5)
+
+
+def test_refused_is_what_needs_equal_slices():
+    def body(comm):
+        with pytest.raises(NotSupportedError, match="needs equal slices"):
+            sharded(comm, reshard_after_forward=2)
+        with pytest.raises(ConfigurationError, match="matrix"):
+            fs.fully_shard(copy.deepcopy(TEMPLATE), mesh=comm, align="columns")
+        model = sharded(comm)
+        with pytest.raises(NotSupportedError, match="sends equal slices"):
+            model.blocks[0].set_custom_all_gather(None)
+        with pytest.raises(NotSupportedError, match="LBFGS needs whole tensors"):
+            torch.optim.LBFGS(model.blocks.parameters()).step(lambda: 0.0)
+        cut = fs.fully_shard(copy.deepcopy(TEMPLATE), mesh=comm, align="element")
+        optimizer = torch.optim.Muon([p for p in cut.parameters() if p.dim() == 2])
+        with pytest.raises(NotSupportedError, match='align="matrix"'):
+            optimizer.step()
+
+    LocalWorld(4).run(body)
+
+
+def test_a_placement_by_hand_keeps_a_matrix_cut_at_rows():
+    def body(comm):
+        block = copy.deepcopy(TEMPLATE).blocks[0]
+        head = block.mix.weight
+        fs.fully_shard(
+            block, mesh=comm, align="matrix",
+            shard_placement_fn=lambda p: torch.distributed.tensor.Shard(0) if p is head else None,
+        )  # fmt: skip
+        return block.mix.weight.span.numel, block.up.weight.span.numel
+
+    found = LocalWorld(2).run(body)
+    assert [rows for rows, _ in found] == [12 * 24] * 2
+    assert sorted(held for _, held in found) == [0, 40 * 24]
+
+
+def test_state_that_cannot_be_told_is_refused_on_all_ranks():
+    class Muon(torch.optim.Muon):
+        def step(self, closure=None):
+            super().step(closure)
+            for state in self.state.values():
+                state["history"] = [1, 2]
+
+    def body(comm):
+        model = sharded(comm)
+        optimizer = muon_and_adamw(model, muon=Muon)[0]
+        loss_of(model, batch(0, 0)).backward()
+        optimizer.step()
+        with pytest.raises(NotSupportedError, match="'history' of Muon is a list"):
+            optimizer.state_dict()
+
+    LocalWorld(2).run(body)
+
+
+def test_checkpoints_load_on_other_numbers_of_ranks_and_into_other_layouts(tmp_path):
+    def save(comm):
+        model = sharded(comm)
+        optimizers = muon_and_adamw(model)
+        train(model, optimizers, comm.rank)
+        fs.save_checkpoint(tmp_path, model, optimizers[0], step=1)
+        return full(model)
+
+    def load(comm, make=sharded):
+        model = make(comm)
+        muon = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))[0]
+        fs.load_checkpoint(tmp_path, model, muon)
+        return full(model), [
+            state["momentum_buffer"].full_tensor() for state in muon.state_dict()["state"].values()
+        ]
+
+    expected = LocalWorld(3).run(save)[0]
+    (_, buffers) = LocalWorld(1).run(load)[0]
+    for world, make in ((2, sharded), (5, sharded), (4, wrapped)):
+        for values, got in LocalWorld(world).run(lambda comm, make=make: load(comm, make)):
+            assert all(torch.equal(values[name], expected[name]) for name in expected)
+            assert all(map(torch.equal, got, buffers))

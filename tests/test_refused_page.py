@@ -18,6 +18,7 @@ HELD_BY = {
     "`torch.func.grad`": "test_functional_call_with_spans_and_transforms_are_named",
     "`torch.autograd.grad`": "test_sharded_parameters_as_inputs_of_autograd_are_named",
     "`create_graph=True`": "test_double_backward_of_units_that_are_freed_is_named",
+    "optional parts": "test_a_part_with_units_inside_is_not_recomputed_as_a_whole",
     "a backward that begins inside": (
         "test_a_backward_into_a_unit_that_nobody_has_announced_is_named"
     ),
@@ -113,6 +114,8 @@ RAISED_FOR = {
     "sharding/owners.py:matrices_owned": ['`align="matrix"` with'],
     "state/dtensors.py:without_sharded_tensor": ["a `ShardedTensor`"],
     "state/owned.py:_check": ["state that is neither"],
+    "step/optional.py:OptionalUnits._refuse_recomputation": ["optional parts", "optional parts"],
+    "step/optional.py:_Question.__init__": ["optional parts", "optional parts"],
     "step/refusals.py:check_backward": ["`create_graph=True`"],
     "tensor/parameter.py:ShardedParameter.data": ["`.half()`"],
     "tensor/placements.py:_joined": ["state dicts of a parameter"],

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fullshard.core.errors import UsageError
 from fullshard.core.schedule import Moment, OpKind, Scheduler, UnitPolicy
-from fullshard.core.schedule.step import _MOVES, Phase, StepMachine, UnitCall, UnitStep
+from fullshard.core.schedule.step import StepMachine
+from fullshard.core.schedule.unit_step import _MOVES, Phase, UnitCall, UnitStep
 from fullshard.core.strategy import Prefetch
 
 MOVES = sorted({move for move, _ in _MOVES})

@@ -22,8 +22,8 @@ LACKING = {
 }
 MORE = {  # parameters that ours has beyond theirs
     "CPUOffload": {"offload_optimizer"},
-    "FullyShardedDataParallel": {"align", "check_values", "compression"},
-    "fully_shard": {"align", "check_values", "compression"},
+    "FullyShardedDataParallel": {"align", "check_values", "compression", "optional_modules"},
+    "fully_shard": {"align", "check_values", "compression", "optional"},
 }
 LATER = {"fully_shard": {"dp_mesh_dims"}}  # theirs has them in later versions than the oldest
 

@@ -30,6 +30,7 @@ from fullshard.torch.sharding.options import (
 )
 from fullshard.torch.sharding.settings import (
     keep_for_double_backward,
+    mark_optional,
     set_prefetch,
     set_separate_reduce_scatter_group,
 )
@@ -109,6 +110,7 @@ __all__ = [
     "keep_for_double_backward",
     "load_checkpoint",
     "load_full_weights",
+    "mark_optional",
     "overlap_optimizer",
     "save_checkpoint",
     "save_full_weights",

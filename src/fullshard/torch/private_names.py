@@ -28,6 +28,7 @@ ENGINE: Names = dict.fromkeys(
         "torch:_C._will_engine_execute_node",
         "torch:_C._autograd._get_sequence_nr",
         "torch:_C._autograd._profiler_enabled",
+        "torch:_C._autograd._top_saved_tensors_default_hooks",
         "torch.autograd:Variable._execution_engine",
         "torch.autograd.graph:Node._sequence_nr",
         # Tensors: versions, views, hooks, classes of our own.

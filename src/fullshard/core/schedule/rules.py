@@ -64,6 +64,7 @@ class UnitPolicy:
     ``prefetch_backward`` name the units that are gathered when this one's forward or backward
     begins, instead of those that come next. ``widened`` gradients take more memory when their
     reduce begins; earlier reduces are waited for before that, see [Note: Reduces in flight].
+    ``optional`` units are gathered in forward when a rank runs them, and not ahead.
     """
 
     gathered: bool = True
@@ -77,6 +78,7 @@ class UnitPolicy:
     prefetch_backward: tuple[int, ...] | None = None
     full_bytes: int = 0
     widened: bool = False
+    optional: bool = False
 
 
 def unit_policy(
@@ -243,7 +245,7 @@ class State:
         policy = self.policies.get(unit)
         if policy is None or not policy.gathered:
             return False
-        return policy.unshard_in_backward or not self.in_backward
+        return policy.unshard_in_backward if self.in_backward else not policy.optional
 
     def _free(self, unit: int, *, shrink: bool = False) -> list[Op]:
         if self.open.get(unit, 0) or unit not in self.full:

@@ -26,245 +26,28 @@ forward began after that unit's was over, and whose backward has not begun, was 
 then, awaits no gradient, and is over when the units after it are: so it is gathered, and reduced
 with zeros, in the order of the ranks that used it. So are unused units inside a unit when that
 unit's backward ends. One that was called before, too, stays open for that call.
+
+[Note: Left out]
+Of an optional unit a rank tells the same events as the ranks that run it, at the same place: its
+forward begins and ends (the feeder knows where, as ranks ask each other). A call stands in for the
+one that the rank has not made, and for one whose output leads nowhere on this rank: that of frozen
+blocks behind a part that it has left out. It is awaited like any other, and backward never reaches
+it: it is passed over as if it had been made and not used. When the root's forward ends, ranks tell
+each other which units' backward may come on any of them; `settle` forgets what stands in for the
+others.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Sequence, Set
-from enum import Enum
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
 
-from fullshard.core.errors import UsageError
 from fullshard.core.schedule.record import Event, Moment
+from fullshard.core.schedule.unit_step import Phase, UnitCall, UnitStep
 
-__all__ = ["Phase", "StepMachine", "UnitCall", "UnitStep"]
+__all__ = ["StepMachine"]
 
 _event = cache(Event)
-
-
-class Phase(Enum):
-    """The stages of a unit in a step.
-
-    ``due``: its forward has run with gradients, and its backward is waited for. ``open``: its
-    backward has begun and is not over.
-    """
-
-    __hash__: Any = object.__hash__  # that of Enum is slow
-
-    AT_REST = (False, False, "at rest")
-    DUE = (True, False, "between forward and backward")
-    LATE = (False, False, "given gradients though nobody waited for them")
-    BACKWARD = (True, True, "in backward")
-    LATE_BACKWARD = (False, True, "in a backward that nobody waited for")
-
-    def __init__(self, due: bool, open: bool, text: str):
-        self.due = due
-        self.open = open
-        self.text = text
-
-
-_MOVES = {
-    ("run forward", Phase.AT_REST): Phase.DUE,
-    ("run forward", Phase.DUE): Phase.DUE,
-    ("run forward", Phase.LATE): Phase.DUE,
-    ("run forward", Phase.BACKWARD): Phase.BACKWARD,
-    ("run forward", Phase.LATE_BACKWARD): Phase.BACKWARD,
-    # No output of its forwards leads back to it.
-    ("lose its outputs", Phase.AT_REST): Phase.AT_REST,
-    ("lose its outputs", Phase.DUE): Phase.AT_REST,
-    ("lose its outputs", Phase.LATE): Phase.LATE,
-    ("lose its outputs", Phase.BACKWARD): Phase.LATE_BACKWARD,
-    ("lose its outputs", Phase.LATE_BACKWARD): Phase.LATE_BACKWARD,
-    ("take a gradient", Phase.AT_REST): Phase.LATE,
-    ("begin backward", Phase.AT_REST): Phase.LATE_BACKWARD,
-    ("begin backward", Phase.DUE): Phase.BACKWARD,
-    ("begin backward", Phase.LATE): Phase.LATE_BACKWARD,
-    ("end backward", Phase.AT_REST): Phase.AT_REST,  # micro-batches before this one used it
-    ("end backward", Phase.DUE): Phase.AT_REST,
-    ("end backward", Phase.LATE): Phase.AT_REST,
-    ("end backward", Phase.BACKWARD): Phase.AT_REST,
-    ("end backward", Phase.LATE_BACKWARD): Phase.AT_REST,
-}
-"""The only legal moves. A unit that is called again, or recomputed, goes through several."""
-
-
-_CALLS_KEPT = 16
-
-
-class UnitStep:
-    """The record of one unit in the step that is running.
-
-    ``trained`` holds the indices of the parameters that get gradients, and may change between
-    steps. ``absent`` tells which of them get none in the graph task that runs now: autograd knows.
-    """
-
-    trained: Collection[int]
-    number: int
-    # A path to others' parameters leads through the unit, which stays full until autograd is over.
-    ends_with_backward: bool
-    # Gradients are reduced when backward is over, and not held back for a later micro-batch.
-    requires_gradient_sync: bool
-    phase: Phase
-    running: int  # in how many forwards it is now: its own, and those of modules that call it again
-    # The call that runs forward now, of the class that the feeder makes, if its backward may come.
-    call: Any
-    counts: bool  # the forward that runs now is one whose backward is waited for
-    begun: bool  # backward has begun once since autograd began
-    held_back: bool  # full gradients of earlier micro-batches wait for a reduce
-    # When the unit's first forward in this step began, its last one began, and its last one ended,
-    # in events of the step; and when the earliest call began whose backward is open.
-    first_begin: int
-    last_begin: int
-    last_end: int
-    began_at: int
-    last_reached: Callable[[], "UnitCall | None"]  # the call that backward has reached last
-    # The calls whose autograd graphs exist and whose backward is awaited, or was over before and
-    # comes again if the graph is kept. Neither keeps any alive.
-    _calls: dict[int, "weakref.ref[UnitCall]"]
-    _over: dict[int, "weakref.ref[UnitCall]"]
-    # Parameters whose gradients are here; by graph task, those that came, and will not come.
-    here: set[int]
-    came: dict[int, set[int]]
-    _absent: dict[int, Set[int]]
-
-    def __init__(self, trained: Collection[int], absent: Callable[[], Set[int]]):
-        self.trained, self._ask = trained, absent
-        self.number = -1
-        self.ends_with_backward = self.counts = False
-        self.requires_gradient_sync = True
-        self.first_begin = self.last_begin = self.last_end = self.began_at = 0
-        self.last_reached = lambda: None
-        self.forget()
-
-    def forget(self) -> None:
-        """Return to rest, whatever has happened."""
-        self.phase = Phase.AT_REST
-        self.running = 0
-        self.call = None
-        self.begun = self.held_back = False
-        self._calls, self._over = {}, {}
-        self.here, self.came, self._absent = set(), {}, {}
-
-    def move(self, what: str) -> None:
-        """Make one of the legal moves."""
-        after = _MOVES.get((what, self.phase))
-        if after is None:
-            text = f"a unit cannot {what} while it is {self.phase.text}; this is a defect of "
-            raise UsageError(f"{text}fullshard's step, please report it with the model's forward")
-        self.phase = after
-
-    def run_forward(self, now: int) -> None:
-        """Begin a forward at event ``now`` whose backward is waited for."""
-        if not self.phase.due:
-            self.first_begin = now
-        self.last_begin = now
-        self.move("run forward")
-
-    # ---- calls ----------------------------------------------------------------------------------
-
-    def add_call(self, call: "UnitCall") -> None:
-        """Await the backward of ``call``."""
-        self._calls[id(call)] = weakref.ref(call)
-
-    def forget_call(self, call: "UnitCall") -> None:
-        """Do not await the backward of ``call`` any more."""
-        reference = self._calls.pop(id(call), None)
-        if reference is not None:
-            if len(self._over) > _CALLS_KEPT:  # mostly of graphs that are gone
-                self._over = {id(over): weakref.ref(over) for over in self.calls_over()}
-            self._over[id(call)] = reference
-
-    def awaits(self, call: "UnitCall") -> bool:
-        """True if the backward of ``call`` is awaited."""
-        return id(call) in self._calls and self._calls[id(call)]() is call
-
-    def calls(self, forwards: Set[int] | None = None) -> list["UnitCall"]:
-        """The calls whose backward is awaited, oldest first; of these ``forwards`` of the root."""
-        if not self._calls:
-            return []
-        # Not a WeakSet: its guards take longer than all else that happens in an event.
-        alive = [call for reference in self._calls.values() if (call := reference()) is not None]
-        if len(alive) < len(self._calls):
-            self._calls = {id(call): weakref.ref(call) for call in alive}
-        if forwards is None:
-            return alive
-        return [call for call in alive if call.made_in in forwards]
-
-    def calls_over(self) -> list["UnitCall"]:
-        """The calls whose backward was over before and may come again, in a graph that is kept."""
-        return [call for reference in self._over.values() if (call := reference()) is not None]
-
-    # ---- backward -------------------------------------------------------------------------------
-
-    def reach(self, call: "UnitCall", task: int) -> bool:
-        """Note that graph task ``task`` has reached ``call``; False if backward was open."""
-        self.add_call(call)
-        self.last_reached = weakref.ref(call)
-        self.came.setdefault(task, set())
-        if self.phase.open:
-            self.began_at = min(self.began_at, call.began_at)
-            return False
-        self.began_at = call.began_at
-        return True
-
-    def end_backward(self, task: int) -> None:
-        """End the backward, and that of the calls it has reached."""
-        for call in self.calls():
-            if call.begun:
-                call.begun, call.over_in = False, task
-                self.forget_call(call)
-        self.move("end backward")
-        self.here, self.came, self._absent = set(), {}, {}
-
-    def has_all_gradients(self, forwards: Set[int], task: int) -> bool:
-        """True if no gradient is still to come, of a parameter or of the inputs of a call.
-
-        Only calls made in one of these ``forwards`` of the root are asked.
-        """
-        calls = self.calls(forwards)
-        for call in calls:
-            if call.watched:
-                return False
-        trained = len(self.trained)
-        if calls and len(self.here) < trained:
-            return False
-        for of, came in self.came.items():
-            missing = trained - len(came)
-            # Each accumulates once in a task: there is no need to ask when all have.
-            if missing and missing != len(self._absent_in(of, task) - came):
-                return False
-        return True
-
-    def _absent_in(self, of: int, task: int) -> Set[int]:
-        """The parameters that get no gradient in task ``of``; unknown while another one runs."""
-        if of not in self._absent:
-            if of != task:
-                return set()
-            self._absent[of] = self._ask()
-        return self._absent[of]
-
-
-class UnitCall:
-    """One forward of a unit whose backward may come; lives as long as a backward can reach it.
-
-    It was ``made`` in a forward of the root, by number, and at a time of its step, in ``parent``.
-    """
-
-    def __init__(self, unit: UnitStep, parent: "UnitCall | None", made: tuple[int, int]):
-        self.unit = unit
-        self.parent = parent
-        self.made_in: int = made[0]
-        self.began_at: int = made[1]
-        self.begun = False  # backward has reached it, and not left it
-        self.leads_back: bool = False  # some output needs gradients
-        self.watched = 0  # inputs that need gradients
-        self.to_come = 0  # of these
-        self.over_in = -1  # the graph task in which its backward has been over already
-
-    def await_backward(self) -> None:
-        """Some output of the call leads back into it."""
-        self.leads_back = True
-        self.unit.add_call(self)
 
 
 _Call = TypeVar("_Call", bound=UnitCall)
@@ -336,10 +119,27 @@ class StepMachine:
         if training and (unit.counts or not self.in_backward):
             self._now += 1
             unit.last_end = self._now
-            if not (call is not None and call.leads_back) and not unit.calls():
-                unit.move("lose its outputs")
-                self._due.pop(unit, None)
+            if call is not None:
+                call.ended_at = self._now
+            if not (call is not None and call.leads_back):
+                if unit.partial:
+                    unit.stand_in((self._recomputed or self._forwards, unit.last_begin))
+                elif not unit.calls():
+                    self._lose_outputs(unit)
         return _event(Moment.FORWARD_END, unit.number)
+
+    def settle(self, unit: UnitStep, *, leads_back: bool) -> None:
+        """Take note if the backward of a unit may come on any rank. See [Note: Left out].
+
+        That of an earlier forward counts, too.
+        """
+        if not leads_back and unit.phase is Phase.DUE:
+            unit.stand_ins.clear()
+            self._lose_outputs(unit)
+
+    def _lose_outputs(self, unit: UnitStep) -> None:
+        unit.move("lose its outputs")
+        self._due.pop(unit, None)
 
     # ---- backward -------------------------------------------------------------------------------
 
@@ -364,8 +164,9 @@ class StepMachine:
         unit = call.unit
         if unit.reach(call, task):
             if not unit.begun:
-                self._pass_over(after=unit.last_end)
-            self._begin(unit)
+                self._pass_over(after=unit.last_end if call.ended_at < 0 else call.ended_at)
+            if not unit.phase.open:  # as it is if a later call of the unit was passed over
+                self._begin(unit)
         return self._events
 
     def gradient_arrives(self, unit: UnitStep, index: int, task: int) -> Sequence[Event]:
@@ -402,20 +203,21 @@ class StepMachine:
         """Autograd has nothing left to do: what is still due is over."""
         self._task = task
         self._events = []
+        self._pass_over(after=-1)
         for unit in sorted(self._due, key=lambda unit: -unit.first_begin):
             if unit.phase.due:
-                if not unit.begun:
-                    self._begin(unit)
                 self._end(unit)
         for unit in list(self._active):
             self._end(unit)
         self._due.clear()
-        self._reached.clear()
         self._recomputed = 0
         for unit in self._alive():
             unit.begun = False
+            for call in [call for call in unit.stand_ins if call.made_in in self._reached]:
+                unit.pass_over(call, task)
             if unit.held_back and unit.requires_gradient_sync:
                 self._end(unit)  # this micro-batch did not use it, earlier ones did
+        self._reached.clear()
         self.in_backward = False
         self._events.append(_event(Moment.STEP_END))
         return self._events
@@ -431,14 +233,24 @@ class StepMachine:
 
     def _pass_over(self, after: int) -> None:
         """Begin the units that were not used as others may. See [Note: One order on all ranks]."""
-        unused = [unit for unit in self._due_after(after) if not unit.begun]
-        for unit in sorted(unused, key=lambda unit: -unit.last_end):
-            if unit.phase.due and not unit.begun:
+        unused = [(unit.last_end, unit) for unit in self._due_after(after) if not unit.begun]
+        for at, unit in sorted([*unused, *self._calls_after(after)], key=lambda passed: -passed[0]):
+            if not unit.phase.due:
+                continue
+            if not unit.begun:
                 self._begin(unit)
-                for call in unit.calls(self._reached):
-                    if call.began_at > after:
-                        unit.forget_call(call)
-                self._end_what_is_over(unit)
+            # A partial unit awaits its calls as long as ranks do that have made them.
+            last = at if unit.partial else after
+            for call in unit.calls(self._reached):
+                if call.began_at > last and not call.begun:
+                    unit.pass_over(call, self._task)
+            self._end_what_is_over(unit)
+
+    def _calls_after(self, after: int) -> list[tuple[float, UnitStep]]:
+        """The calls of partial units that began after an event, and that backward passes over."""
+        calls = (c for unit in self._due_after(after) if unit.partial for c in unit.calls())
+        # Before what ended when the call began.
+        return [(c.began_at - 0.5, c.unit) for c in calls if c.began_at > after and not c.begun]
 
     def _due_after(self, begin: int) -> list[UnitStep]:
         """The units that are due and whose latest forward began after ``begin``, latest first."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from typing import TypeVar
 
 from fullshard.core.schedule import Event
-from fullshard.core.schedule.step import StepMachine, UnitCall, UnitStep
+from fullshard.core.schedule.step import StepMachine
+from fullshard.core.schedule.unit_step import UnitCall, UnitStep
 from fullshard.plan.measured.recording import MarkKind, StepMark, StepRecording
 from fullshard.plan.step.units import PlannedUnit
 

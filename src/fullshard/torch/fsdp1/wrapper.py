@@ -40,7 +40,11 @@ from fullshard.torch.sharding.owners import (
     matrices_owned,
     tables_of,
 )
-from fullshard.torch.sharding.settings import require_gradient_sync, set_prefetch
+from fullshard.torch.sharding.settings import (
+    mark_optional,
+    require_gradient_sync,
+    set_prefetch,
+)
 from fullshard.torch.sharding.shard import (
     agree,
     refuse_copy,
@@ -105,6 +109,8 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
         device_mesh: a 1-D mesh, or (replicate, shard) in 2-D, instead of ``process_group``.
         compression: see `CommunicationCompression`; not part of FSDP1.
         check_values: compare the values that ranks start with. Not part of FSDP1.
+        optional_modules: modules inside that ranks may leave out of a forward: see
+            `mark_optional`. They, or modules inside, are units. Not part of FSDP1.
         align: cut parameters anywhere, or at rows ("row") as DTensors, or ("matrix") leave each
             matrix on one rank, for optimizers like Muon; embeddings, and what is no matrix, are cut
             anywhere. A policy may choose for each unit. Not part of FSDP1.
@@ -138,6 +144,7 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
         compression: CommunicationCompression | None = None,
         check_values: bool = True,
         align: AlignOrMatrix = "element",
+        optional_modules: Iterable[nn.Module] = (),
     ):
         super().__init__()
         _check_wrappable(module)
@@ -166,10 +173,8 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
         found.claim()  # from here on things change
         move_buffers(module, found.device)
         self._wrap_all(module, plans, members, param_init_fn, not sync_module_states)
-        if sync_module_states:
-            broadcast_buffers([module], plans[module].ranks, found.device)
         _cast_buffers(module, mixed_precision, with_policy=auto_wrap_policy is not None)
-        self._note_choices(options, plans)
+        self._note_choices(options, plans, optional_modules)
         if not use_orig_params:
             mark_flattened(each.shown for each in found.all_of_them)
         else:
@@ -181,6 +186,7 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
         self,
         options: Mapping[nn.Module, Mapping[str, Any]],
         plans: Mapping[nn.Module, Plan],
+        optional_modules: Iterable[nn.Module],
     ) -> None:
         set_prefetch(self, *prefetch_of(options[self.module], options.values()))
         for wrapper in self.fsdp_modules(self):
@@ -189,6 +195,8 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
                 managed = managed_unit_of(wrapper)
                 if managed is not None and not prefetches_backward(options[module]):
                     managed.change("prefetch_backward", [])
+        around = {wrapper.module: wrapper for wrapper in self.fsdp_modules(self)}
+        mark_optional(*(around.get(module, module) for module in optional_modules))
 
     def _wrap_all(
         self,
@@ -206,6 +214,8 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
             wrapper._wrap(module, params, plan)
             if wrapper is not self:
                 _replace_module(root, module, wrapper)
+        if not each_rank_initialises:
+            broadcast_buffers([root], plans[root].ranks, plans[root].device)
 
     def _wrap(self, module: nn.Module, params: Sequence[ParamSites], plan: Plan) -> None:
         nn.Module.__init__(self)

@@ -28,6 +28,7 @@ from fullshard.torch.sharding.options import (
     precision_of,
 )
 from fullshard.torch.sharding.owners import AlignOrMatrix, is_matrix, matrices_owned, tables_of
+from fullshard.torch.sharding.settings import mark_optional
 from fullshard.torch.sharding.shard import ToShard, agree, shard_modules, shardable_parameters
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.unit.plan import Plan
@@ -53,6 +54,7 @@ def fully_shard(
     compression: CommunicationCompression | None = ...,
     check_values: bool = ...,
     align: AlignOrMatrix = ...,
+    optional: bool = ...,
 ) -> FSDPModule: ...
 
 
@@ -70,6 +72,7 @@ def fully_shard(
     compression: CommunicationCompression | None = ...,
     check_values: bool = ...,
     align: AlignOrMatrix = ...,
+    optional: bool = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -86,6 +89,7 @@ def fully_shard(
     compression: CommunicationCompression | None = None,
     check_values: bool = True,
     align: AlignOrMatrix = "row",
+    optional: bool = False,
 ) -> Any:
     """Shard the parameters of ``module`` that are not sharded yet, in place, as one unit.
 
@@ -114,6 +118,9 @@ def fully_shard(
             slices are equal and a unit is one message, or ("matrix") leave each matrix on one rank,
             for optimizers like Muon. Embeddings, and what is no matrix, are then cut at rows. Not
             part of FSDP2.
+
+        optional: let ranks leave the unit, and those inside, out of a forward, as `mark_optional`
+            does. Not part of FSDP2.
 
     Parameters on the meta device stay there until ``to_empty`` or
     ``load_state_dict(assign=True)``; what is not initialised by the first forward is found then.
@@ -157,6 +164,8 @@ def fully_shard(
         each.__class__ = _sharded_class(type(each))
         _mark(each)
     shard_modules(modules, params, plan)
+    if optional:
+        mark_optional(*modules)
     return module
 
 

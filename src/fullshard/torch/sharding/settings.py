@@ -11,6 +11,7 @@ from fullshard.torch.unit.changes import gather_apart
 
 __all__ = [
     "keep_for_double_backward",
+    "mark_optional",
     "require_gradient_sync",
     "set_prefetch",
     "set_separate_reduce_scatter_group",
@@ -33,6 +34,34 @@ def keep_for_double_backward(module: nn.Module, keep: bool = True) -> None:
     for managed in managed_units(module):
         managed.change("reshard_after_forward", False if keep else None)
         managed.change("reshard_after_backward", not keep)
+
+
+def mark_optional(*modules: nn.Module) -> None:
+    """Let ranks leave the units of ``modules`` and below out of a forward, each as it likes.
+
+    Ranks ask each other who runs one, and those that do not take part in what the others need: a
+    gather, and a reduce of zeros. So a gradient is the mean over all ranks, and None where no rank
+    used the parameter. Between steps; all ranks must mark the same.
+
+    Raises:
+        UsageError: a module holds no unit, is the root of a model, or is in the middle of a step.
+        NotSupportedError: at the next forward, if ranks have no group that carries host memory.
+    """
+    for module in modules:
+        chosen = list(managed_units(module))
+        if not chosen:
+            raise UsageError(
+                f"mark_optional: {type(module).__name__} holds no unit; shard it first"
+            )
+        for managed in chosen:
+            if managed.tracker is not None and managed.number == 0:
+                raise UsageError(
+                    f"mark_optional: unit {managed.unit.name!r} is the root of its model, which "
+                    "all ranks run; mark parts of it"
+                )
+            if managed.tracker is not None and not managed.tracker.idle:
+                raise UsageError("units can only be marked between steps, not in the middle of one")
+            managed.change("optional", True)
 
 
 def set_prefetch(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fullshard.core.schedule.step import UnitCall
+from fullshard.core.schedule.unit_step import UnitCall
 from fullshard.torch.step.managed import ManagedUnit
 from fullshard.torch.step.structures import WATCHED
 

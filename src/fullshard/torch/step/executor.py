@@ -58,6 +58,7 @@ class Executor:
                 gathered=bool(m.unit.params) and not m.unit.resident,
                 reduced=False,
                 full_bytes=m.unit.layout.full_bytes,
+                optional=m.optional,
             )
             for m in self.units
         }
@@ -203,6 +204,7 @@ def policy_of(managed: ManagedUnit, *, reduced: bool, root: bool) -> UnitPolicy:
         reshard_after_backward=managed.reshard_after_backward,
         shrunk=unit.ranks.block is not None,
         unshard_in_backward=managed.unshard_in_backward,
+        optional=managed.optional,
         prefetch_forward=numbers(managed.prefetch_forward),
         prefetch_backward=numbers(managed.prefetch_backward),
     )

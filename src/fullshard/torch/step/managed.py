@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from fullshard.core.errors import CommunicationError, UsageError
-from fullshard.core.schedule.step import UnitStep
+from fullshard.core.schedule.unit_step import UnitStep
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.step.arrivals import Arrivals
 from fullshard.torch.step.structures import (
@@ -68,6 +69,9 @@ class StepWatcher(Protocol):
 
     def gradient_arrives(self, managed: "ManagedUnit", index: int, grad: Tensor) -> None:
         """A parameter has its gradient, or a part of it."""
+
+    def before_end(self, managed: "ManagedUnit", output: Any) -> Any:
+        """A unit's forward will end; returns its output, changed if need be."""
 
     def runs_alone(self, managed: "ManagedUnit") -> bool:
         """True if no other unit's forward runs, which would call all modules of the unit."""
@@ -187,6 +191,12 @@ class ManagedUnit:
             self._inside_itself -= 1
             return None
         given, wanted = output, self.unit.plan.precision.output
+        tracker, ends = self.tracker, False
+        if tracker is not None and self._modules_run:  # not if the pre-hook has raised
+            ends = self._modules_run == self._modules_to_run or tracker.runs_alone(self)
+        if tracker is not None and ends:
+            ours = failure is None or id(failure) == self._handled_outside or _is_early(failure)
+            output = tracker.before_end(self, output) if ours else output
         # A weight, or a view of one, would be read after its memory has gone.
         if type(output) is not Tensor:
             output = map_tensors(output, self._apart_from_parameters)
@@ -208,11 +218,8 @@ class ManagedUnit:
             if outputs:
                 call.watch_outputs(outputs)
             self._watch_features(_module)
-        # Not if the pre-hook has raised before the module ran.
-        if self._modules_run and self.tracker is not None:
-            all_run = self._modules_run == self._modules_to_run
-            if all_run or self.tracker.runs_alone(self):
-                self.end_forward()
+        if ends:
+            self.end_forward()
         return None if output is given else output
 
     def _apart_from_parameters(self, output: Tensor) -> Tensor:
@@ -249,6 +256,15 @@ class ManagedUnit:
         assert self.tracker is not None
         self.tracker.forward_ends(self, unseen=unseen)
 
+    @property
+    def optional(self) -> bool:
+        """True if ranks may leave the unit out of a forward."""
+        return self.step.optional
+
+    @optional.setter
+    def optional(self, optional: bool) -> None:
+        self.step.optional = optional
+
     def change(self, setting: str, value: Any) -> None:
         """Set one of the unit's settings, by its attribute's name, while it is in no step.
 
@@ -275,6 +291,11 @@ class ManagedUnit:
         self._swapped.clear()
         self.unit.drop_gradients()
         self.unit.hide_full()
+
+
+def _is_early(failure: BaseException) -> bool:
+    """True for what ends a recomputation once all is there that backward needs."""
+    return type(failure).__module__ == checkpoint.__name__
 
 
 def _receiver(managed: ManagedUnit) -> Callable[[int, Tensor], None]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import UsageError
-from fullshard.core.schedule.step import UnitStep
+from fullshard.core.schedule.unit_step import UnitStep
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.structures import tensors_with_gradients
 from fullshard.torch.tensor.parameter import ShardedParameter

@@ -21,8 +21,10 @@ from fullshard.torch.step import paths
 from fullshard.torch.step.calls import WatchedCall
 from fullshard.torch.step.executor import Executor
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
+from fullshard.torch.step.optional import OptionalUnits, optional_units, reachable
 from fullshard.torch.step.profiling import UnitMarks, profiler_runs
 from fullshard.torch.step.refusals import check_backward
+from fullshard.torch.step.structures import map_tensors, tensors_with_gradients
 from fullshard.torch.step.usage import settle_usage
 from fullshard.torch.unit.changes import check_initialised, follow_requires_grad, take_over
 from fullshard.torch.unit.guards.lent import refuse_transforms
@@ -55,6 +57,7 @@ class Tracker:
             managed.tracker = self
         self.structure: Callable[[], paths.Structure | None] = lambda: None
         self.executor: Executor = Executor(units, prefetch)
+        self._optional: OptionalUnits | None = None
 
     @classmethod
     def adopt(cls, root: nn.Module) -> "Tracker":
@@ -91,6 +94,7 @@ class Tracker:
             managed = managed_unit_of(module)
             if managed is not None:
                 managed.step.ends_with_backward |= paths.leads_to_others(module, owners)
+        self._optional = optional_units(root, self._machine, self.executor)
 
     def _before_first_step(self) -> None:
         """Take up what users have tied since the model was sharded."""
@@ -115,6 +119,9 @@ class Tracker:
 
     def set_prefetch(self, prefetch: Prefetch) -> None:
         """Change how far ahead units are gathered; between steps only."""
+        structure = self.structure()
+        if structure is not None and structure.root is not None:
+            self._optional = optional_units(structure.root, self._machine, self.executor)
         self.executor.set_prefetch(prefetch)
 
     # ---- forward --------------------------------------------------------------------------------
@@ -135,7 +142,11 @@ class Tracker:
         if not self._running or managed.number == 0:
             self._begin_at_the_top()
         with_grad = torch.is_grad_enabled()
-        self.executor.do(self._machine.forward_begins(managed.step, with_grad=with_grad))
+        if self._optional is not None:
+            recomputing = self._in_backward and torch._C._current_graph_task_id() != -1
+            self._optional.before(managed, recomputing=recomputing)
+        awaited = with_grad or (managed.step.partial and not self.executor.evaluating)
+        self.executor.do(self._machine.forward_begins(managed.step, with_grad=awaited))
         managed.unit.begin_forward()
         if profiler_runs():
             self._marks.begin("forward", managed.unit)
@@ -210,6 +221,20 @@ class Tracker:
             self.executor.do(event)
         if self.executor.evaluating and not self._running:
             self.executor.finish_step()
+
+    def before_end(self, managed: ManagedUnit, output: Any) -> Any:
+        """A unit's forward will end: take part in what other ranks still run inside it.
+
+        Returns the ``output``, or one that backward can begin at if on other ranks it will.
+        """
+        if self._optional is None:
+            return output
+        self._optional.before_end(managed)
+        if managed.number or self._in_backward or self.executor.evaluating:
+            return output
+        if not self._optional.settle(self.executor.units) or tensors_with_gradients(output):
+            return output
+        return map_tensors(output, reachable())
 
     def runs_alone(self, managed: ManagedUnit) -> bool:
         """True if no other unit's forward runs: its modules are called by themselves then."""

@@ -22,7 +22,7 @@ from fullshard.torch.step.managed import ManagedUnit
 from fullshard.torch.unit.guards.optimizer_steps import take_steps
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["settle_usage"]
+__all__ = ["carries_host_memory", "settle_usage"]
 
 
 def settle_usage(units: Sequence[ManagedUnit]) -> None:
@@ -44,7 +44,7 @@ def settle_usage(units: Sequence[ManagedUnit]) -> None:
 def _settle(units: list[Unit]) -> None:
     ranks = units[0].ranks
     comms = [comm for comm in (ranks.gather, ranks.replicas) if comm.size > 1]
-    if not all(map(_carries_host_memory, comms)):
+    if not all(map(carries_host_memory, comms)):
         for unit in units:
             unit.gradients.settle(None)
         return
@@ -73,7 +73,8 @@ def _settle(units: list[Unit]) -> None:
         )
 
 
-def _carries_host_memory(comm: Comm) -> bool:
+def carries_host_memory(comm: Comm) -> bool:
+    """Return True if the ranks of ``comm`` can exchange what is in host memory."""
     group = getattr(comm, "group", None)
     if not isinstance(group, dist.ProcessGroup):
         return True

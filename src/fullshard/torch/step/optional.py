@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optional units: ranks ask each other which of them still want to run one, before they go on.
+
+[Note: Asking before going on]
+A rank that leaves an optional unit out cannot know that others run it, and they need its slices. So
+in the forward of the unit around it, ranks meet before each unit inside begins, and before that
+forward ends. Each says in one small all-reduce in host memory which optional unit it wants to run
+next, if any. As long as one is wanted, all take part in the first of them: those that want it run
+it, the others gather it with them and drop it, and tell the same events to the schedule, which so
+stays the same on all ranks. Then they ask again. When nobody wants one, all are at the same place.
+A recomputation asks like a forward. What backward needs of a rank follows from its events:
+[Note: Left out] in `core/schedule/step.py`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.core.schedule.step import StepMachine
+from fullshard.core.schedule.unit_step import Phase, UnitStep
+from fullshard.torch.comm.protocol import Comm
+from fullshard.torch.step.executor import Executor
+from fullshard.torch.step.managed import ManagedUnit, managed_unit_of
+from fullshard.torch.step.usage import carries_host_memory
+from fullshard.torch.unit.changes import take_over
+
+__all__ = ["OptionalUnits", "optional_units", "reachable"]
+
+
+class _Question:
+    """The optional units directly inside one unit, and the ranks that are asked about them."""
+
+    def __init__(self, around: ManagedUnit, inside: Sequence[ManagedUnit]):
+        self.around, self.inside = around, list(inside)
+        self.recomputed = False  # the forward of the unit around that runs now
+        self.ranks = (self.inside or [around])[0].unit.ranks
+        self.comms = _several(self.inside[0] if self.inside else around)
+        for managed in self.inside:
+            if _several(managed) != self.comms:
+                raise NotSupportedError(
+                    f"optional units {self.inside[0].unit.name!r} and {managed.unit.name!r} are "
+                    "sharded over different ranks, and lie directly inside the same unit, "
+                    f"{around.unit.name!r}, where all their ranks are asked together; shard them "
+                    "over the same ranks, or give each a unit of its own around it"
+                )
+        if not all(map(carries_host_memory, self.comms)):
+            raise NotSupportedError(
+                f"optional units inside unit {around.unit.name!r}: ranks ask each other in host "
+                "memory, which their process group does not carry; initialise it with "
+                'init_process_group("cpu:gloo,cuda:nccl")'
+            )
+
+    def ask(self, wanted: ManagedUnit | None, here: int, uneven: bool) -> tuple[list[bool], bool]:
+        """Return which units inside are wanted by some rank, and if ranks have parted before.
+
+        ``here`` is a number for what comes next on this rank if nobody wants one. Collective.
+        """
+        votes = torch.zeros(len(self.inside) + 3, dtype=torch.float64)
+        for place, managed in enumerate(self.inside):
+            votes[place] = float(managed is wanted)
+        votes[-3], votes[-2], votes[-1] = uneven, here, here * here
+        label = f"question for optional units in unit {self.around.unit.name!r}"
+        for comm in self.comms:
+            comm.all_reduce([votes], label=label).wait()
+        *counts, parted, total, squares = votes.tolist()
+        size = self.ranks.size
+        if not any(counts) and size * squares != total * total:
+            raise UsageError(
+                f"inside unit {self.around.unit.name!r} ranks have come to different units, and "
+                "none of them is optional; mark those that ranks may leave out (mark_optional)"
+            )
+        return [count > 0 for count in counts], bool(parted) or any(0 < c < size for c in counts)
+
+
+class OptionalUnits:
+    """Lets ranks meet where units of one root are optional. See the note above."""
+
+    def __init__(
+        self, asked: Mapping[UnitStep, _Question], machine: StepMachine, executor: Executor
+    ):
+        self._asked, self._machine, self._executor = asked, machine, executor
+        self._uneven = False  # some rank has left out a unit that another one has run
+
+    def before(self, managed: ManagedUnit, *, recomputing: bool) -> None:
+        """Take part in what other ranks run before ``managed`` begins its forward here."""
+        running = self._machine.running
+        place = self._asked.get(running[-1]) if running else None
+        within = self._asked.get(managed.step)
+        if within is not None:
+            within.recomputed = _is_to_be_recomputed()
+        if managed.step.optional:
+            self._refuse_recomputation(managed, place, recomputing)
+        if place is not None and (managed.step.optional <= (managed in place.inside)):
+            self._meet(place, managed)
+        elif managed.step.optional and not recomputing:
+            raise UsageError(
+                f"optional unit {managed.unit.name!r} runs outside of the forward of the unit "
+                "around it, where no other rank is asked whether it runs it, too; call it there"
+            )
+
+    def _refuse_recomputation(
+        self, managed: ManagedUnit, place: _Question | None, recomputing: bool
+    ) -> None:
+        """Refuse what other ranks could not follow: backward runs forwards that nobody foresees."""
+        inner = self._asked.get(managed.step)
+        began_here = inner is not None and inner.recomputed and not (place and place.recomputed)
+        if not recomputing and began_here:
+            raise NotSupportedError(
+                f"optional unit {managed.unit.name!r} is recomputed as a whole (checkpoint), and "
+                "has units inside, which ranks that leave it out could not follow in backward: "
+                "recompute the units inside one by one, or the unit around it"
+            )
+        if recomputing and managed.step.phase is Phase.AT_REST:
+            raise NotSupportedError(
+                f"optional unit {managed.unit.name!r} is recomputed by a reentrant checkpoint, in "
+                "whose backward the other ranks take no part: pass use_reentrant=False"
+            )
+
+    def before_end(self, managed: ManagedUnit) -> None:
+        """Take part in what other ranks run before the forward of ``managed`` ends here."""
+        place = self._asked.get(managed.step)
+        if place is not None and self._machine.running[-1] is managed.step:
+            self._meet(place, None)
+
+    def _meet(self, place: _Question, coming: ManagedUnit | None) -> None:
+        here = 0 if coming is None else coming.number + 1
+        wanted = coming if coming is not None and coming.step.optional else None
+        while True:
+            asked, self._uneven = place.ask(wanted, here, self._uneven)
+            if True not in asked:
+                return
+            chosen = place.inside[asked.index(True)]
+            if chosen is wanted:
+                return
+            self._take_part(chosen)
+
+    def _take_part(self, managed: ManagedUnit) -> None:
+        """Do for a unit's forward on other ranks what they need of this one. Collective."""
+        if managed.unit.on_meta:
+            take_over(managed.unit)
+        training = not self._executor.evaluating
+        self._executor.do(self._machine.forward_begins(managed.step, with_grad=training))
+        self.before_end(managed)
+        self._executor.do(self._machine.forward_ends(managed.step, training=training))
+
+    def settle(self, units: Sequence[ManagedUnit]) -> bool:
+        """Let all ranks know which units' backward may come on any rank, at a forward's end.
+
+        Returns True if this one's may come on another rank only. Collective, unless all ranks have
+        run the same.
+        """
+        by_ranks: dict[tuple[Comm, ...], list[ManagedUnit]] = {}
+        for managed in units:
+            by_ranks.setdefault(_several(managed), []).append(managed)
+        uneven, self._uneven = self._uneven, False
+        may_come = False
+        for comms, together in by_ranks.items():
+            mine = [any(not call.stands_in for call in m.step.calls()) for m in together]
+            leads = torch.tensor(mine, dtype=torch.float64)
+            if uneven:
+                for comm in comms:
+                    label = "which units a backward may reach"
+                    comm.all_reduce([leads], "max", label=label).wait()
+            for managed, leads_back in zip(together, leads.tolist(), strict=True):
+                if managed.step.partial:
+                    self._machine.settle(managed.step, leads_back=bool(leads_back))
+                    may_come |= bool(leads_back)
+        return may_come
+
+
+def optional_units(
+    root: nn.Module, machine: StepMachine, executor: Executor
+) -> OptionalUnits | None:
+    """Return what asks about the optional units below ``root``; None if there is none.
+
+    Raises:
+        UsageError: the root's own unit, or one that no unit encloses, is optional.
+        NotSupportedError: the ranks of optional units cannot be asked together, or not at all.
+    """
+    units = executor.units
+    if not any(managed.step.optional for managed in units):
+        return None
+    inside: dict[ManagedUnit, list[ManagedUnit]] = {units[0]: []}
+    for around, managed in set(_enclosed(root, None, set())):
+        if not managed.step.optional:
+            continue
+        if around is None:
+            raise UsageError(
+                f"unit {managed.unit.name!r} is optional, and no unit encloses it, in whose "
+                "forward ranks could be asked; shard the module that calls it, too"
+            )
+        inside.setdefault(around, []).append(managed)
+    for managed in units:
+        managed.step.partial = managed.number > 0
+    asked = {
+        around.step: _Question(around, sorted(below, key=lambda each: each.number))
+        for around, below in inside.items()
+    }
+    return OptionalUnits(asked, machine, executor)
+
+
+def _enclosed(
+    module: nn.Module, around: ManagedUnit | None, seen: set[tuple[int, int]]
+) -> Iterator[tuple[ManagedUnit | None, ManagedUnit]]:
+    """Yield the units below with the innermost unit around each; a shared one has several."""
+    key = id(module), id(around)
+    if key in seen:
+        return
+    seen.add(key)
+    managed = managed_unit_of(module)
+    if managed is not None and managed is not around:
+        yield around, managed
+        around = managed
+    for child in module.children():
+        yield from _enclosed(child, around, seen)
+
+
+def _is_to_be_recomputed() -> bool:
+    """True in what a checkpoint without reentrance runs."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+
+
+def _several(managed: ManagedUnit) -> tuple[Comm, ...]:
+    ranks = managed.unit.ranks
+    return tuple(comm for comm in (ranks.gather, ranks.replicas) if comm.size > 1)
+
+
+class _Reachable(torch.autograd.Function):
+    """The output of a model on a rank whose graph leads to no parameter, while others' do."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, value: Tensor, _lead: Tensor) -> Tensor:
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *_grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def reachable() -> Callable[[Tensor], Tensor]:
+    """Return what makes tensors ones that a backward can begin at, though it will find nothing."""
+    lead = torch.zeros((), requires_grad=True)
+
+    def change(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        value: Tensor = _Reachable.apply(tensor.detach(), lead)  # type: ignore[no-untyped-call]
+        return value
+
+    return change

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units that only some ranks run: losses, gradients and weights are those of one process."""
+
+import itertools
+
+import pytest
+import torch
+from support.optional_parts import (
+    PARTS,
+    MixtureOfExperts,
+    Model,
+    Part,
+    of_one_process,
+    patterns,
+    routes,
+    sharded,
+    steps_on_gloo,
+    texts,
+    train,
+    train_on_gloo,
+    update,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.testing import LocalComm, LocalWorld
+from fullshard.torch import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    fully_shard,
+    mark_optional,
+    set_prefetch,
+    set_separate_reduce_scatter_group,
+    tracing,
+)
+from fullshard.wrap import ModuleWrapPolicy
+
+
+def compare(history, expected):
+    for grads, others in zip(history, expected, strict=True):
+        assert grads.keys() == others.keys()
+        for name, grad in grads.items():
+            assert (grad is None) == (others[name] is None), name
+            if grad is not None:
+                torch.testing.assert_close(grad, others[name], rtol=0, atol=1e-12)
+
+
+def check(ranks, steps, door, again=False, no_sync=False):
+    expected = of_one_process(ranks, steps, again)
+
+    def body(comm):
+        return train(sharded(comm, door, again), comm.rank, ranks, steps, no_sync)
+
+    for history in LocalWorld(ranks).run(body):
+        compare(history, expected)
+
+
+def hybrid(comm):
+    first, second = comm.rank // 2 * 2, comm.rank % 2
+    return comm.subgroup(range(first, first + 2)), comm.subgroup(range(second, comm.size, 2))
+
+
+def on_one_communicator(comm):
+    model = sharded(comm, "fully_shard")
+    set_prefetch(model, 0, 0)
+    set_separate_reduce_scatter_group(model, False)
+    return model
+
+
+MODES = {
+    "hybrid": lambda comm: sharded(hybrid(comm), "fully_shard"),
+    "offload": lambda comm: sharded(comm, "fully_shard", offload_policy=CPUOffloadPolicy()),
+    "elements": lambda comm: sharded(comm, "fully_shard", align="element"),
+    "whole matrices": lambda comm: sharded(comm, "fully_shard", align="matrix"),
+    "kept full": lambda comm: sharded(comm, "fully_shard", reshard_after_forward=False),
+    "smaller groups": lambda comm: sharded(comm, "fully_shard", reshard_after_forward=2),
+    "one communicator": on_one_communicator,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_with_optional_parts(mode):
+    steps = [[patterns(4, seed, most=2)] for seed in range(4)]
+    expected = of_one_process(4, steps)
+    for history in LocalWorld(4).run(lambda comm: train(MODES[mode](comm), comm.rank, 4, steps)):
+        compare(history, expected)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_experts_of_a_list_run_in_any_order_on_any_rank(again, shared):
+    steps = [[routes(3, seed)] for seed in range(6)]
+    expected = of_one_process(3, steps, model=MixtureOfExperts(again, shared))
+
+    def body(comm):
+        return train(MixtureOfExperts(again, shared).shard(comm), comm.rank, 3, steps)
+
+    for history in LocalWorld(3).run(body):
+        compare(history, expected)
+
+
+def test_a_question_is_asked_for_each_unit_inside_and_at_the_end(monkeypatch):
+    questions, all_reduce = [], LocalComm.all_reduce
+
+    def counted(comm, tensors, op="sum", label=""):
+        if comm.rank == 0 and ("question" in label or "may reach" in label):
+            questions.append(label)
+        return all_reduce(comm, tensors, op, label)
+
+    monkeypatch.setattr(LocalComm, "all_reduce", counted)
+
+    def body(comm):
+        model, asked = sharded(comm, "fully_shard"), []
+        for used in ({}, {"eye": comm.rank}, {"eye": 1}):
+            before = len(questions)
+            model(texts(2, 0)[comm.rank], used).sum().backward()
+            asked.append(len(questions) - before)
+        return asked
+
+    first, _ = LocalWorld(2).run(body)
+    # Before the embedding, two blocks, and the end; for the part, its layers and its end; and, as
+    # ranks have run different units, for what a backward may reach.
+    assert first == [4, 4 + 4 + 1, 4 + 4]
+
+
+@pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_pattern_of_parts_gives_what_one_process_has(ranks, door):
+    check(ranks, [[patterns(ranks, seed)] for seed in range(8)], door)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_parts_run_different_numbers_of_times(again):
+    check(3, [[patterns(3, seed, most=2)] for seed in range(6)], "fully_shard", again=again)
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_micro_batches_use_different_parts(no_sync):
+    steps = [[patterns(2, 10 * seed + batch) for batch in range(3)] for seed in range(4)]
+    check(2, steps, "fully_shard", no_sync=no_sync)
+
+
+def test_all_patterns_of_two_parts_on_two_ranks():
+    uses = [dict(zip(PARTS, use, strict=False)) for use in itertools.product((0, 1), repeat=2)]
+    steps = [[[here, there]] for here in uses for there in uses]
+    check(2, steps, "fully_shard")
+
+
+def test_a_frozen_model_behind_a_trained_part_is_reached_on_all_ranks():
+    def body(comm):
+        model = sharded(comm, "fully_shard")
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.startswith("eye"))
+        for step in range(3):
+            used = {"eye": int(comm.rank == 1 or step == 1)}
+            model(texts(2, step)[comm.rank], used).square().mean().backward()
+        return update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    model = Model()
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.startswith("eye"))
+    for step in range(3):
+        for rank in range(2):
+            used = {"eye": int(rank == 1 or step == 1)}
+            loss = model(texts(2, step)[rank], used).square().mean() / 2
+            if loss.requires_grad:
+                loss.backward()
+    expected = update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for grads in LocalWorld(2).run(body):
+        compare([grads], [expected])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_processes_run_different_parts(gloo_world, ranks):
+    expected = of_one_process(ranks, steps_on_gloo(ranks))
+    for history in gloo_world.run(ranks, train_on_gloo):
+        compare(history, expected)
+
+
+def test_evaluation_asks_too():
+    def body(comm):
+        model = sharded(comm, "fully_shard")
+        with torch.no_grad():
+            return [model(texts(2, 0)[comm.rank], use) for use in ({"eye": comm.rank}, {})]
+
+    model = Model()
+    for rank, outputs in enumerate(LocalWorld(2).run(body)):
+        for output, use in zip(outputs, ({"eye": rank}, {}), strict=True):
+            torch.testing.assert_close(output, model(texts(2, 0)[rank], use).detach())
+
+
+def test_units_that_are_not_marked_must_run_on_all_ranks():
+    def body(comm):
+        model = sharded(comm, "fully_shard")
+        rank = comm.rank
+        model.forward = lambda text: model.blocks[rank](model.embed(text))
+        with pytest.raises(UsageError, match="ranks have come to different units"):
+            model(texts(2, 0)[rank])
+
+    LocalWorld(2).run(body)
+
+
+def test_a_part_with_units_inside_is_not_recomputed_as_a_whole():
+    def body(comm):
+        model = sharded(comm, "fully_shard")
+        eye = model.eye
+
+        def forward(text):
+            x = model.embed(text)
+            seen = torch.cat([text, text[:, :2]], dim=1)
+            return model.blocks[0](x + checkpoint(eye, seen, use_reentrant=False))
+
+        model.forward = forward
+        with pytest.raises(NotSupportedError, match="'eye' is recomputed as a whole"):
+            model(texts(2, 0)[comm.rank])
+
+    LocalWorld(2).run(body)
+
+
+def test_blocks_of_a_part_are_recomputed_one_by_one():
+    def body(comm):
+        model = sharded(comm, "fully_shard")
+        model.eye.forward = lambda x: checkpoint(
+            model.eye.second,
+            checkpoint(model.eye.first, x, use_reentrant=False),
+            use_reentrant=False,
+        )
+        for step in range(3):
+            used = {"eye": int(comm.rank == step), "ear": int(comm.rank == 0)}
+            model(texts(2, step)[comm.rank], used).square().mean().backward()
+        return update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    model = Model()
+    model.eye.forward = lambda x: model.eye.second(model.eye.first(x))
+    for step in range(3):
+        for rank in range(2):
+            used = {"eye": int(rank == step), "ear": int(rank == 0)}
+            (model(texts(2, step)[rank], used).square().mean() / 2).backward()
+    expected = update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for grads in LocalWorld(2).run(body):
+        compare([grads], [expected])
+
+
+def test_both_doors_take_the_mark_when_they_shard():
+    def body(comm):
+        model = Model()
+        for part in (model.eye, model.ear, model.hand):
+            fully_shard(part, mesh=comm, optional=True)
+        fully_shard(model, mesh=comm)
+        wrapped = FullyShardedDataParallel(
+            (plain := Model()),
+            comm,
+            auto_wrap_policy=ModuleWrapPolicy({Part}),
+            optional_modules=[plain.eye, plain.ear, plain.hand],
+        )
+        used = {"eye": comm.rank, "hand": 1 - comm.rank}
+        outputs = []
+        for each in (model, wrapped):
+            outputs.append(each(texts(2, 0)[comm.rank], used))
+            outputs[-1].sum().backward()
+        return [each.detach() for each in outputs]
+
+    for rank, outputs in enumerate(LocalWorld(2).run(body)):
+        expected = Model()(texts(2, 0)[rank], {"eye": rank, "hand": 1 - rank}).detach()
+        for output in outputs:
+            torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+
+
+def test_marks_are_refused_where_they_mean_nothing():
+    def body(comm):
+        with pytest.raises(UsageError, match="holds no unit"):
+            mark_optional(Model())
+        alone = fully_shard(nn.Linear(3, 3), mesh=comm, optional=True)
+        with pytest.raises(UsageError, match="no unit encloses it"):
+            alone(torch.ones(1, 3))
+        model = sharded(comm, "fully_shard")
+        model(texts(2, 0)[comm.rank], {}).sum().backward()
+        with pytest.raises(UsageError, match="is the root of its model"):
+            mark_optional(model)
+        with pytest.raises(UsageError, match=r"'eye\.first' runs outside of the forward"):
+            model.eye.first(torch.ones(1, 5, dtype=torch.float64))
+
+    LocalWorld(2).run(body)
+
+
+def test_only_what_some_rank_runs_is_sent():
+    """As for a model without marks whose ranks all do the same."""
+
+    def ops(model, rank, used):
+        for _ in range(2):
+            with tracing(model) as trace:
+                model(texts(2, 0)[rank], used).square().mean().backward()
+        return sorted((r.unit, r.op) for r in trace.records if r.op in ("gather", "reduce"))
+
+    def body(comm):
+        marked, plain = (sharded(comm, "fully_shard", mark=mark) for mark in (True, False))
+        for used in ({}, dict.fromkeys(PARTS, 1)):
+            assert ops(marked, comm.rank, used) == ops(plain, comm.rank, used)
+        mine = {"eye": comm.rank}
+        assert ops(marked, comm.rank, mine) == ops(plain, comm.rank, {"eye": 1})
+
+    LocalWorld(2).run(body)

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of which ranks run different parts, trained in one process and by ranks."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.torch import FullyShardedDataParallel, fully_shard, mark_optional
+from fullshard.wrap import ModuleWrapPolicy
+
+PARTS = ("eye", "ear", "hand")
+
+
+class Part(nn.Module):
+    """A tower of two layers, each a unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Linear(7, 5)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Model(nn.Module):
+    """Text through two blocks, before, between and behind which parts come in."""
+
+    def __init__(self, again=False):
+        super().__init__()
+        self.embed = nn.Linear(3, 5)
+        self.eye, self.ear, self.hand = Part(), Part(), Part()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.again = again  # blocks are recomputed in backward
+        self.double()
+        values = torch.Generator().manual_seed(7)  # ranks are threads
+        for param in self.parameters():
+            nn.init.uniform_(param, -0.5, 0.5, generator=values)
+
+    def forward(self, text, used):
+        """``used`` gives for each part how often it runs, on inputs made from the text."""
+        x = self.embed(text)
+        for name, block in zip(PARTS, [*self.blocks, None], strict=True):
+            for _ in range(used.get(name, 0)):
+                x = x + getattr(self, name)(torch.cat([text, text[:, :2]], dim=1))
+            if block is not None:
+                run = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+                x = torch.tanh(run)
+        return x
+
+
+def sharded(comm, door, again=False, mark=True, **options):
+    """The model with a unit for each layer, part and block; ``options`` are the function's."""
+    model = Model(again)
+    if door == "wrapper":
+        policy = ModuleWrapPolicy({nn.Linear, Part})
+        wrapped = FullyShardedDataParallel(model, comm, auto_wrap_policy=policy)
+        mark_optional(*(getattr(wrapped, name) for name in PARTS))
+        return wrapped
+    for part in (model.eye, model.ear, model.hand):
+        for layer in (part.first, part.second, part):
+            fully_shard(layer, mesh=comm, **options)
+    for unit in (model.embed, *model.blocks, model):
+        fully_shard(unit, mesh=comm, **options)
+    if mark:
+        mark_optional(model.eye, model.ear, model.hand)
+    return model
+
+
+def texts(ranks, batch):
+    values = torch.Generator().manual_seed(100 + batch)
+    return torch.randn(ranks, 2, 3, dtype=torch.float64, generator=values)
+
+
+def clean(name):
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+def update(model, optimizer):
+    """The gradients by name, whole, of before the step."""
+    grads = {}
+    for name, param in model.named_parameters():
+        grad = param.grad
+        full = getattr(grad, "full_tensor", lambda grad=grad: grad)() if grad is not None else None
+        grads[clean(name)] = None if full is None else full.detach().clone()
+    optimizer.step()
+    optimizer.zero_grad()
+    return grads
+
+
+def of_one_process(ranks, steps, again=False, model=None):
+    """What `train` has to give."""
+    model = Model(again) if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    history = []
+    for number, patterns in enumerate(steps):
+        for batch, pattern in enumerate(patterns):
+            inputs = texts(ranks, 10 * number + batch)
+            losses = [model(inputs[r], pattern[r]).square().mean() for r in range(ranks)]
+            (sum(losses) / ranks).backward()
+        history.append(update(model, optimizer))
+    return history
+
+
+def train(model, rank, ranks, steps, no_sync=False):
+    """The gradients of each step on one rank; ``steps`` has for each micro-batch what ranks use."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    history = []
+    for number, patterns in enumerate(steps):
+        for batch, pattern in enumerate(patterns):
+            inputs = texts(ranks, 10 * number + batch)[rank]
+            if no_sync:
+                model.set_requires_gradient_sync(batch == len(patterns) - 1)
+            model(inputs, pattern[rank]).square().mean().backward()
+        history.append(update(model, optimizer))
+    return history
+
+
+def patterns(ranks, seed, most=1):
+    """For each rank how often it runs each part, drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, most + 1, (ranks, len(PARTS)), generator=generator).tolist()
+    return [dict(zip(PARTS, row, strict=True)) for row in drawn]
+
+
+STEPS_ON_GLOO = 12
+
+
+def steps_on_gloo(ranks):
+    return [[patterns(ranks, seed, most=2)] for seed in range(STEPS_ON_GLOO)]
+
+
+def train_on_gloo(group):
+    ranks = group.size()
+    return train(sharded(group, "fully_shard"), group.rank(), ranks, steps_on_gloo(ranks))
+
+
+class Expert(nn.Linear):
+    pass
+
+
+class Block(nn.Module):
+    """Experts between two layers; their order and number are those of ``route``."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.experts = nn.ModuleList(Expert(4, 4) for _ in range(3))
+
+    def forward(self, x, route):
+        x = torch.tanh(self.before(x))
+        return x + self.after(sum((torch.tanh(self.experts[e](x)) for e in route), x))
+
+
+class MixtureOfExperts(nn.Module):
+    """Two blocks, with experts of their own or ``shared`` ones, recomputed if ``again``."""
+
+    def __init__(self, again, shared):
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(3, 4), nn.ModuleList(Block() for _ in range(2))
+        if shared:
+            self.blocks[1].experts = self.blocks[0].experts
+        self.again = again
+        self.double()
+        values = torch.Generator().manual_seed(3)
+        for param in self.parameters():
+            nn.init.uniform_(param, -0.5, 0.5, generator=values)
+
+    def forward(self, text, routes):
+        x = self.embed(text)
+        for block, route in zip(self.blocks, routes, strict=True):
+            again = self.again
+            x = checkpoint(block, x, route, use_reentrant=False) if again else block(x, route)
+        return x
+
+    def shard(self, mesh):
+        for kind in (Expert, nn.Linear, Block):
+            for module in self.modules():
+                if type(module) is kind:
+                    fully_shard(module, mesh=mesh, optional=kind is Expert)
+        return fully_shard(self, mesh=mesh)
+
+
+def routes(ranks, seed):
+    """For each rank and block some experts, in some order."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def some():
+        most = int(torch.randint(0, 4, (1,), generator=generator))
+        return torch.randperm(3, generator=generator).tolist()[:most]
+
+    return [[some(), some()] for _ in range(ranks)]

@@ -26,6 +26,7 @@ class Rank(Training):
             unit.trained -= set() if unused else {1}
         self.me, self.runs = rank, runs
         self.optional = {node.unit for node, place in walk(model) if place in runs}
+        self.machine.partial = True
         for number, unit in enumerate(self.units):
             unit.optional, unit.partial = number in self.optional, number > 0
 

@@ -66,6 +66,7 @@ class StepMachine:
         self._units = [weakref.ref(unit) for unit in units]
         self.running: list[UnitStep] = []  # units whose forward is running, outermost first
         self.in_backward: bool = False
+        self.partial: bool = False  # the backward of some units may come on some ranks only
         self._task = -1  # the one that runs
         self._now = 0  # in events
         self._forwards = 0  # of the root
@@ -233,8 +234,13 @@ class StepMachine:
 
     def _pass_over(self, after: int) -> None:
         """Begin the units that were not used as others may. See [Note: One order on all ranks]."""
-        unused = [(unit.last_end, unit) for unit in self._due_after(after) if not unit.begun]
-        for at, unit in sorted([*unused, *self._calls_after(after)], key=lambda passed: -passed[0]):
+        due = self._due_after(after)
+        passed: list[tuple[float, UnitStep]] = [(u.last_end, u) for u in due if not u.begun]
+        if self.partial:
+            passed += self._calls_of(due, after)
+        if len(passed) > 1:
+            passed.sort(key=_latest)
+        for at, unit in passed:
             if not unit.phase.due:
                 continue
             if not unit.begun:
@@ -246,9 +252,9 @@ class StepMachine:
                     unit.pass_over(call, self._task)
             self._end_what_is_over(unit)
 
-    def _calls_after(self, after: int) -> list[tuple[float, UnitStep]]:
+    def _calls_of(self, units: Sequence[UnitStep], after: int) -> list[tuple[float, UnitStep]]:
         """The calls of partial units that began after an event, and that backward passes over."""
-        calls = (c for unit in self._due_after(after) if unit.partial for c in unit.calls())
+        calls = (call for unit in units if unit.partial for call in unit.calls())
         # Before what ended when the call began.
         return [(c.began_at - 0.5, c.unit) for c in calls if c.began_at > after and not c.begun]
 
@@ -305,6 +311,10 @@ class StepMachine:
             self._due.pop(unit, None)
         unit.held_back = bool(unit.trained) and not unit.requires_gradient_sync
         self._events.append(_event(Moment.BACKWARD_END, unit.number))
+
+
+def _latest(passed: tuple[float, UnitStep]) -> float:
+    return -passed[0]
 
 
 def _turn(unit: UnitStep) -> tuple[bool, int]:

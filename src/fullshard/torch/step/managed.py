@@ -39,6 +39,9 @@ class StepWatcher(Protocol):
     settings_changed: bool
     """True if schedules are to be made anew when the step has ended."""
 
+    optional: Any
+    """Asks other ranks about optional units, if there are some; else None."""
+
     @property
     def prefetch(self) -> Prefetch:
         """The depth to which units are gathered ahead."""
@@ -194,7 +197,7 @@ class ManagedUnit:
         tracker, ends = self.tracker, False
         if tracker is not None and self._modules_run:  # not if the pre-hook has raised
             ends = self._modules_run == self._modules_to_run or tracker.runs_alone(self)
-        if tracker is not None and ends:
+        if tracker is not None and ends and tracker.optional is not None:
             ours = failure is None or id(failure) == self._handled_outside or _is_early(failure)
             output = tracker.before_end(self, output) if ours else output
         # A weight, or a view of one, would be read after its memory has gone.

@@ -193,6 +193,7 @@ def optional_units(
                 "forward ranks could be asked; shard the module that calls it, too"
             )
         inside.setdefault(around, []).append(managed)
+    machine.partial = True
     for managed in units:
         managed.step.partial = managed.number > 0
     asked = {

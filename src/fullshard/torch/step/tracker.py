@@ -57,7 +57,7 @@ class Tracker:
             managed.tracker = self
         self.structure: Callable[[], paths.Structure | None] = lambda: None
         self.executor: Executor = Executor(units, prefetch)
-        self._optional: OptionalUnits | None = None
+        self.optional: OptionalUnits | None = None
 
     @classmethod
     def adopt(cls, root: nn.Module) -> "Tracker":
@@ -94,7 +94,7 @@ class Tracker:
             managed = managed_unit_of(module)
             if managed is not None:
                 managed.step.ends_with_backward |= paths.leads_to_others(module, owners)
-        self._optional = optional_units(root, self._machine, self.executor)
+        self.optional = optional_units(root, self._machine, self.executor)
 
     def _before_first_step(self) -> None:
         """Take up what users have tied since the model was sharded."""
@@ -121,7 +121,7 @@ class Tracker:
         """Change how far ahead units are gathered; between steps only."""
         structure = self.structure()
         if structure is not None and structure.root is not None:
-            self._optional = optional_units(structure.root, self._machine, self.executor)
+            self.optional = optional_units(structure.root, self._machine, self.executor)
         self.executor.set_prefetch(prefetch)
 
     # ---- forward --------------------------------------------------------------------------------
@@ -142,9 +142,9 @@ class Tracker:
         if not self._running or managed.number == 0:
             self._begin_at_the_top()
         with_grad = torch.is_grad_enabled()
-        if self._optional is not None:
+        if self.optional is not None:
             recomputing = self._in_backward and torch._C._current_graph_task_id() != -1
-            self._optional.before(managed, recomputing=recomputing)
+            self.optional.before(managed, recomputing=recomputing)
         awaited = with_grad or (managed.step.partial and not self.executor.evaluating)
         self.executor.do(self._machine.forward_begins(managed.step, with_grad=awaited))
         managed.unit.begin_forward()
@@ -227,12 +227,11 @@ class Tracker:
 
         Returns the ``output``, or one that backward can begin at if on other ranks it will.
         """
-        if self._optional is None:
-            return output
-        self._optional.before_end(managed)
+        assert self.optional is not None
+        self.optional.before_end(managed)
         if managed.number or self._in_backward or self.executor.evaluating:
             return output
-        if not self._optional.settle(self.executor.units) or tensors_with_gradients(output):
+        if not self.optional.settle(self.executor.units) or tensors_with_gradients(output):
             return output
         return map_tensors(output, reachable())
 

@@ -58,7 +58,7 @@ class Compared:
 
     @property
     def memory_error(self) -> float | None:
-        """Of the predicted peak, as a share of the published one."""
+        """The predicted peak over the published one, less one; None without a published one."""
         row = self.row
         if row.memory_gib is None:
             return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MkDocs does beside its pages: a Markdown twin of each, and llms.txt.
+"""Hooks of MkDocs: they write a Markdown twin of each page, and llms.txt.
 
 A twin lies beside its page, has the same links, and has texts in place of what the page includes:
 helps of commands, and docstrings.

@@ -14,7 +14,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def outputs_of(page, folder):
-    """What each console block of a page prints, with the page's files in ``folder``."""
+    """Run the console blocks of a page, its files in ``folder``; return what each prints."""
     tools = Path(sys.executable).parent
     environment = os.environ | {
         "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",

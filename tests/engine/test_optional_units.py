@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import NotSupportedError, UsageError
-from fullshard.testing import LocalComm, LocalWorld
+from fullshard.testing import LocalComm, LocalWorld, LocalWorldError
 from fullshard.torch import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -282,6 +282,17 @@ def test_marks_are_refused_where_they_mean_nothing():
             model.eye.first(torch.ones(1, 5, dtype=torch.float64))
 
     LocalWorld(2).run(body)
+
+
+def test_ranks_that_mark_different_parts_are_told():
+    def body(comm):
+        model = sharded(comm, "fully_shard", mark=False)
+        mark_optional(*((model.eye, model.ear) if comm.rank else (model.eye,)))
+        model(texts(2, 0)[comm.rank], {})
+
+    with pytest.raises(LocalWorldError, match="question for optional units") as error:
+        LocalWorld(2).run(body)
+    assert "'ear'" in str(error.value)
 
 
 def test_only_what_some_rank_runs_is_sent():

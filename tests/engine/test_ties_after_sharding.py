@@ -189,6 +189,23 @@ def test_from_the_meta_device(comm, align, units, put):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("use", ["emb", "head"])
+def test_loading_does_not_take_in_a_parameter_put_at_one_use(comm, door, use):
+    model = language()
+    tie(model)
+    model = shard(model, comm, door, "row", ())
+    model(TOKENS).sum().backward()
+    mine = nn.Parameter(torch.ones(5, 3, dtype=torch.float64))
+    part = getattr(model, use)
+    part.weight = mine
+    model.load_state_dict(language().state_dict())
+    assert part.weight is mine
+    with pytest.raises(UsageError, match="weight"):
+        model(TOKENS)
+
+
+@on_ranks(2)
 def test_without_a_unit_around_both_and_after_the_first_forward_it_is_named(comm):
     model = language()
     for part in (model.emb, model.head):

@@ -183,6 +183,46 @@ def test_muon_is_that_of_one_process_and_sends_nothing(world, door, monkeypatch)
     assert counted.calls == []
 
 
+def adafactor_and_adamw(model, name_of=lambda name: name):
+    return muon_and_adamw(model, name_of, muon=torch.optim.Adafactor)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_adafactor_is_that_of_one_process_and_sends_nothing(world, monkeypatch):
+    counted = Counted(monkeypatch)
+
+    def body(comm):
+        model = sharded(comm)
+        train(model, adafactor_and_adamw(model), comm.rank, step_by=counted.step)
+        return full(model)
+
+    results = LocalWorld(world).run(body)
+    expected = alone(world, make=adafactor_and_adamw)
+    for values in results:
+        assert_equal(values, expected)
+    assert counted.calls == []
+
+
+def test_optimizers_that_may_look_beyond_a_matrix_are_refused():
+    """Classes of other libraries by these names clip by one norm, or gather themselves."""
+
+    class Lamb(torch.optim.SGD):
+        pass
+
+    class Muon(torch.optim.SGD):
+        pass
+
+    def body(comm):
+        model = sharded(comm)
+        loss_of(model, batch(0, 0)).backward()
+        for kind in (Lamb, Muon):
+            optimizer = muon_and_adamw(model, muon=kind)[0]
+            with pytest.raises(NotSupportedError, match=r"needs whole tensors .* alone"):
+                optimizer.step()
+
+    LocalWorld(2).run(body)
+
+
 def grid(comm, within):
     """Split ranks into rows that share slices, and columns that hold equal ones."""
     row, place = divmod(comm.rank, within)

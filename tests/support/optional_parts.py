@@ -89,7 +89,7 @@ def update(model, optimizer):
 
 
 def of_one_process(ranks, steps, again=False, model=None):
-    """What `train` has to give."""
+    """Return the gradients that `train` has to give, trained in one process."""
     model = Model(again) if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     history = []

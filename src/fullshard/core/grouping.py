@@ -14,17 +14,13 @@ there are several matrices a rank.
 """
 
 import heapq
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 
 __all__ = [
-    "Balance",
-    "Work",
     "around_of",
-    "balance_of",
     "deal_out",
     "deepest_around",
     "group_parameters",
@@ -83,10 +79,6 @@ def _contains(path: str, name: str) -> bool:
     return path == "" or name.startswith(path + ".")
 
 
-Work = Callable[[tuple[int, ...]], float]
-"""The work of an optimizer's step on a parameter of a shape, in one unit for all of them."""
-
-
 def muon_work(shape: tuple[int, ...]) -> float:
     """FLOPs of one Newton-Schulz iteration on a matrix, or on each matrix of a stack."""
     if len(shape) < 2:
@@ -115,26 +107,3 @@ def deal_out(work: Sequence[float], loads: list[float]) -> list[int]:
         loads[rank] = load + work[number]
         heapq.heapreplace(ranks, (loads[rank], rank))
     return owners
-
-
-@dataclass(frozen=True)
-class Balance:
-    """The evenness of a choice of owners.
-
-    ``imbalance`` is the work of the rank that has the most over the mean; ``bound`` the least that
-    a choice can reach, which the largest matrix sets where there are few.
-    """
-
-    imbalance: float
-    bound: float
-
-
-def balance_of(work: Sequence[float], owners: Sequence[int], ranks: int) -> Balance:
-    """Return how even the ``work`` is that ``owners``, of so many ``ranks``, have."""
-    loads = [0.0] * ranks
-    for each, owner in zip(work, owners, strict=True):
-        loads[owner] += each
-    mean = sum(work) / ranks
-    if not mean:
-        return Balance(1.0, 1.0)
-    return Balance(max(loads) / mean, max(1.0, max(work) / mean))

@@ -21,7 +21,7 @@ from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.optim.merged_step import MergedStep
 from fullshard.torch.optim.owned_step import OwnedStep
 from fullshard.torch.state.optimizers import refuse_state_of_another, shard_state, translate
-from fullshard.torch.state.owned import STEPS_APART
+from fullshard.torch.state.owned import steps_apart
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.guards.optimizer_steps import count_step
@@ -34,7 +34,10 @@ __all__ = [
     "watch_optimizers",
 ]
 
-NEEDS_WHOLE_TENSORS = STEPS_APART | {"DistributedShampoo", "KFAC", "LBFGS"}
+NEEDS_WHOLE_TENSORS = {
+    *("AdaFactor", "Adafactor", "DistributedShampoo", "KFAC", "LAMB", "LARS", "LBFGS", "Lamb"),
+    *("Muon", "SOAP", "Shampoo"),
+}
 """Classes of optimizers, by name, that use rows, matrices or norms of whole parameters. Others of
 their kind are stopped by the operations that they call on a `ShardedParameter`."""
 
@@ -90,13 +93,15 @@ def look_at(optimizer: Optimizer) -> None:
     # The first that is cut by element, if there is one.
     sharded = next(iter(sorted(held, key=lambda each: isinstance(each, DTensor))), None)
     names = {cls.__name__ for cls in type(optimizer).__mro__} & NEEDS_WHOLE_TENSORS
-    apart = bool(names & STEPS_APART)
+    apart = steps_apart(optimizer)
     cut = [each for each in held if not (apart and each.ownership.owner is not None)]
     cut = [each for each in cut if not isinstance(each, DTensor)] if names else []
     if cut:
+        owner = cut[0].ownership.owner
+        is_where = "sharded by element" if owner is None else f"on rank {owner} alone"
         raise NotSupportedError(
             f"{kind} needs whole tensors ({', '.join(sorted(names))}), but "
-            f"{cut[0].ownership.name!r} is sharded by element. "
+            f"{cut[0].ownership.name!r} is {is_where}. "
             + ('Shard it with align="matrix", which leaves matrices whole, use' if apart else "Use")
             + " an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...), or leave these "
             "parameters out of sharding"

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from fullshard.core.errors import NotSupportedError
-from fullshard.core.grouping import Work, deal_out, muon_work
+from fullshard.core.grouping import deal_out, muon_work
 from fullshard.core.layout import Align
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.comm.ranks import Ranks
@@ -43,7 +43,6 @@ def is_matrix(each: ParamSites, tables: Collection[int]) -> bool:
 def matrices_owned(
     units: Sequence[tuple[Sequence[ParamSites], Ranks]],
     whole: Callable[[ParamSites], bool],
-    work: Work = muon_work,
 ) -> list[list[ParamSites]]:
     """Give the matrices of ``units``, those that are to be ``whole``, to ranks, one each.
 
@@ -62,7 +61,7 @@ def matrices_owned(
         by_comm.setdefault(ranks.gather, []).extend(chosen)
     for comm, places in by_comm.items():
         loads = _loads.setdefault(comm, [0.0] * comm.size)
-        works = [work(units[number][0][i].spec.shape) for number, i in places]
+        works = [muon_work(units[number][0][i].spec.shape) for number, i in places]
         owners.update(zip(places, deal_out(works, loads), strict=True))
     return [
         [_owned(each, owners.get((number, i))) for i, each in enumerate(params)]

@@ -8,7 +8,7 @@ policy or the caller, and in their result, a wrapper or the module with another 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -38,6 +38,8 @@ __all__ = [
     "shardable_parameters",
     "take_over_below",
 ]
+
+_ASSIGNS = "_fullshard_assigns"  # a load_state_dict that runs now, with assign=True
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ def shard_modules(
     watch_optimizers()
     watch_autograd()
     for module in modules:
+        module.register_load_state_dict_pre_hook(_before_loading)  # type: ignore[no-untyped-call]
         module.register_load_state_dict_post_hook(_after_loading)  # type: ignore[no-untyped-call]
         _mark_managed(module)
     managed = ManagedUnit(modules, params, plan, Tracker.adopt)
@@ -159,9 +162,19 @@ def _mark_managed(module: nn.Module) -> None:
         each.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
+def _before_loading(
+    module: nn.Module, _state: object, _prefix: object, about: Mapping[str, Any], *_: object
+) -> None:
+    module.__dict__[_ASSIGNS] = about.get("assign_to_params_buffers", False)
+
+
 def _after_loading(module: nn.Module, _incompatible: object) -> None:
+    """Take over what ``assign=True`` has put there, or ``to_empty`` before.
+
+    What else a module shows a user has put there: the next forward refuses it by name.
+    """
     managed = managed_unit_of(module)
-    if managed is not None:
+    if managed is not None and (module.__dict__.pop(_ASSIGNS, False) or managed.unit.on_meta):
         take_over(managed.unit)
 
 

@@ -25,22 +25,29 @@ from fullshard.torch.unit.buffers import dtype_name, dtype_of
 
 __all__ = [
     "NUMBERS",
-    "STEPS_APART",
     "comms_of_owned",
     "complete_state",
     "plain_state",
     "shown_state",
+    "steps_apart",
 ]
 
 NUMBERS = {"step", "mu_product", "mu", "eta"}
 """State that is a number for a parameter, whatever shape that has: of Adam and its kin, NAdam,
 ASGD."""
 
-STEPS_APART = {"Adafactor", "AdaFactor", "LAMB", "LARS", "Lamb", "Muon", "SOAP", "Shampoo"}
-"""Classes of optimizers, by name, that use rows, matrices or norms of whole parameters, and treat
-each parameter apart from the others."""
+_APART = tuple(getattr(torch.optim, n) for n in ("Adafactor", "Muon") if hasattr(torch.optim, n))
 
 _SPAN, _PLAIN, _VALUE = "span", "plain", "value"
+
+
+def steps_apart(optimizer: Optimizer) -> bool:
+    """Return True if ``optimizer`` treats each matrix apart from the others, as is known of it.
+
+    Torch's own classes, not any of these names: other libraries' Muon gathers by itself, and their
+    Lamb clips by one norm, of which each rank would have a part.
+    """
+    return isinstance(optimizer, _APART)
 
 
 def plain_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, Any]:
@@ -62,8 +69,7 @@ def shown_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, 
 
 
 def _owned(optimizer: Optimizer) -> list[ShardedParameter]:
-    kinds = {cls.__name__ for cls in type(optimizer).__mro__}
-    if not kinds & STEPS_APART:
+    if not steps_apart(optimizer):
         return []
     params = [param for group in optimizer.param_groups for param in group["params"]]
     held = [param for param in params if isinstance(param, ShardedParameter)]

@@ -36,6 +36,9 @@ class _Question:
     def __init__(self, around: ManagedUnit, inside: Sequence[ManagedUnit]):
         self.around, self.inside = around, list(inside)
         self.recomputed = False  # the forward of the unit around that runs now
+        names = ", ".join(repr(managed.unit.name) for managed in self.inside) or "none"
+        # Ranks that have marked others give their call another name, and are told so.
+        self._label = f"question for optional units ({names}) inside unit {around.unit.name!r}"
         self.ranks = (self.inside or [around])[0].unit.ranks
         self.comms = _several(self.inside[0] if self.inside else around)
         for managed in self.inside:
@@ -62,9 +65,8 @@ class _Question:
         for place, managed in enumerate(self.inside):
             votes[place] = float(managed is wanted)
         votes[-3], votes[-2], votes[-1] = uneven, here, here * here
-        label = f"question for optional units in unit {self.around.unit.name!r}"
         for comm in self.comms:
-            comm.all_reduce([votes], label=label).wait()
+            comm.all_reduce([votes], label=self._label).wait()
         *counts, parted, total, squares = votes.tolist()
         size = self.ranks.size
         if not any(counts) and size * squares != total * total:

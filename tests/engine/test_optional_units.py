@@ -10,6 +10,7 @@ from support.optional_parts import (
     MixtureOfExperts,
     Model,
     Part,
+    mark_differently,
     of_one_process,
     patterns,
     routes,
@@ -24,7 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import NotSupportedError, UsageError
-from fullshard.testing import LocalComm, LocalWorld, LocalWorldError
+from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -284,15 +285,18 @@ def test_marks_are_refused_where_they_mean_nothing():
     LocalWorld(2).run(body)
 
 
-def test_ranks_that_mark_different_parts_are_told():
-    def body(comm):
-        model = sharded(comm, "fully_shard", mark=False)
-        mark_optional(*((model.eye, model.ear) if comm.rank else (model.eye,)))
-        model(texts(2, 0)[comm.rank], {})
+def check_told(texts_of_ranks):
+    for text in texts_of_ranks:
+        assert "the ranks disagree about the units that are optional" in text
+        assert "'eye' on rank 0; 'eye', 'ear' on rank 1" in text
 
-    with pytest.raises(LocalWorldError, match="question for optional units") as error:
-        LocalWorld(2).run(body)
-    assert "'ear'" in str(error.value)
+
+def test_ranks_that_mark_different_parts_are_told():
+    check_told(LocalWorld(2).run(mark_differently))
+
+
+def test_processes_that_mark_different_parts_are_told(gloo_world):
+    check_told(gloo_world.run(2, mark_differently))
 
 
 def test_only_what_some_rank_runs_is_sent():

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fullshard.core.errors import ConfigurationError
 from fullshard.torch import FullyShardedDataParallel, fully_shard, mark_optional
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -190,3 +191,13 @@ def routes(ranks, seed):
         return torch.randperm(3, generator=generator).tolist()[:most]
 
     return [[some(), some()] for _ in range(ranks)]
+
+
+def mark_differently(comm):
+    model = sharded(comm, "fully_shard", mark=False)
+    rank = comm.rank if isinstance(comm.rank, int) else comm.rank()
+    mark_optional(*((model.eye, model.ear) if rank else (model.eye,)))
+    try:
+        model(texts(2, 0)[rank], {})
+    except ConfigurationError as error:
+        return str(error)

@@ -21,6 +21,7 @@ from torch.utils import checkpoint
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.core.schedule.step import StepMachine
 from fullshard.core.schedule.unit_step import Phase, UnitStep
+from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.step.executor import Executor
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of
@@ -36,9 +37,6 @@ class _Question:
     def __init__(self, around: ManagedUnit, inside: Sequence[ManagedUnit]):
         self.around, self.inside = around, list(inside)
         self.recomputed = False  # the forward of the unit around that runs now
-        names = ", ".join(repr(managed.unit.name) for managed in self.inside) or "none"
-        # Ranks that have marked others give their call another name, and are told so.
-        self._label = f"question for optional units ({names}) inside unit {around.unit.name!r}"
         self.ranks = (self.inside or [around])[0].unit.ranks
         self.comms = _several(self.inside[0] if self.inside else around)
         for managed in self.inside:
@@ -65,8 +63,9 @@ class _Question:
         for place, managed in enumerate(self.inside):
             votes[place] = float(managed is wanted)
         votes[-3], votes[-2], votes[-1] = uneven, here, here * here
+        label = f"question for optional units in unit {self.around.unit.name!r}"
         for comm in self.comms:
-            comm.all_reduce([votes], label=self._label).wait()
+            comm.all_reduce([votes], label=label).wait()
         *counts, parted, total, squares = votes.tolist()
         size = self.ranks.size
         if not any(counts) and size * squares != total * total:
@@ -85,6 +84,7 @@ class OptionalUnits:
     ):
         self._asked, self._machine, self._executor = asked, machine, executor
         self._uneven = False  # some rank has left out a unit that another one has run
+        self._alike = False  # ranks have compared what they have marked
 
     def before(self, managed: ManagedUnit, *, recomputing: bool) -> None:
         """Take part in what other ranks run before ``managed`` begins its forward here."""
@@ -127,7 +127,24 @@ class OptionalUnits:
         if place is not None and self._machine.running[-1] is managed.step:
             self._meet(place, None)
 
+    def _compare_marks(self) -> None:
+        """Raise `ConfigurationError` on all ranks if they have marked different units. Collective.
+
+        Votes of different lengths would end the processes, without a word of what is wrong.
+        """
+        marks = {
+            f"optional inside unit {question.around.unit.name!r}": ", ".join(
+                repr(managed.unit.name) for managed in question.inside
+            )
+            for question in self._asked.values()
+        }
+        for comm in _several(self._executor.units[0]):
+            verify_agreement(comm, marks, torch.device("cpu"), "the units that are optional")
+        self._alike = True
+
     def _meet(self, place: _Question, coming: ManagedUnit | None) -> None:
+        if not self._alike:
+            self._compare_marks()
         here = 0 if coming is None else coming.number + 1
         wanted = coming if coming is not None and coming.step.optional else None
         while True:

@@ -18,6 +18,8 @@ _TRAIN_EXAMPLES = """\
 examples:
   fullshard train                                  a byte-level language model, a few minutes
   fullshard train --model mnist                    a small convolution net that reads digits
+  fullshard train --model moe                      experts that each rank runs as its bytes want
+  fullshard train --model vlm                      a tower for pictures that half of the texts have
   fullshard train data.paths=my_texts train.steps=300
   fullshard train --engine jax --nproc 4           the same on JAX, on 4 simulated devices
   fullshard train --nproc 4 shard.strategy=SHARD_GRAD_OP log.trace=true
@@ -84,8 +86,8 @@ def _train(argv: Sequence[str]) -> int:
         usage="fullshard train [CONFIG.toml] [--model NAME] [--engine NAME]\n"
         "                       [--nproc N] [--resume [FOLDER]] [section.key=value ...]",
         description="Train a model with parameters, gradients and optimizer state sharded over "
-        "ranks. Ends with a table of bytes per rank, the weights as one safetensors file and, for "
-        "gpt, a sample of text, all kept in a new folder below runs/.",
+        "ranks. Ends with a table of bytes per rank, the weights as one safetensors file and a "
+        "sample of text, all kept in a new folder below runs/.",
         epilog=_TRAIN_EXAMPLES + describe_options(),
         formatter_class=HelpFormatter,
     )
@@ -95,7 +97,9 @@ def _train(argv: Sequence[str]) -> int:
         metavar="CONFIG.toml | section.key=value",
         help="a settings file, and settings that override it",
     )
-    parser.add_argument("--model", choices=["gpt", "mnist"], help="short for model.name=")
+    parser.add_argument(
+        "--model", choices=["gpt", "moe", "vlm", "mnist"], help="short for model.name="
+    )
     parser.add_argument(
         "--nproc",
         type=int,

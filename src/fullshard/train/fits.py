@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """See by the planner whether a run fits into memory, before anything is built."""
 
+from dataclasses import replace
+
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import transformer
 from fullshard.core.strategy import AS_IT_RESTS, ShardingStrategy
@@ -9,7 +11,7 @@ from fullshard.host_memory import host_total_bytes
 from fullshard.plan.cluster.read import cluster_of, named_device
 from fullshard.plan.memory import forecast_memory
 from fullshard.plan.model.decoder import Decoder
-from fullshard.plan.model.shape import shape_of
+from fullshard.plan.model.shape import Experts, shape_of
 from fullshard.plan.run import Recompute
 from fullshard.plan.run import Run as PlannedRun
 from fullshard.plan.step.script import write_script
@@ -32,7 +34,7 @@ def check_memory(config: Config, ranks: int, each_bytes: int) -> None:
 
     Raises `ConfigurationError` with what the planner expects.
     """
-    needed = needed_bytes(config, ranks) if config.model.name == "gpt" else 0
+    needed = needed_bytes(config, ranks) if config.of_text else 0
     if needed > each_bytes:
         raise ConfigurationError(
             f"model.preset={config.model.preset} needs about {bytes_text(needed)} of memory on "
@@ -43,7 +45,10 @@ def check_memory(config: Config, ranks: int, each_bytes: int) -> None:
 
 
 def needed_bytes(config: Config, ranks: int) -> int:
-    """Return the bytes of one rank at the peak of a step of a gpt, without a device's context."""
+    """Return the bytes of one rank at the peak of a step, without a device's context.
+
+    The tower of a vlm is not counted: its gpt has more than a hundred times as much.
+    """
     # The JAX engine gathers a block anew for backward and recomputes it.
     again = config.train.engine == "jax" and config.shard.strategy != "SHARD_GRAD_OP"
     run = PlannedRun(
@@ -54,7 +59,10 @@ def needed_bytes(config: Config, ranks: int) -> int:
         precision=AS_IT_RESTS,
         recompute=Recompute.FULL if again else Recompute.NONE,
     )
-    model = Decoder(config.model.preset, shape_of(transformer(config.model.preset)))
+    shape = shape_of(transformer(config.model.preset))
+    if config.model.name == "moe":
+        shape = replace(shape, experts=Experts(config.model.experts, 2, shape.hidden))
+    model = Decoder(config.model.preset, shape)
     cluster = cluster_of(named_device("h100"), ranks, per_host=ranks)
     forecast = forecast_memory(write_script(model, run, cluster), model, run, cluster)
     return forecast.peak_bytes - forecast.peak["context and nccl"]

@@ -93,6 +93,6 @@ def conclude(run: TrainingRun, reporter: Reporter) -> None:
     remark = run.keep_observed(reporter.folder)
     if remark:
         reporter.say(remark)
-    if config.model.name == "gpt" and config.log.sample_bytes:
+    if config.of_text and config.log.sample_bytes:
         say_sample(run.write_text(PROMPT, config.log.sample_bytes), reporter)
     say_files(reporter)

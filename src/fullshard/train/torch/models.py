@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two models that `fullshard train` knows: a decoder-only transformer and a small digit reader.
+"""The models that `fullshard train` knows: decoder-only transformers and a small digit reader.
 
 Plain PyTorch: nothing in here knows that parameters will be sharded.
 """
@@ -12,7 +12,17 @@ from torch.nn import functional as F
 
 from fullshard.core.presets import Transformer
 
-__all__ = ["GPT", "Attention", "Block", "DigitNet", "FeedForward", "Rotary"]
+__all__ = [
+    "GPT",
+    "Attention",
+    "Block",
+    "DigitNet",
+    "FeedForward",
+    "IllustratedGPT",
+    "MixtureOfExperts",
+    "PictureTower",
+    "Rotary",
+]
 
 
 class Rotary(nn.Module):
@@ -78,15 +88,39 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))  # type: ignore[no-any-return]
 
 
+class MixtureOfExperts(nn.Module):
+    """Feed-forwards of which each position takes the two that a router gives the most weight.
+
+    Nothing is dropped. An expert that no position here has chosen does not run here.
+    """
+
+    def __init__(self, shape: Transformer, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(shape.width, experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(shape) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each position of ``x`` (batch, positions, width) on its own."""
+        flat = x.flatten(0, -2)
+        weights, chosen = self.router(flat).float().softmax(-1).topk(2)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        mixed = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows, choice = (chosen == number).nonzero(as_tuple=True)
+            if len(rows):
+                mixed = mixed.index_add(0, rows, expert(flat[rows]) * weights[rows, choice, None])
+        return mixed.view_as(x)
+
+
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each normed before and added to its input."""
 
-    def __init__(self, shape: Transformer) -> None:
+    def __init__(self, shape: Transformer, experts: int = 0) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.attention = Attention(shape)
         self.feed_forward_norm = nn.RMSNorm(shape.width, eps=1e-5)
-        self.feed_forward = FeedForward(shape)
+        self.feed_forward = MixtureOfExperts(shape, experts) if experts else FeedForward(shape)
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         """Refine ``x`` (batch, positions, width)."""
@@ -95,13 +129,16 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only language model of a preset's shape, for up to ``context`` positions."""
+    """A decoder-only language model of a preset's shape, for up to ``context`` positions.
 
-    def __init__(self, shape: Transformer, context: int | None = None) -> None:
+    With ``experts`` each block has that many feed-forwards, of which a position takes two.
+    """
+
+    def __init__(self, shape: Transformer, context: int | None = None, experts: int = 0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.width)
         self.rotary = Rotary(shape.head_width, context or shape.context, shape.rope_theta)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape, experts) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.output = nn.Linear(shape.width, shape.vocab, bias=False)
         self._initialise(shape.layers)
@@ -110,7 +147,9 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits (batch, positions, vocab) of the token after ``tokens``."""
-        x = self.embedding(tokens)
+        return self._logits(self.embedding(tokens))
+
+    def _logits(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x, self.rotary)
         return self.output(self.norm(x))  # type: ignore[no-any-return]
@@ -120,9 +159,46 @@ class GPT(nn.Module):
         # grow with depth (GPT-2, section 2.3).
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                residual = name.endswith(("attention.out", "feed_forward.down"))
+                residual = name.endswith(("attention.out", ".down"))
                 scale = 1 / math.sqrt(2 * layers) if residual else 1.0
                 nn.init.normal_(module.weight, std=0.02 * scale)
+
+
+class PictureTower(nn.Module):
+    """Two convolutions and a linear layer that make one position of a 28 x 28 picture."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, kernel_size=3, stride=2)
+        self.conv2 = nn.Conv2d(16, 32, kernel_size=3, stride=2)
+        self.out = nn.Linear(32 * 6 * 6, width)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Positions (n, width) of ``images`` (n, 1, 28, 28)."""
+        x = F.relu(self.conv2(F.relu(self.conv1(images))))
+        return self.out(x.flatten(1))  # type: ignore[no-any-return]
+
+
+class IllustratedGPT(GPT):
+    """A language model that some texts show a picture to: at their first position."""
+
+    def __init__(self, shape: Transformer, context: int | None = None) -> None:
+        super().__init__(shape, context)
+        self.tower = PictureTower(shape.width)
+
+    def forward(
+        self, tokens: Tensor, images: Tensor | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Return logits (batch, positions, vocab) of the token after ``tokens``.
+
+        ``images`` (n, 1, 28, 28) belong to n ``rows`` of ``tokens``; without any the tower does not
+        run.
+        """
+        x = self.embedding(tokens)
+        if images is not None and rows is not None and len(images):
+            first = torch.zeros_like(rows)
+            x = x.index_put((rows, first), self.tower(images), accumulate=True)
+        return self._logits(x)
 
 
 class DigitNet(nn.Module):

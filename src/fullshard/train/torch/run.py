@@ -82,10 +82,10 @@ class TorchRun(TrainingRun):
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return logits, float32 (targets, classes), and the targets that belong to them, flat."""
-        inputs, targets = (torch.as_tensor(part, device=self.world.device) for part in batch)
-        if inputs.is_floating_point():
-            inputs = inputs.to(getattr(torch, self.config.train.dtype))
-        logits = self.model(inputs)
+        parts = [torch.as_tensor(part, device=self.world.device) for part in batch]
+        dtype = getattr(torch, self.config.train.dtype)
+        *inputs, targets = (part.to(dtype) if part.is_floating_point() else part for part in parts)
+        logits = self.model(*inputs)
         return logits.flatten(0, -2).float(), targets.flatten()
 
     def load_step(self, folder: RunFolder) -> tuple[Loaded, str]:

@@ -41,8 +41,11 @@ LAYERS = {
     "host_memory": Layer(without_frameworks=True),
     "plan": Layer({"core"}, {"rich", "matplotlib"}, without_frameworks=True),
     "checkpoint": Layer({"core"}, {"numpy", "xxhash", "rich"}, without_frameworks=True),
+    "report": Layer({"core"}, without_frameworks=True),
     "wrap": Layer({"core"}, {"torch"}),
-    "torch": Layer({"core", "host_memory", "plan", "checkpoint", "wrap"}, {"torch", "numpy"}),
+    "torch": Layer(
+        {"core", "host_memory", "plan", "checkpoint", "report", "wrap"}, {"torch", "numpy"}
+    ),
     "jax": Layer({"core", "checkpoint", "launchers"}, {"jax", "flax", "optax", "numpy"}),
     "train": Layer(
         {"core", "host_memory", "plan", "checkpoint", "wrap", "launchers", "distributed"}
@@ -71,8 +74,8 @@ LAYERS = {
     "__main__": Layer({"cli"}, without_frameworks=True),
     "__init__": Layer(  # for type checkers: it loads none of them
         {
-            *("core", "distributed", "doctor", "jax", "launchers", "testing", "torch"),
-            *("train", "wrap"),
+            *("core", "distributed", "doctor", "jax", "launchers", "report", "testing"),
+            *("torch", "train", "wrap"),
         },
         without_frameworks=True,
     ),

@@ -12,7 +12,8 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for checkers and editors; at run time names load when they are used
-    from fullshard import core, distributed, doctor, jax, launchers, testing, torch, train, wrap
+    from fullshard import core, distributed, doctor, jax, launchers, report, testing, torch, train
+    from fullshard import wrap as wrap
     from fullshard.distributed import cleanup, get_device, initialize_distributed_training, log
     from fullshard.torch.inspection import communication as communication
     from fullshard.torch.inspection import describe as describe
@@ -33,6 +34,7 @@ __all__ = [
     "jax",
     "launchers",
     "log",
+    "report",
     "testing",
     "torch",
     "train",
@@ -45,6 +47,7 @@ _SUBMODULES = {
     "doctor",
     "jax",
     "launchers",
+    "report",
     "testing",
     "torch",
     "train",

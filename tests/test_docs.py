@@ -40,7 +40,7 @@ MORE_PAGES = [
     DOCS / f"{name}.md"
     for name in (
         *("data", "joining", "migration", "monitoring", "testing"),
-        *("howto/lora", "howto/memory_budget"),
+        *("howto/experts", "howto/lora", "howto/memory_budget", "howto/optional_parts"),
     )
 ]
 PAGES = [*sorted((DOCS / "modes").glob("*.md")), *MORE_PAGES]

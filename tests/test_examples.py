@@ -47,6 +47,13 @@ def test_train_loop(run_example):
     assert losses[-1] < 0.8 * losses[0]
 
 
+def test_experts(run_example):
+    for rank, printed in enumerate(run_example("experts.py")):
+        losses = losses_in(printed)
+        assert losses[-1] < 0.2 * losses[0]
+        assert f"rank {rank} holds 8192 of 16384" in printed
+
+
 def test_cluster(run_example, tmp_path):
     first, other = run_example("cluster.py", "--epochs=2")
     assert losses_in(first)[1] < losses_in(first)[0]
@@ -151,7 +158,7 @@ def test_kubernetes_template():
 
 def test_no_example_is_forgotten():
     of_torch = {"article_features.py", "cluster.py", "minimal.py", "mnist.py"}
-    of_torch |= {"survive.py", "train_loop.py"}
+    of_torch |= {"experts.py", "survive.py", "train_loop.py"}
     here = of_torch | {"jax_fsdp.py", "jax_hybrid.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == here
 

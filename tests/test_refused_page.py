@@ -18,6 +18,7 @@ HELD_BY = {
     "`torch.func.grad`": "test_functional_call_with_spans_and_transforms_are_named",
     "`torch.autograd.grad`": "test_sharded_parameters_as_inputs_of_autograd_are_named",
     "`create_graph=True`": "test_double_backward_of_units_that_are_freed_is_named",
+    "experts that ranks cannot": "test_mistakes_are_refused_with_the_way_out",
     "optional parts": "test_a_part_with_units_inside_is_not_recomputed_as_a_whole",
     "a backward that begins inside": (
         "test_a_backward_into_a_unit_that_nobody_has_announced_is_named"

@@ -126,19 +126,21 @@ def tensor_parallel() -> Picture:
 
 @picture
 def experts() -> Picture:
-    p = Picture(760, 215, "Who sends what to whom with experts on an axis of their own")
+    p = Picture(760, 265, "Who sends what to whom with experts on an axis of their own")
     shades = ("shard", "full", "grad", "good")
     for rank in range(4):
         x = 20 + rank * 185
         p.text(x + 80, 24, f"rank {rank}", "title", "middle")
         p.box(x, 36, 160, 36, "plain", "attention, a quarter")
-        p.box(x, 80, 160, 36, shades[rank % 2], f"experts {'0-3' if rank % 2 == 0 else '4-7'}")
-    p.arrow((20, 142), (740, 142), text="attention: gathered and reduced over all four")
-    p.arrow((100, 116), (100, 180), (470, 180), (470, 116), text="experts 0-3: over ranks 0 and 2")
-    p.note(
-        "Between the ranks of a pair (0 and 1, 2 and 3) tokens travel to their experts, by the "
-        "model's own code."
-    )
+        experts = "0-3" if rank % 2 == 0 else "4-7"
+        p.box(x, 80, 160, 36, shades[rank % 2], f"half of experts {experts}")
+    for left in (70, 440):  # there and back
+        p.arrow((left, 116), (left, 148), (left + 205, 148), (left + 205, 116))
+        p.arrow((left + 235, 116), (left + 235, 160), (left - 30, 160), (left - 30, 116))
+        p.text(left + 102, 142, "rows, and results", "small", "middle")
+    p.arrow((55, 116), (55, 196), (425, 196), (425, 116), text="experts 0-3: over ranks 0 and 2")
+    p.arrow((20, 226), (740, 226), text="attention: gathered and reduced over all four")
+    p.note("A pair has all experts: its rows travel within, by the model's own code.")
     return p
 
 

@@ -1,80 +1,209 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts on an axis of their own, beside layers that all ranks share: units on two meshes."""
+"""The mixture of experts of ``examples/experts.py`` on all ranks that have joined."""
+
+import runpy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from support.models import seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.torch import fully_shard
+from fullshard.core.errors import ConfigurationError, NotSupportedError
+from fullshard.torch import (
+    FullyShardedDataParallel,
+    communication,
+    fully_shard,
+    load_checkpoint,
+    save_checkpoint,
+    shard_experts,
+)
 
-WIDTH = 6
-EXPERTS = 2
-SAMPLES = 3  # of each rank
-STEPS = 4
+WIDTH, HIDDEN, EXPERTS = 8, 16, 8
+ACTIVE = 2
+ROWS = 5  # of each rank and micro-batch
+STEPS = 5
 MAX_NORM = 0.05
 
 
-class Experts(nn.Module):
-    """Expert e takes the samples of the ranks with number e on the experts' axis."""
+@cache
+def example():
+    """The names of the example that the pages show."""
+    return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "experts.py"))
 
+
+class Expert(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 3)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
 
-    def forward(self, x, expert):
-        weight = self.weight
-        if isinstance(weight, DTensor):
-            weight, expert = weight.to_local(), 0
-        return torch.tanh(x @ weight[expert])
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
 
 
 class Net(nn.Module):
-    def __init__(self):
+    """Nobody ever chooses expert 0."""
+
+    def __init__(self, kind, group=None):
         super().__init__()
+        if kind == "list":
+            experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        else:
+            experts = example()["Experts"](EXPERTS, WIDTH, HIDDEN)
+        mixture = example()["MixtureOfExperts"]
         self.before = nn.Linear(WIDTH, WIDTH)
-        self.experts = Experts()
+        self.mixture = mixture(experts, WIDTH, active=ACTIVE, count=EXPERTS, group=group)
+        self.mixture.router = nn.Linear(WIDTH, EXPERTS)
+        self.mixture.router.bias.data[0] = -100.0
         self.after = nn.Linear(WIDTH, 1)
 
-    def forward(self, x, expert):
-        return self.after(self.experts(self.before(x), expert))
+    def forward(self, x):
+        return self.after(x + self.mixture(torch.tanh(self.before(x)))).square().mean()
 
 
-def whole():
-    return seeded(Net).double()
+def whole(kind="stacked", group=None):
+    return seeded(lambda: Net(kind, group)).double()
 
 
-def batches(ranks):
+def batches(ranks, micro_batches):
+    """The rows of each step, micro-batch and rank."""
     generator = torch.Generator().manual_seed(5)
-    shape = (ranks, SAMPLES, WIDTH)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
+    shape = (STEPS, micro_batches, ranks, ROWS, WIDTH)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def update(model, optimizer):
-    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm.item()
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def train(group):
-    """Norms and parameters after some steps on ranks (expert, data)."""
-    mesh = init_device_mesh("cpu", (EXPERTS, 2), mesh_dim_names=("expert", "data"))
-    rank, expert = group.rank(), mesh.get_local_rank("expert")
-    model = whole()
-    mine = model.experts.weight.detach().chunk(EXPERTS)[expert].clone()
-    model.experts.weight = nn.Parameter(
-        DTensor.from_local(mine, mesh["expert"], [Shard(0)], run_check=False)
-    )
-    fully_shard(model.experts, mesh=mesh["data"])
-    # Its two ranks see half of the samples; gradients are means over those of all.
-    model.experts.set_gradient_divide_factor(group.size())
-    fully_shard(model.before, mesh=group)
-    fully_shard(model, mesh=group)
+@dataclass
+class Trained:
+    norms: list
+    grads: dict  # of the first step, whole
+    params: dict  # after the last, whole
+    sent_bytes: dict  # by unit, for sharding in a step; and "rows", for rows of the first step
+
+
+class SentRows(TorchDispatchMode):
+    """Counts the bytes of rows that leave this rank for others."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.rank, self.bytes = group.rank(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "_c10d_functional.all_to_all_single" in str(function):
+            rows, _, to = args[:3]
+            away = sum(to) - to[self.rank]
+            self.bytes += away * rows[0].numel() * rows.itemsize if len(rows) else 0
+        return function(*args, **(kwargs or {}))
+
+
+def sharded(kind, experts, shards, door="fully_shard", **options):
+    """The model on a mesh of experts times shards, and that mesh."""
+    mesh = init_device_mesh("cpu", (shards, experts), mesh_dim_names=("shard", "expert"))
+    model = whole(kind, mesh.get_group("expert"))
+    mixture = model.mixture
+    mixture.experts = shard_experts(mixture.experts, mesh=mesh, experts="expert", **options)
+    if door == "wrapper":
+        return FullyShardedDataParallel(model, align="row"), mesh
+    fully_shard(model.before)
+    return fully_shard(model), mesh
+
+
+def train(kind, experts, shards, micro_batches, *, door="fully_shard", keeps=False, folder=None):
+    """Steps on experts times shards ranks; with ``folder`` the last two on what is loaded there.
+
+    With ``keeps`` gradients are kept whole until the last micro-batch.
+    """
+    model, mesh = sharded(kind, experts, shards, door)
+    return steps_of(model, mesh, micro_batches, keeps=keeps, folder=folder)
+
+
+def steps_of(model, mesh, micro_batches, *, keeps=False, folder=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    norms = []
-    for inputs in batches(group.size()):
-        model(inputs[rank], expert).square().mean().backward()
-        norms.append(update(model, optimizer))
-    return norms, {name: param.detach().full_tensor() for name, param in model.named_parameters()}
+    data = batches(mesh.size(), micro_batches)
+    first = 0
+    if folder is not None:
+        first = load_checkpoint(folder, model, optimizer).step
+    norms, grads, rows = [], {}, SentRows(mesh.get_group("expert"))
+    for step in range(first, STEPS):
+        for number, micro_batch in enumerate(data[step]):
+            if keeps:
+                model.set_requires_gradient_sync(number == micro_batches - 1)
+            if step:
+                (model(micro_batch[dist.get_rank()]) / micro_batches).backward()
+            else:
+                with rows:
+                    (model(micro_batch[dist.get_rank()]) / micro_batches).backward()
+        if not step:
+            grads = {name: full(p.grad.detach()) for name, p in model.named_parameters()}
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    params = {name: full(param.detach()) for name, param in model.named_parameters()}
+    sent = {name: sent.total_bytes for name, sent in communication(model).units.items()}
+    return Trained(norms, grads, params, {**sent, "rows": rows.bytes})
+
+
+def train_and_save(kind, experts, shards, folder, steps):
+    """The first steps of `train`, kept in ``folder``."""
+    model, _ = sharded(kind, experts, shards)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for micro_batches in batches(experts * shards, 1)[:steps]:
+        model(micro_batches[0, dist.get_rank()]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    save_checkpoint(folder, model, optimizer, step=steps)
+
+
+def train_hybrid():
+    """Steps on a mesh of replicas, slices and experts."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "expert"))
+    model = whole("stacked", mesh.get_group("expert"))
+    shard_experts(model.mixture.experts, mesh=mesh, experts="expert")
+    return steps_of(fully_shard(model), mesh, 1)
+
+
+def refused(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except (ConfigurationError, NotSupportedError) as error:
+        return str(error)
+    raise AssertionError("it was not refused")
+
+
+def mistakes():
+    """What is said about each, on three ranks."""
+    mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("shard", "expert"))
+    other = init_device_mesh("cpu", (3, 1), mesh_dim_names=("shard", "expert"))
+
+    def experts(**more):
+        stacked = whole().mixture.experts
+        for name, count in more.items():
+            setattr(stacked, name, nn.Parameter(torch.zeros(count, WIDTH)))
+        return stacked
+
+    unlike = nn.ModuleList([Expert(), Expert(), Expert().double()])
+    normed = nn.ModuleList([nn.BatchNorm1d(2) for _ in range(3)])
+    dealt_out = shard_experts(experts(), mesh=other, experts="expert")
+    lonely = whole(group=other.get_group("expert"))
+    shard_experts(lonely.mixture.experts, mesh=other, experts="expert")
+    alone = dist.new_subgroups(1)[0]
+    fully_shard(lonely, mesh=alone)
+    return [
+        refused(shard_experts, experts(), mesh=mesh, experts="expert"),
+        refused(shard_experts, experts(gate=4), mesh=mesh, experts="expert"),
+        refused(shard_experts, experts(), mesh=mesh, experts="ep"),
+        refused(shard_experts, unlike, mesh=mesh, experts="expert"),
+        refused(shard_experts, normed, mesh=mesh, experts="expert"),
+        refused(shard_experts, dealt_out, mesh=other, experts="expert"),
+        refused(lonely, batches(3, 1)[0, 0, 0]),
+    ]

@@ -15,6 +15,7 @@ from fullshard.torch.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.torch.comm.compressed import CommunicationCompression
 from fullshard.torch.comm.uneven_inputs import stop_together
 from fullshard.torch.fsdp1.wrapper import FullyShardedDataParallel
+from fullshard.torch.fsdp2.experts import shard_experts
 from fullshard.torch.fsdp2.fully_shard import fully_shard
 from fullshard.torch.fsdp2.module import FSDPModule
 from fullshard.torch.inspection.traffic import tracing
@@ -58,6 +59,7 @@ from fullshard.torch.fsdp2 import (  # isort: skip
     DataParallelMeshDims as DataParallelMeshDims,
     FSDPGrad as FSDPGrad,
     OffloadPolicy as OffloadPolicy,
+    StackedExperts as StackedExperts,
     UnshardHandle as UnshardHandle,
     register_fsdp_forward_method as register_fsdp_forward_method,
     share_comm_ctx as share_comm_ctx,
@@ -116,6 +118,7 @@ __all__ = [
     "save_full_weights",
     "set_prefetch",
     "set_separate_reduce_scatter_group",
+    "shard_experts",
     "stop_together",
     "summon_full_params",
     "tracing",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface with FSDP2's signature: `fully_shard`, and the types it takes."""
+"""The interface with FSDP2's signature: `fully_shard`, the types it takes, and experts over it."""
 
+from fullshard.torch.fsdp2.experts import StackedExperts, shard_experts
 from fullshard.torch.fsdp2.fully_shard import fully_shard
 from fullshard.torch.fsdp2.module import (
     FSDPGrad,
@@ -23,8 +24,10 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "StackedExperts",
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
+    "shard_experts",
     "share_comm_ctx",
 ]

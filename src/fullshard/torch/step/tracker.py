@@ -29,6 +29,7 @@ from fullshard.torch.step.usage import settle_usage
 from fullshard.torch.unit.changes import check_initialised, follow_requires_grad, take_over
 from fullshard.torch.unit.guards.lent import refuse_transforms
 from fullshard.torch.unit.guards.replicas import check_replicas
+from fullshard.torch.unit.guards.sources import check_sources
 from fullshard.torch.unit.sites import clean_name
 
 __all__ = ["Tracker", "ensure_tracker", "tracker_of"]
@@ -79,6 +80,7 @@ class Tracker:
                         "its backward before it becomes part of a larger model"
                     )
             managed.unit.rename(path)
+        check_sources([managed.unit for managed in found])
         tracker = cls(list(found), prefetch)
         tracker.structure = weakref.ref(paths.Structure(root, tracker._running))
         tracker._look_at_uses(root)

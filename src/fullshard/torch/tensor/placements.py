@@ -56,16 +56,17 @@ def placed(
 
 
 def _joined(name: str, data: DeviceMesh, tensor: DeviceMesh) -> DeviceMesh:
-    """Return one mesh with the dims of both; ``data`` may have been named by its group alone."""
+    """Return one mesh with the dims of both.
+
+    ``data`` may have been named by its group alone, and ``tensor`` be a dim of an equal mesh that
+    was there before: what torch has worked out for one of them it takes for the other.
+    """
     try:
-        root = tensor._get_root_mesh()
-        if data._get_root_mesh() != root:
-            ranks = dist.get_process_group_ranks(data.get_group())
-            data = next(
-                root[each]
-                for each in root.mesh_dim_names or ()
-                if dist.get_process_group_ranks(root.get_group(each)) == ranks
-            )
+        root, root_of_data = tensor._get_root_mesh(), data._get_root_mesh()
+        if root_of_data != root and data.ndim == 1:
+            data = _dim_of(root, data)
+        elif root_of_data != root:
+            tensor = _dim_of(root_of_data, tensor)
         joined: DeviceMesh = DeviceMesh._concatenate([data, tensor])
     except (AttributeError, RuntimeError, StopIteration) as error:
         raise NotSupportedError(
@@ -73,3 +74,13 @@ def _joined(name: str, data: DeviceMesh, tensor: DeviceMesh) -> DeviceMesh:
             "are no dim of the same mesh; make both dims of one, or take a full state dict"
         ) from error
     return joined
+
+
+def _dim_of(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the dim of ``root`` that joins the ranks of ``mesh``."""
+    ranks = dist.get_process_group_ranks(mesh.get_group())
+    return next(
+        root[each]
+        for each in root.mesh_dim_names or ()
+        if dist.get_process_group_ranks(root.get_group(each)) == ranks
+    )

@@ -38,6 +38,9 @@ class ReduceSettings:
     def __init__(self) -> None:
         self.all_reduce = True  # over the replicas; else sums are kept until it is wanted
         self.divide_factor: float | None = None  # instead of the number of ranks
+        self.sources: frozenset[int] = (
+            frozenset()
+        )  # global ranks whose samples come, if not its own
         self.hook: Callable[[Tensor, Tensor], None] | None = None  # (full, shard) -> fills shard
         self.all_reduce_hook: Callable[[Tensor], None] | None = None  # changes a reduced slice
         self.reduce_scatter: Callable[[Tensor, Tensor], Any] | None = None  # (shard, full) -> work
@@ -237,7 +240,7 @@ class Gradients:
         """The factors that divide gradients before and after their sums. See [Note: Two sums]."""
         if self.settings.hook is not None:
             return 1, 1  # a communication hook divides as it likes
-        factor = self.settings.divide_factor or self._contributions
+        factor = self.settings.divide_factor or len(self.settings.sources) or self._contributions
         if not self._low_range:
             return 1, factor
         before = 2.0 ** round(math.log2(factor) / 2)

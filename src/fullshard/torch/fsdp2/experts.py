@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts on an axis of their own: dealt out over one dim of a mesh, in shards over the others."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.func import functional_call
+
+from fullshard.core.errors import ConfigurationError, NotSupportedError
+from fullshard.torch.fsdp2.fully_shard import fully_shard
+from fullshard.torch.step.managed import managed_unit_of
+
+__all__ = ["StackedExperts", "shard_experts"]
+
+
+class StackedExperts(nn.Module):
+    """Experts of one kind as one module: parameters stacked along a new first dimension.
+
+    ``each`` has the structure and the names of one expert, and everybody's parameters. It is made
+    of plain modules, which stay as they are.
+
+    Raises:
+        ConfigurationError: there are no experts, or they differ in class or in their parameters.
+        NotSupportedError: experts have buffers, which would be no longer their own.
+    """
+
+    def __init__(self, experts: Sequence[nn.Module]):
+        super().__init__()
+        _check_alike(experts)
+        self.count: int = len(experts)
+        self.each: nn.Module = deepcopy(experts[0])
+        for name, param in list(self.each.named_parameters()):
+            path, _, leaf = name.rpartition(".")
+            stacked = torch.stack([expert.get_parameter(name).detach() for expert in experts])
+            owner = self.each.get_submodule(path)
+            setattr(owner, leaf, nn.Parameter(stacked, requires_grad=param.requires_grad))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Run each expert of this rank on its part of ``rows`` (n, ...), one after the other.
+
+        ``counts``, whole numbers (experts of this rank,), says how many rows belong to each.
+        """
+        here = {name: _on_this_rank(param) for name, param in self.each.named_parameters()}
+        results = [
+            functional_call(self.each, {name: part[expert] for name, part in here.items()}, (own,))
+            for expert, own in enumerate(rows.split_with_sizes(counts.tolist()))
+        ]
+        return torch.cat(results)
+
+
+def _on_this_rank(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+def _check_alike(experts: Sequence[nn.Module]) -> None:
+    if not experts:
+        raise ConfigurationError("expected experts, got an empty list")
+
+    def kind(expert: nn.Module) -> tuple[object, ...]:
+        params = [(n, p.shape, p.dtype, p.requires_grad) for n, p in expert.named_parameters()]
+        return type(expert), params
+
+    for number, expert in enumerate(experts):
+        if next(expert.buffers(), None) is not None:
+            raise NotSupportedError(
+                f"expert {number} has buffers, which experts of one stack would share: keep them "
+                "outside of the experts"
+            )
+        if kind(expert) != kind(experts[0]):
+            raise ConfigurationError(
+                f"experts 0 and {number} differ in their class, or in the name, shape, dtype or "
+                "requires_grad of a parameter: only experts of one kind can be stacked"
+            )
+
+
+def shard_experts(
+    module: nn.Module, *, mesh: DeviceMesh, experts: str, **options: Any
+) -> nn.Module:
+    """Deal experts out over the dim ``experts`` of ``mesh``, and shard them over its other dims.
+
+    ``module`` has stacked parameters, whose first dimension is the experts', or is a ``ModuleList``
+    of experts of one kind, from which a `StackedExperts` is made. It becomes one unit; call this
+    before the modules around it are sharded, over all ranks of ``mesh``. In forward a parameter is
+    a DTensor on ``mesh[experts]``, whose ``to_local()`` are this rank's experts, full. Which tokens
+    come to them is up to the model (``all_to_all_single_autograd``). Gradients are means over all
+    ranks of ``mesh``, whose tokens all reach every expert. Collective over ``mesh``.
+
+    Args:
+        module: the experts, plain, alike on all ranks.
+        mesh: all ranks that the modules around the experts are sharded over, with named dims:
+            ``experts``, and one over which ranks that have the same experts share them in slices
+            (or two, replicate and shard, for hybrid sharding).
+        experts: the name of the dim over which experts are dealt out.
+        options: those of `fully_shard`. Where ranks that share experts are not a divisor of how
+            many a rank has, each is cut along the first of its own dimensions that they do divide,
+            unless ``shard_placement_fn`` says otherwise.
+
+    Returns:
+        ``module``, or the `StackedExperts`, to be put in the list's place.
+
+    Raises:
+        ConfigurationError: ``mesh`` has no such dim or no other, parameters disagree on how many
+            experts there are, or the ranks cannot have equally many of them; in the first forward,
+            if what is around them is sharded over other ranks than ``mesh``.
+        NotSupportedError: a parameter is a DTensor already.
+    """
+    others = _other_dims(mesh, experts)
+    stacked = StackedExperts(list(module)) if isinstance(module, nn.ModuleList) else module
+    here = _check_dealt_out(stacked, mesh[experts], experts)
+    sharing = mesh[others[-1]].size()
+    if options.get("align", "row") == "row":
+        options.setdefault("shard_placement_fn", lambda param: _cut(param, here, sharing))
+    sites = [
+        (part, name, param)
+        for part in stacked.modules()
+        for name, param in part.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    dealt_out = {param: _dealt_out(param, mesh[experts]) for _, _, param in sites}
+    try:
+        for part, name, param in sites:
+            setattr(part, name, dealt_out[param])
+        fully_shard(stacked, mesh=mesh[others], **options)
+    except BaseException:
+        for part, name, param in sites:
+            setattr(part, name, param)
+        raise
+    managed = managed_unit_of(stacked)
+    assert managed is not None
+    managed.unit.settings.sources = frozenset(mesh.mesh.flatten().tolist())
+    return stacked
+
+
+def _other_dims(mesh: DeviceMesh, experts: str) -> tuple[str, ...]:
+    names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
+    if not names or experts not in names or len(names) not in (2, 3):
+        raise ConfigurationError(
+            f"shard_experts needs a DeviceMesh with a dim named {experts!r} and one or two more, "
+            f'such as init_device_mesh("cuda", (2, 4), mesh_dim_names=("shard", {experts!r})); '
+            f"got {mesh}"
+        )
+    return tuple(name for name in names if name != experts)
+
+
+def _check_dealt_out(module: nn.Module, ranks: DeviceMesh, dim: str) -> int:
+    """Return how many experts of ``module`` each of ``ranks`` gets; all get equally many."""
+    counts: dict[int, str] = {}
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            raise NotSupportedError(
+                f"parameter {name!r} is a DTensor already; shard_experts deals plain ones out, "
+                "so call it before anything else shards them"
+            )
+        counts.setdefault(param.shape[0] if param.dim() else 0, name)
+    if len(counts) != 1:
+        told = ", ".join(f"{name!r} has {count}" for count, name in counts.items())
+        raise ConfigurationError(
+            "the first dimension of parameters must be that of the experts: "
+            f"{told or 'there are no parameters'}; keep others (a router) in a module beside it"
+        )
+    (count,) = counts
+    if not count or count % ranks.size():
+        raise ConfigurationError(
+            f"{count} experts cannot be dealt out over the {ranks.size()} ranks of mesh dim "
+            f"{dim!r}: choose a dim that divides them, or "
+            f"{(count // ranks.size() + 1) * ranks.size()} experts"
+        )
+    return count // ranks.size()
+
+
+def _dealt_out(param: nn.Parameter, ranks: DeviceMesh) -> nn.Parameter:
+    part = param.detach().chunk(ranks.size())[ranks.get_local_rank()].clone()
+    dealt = DTensor.from_local(part, ranks, [Shard(0)], run_check=False)
+    new = nn.Parameter(dealt, requires_grad=param.requires_grad)
+    new.__dict__.update(param.__dict__)
+    return new
+
+
+def _cut(param: Tensor, here: int, sharing: int) -> Shard | None:
+    if here % sharing:
+        for dim, size in enumerate(param.shape):
+            if dim and size % sharing == 0:
+                return Shard(dim)
+    return None

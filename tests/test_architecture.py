@@ -138,6 +138,7 @@ LATE_IMPORTS = {
     "__init__.py",
     "jax/__init__.py",
     "plan/pictures.py",
+    "report/__init__.py",
     "torch/__init__.py",
 }
 # Signatures that are somebody else's convention.

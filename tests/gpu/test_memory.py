@@ -19,8 +19,8 @@ from fullshard.torch import (
     tracing,
 )
 from fullshard.torch.comm.protocol import SoloComm
-from fullshard.torch.step.executor import TraceRecorder
 from fullshard.torch.step.managed import managed_unit_of
+from fullshard.torch.step.profiling import OpRecorder
 
 WIDTH, LAYERS = 256, 4
 BF16 = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
@@ -93,17 +93,17 @@ def test_every_op_of_a_trace(gpu, warm, monkeypatch):
     model = sharded(gpu)
     step(model, gpu)  # gradients are there from now on, so that later ones add no memory
     before, measured, reduced = requested(gpu), [], []
-    note = TraceRecorder.note
+    note = OpRecorder.note
 
-    def noted(recorder, op, unit, live_bytes):
-        note(recorder, op, unit, live_bytes)
+    def noted(recorder, op, unit, *others):
+        note(recorder, op, unit, *others)
         if op == "reduce":
             reduced.append(unit.layout.grad_full_bytes)  # on one rank it is the reduced one now
         elif op == "await_reduce":
             reduced.pop(0)
-        measured.append((op, requested(gpu) - before, live_bytes() + sum(reduced)))
+        measured.append((op, requested(gpu) - before, recorder.notes[-1].live_bytes + sum(reduced)))
 
-    monkeypatch.setattr(TraceRecorder, "note", noted)
+    monkeypatch.setattr(OpRecorder, "note", noted)
     unit_bytes = managed_unit_of(model.blocks[0]).unit.layout.full_bytes
     assert unit_bytes > SLACK_BYTES
     with tracing(model) as trace:

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of runs: the time and memory of each unit on each rank, and their files.
 
-It loads without torch.
+It loads without torch, which `recording` brings along when it is called.
 """
+
+import importlib
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
 from fullshard.report.files import RecordWriter, read_rank, read_run, record_path
 from fullshard.report.record import (
@@ -35,4 +40,14 @@ __all__ = [
     "read_rank",
     "read_run",
     "record_path",
+    "recording",
 ]
+
+
+def recording(
+    folder: str | Path, model: Any, optimizer: Any = None, **options: Any
+) -> AbstractContextManager[Any]:
+    """Record within what the steps of ``model`` do; see `fullshard.torch.recording`."""
+    engine = importlib.import_module("fullshard.torch.inspection.run_record")
+    recorded: AbstractContextManager[Any] = engine.recording(folder, model, optimizer, **options)
+    return recorded

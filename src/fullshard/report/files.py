@@ -60,7 +60,7 @@ class RecordWriter:
         self._left_out = 0
         if self._size and _ends_torn(self.path):
             self._write("\n", anyway=True)
-        self._line("attempt", {"version": VERSION, **asdict(facts)}, anyway=True)
+        self._line("attempt", _rounded({"version": VERSION, **asdict(facts)}), anyway=True)
 
     @property
     def detailed(self) -> bool:
@@ -71,22 +71,26 @@ class RecordWriter:
         """Write a step."""
         if step.ops is not None and not self.detailed:
             step = replace(step, ops=None, memory=step.memory[-1:])
-        fields = {name: value for name, value in vars(step).items() if value not in (None, (), {})}
-        if step.ops is not None:
-            fields["ops"] = [getattr(step.ops, name) for name in _COLUMNS]
+        told = {name: value for name, value in vars(step).items() if value not in (None, (), {})}
+        ops = told.pop("ops", None)
+        fields = _rounded(told)
+        if ops is not None:
+            columns = [getattr(ops, name) for name in _COLUMNS]
+            columns[2:4] = [[round(at_s, 7) for at_s in column] for column in columns[2:4]]
+            fields["ops"] = columns
         self._left_out += not self._line("step", fields)
 
     def span(self, span: TimedSpan) -> None:
         """Write a span that lies outside of steps."""
-        self._line("span", span)
+        self._line("span", _rounded(span))
 
     def end(self, ended_s: float, ending: str = "finished") -> None:
         """Write the last line."""
-        fields = {"at_s": ended_s, "ending": ending[:100], "left_out": self._left_out}
+        fields = {"at_s": round(ended_s, 7), "ending": ending[:100], "left_out": self._left_out}
         self._line("end", fields, anyway=True)
 
     def _line(self, kind: str, fields: Any, *, anyway: bool = False) -> bool:
-        text = json.dumps({kind: _rounded(fields)}, separators=(",", ":"), allow_nan=False)
+        text = json.dumps({kind: fields}, separators=(",", ":"), allow_nan=False)
         return self._write(text + "\n", anyway=anyway)
 
     def _write(self, text: str, *, anyway: bool) -> bool:

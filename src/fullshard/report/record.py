@@ -57,11 +57,11 @@ class RecordedUnit(NamedTuple):
 class TimedOp(NamedTuple):
     """One op of a detailed step.
 
-    ``op`` is the value of an `OpKind`, "fill" (a unit got its first gradient), "fetch", "evict",
-    "forward" or "backward". A gather or reduce lasts from its issue until it is done, ``await_...``
-    as long as computation was held up by it. ``unit`` numbers `Facts.units`; ``waiter`` is the unit
-    whose forward or backward waited, None where nobody did or the step's end. ``live_bytes`` is
-    what units held beyond their shards afterwards.
+    ``op`` is the value of an `OpKind`, "fetch", "evict", "forward" or "backward". A gather or
+    reduce lasts from its issue until it is done, ``await_...`` as long as computation was held up
+    by it. ``unit`` numbers `Facts.units`; ``waiter`` is the unit whose forward or backward waited,
+    None where nobody did or the step's end. ``live_bytes`` is what units held beyond their shards
+    afterwards.
     """
 
     op: str
@@ -147,8 +147,10 @@ class MemoryByOwner(NamedTuple):
 class RecordedStep:
     """A step: from the end of the one before it until the optimizer has stepped.
 
-    ``sums_s`` has the seconds of each kind of op and span in it. A detailed step has ``ops`` too,
-    and several moments of ``memory``; others have one at most.
+    ``sums_s`` has seconds by kind: waits ("await_gather", "await_reduce"), the issue of collectives
+    ("issue"), "forward" and "backward" without these, and spans by their words. Of steps on a
+    device that are not detailed there are only spans. A detailed step has ``ops`` too, and several
+    moments of ``memory``; others have one at most.
     """
 
     step: int

@@ -75,12 +75,14 @@ from fullshard.torch.inspection import (  # isort: skip
     MemoryOfRanks as MemoryOfRanks,
     MemorySummary as MemorySummary,
     RestingBytes as RestingBytes,
+    RunRecording as RunRecording,
     Trace as Trace,
     communication as communication,
     describe as describe,
     memory_of_rank as memory_of_rank,
     memory_of_ranks as memory_of_ranks,
     memory_summary as memory_summary,
+    recording as recording,
     resting_bytes as resting_bytes,
 )
 from fullshard.torch.checkpoint import (  # isort: skip

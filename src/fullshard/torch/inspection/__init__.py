@@ -23,6 +23,7 @@ from fullshard.torch.inspection.memory_summary import (
     memory_summary,
     resting_bytes,
 )
+from fullshard.torch.inspection.run_record import RunRecording, recording
 from fullshard.torch.inspection.traffic import Communication, Counted, communication, tracing
 
 RestingBytes = Bytes  # the name of earlier versions
@@ -38,12 +39,14 @@ __all__ = [
     "MemoryOfRanks",
     "MemorySummary",
     "RestingBytes",
+    "RunRecording",
     "Trace",
     "communication",
     "describe",
     "memory_of_rank",
     "memory_of_ranks",
     "memory_summary",
+    "recording",
     "resting_bytes",
     "tracing",
 ]

@@ -208,7 +208,7 @@ def _bytes_on_host(units: Sequence[Unit]) -> int:
     return total
 
 
-def resting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
+def resting_bytes(model: nn.Module, optimizer: Optimizer | None) -> Bytes:
     """Return the bytes that this rank holds now for parameters, gradients and optimizer state.
 
     They are counted from existing storages, not from the layout; the rounding errors that error
@@ -221,7 +221,7 @@ def resting_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
     return Bytes(
         _storage_bytes(params),
         _storage_bytes(grads) + residuals,
-        optimizer_state_bytes(optimizer),
+        0 if optimizer is None else optimizer_state_bytes(optimizer),
     )
 
 

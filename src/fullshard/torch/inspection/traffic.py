@@ -11,13 +11,13 @@ from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.forecast import Sent, UnitCost
 from fullshard.core.schedule import OpKind
 from fullshard.core.text import bytes_text, in_columns
-from fullshard.core.trace import Trace
+from fullshard.core.trace import Trace, TraceRecord
 from fullshard.torch.inspection.forecast import NamedUnit, cost_of, forecast_step, named_units
-from fullshard.torch.step.executor import TraceRecorder
 from fullshard.torch.step.managed import managed_units
-from fullshard.torch.step.tracker import ensure_tracker, tracker_of
+from fullshard.torch.step.profiling import OpRecorder
+from fullshard.torch.step.tracker import Tracker, ensure_tracker, tracker_of
 
-__all__ = ["Communication", "Counted", "communication", "tracing"]
+__all__ = ["Communication", "Counted", "communication", "tracing", "tracker_to_record"]
 
 _HEADS = ("unit", "gather in forward", "gather in backward", "reduce", "all-reduce", "total")
 
@@ -154,21 +154,31 @@ def tracing(model: nn.Module) -> Iterator[Trace]:
         UsageError: if ``model`` holds no unit, is being traced already, or has parts that have
             steps of their own.
     """
-    tracker = tracker_of(model)
-    if tracker is None:
-        if any(managed.tracker is not None for managed in managed_units(model)):
-            raise UsageError(
-                f"parts of this {type(model).__name__} have steps of their own; trace each of them"
-            )
-        tracker = ensure_tracker(model)
-    executor = tracker.executor
-    if executor.recorder is not None:
+    executor = tracker_to_record(model).executor
+    if any(type(recorder) is OpRecorder for recorder in executor.recorders):
         raise UsageError("this model is being traced already")
-    trace = Trace()
-    device = next(iter(executor.units)).unit.device
-    executor.recorder = recorder = TraceRecorder(device)
+    trace, units = Trace(), [managed.unit for managed in executor.units]
+    recorder = OpRecorder(units[0].device, units)
+    executor.recorders += (recorder,)
     try:
         yield trace
     finally:
-        executor.recorder = None
-        recorder.fill(trace)
+        executor.recorders = tuple(each for each in executor.recorders if each is not recorder)
+        clock = recorder.clock
+        for op, unit, _, end, size, live, _ in recorder.notes:
+            if op not in ("forward", "backward"):
+                at_s = clock.elapsed_s(clock.start, end)
+                trace.records.append(TraceRecord(op, unit.name, at_s, size, live))
+
+
+def tracker_to_record(model: nn.Module) -> Tracker:
+    """Return what runs the steps of ``model``, or of the larger model that it is part of.
+
+    Raises `UsageError` if it has no unit, or parts of it have steps of their own.
+    """
+    tracker = tracker_of(model)
+    if tracker is None and any(managed.tracker is not None for managed in managed_units(model)):
+        raise UsageError(
+            f"parts of this {type(model).__name__} have steps of their own; record each of them"
+        )
+    return tracker or ensure_tracker(model)

@@ -2,21 +2,16 @@
 """The executor: asks the schedule which ops follow an event, and has units carry them out."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from fullshard.core.schedule import Event, Moment, OpKind, Scheduler, UnitPolicy, unit_policy
 from fullshard.core.strategy import Prefetch
-from fullshard.core.trace import Trace, TraceRecord
 from fullshard.torch.step.managed import ManagedUnit
-from fullshard.torch.step.profiling import UnitMarks, profiler_runs
-from fullshard.torch.unit.streams import DeviceClock
+from fullshard.torch.step.profiling import OpRecorder, UnitMarks, profiler_runs
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["Executor", "TraceRecorder", "policy_of"]
+__all__ = ["Executor", "policy_of"]
 
 _ENDS_OF_REDUCES = (OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
 _NAMED = (OpKind.GATHER, OpKind.AWAIT_GATHER, OpKind.REDUCE, OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
@@ -40,7 +35,7 @@ class Executor:
         self._marks = UnitMarks()
         self._reducing: list[Unit] = []
         self._evicting: list[Unit] = []  # whose gradients may still be on their way to the host
-        self.recorder: TraceRecorder | None = None
+        self.recorders: tuple[OpRecorder, ...] = ()
         self.evaluating: bool = False  # in a step without gradients
         self.is_last_backward = True  # False: reduces may still be under way when backward ends
         self.set_prefetch(prefetch)
@@ -120,11 +115,15 @@ class Executor:
             self._reducing.clear()
         for managed in _alive(self._with_copies):
             managed.unit.synchronize()
+            for recorder in self.recorders:
+                recorder.weigh(managed.unit)
         self._evicting.clear()
 
     def do(self, event: Event) -> None:
         """Carry out the ops that follow ``event``."""
-        put_off = event.moment is Moment.STEP_END and not self.is_last_backward
+        ends = event.moment is Moment.STEP_END
+        put_off = ends and not self.is_last_backward
+        recorders = self.recorders
         for kind, number in self._active.on(event):
             owner = self.references[number]()
             if owner is None or (put_off and kind in _ENDS_OF_REDUCES):
@@ -135,6 +134,7 @@ class Executor:
             profiled = profiler_runs() and kind in _NAMED
             if profiled:
                 self._marks.begin(kind.value, unit)
+            begins = [recorder.mark() for recorder in recorders] if recorders else ()
             done = unit.do(kind)
             if profiled:
                 self._marks.end(kind.value, unit)
@@ -146,8 +146,9 @@ class Executor:
                 self._let_go_before(unit)
             elif kind is OpKind.REDUCE:
                 self._reducing.append(unit)
-            if self.recorder:
-                self.recorder.note(kind.value, unit, self.live_bytes)
+            for recorder, begin in zip(recorders, begins, strict=True):
+                waiter = None if ends else self.references[event.unit]()
+                recorder.note(kind.value, unit, begin, waiter and waiter.unit)
         if self._reducing:
             self._take_completed_reduces()
 
@@ -157,10 +158,12 @@ class Executor:
         for unit in self._reducing:
             if not unit.gradients.completed:
                 still.append(unit)
-            elif unit.do(OpKind.AWAIT_REDUCE):
+                continue
+            begins = [recorder.mark() for recorder in self.recorders]
+            if unit.do(OpKind.AWAIT_REDUCE):
                 self._let_go_before(unit)
-                if self.recorder:
-                    self.recorder.note(OpKind.AWAIT_REDUCE.value, unit, self.live_bytes)
+                for recorder, begin in zip(self.recorders, begins, strict=True):
+                    recorder.note(OpKind.AWAIT_REDUCE.value, unit, begin)
         self._reducing = still
 
     def _let_go_before(self, unit: Unit) -> None:
@@ -168,11 +171,9 @@ class Executor:
             # These copies have had the time of a whole unit's backward.
             for earlier in self._evicting:
                 earlier.let_go()
+                for recorder in self.recorders:
+                    recorder.weigh(earlier)
             self._evicting = [unit]
-
-    def live_bytes(self) -> int:
-        """Bytes that all units hold beyond their shards."""
-        return sum(managed.unit.transient_bytes for managed in self.units)
 
 
 def _alive(references: Sequence[weakref.ref[ManagedUnit]]) -> list[ManagedUnit]:
@@ -208,25 +209,3 @@ def policy_of(managed: ManagedUnit, *, reduced: bool, root: bool) -> UnitPolicy:
         prefetch_forward=numbers(managed.prefetch_forward),
         prefetch_backward=numbers(managed.prefetch_backward),
     )
-
-
-class TraceRecorder:
-    """Collects ops with marks of the device's clock; `fill` turns the marks into seconds."""
-
-    def __init__(self, device: torch.device):
-        self._clock = DeviceClock(device)
-        self._notes: list[tuple[str, str, Any, int, int]] = []
-
-    def note(self, op: str, unit: "Unit", live_bytes: Callable[[], int]) -> None:
-        """One op on ``unit`` has just been issued."""
-        size = unit.layout.full_bytes
-        if op in ("fill", "reduce", "await_reduce"):
-            size = unit.layout.grad_full_bytes
-        self._notes.append((op, unit.name, self._clock.mark(), size, live_bytes()))
-
-    def fill(self, trace: Trace) -> None:
-        """Append what was recorded to ``trace``, in order."""
-        for op, unit, mark, size, live in self._notes:
-            at_s = self._clock.elapsed_s(self._clock.start, mark)
-            trace.records.append(TraceRecord(op, unit, at_s, size, live))
-        self._notes.clear()

@@ -152,6 +152,8 @@ class Tracker:
         managed.unit.begin_forward()
         if profiler_runs():
             self._marks.begin("forward", managed.unit)
+        for recorder in self.executor.recorders:
+            recorder.begins("forward", managed.unit)
         if with_grad:
             self.new_call(managed)
 
@@ -217,6 +219,8 @@ class Tracker:
         event = self._machine.forward_ends(step, training=not self.executor.evaluating)
         if self._marks.open:
             self._marks.end("forward", managed.unit)
+        for recorder in self.executor.recorders:
+            recorder.ends("forward", managed.unit)
         if not step.running:
             managed.unit.end_forward(show_sharded=not step.phase.open)
         if not unseen:
@@ -249,6 +253,8 @@ class Tracker:
         self._machine.forget()
         self._in_backward = False
         self._marks.forget()
+        for recorder in self.executor.recorders:
+            recorder.forget()
 
     # ---- backward -------------------------------------------------------------------------------
 
@@ -266,6 +272,8 @@ class Tracker:
 
     def _enter_backward(self) -> None:
         self._in_backward = True
+        for recorder in self.executor.recorders:
+            recorder.begins("backward", None)
         self.executor.go_on(training=True)
 
         # Autograd runs it at the end of the backward, and forgets it if that fails.
@@ -279,11 +287,14 @@ class Tracker:
         """A parameter has its gradient."""
         if not self._in_backward:
             self._enter_backward()
-        unit, recorder = managed.unit, self.executor.recorder
-        before = unit.transient_bytes if recorder else 0
+        unit, recorders = managed.unit, self.executor.recorders
+        if recorders:
+            recorders = tuple(recorder for recorder in recorders if recorder.notes_fills)
+        before = unit.transient_bytes if recorders else 0
         unit.deliver(index, grad)
-        if recorder and unit.transient_bytes != before:
-            recorder.note("fill", unit, self.executor.live_bytes)
+        if recorders and unit.transient_bytes != before:
+            for recorder in recorders:
+                recorder.note("fill", unit, recorder.mark())
         task = torch._C._current_graph_task_id()
         events = self._machine.gradient_arrives(managed.step, index, task)
         if events:
@@ -300,6 +311,8 @@ class Tracker:
         self._in_backward = False
         if self.executor.is_last_backward:  # else reduces may be in flight
             settle_usage(self.executor.units)
+        for recorder in self.executor.recorders:
+            recorder.ends("backward", None)
 
     def _carry_out(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -317,7 +330,11 @@ class Tracker:
                 self.executor.do(event)
                 if managed.unshard_in_backward:
                     unit.use()
+                for recorder in self.executor.recorders:
+                    recorder.begins("backward", unit)
             else:
+                for recorder in self.executor.recorders:
+                    recorder.ends("backward", unit)
                 self.executor.do(event)
                 unit.show_sharded()
                 if self._marks.open:

@@ -86,11 +86,12 @@ class DeviceClock:
 
     def __init__(self, device: torch.device):
         self._device = device
+        self.on_host: bool = device.type != "cuda"
         self.start: float | torch.cuda.Event = self.mark()
 
     def mark(self) -> "float | torch.cuda.Event":
         """Mark a moment: now on the host, or when the current CUDA stream gets here."""
-        if self._device.type != "cuda":
+        if self.on_host:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))

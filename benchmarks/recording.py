@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does it cost a step to be recorded?
+
+    python benchmarks/recording.py [--units 64] [--width 384] [--batch 128] [--rounds 9]
+        [--out FILE.json]
+
+One rank of a fake group of 8, whose collectives do nothing (see `wire`), so nothing hides the cost.
+Processor time of this thread. Steps with and without recording take turns (A B A B ...); a ratio is
+the median of those of its rounds. "detailed" records every step op by op, "usual" none of them: of
+50 steps, 49 are like that, and the file is written once a step in both.
+"""
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from report import write_report
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from wire import Silence
+
+from fullshard.report import record_path, recording
+from fullshard.torch import fully_shard
+
+STEPS = 4
+
+
+def build(units, width):
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+            for _ in range(units)
+        )
+    )
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def steps_s(model, optimizer, inputs, count=STEPS):
+    """Seconds of processor time of a step."""
+    begin = time.process_time()
+    for _ in range(count):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return (time.process_time() - begin) / count
+
+
+def measure(options, folder):
+    model = build(options.units, options.width)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    inputs = torch.ones(options.batch, options.width)
+    steps_s(model, optimizer, inputs)
+    found = {"without": [], "usual": [], "detailed": []}
+    for _ in range(options.rounds):
+        for name, times in found.items():
+            gc.collect()
+            if name == "without":
+                times.append(steps_s(model, optimizer, inputs))
+                continue
+            every = 1 if name == "detailed" else 10**9
+            with recording(Path(folder, name), model, optimizer, detailed_every=every) as run:
+                run.goes_on_from(3)  # behind the first ones, which are all detailed
+                times.append(steps_s(model, optimizer, inputs))
+    rows = []
+    for name, times in found.items():
+        ratios = [a / b for a, b in zip(times, found["without"], strict=True)]
+        file = record_path(Path(folder, name), 0)
+        count = options.rounds * STEPS
+        rows.append(
+            {
+                "steps": name,
+                "ms": 1e3 * statistics.median(times),
+                "beyond_us": 1e6 * statistics.median(times)
+                - 1e6 * statistics.median(found["without"]),
+                "ratio": statistics.median(ratios),
+                "bytes_a_step": file.stat().st_size / count if file.exists() else 0,
+            }
+        )
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--units", type=int, default=64)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    with Silence().patched(), tempfile.TemporaryDirectory() as folder:
+        rows = measure(options, folder)
+    dist.destroy_process_group()
+    usual, detailed = rows[1]["ratio"], rows[2]["ratio"]
+    mean = (49 * usual + detailed) / 50
+    table = Table(title=f"{options.units} units of width {options.width}, batch {options.batch}")
+    for head in rows[0]:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console().print(table)
+    print(f"of 50 steps, 49 usual and 1 detailed: {mean - 1:.2%} of a step")
+    write_report(options.out, [*rows, {"steps": "mean of 50", "ratio": mean}])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded runs: what ranks did, as it was, by both interfaces; and training as without."""
+
+import copy
+import json
+
+import pytest
+import torch
+from support import recording_workers
+from support.stack import WIDTH, Stack, step
+from torch import nn
+
+import fullshard
+from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.report import read_run, record_path, recording
+from fullshard.testing import LocalWorld
+from fullshard.torch import FullyShardedDataParallel, fully_shard, tracing
+from fullshard.torch.inspection.traffic import tracker_to_record
+from fullshard.torch.step.managed import managed_units
+from fullshard.wrap import ModuleWrapPolicy
+
+PLAIN = Stack(3)
+
+
+def by_function(comm):
+    model = copy.deepcopy(PLAIN)
+    for block in model.blocks:
+        fully_shard(block, mesh=comm)
+    return fully_shard(model, mesh=comm)
+
+
+def by_wrapper(comm):
+    policy = ModuleWrapPolicy({nn.Sequential})
+    return FullyShardedDataParallel(copy.deepcopy(PLAIN), comm, auto_wrap_policy=policy)
+
+
+def in_pairs(comm):
+    pair = comm.subgroup(range(comm.rank // 2 * 2, comm.rank // 2 * 2 + 2))
+    replicas = comm.subgroup(range(comm.rank % 2, comm.size, 2))
+    policy = ModuleWrapPolicy({nn.Sequential})
+    return FullyShardedDataParallel(
+        copy.deepcopy(PLAIN),
+        (pair, replicas),
+        auto_wrap_policy=policy,
+        sharding_strategy=fullshard.torch.ShardingStrategy.HYBRID_SHARD,
+    )
+
+
+SHARDED = {"function": by_function, "wrapper": by_wrapper, "hybrid": in_pairs}
+
+
+def train(model, steps=5, folder=None, **options):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if folder is None:
+        for _ in range(steps):
+            step(model, optimizer)
+            optimizer.zero_grad()
+        return
+    with recording(folder, model, optimizer, **options) as run:
+        for number in range(steps):
+            assert run.step == number
+            with run.span("data"):
+                pass
+            step(model, optimizer)
+            run.note(loss=torch.tensor(0.5 + number), tokens=2)
+            optimizer.zero_grad()
+
+
+def values(model):
+    return [param.local.clone() for unit in managed_units(model) for param in unit.unit.sharded]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_record_has_the_ops_of_the_trace_and_changes_no_bit(tmp_path, name):
+    def body(comm):
+        other = SHARDED[name](comm)
+        train(other)
+        model = SHARDED[name](comm)
+        train(model, folder=tmp_path, detailed_every=4)
+        assert tracker_to_record(model).executor.recorders == ()
+        for mine, plain in zip(values(model), values(other), strict=True):
+            assert torch.equal(mine, plain)
+        with tracing(model) as trace:
+            step(model)
+        return trace
+
+    traces = LocalWorld(4).run(body)
+    run = read_run(tmp_path)
+    assert run.world == 4
+    assert run.absent == ()
+    for rank, record in run.ranks.items():
+        (attempt,) = record.attempts
+        assert record.damaged == 0
+        assert [unit.name for unit in attempt.facts.units] == [
+            "(root)",
+            *(f"blocks.{number}" for number in range(3)),
+        ]
+        assert [each.step for each in attempt.steps] == [0, 1, 2, 3, 4]
+        assert [each.loss for each in attempt.steps] == [0.5, 1.5, 2.5, 3.5, 4.5]
+        assert [each.tokens for each in attempt.steps] == [2] * 5
+        assert [each.ops is not None for each in attempt.steps] == [True, True, True, False, True]
+        for earlier, later in zip(attempt.steps, attempt.steps[1:], strict=False):
+            assert earlier.end_s == later.begin_s
+        for each in attempt.steps:
+            assert {"await_gather", "await_reduce", "forward", "backward", "issue"} <= set(
+                each.sums_s
+            )
+            assert [span.what for span in each.spans] == ["data", "optimizer"]
+            assert sum(each.sums_s.values()) <= each.duration_s + 1e-5
+        ops = [
+            (each.op, each.unit, each.bytes, each.live_bytes)
+            for each in traces[rank]
+            if each.op != "fill"
+        ]
+        recorded = [
+            (each.op, each.unit, each.bytes, each.live_bytes)
+            for each in attempt.trace(attempt.steps[-1])
+        ]
+        # The trace has no op for the wait that comes before a sum over replicas.
+        assert [each for each in recorded if name != "hybrid"] == (ops if name != "hybrid" else [])
+
+
+def test_times_of_ops_are_in_order_and_waits_name_who_waited(tmp_path):
+    LocalWorld(2).run(lambda comm: train(by_function(comm), 4, tmp_path))
+    for record in read_run(tmp_path).ranks.values():
+        for each in record.attempts[0].steps[1:3]:
+            ops = list(each.ops)
+            for op in ops:
+                assert each.begin_s <= op.begin_s <= op.end_s <= each.end_s
+            gathers = [op for op in ops if op.op == "gather"]
+            waits = [op for op in ops if op.op == "await_gather"]
+            assert [(op.unit, op.end_s) for op in gathers] == [(op.unit, op.end_s) for op in waits]
+            assert all(op.waiter == op.unit for op in waits)
+            reduces = {op.unit: op.end_s for op in ops if op.op == "reduce"}
+            assert reduces == {op.unit: op.end_s for op in ops if op.op == "await_reduce"}
+            passes = [(op.op, op.unit) for op in ops if op.op in ("forward", "backward")]
+            assert [unit for what, unit in passes if what == "forward"] == [1, 2, 3, 0]
+            assert [unit for what, unit in passes if what == "backward"][:3] == [3, 2, 1]
+            assert each.memory[-1].parameters_bytes > 0
+            assert each.memory[-1].optimizer_bytes > each.memory[-1].parameters_bytes
+
+
+def test_what_comes_between_steps_belongs_to_none(tmp_path):
+    def body(comm):
+        model = by_wrapper(comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = [torch.ones(2, WIDTH)] * 3
+        with recording(tmp_path, model, optimizer) as run:
+            run.goes_on_from(7)
+            for batch in run.data(batches):
+                model(batch).sum().backward()
+                optimizer.step()
+                with run.span("evaluation"), torch.no_grad():
+                    model(batch)
+                with run.span("checkpoint"):
+                    pass
+
+    LocalWorld(2).run(body)
+    (attempt,) = read_run(tmp_path).ranks[1].attempts
+    between = [span.what for span in attempt.spans]
+    assert between == ["start", *["evaluation", "checkpoint"] * 3]
+    assert [each.step for each in attempt.steps] == [7, 8, 9]
+    for number, each in enumerate(attempt.steps):
+        assert [span.what for span in each.spans] == ["data", "optimizer"]
+        assert all(span.end_s <= each.begin_s for span in attempt.spans[: 2 * number + 1])
+        assert all(span.begin_s >= each.end_s for span in attempt.spans[2 * number + 1 :])
+
+
+def test_without_an_optimizer_a_forward_behind_a_backward_begins_a_step(tmp_path):
+    def body(comm):
+        model = by_function(comm)
+        with recording(tmp_path, model) as run:
+            for _ in range(3):
+                with torch.no_grad():
+                    model(torch.ones(2, WIDTH))
+                step(model)
+            run.end_step()
+
+    LocalWorld(2).run(body)
+    (attempt,) = read_run(tmp_path).ranks[0].attempts
+    assert len(attempt.steps) == 3
+    for each in attempt.steps:
+        whats = [(op.op, op.unit) for op in each.ops]
+        assert whats.count(("forward", 0)) == 2
+        assert whats.count(("backward", 1)) == 1
+
+
+def test_a_run_that_fails_says_so_and_its_restart_is_a_second_attempt(tmp_path):
+    def body(comm):
+        model = by_function(comm)
+        with pytest.raises(ZeroDivisionError), recording(tmp_path, model):
+            raise ZeroDivisionError("<no> zero\nhere")
+        train(model, 2, tmp_path)
+
+    LocalWorld(2).run(body)
+    first, second = read_run(tmp_path).ranks[1].attempts
+    assert first.ending == "ZeroDivisionError: <no> zero"
+    assert first.steps == ()
+    assert (second.ending, len(second.steps)) == ("finished", 2)
+
+
+def test_a_step_that_fails_leaves_nothing_open(tmp_path):
+    def body(comm):
+        model = by_function(comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with recording(tmp_path, model, optimizer):
+            step(model, optimizer)
+            with pytest.raises(RuntimeError):
+                model(torch.ones(2, WIDTH + 1))
+            step(model, optimizer)
+
+    LocalWorld(2).run(body)
+    (attempt,) = read_run(tmp_path).ranks[0].attempts
+    passes = [op.unit for op in attempt.steps[1].ops if op.op == "forward"]
+    assert passes[-4:] == [1, 2, 3, 0]
+
+
+def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path):
+    model, folder = nn.Linear(2, 2), tmp_path / "run"
+    for options in ({"detailed_every": 0}, {"detailed_every": True}, {"limit_bytes": 10}):
+        with pytest.raises(ConfigurationError, match="must be an integer of at least"):
+            recording(folder, model, **options).__enter__()
+    assert not folder.exists()
+    folder.write_text("a file")
+    with pytest.raises(ConfigurationError, match="cannot write"):
+        recording(folder, model).__enter__()
+    folder.unlink()
+
+    def body(comm):
+        model = by_function(comm)
+        with recording(folder, model), pytest.raises(UsageError, match="being recorded already"):
+            recording(folder, model).__enter__()
+
+    LocalWorld(2).run(body)
+
+
+def test_a_full_disk_ends_the_record_and_not_the_training(tmp_path, monkeypatch):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    def body():
+        with recording(tmp_path, model, optimizer):
+            monkeypatch.setattr("fullshard.report.files.RecordWriter._write", full)
+            for _ in range(4):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+
+    with pytest.warns(UserWarning, match="so the record ends.*No space left") as warned:
+        body()
+    assert len(warned) == 1
+
+
+def test_a_plain_model_is_recorded_as_one_unit(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(tmp_path, model, optimizer, settings={"name": "<b>", "lr": 0.1}):
+        for _ in range(2):
+            model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+            optimizer.step()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    (attempt,) = read_run(tmp_path).ranks[0].attempts
+    assert attempt.facts.engine == "plain"
+    assert attempt.facts.settings["name"] == "<b>"
+    assert attempt.facts.units == (("(root)", 12, 48, 48, 48),)
+    passes = [op.op for op in attempt.steps[1].ops]
+    assert passes == ["await_gather", "forward", "backward"]
+    assert "memory of gather buffers" in attempt.facts.missing[0]
+
+
+def test_pytorchs_fsdp2_is_recorded_as_far_as_its_hooks_tell(tmp_path, gloo_world):
+    gloo_world.run_joined(2, recording_workers.train_fsdp2, str(tmp_path))
+    run = read_run(tmp_path)
+    assert run.absent == ()
+    for record in run.ranks.values():
+        (attempt,) = record.attempts
+        assert attempt.facts.engine == "torch.distributed.fsdp"
+        assert [unit.name for unit in attempt.facts.units] == ["(root)", "blocks.0", "blocks.1"]
+        assert len(attempt.facts.missing) == 2
+        block = attempt.facts.units[1]
+        assert block.numel == 2 * (WIDTH * WIDTH + WIDTH)
+        assert block.shard_bytes < block.full_bytes
+        ops = [(op.op, op.unit) for op in attempt.steps[1].ops]
+        assert {("await_gather", 1), ("forward", 2), ("backward", 2)} <= set(ops)
+        assert attempt.steps[2].sums_s["await_gather"] > 0
+
+
+def test_ranks_that_are_processes_write_under_their_own_numbers(tmp_path, gloo_world):
+    gloo_world.run_joined(3, recording_workers.train_ours, str(tmp_path))
+    run = read_run(tmp_path)
+    assert (run.world, run.absent) == (3, ())
+    for rank, record in run.ranks.items():
+        assert record.attempts[0].facts.rank == rank
+        assert record.attempts[0].facts.clock_offset_s == 0.0  # they share a host
+        lines = record_path(tmp_path, rank).read_text().splitlines()
+        assert {next(iter(json.loads(line))) for line in lines} == {
+            "attempt",
+            "span",
+            "step",
+            "end",
+        }

@@ -24,7 +24,7 @@ from support.optional_parts import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import (
     CPUOffloadPolicy,
@@ -34,6 +34,7 @@ from fullshard.torch import (
     set_prefetch,
     set_separate_reduce_scatter_group,
     tracing,
+    using,
 )
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -47,11 +48,11 @@ def compare(history, expected):
                 torch.testing.assert_close(grad, others[name], rtol=0, atol=1e-12)
 
 
-def check(ranks, steps, door, again=False, no_sync=False):
+def check(ranks, steps, door, again=False, no_sync=False, announce=()):
     expected = of_one_process(ranks, steps, again)
 
     def body(comm):
-        return train(sharded(comm, door, again), comm.rank, ranks, steps, no_sync)
+        return train(sharded(comm, door, again), comm.rank, ranks, steps, no_sync, announce)
 
     for history in LocalWorld(ranks).run(body):
         compare(history, expected)
@@ -101,28 +102,86 @@ def test_experts_of_a_list_run_in_any_order_on_any_rank(again, shared):
         compare(history, expected)
 
 
-def test_a_question_is_asked_for_each_unit_inside_and_at_the_end(monkeypatch):
-    questions, all_reduce = [], LocalComm.all_reduce
+@pytest.fixture
+def questions(monkeypatch):
+    """The labels of what rank 0 asks, as it is asked."""
+    asked, all_reduce = [], LocalComm.all_reduce
 
     def counted(comm, tensors, op="sum", label=""):
         if comm.rank == 0 and ("question" in label or "may reach" in label):
-            questions.append(label)
+            asked.append(label)
         return all_reduce(comm, tensors, op, label)
 
     monkeypatch.setattr(LocalComm, "all_reduce", counted)
+    return asked
 
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_questions_are_counted(questions, announced):
     def body(comm):
         model, asked = sharded(comm, "fully_shard"), []
         for used in ({}, {"eye": comm.rank}, {"eye": 1}):
             before = len(questions)
-            model(texts(2, 0)[comm.rank], used).sum().backward()
+            runs = dict.fromkeys(PARTS, 0) | used if announced else {}
+            with using(model, **runs):
+                loss = model(texts(2, 0)[comm.rank], used).sum()
+            loss.backward()
             asked.append(len(questions) - before)
         return asked
 
     first, _ = LocalWorld(2).run(body)
-    # Before the embedding, two blocks, and the end; for the part, its layers and its end; and, as
-    # ranks have run different units, for what a backward may reach.
-    assert first == [4, 4 + 4 + 1, 4 + 4]
+    if announced:
+        # Before the embedding, which everybody runs, and before the part.
+        assert first == [1, 2 + 3 + 1, 2 + 3]
+    else:
+        # Before the embedding, two blocks, and the end; for the part, its layers and its end; and,
+        # as ranks have run different units, for what a backward may reach.
+        assert first == [4, 4 + 4 + 1, 4 + 4]
+
+
+@pytest.mark.parametrize("announce", [(0, 1, 2), (1,)], ids=["all", "one"])
+@pytest.mark.parametrize("again", [False, True])
+def test_ranks_announce_what_they_will_run(announce, again):
+    check(3, [[patterns(3, s, most=2)] for s in range(8)], "wrapper", again, announce=announce)
+
+
+def test_less_than_was_announced_is_told_on_all_ranks():
+    def body(comm):
+        model = sharded(comm, "fully_shard")
+        told = r"2 runs .* announced by using\(...\); on this rank: " + ("none", "'ear'")[comm.rank]
+        runs = {"eye": 0, "ear": 2 * comm.rank, "hand": 0}
+        with pytest.raises(UsageError, match=told), using(model, **runs):
+            model(texts(2, 0)[comm.rank], {})
+        with using(model, eye=0, ear=0, hand=0):  # the step after is not harmed
+            model(texts(2, 0)[comm.rank], {}).sum().backward()
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_more_than_was_announced_is_told(others):
+    def body(comm):
+        model = sharded(comm, "fully_shard")
+        with using(model, eye=others * comm.rank, ear=0, hand=0):
+            model(texts(2, 0)[comm.rank], {"eye": 1})
+
+    with pytest.raises(UsageError, match="'eye' runs more often in a forward of unit"):
+        LocalWorld(2).run(body)
+
+
+def test_announcements_that_mean_nothing_are_refused():
+    def body(comm):
+        model = sharded(comm, "wrapper")
+        for runs, told in [
+            ({"nose": 1}, "has no such module"),
+            ({"blocks": 1}, "no unit there is optional"),
+            ({"eye": -1}, "expected how often"),
+            ({"eye": torch.tensor(True)}, "expected how often"),
+        ]:
+            with pytest.raises(ConfigurationError, match=told), using(model, **runs):
+                raise AssertionError("not reached")
+
+    LocalWorld(2).run(body)
 
 
 @pytest.mark.parametrize("door", ["fully_shard", "wrapper"])

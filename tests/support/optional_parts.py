@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.torch import FullyShardedDataParallel, fully_shard, mark_optional
+from fullshard.torch import FullyShardedDataParallel, fully_shard, mark_optional, using
 from fullshard.wrap import ModuleWrapPolicy
 
 PARTS = ("eye", "ear", "hand")
@@ -103,8 +103,11 @@ def of_one_process(ranks, steps, again=False, model=None):
     return history
 
 
-def train(model, rank, ranks, steps, no_sync=False):
-    """The gradients of each step on one rank; ``steps`` has for each micro-batch what ranks use."""
+def train(model, rank, ranks, steps, no_sync=False, announce=()):
+    """The gradients of each step on one rank; ``steps`` has for each micro-batch what ranks use.
+
+    The ranks in ``announce`` say beforehand how often they run each part.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     history = []
     for number, patterns in enumerate(steps):
@@ -112,7 +115,10 @@ def train(model, rank, ranks, steps, no_sync=False):
             inputs = texts(ranks, 10 * number + batch)[rank]
             if no_sync:
                 model.set_requires_gradient_sync(batch == len(patterns) - 1)
-            model(inputs, pattern[rank]).square().mean().backward()
+            announced = dict.fromkeys(PARTS, 0) | pattern[rank] if rank in announce else {}
+            with using(model, **announced):
+                loss = model(inputs, pattern[rank]).square().mean()
+            loss.backward()
         history.append(update(model, optimizer))
     return history
 

@@ -34,6 +34,7 @@ from fullshard.torch.sharding.settings import (
     mark_optional,
     set_prefetch,
     set_separate_reduce_scatter_group,
+    using,
 )
 from fullshard.torch.sharding.summon import summon_full_params
 from fullshard.torch.state.weights_file import load_full_weights, save_full_weights
@@ -125,4 +126,5 @@ __all__ = [
     "summon_full_params",
     "tracing",
     "use_memory_pool",
+    "using",
 ]

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the step of a sharded model, chosen between steps and alike on all ranks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
-from fullshard.core.errors import UsageError
+from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.strategy import Prefetch
-from fullshard.torch.step.managed import managed_units
+from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.tracker import ensure_tracker
 from fullshard.torch.unit.changes import gather_apart
+from fullshard.torch.unit.sites import clean_name
 
 __all__ = [
     "keep_for_double_backward",
@@ -15,6 +19,7 @@ __all__ = [
     "require_gradient_sync",
     "set_prefetch",
     "set_separate_reduce_scatter_group",
+    "using",
 ]
 
 
@@ -62,6 +67,73 @@ def mark_optional(*modules: nn.Module) -> None:
             if managed.tracker is not None and not managed.tracker.idle:
                 raise UsageError("units can only be marked between steps, not in the middle of one")
             managed.change("optional", True)
+
+
+@contextmanager
+def using(model: nn.Module, **runs: int) -> Iterator[None]:
+    """Say how often this rank runs optional parts of ``model`` in each forward within.
+
+    Ranks that know beforehand ask each other less: once all parts that any of them has announced
+    have begun, nothing more is asked in that forward::
+
+        with using(model, tower=batch.image is not None):
+            loss = model(batch.text, batch.image)
+
+    Keywords are the parts' names in ``model`` (``**{"vision.tower": True}`` if they have dots),
+    values how often the part runs: False, True (once) or a number. Of a module that is no unit it
+    counts for each optional unit directly inside. Ranks may announce different things, or nothing.
+    What backward recomputes is asked about as always. Not collective.
+
+    Raises:
+        ConfigurationError: a name is no module of ``model`` or has no optional unit, or a number is
+            negative.
+        UsageError: in the forward, on the rank where a part runs more often than announced, and on
+            all ranks if one has run less often, as long as all have announced.
+    """
+    announced = {
+        managed: _number_of_runs(name, number)
+        for name, number in runs.items()
+        for managed in _optional_units_at(model, name)
+    }
+    before = {managed: managed.declared_runs for managed in announced}
+    try:
+        for managed, number in announced.items():
+            managed.declared_runs = number
+        yield
+    finally:
+        for managed, number in before.items():
+            managed.declared_runs = number
+
+
+def _number_of_runs(name: str, number: int) -> int:
+    if not isinstance(number, int) or number < 0:
+        raise ConfigurationError(
+            f"using({name}={number!r}): expected how often this rank runs it in a forward: False, "
+            "True, or a number from 0 on"
+        )
+    return int(number)
+
+
+def _optional_units_at(model: nn.Module, name: str) -> list[ManagedUnit]:
+    named = (module for path, module in model.named_modules() if clean_name(path) == name)
+    module = next(named, None)  # a wrapper comes before what it wraps
+    if module is None:
+        raise ConfigurationError(f"using({name}=...): {type(model).__name__} has no such module")
+    units = [managed for managed in _outermost(module) if managed.optional]
+    if not units:
+        raise ConfigurationError(
+            f"using({name}=...): no unit there is optional; mark it (mark_optional)"
+        )
+    return units
+
+
+def _outermost(module: nn.Module) -> Iterator[ManagedUnit]:
+    managed = managed_unit_of(module)
+    if managed is not None:
+        yield managed
+        return
+    for child in module.children():
+        yield from _outermost(child)
 
 
 def set_prefetch(

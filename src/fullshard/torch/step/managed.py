@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A unit among its modules: the hooks that watch forward and backward, and tell the tracker."""
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -99,6 +100,8 @@ class ManagedUnit:
         self.unshard_in_backward = True
         self.prefetch_forward: list[ManagedUnit] | None = None
         self.prefetch_backward: list[ManagedUnit] | None = None
+        # How often this rank runs it in a forward of the unit around, if it has said so.
+        self.declared_runs: float = math.inf
         self.summoned = False  # modules show full parameters that are not the unit's own
         self.number = -1
         self.tracker: StepWatcher | None = None

@@ -10,8 +10,15 @@ it, the others gather it with them and drop it, and tell the same events to the 
 stays the same on all ranks. Then they ask again. When nobody wants one, all are at the same place.
 A recomputation asks like a forward. What backward needs of a rank follows from its events:
 [Note: Left out] in `core/schedule/step.py`.
+
+[Note: Runs to come]
+With its vote each rank says how many runs of optional units it will still begin in this forward, if
+it knows: by ``using``, or since it only takes part. Once the sum over the ranks is zero, nobody can
+want one any more, and nothing is asked until that forward ends. A rank that does not know says
+infinity.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -37,6 +44,8 @@ class _Question:
     def __init__(self, around: ManagedUnit, inside: Sequence[ManagedUnit]):
         self.around, self.inside = around, list(inside)
         self.recomputed = False  # the forward of the unit around that runs now
+        self.to_come: dict[ManagedUnit, float] = {}  # runs that this rank will begin in it
+        self.quiet = False  # nobody will want one any more
         self.ranks = (self.inside or [around])[0].unit.ranks
         self.comms = _several(self.inside[0] if self.inside else around)
         for managed in self.inside:
@@ -54,26 +63,52 @@ class _Question:
                 'init_process_group("cpu:gloo,cuda:nccl")'
             )
 
+    def begin(self, runs: float | None = None) -> None:
+        """Begin a forward of the unit around, with so many ``runs`` of each, or those declared."""
+        self.quiet = False
+        self.to_come = {m: m.declared_runs if runs is None else runs for m in self.inside}
+
+    def run(self, managed: ManagedUnit) -> None:
+        """Count a run that begins on this rank; refuse one more than were declared."""
+        self.to_come[managed] -= 1
+        if self.to_come[managed] < 0:
+            raise UsageError(
+                f"optional unit {managed.unit.name!r} runs more often in a forward of unit "
+                f"{self.around.unit.name!r} than this rank has said by using(...); say how often "
+                "it runs here (True means once), or leave it out of using(...) on this rank"
+            )
+
     def ask(self, wanted: ManagedUnit | None, here: int, uneven: bool) -> tuple[list[bool], bool]:
         """Return which units inside are wanted by some rank, and if ranks have parted before.
 
         ``here`` is a number for what comes next on this rank if nobody wants one. Collective.
         """
-        votes = torch.zeros(len(self.inside) + 3, dtype=torch.float64)
+        votes = torch.zeros(len(self.inside) + 4, dtype=torch.float64)
         for place, managed in enumerate(self.inside):
             votes[place] = float(managed is wanted)
+        votes[-4] = sum(self.to_come.values())
         votes[-3], votes[-2], votes[-1] = uneven, here, here * here
         label = f"question for optional units in unit {self.around.unit.name!r}"
         for comm in self.comms:
             comm.all_reduce([votes], label=label).wait()
-        *counts, parted, total, squares = votes.tolist()
+        *counts, to_come, parted, total, squares = votes.tolist()
         size = self.ranks.size
+        self.quiet = to_come == 0 and sum(map(bool, counts)) <= 1
         if not any(counts) and size * squares != total * total:
             raise UsageError(
                 f"inside unit {self.around.unit.name!r} ranks have come to different units, and "
                 "none of them is optional; mark those that ranks may leave out (mark_optional)"
             )
+        if not any(counts) and not here and 0 < to_come < math.inf:
+            raise UsageError(
+                f"the forward of unit {self.around.unit.name!r} ends, and {to_come:.0f} runs of "
+                "optional units inside it have not come that ranks have announced by using(...); "
+                f"on this rank: {self._missing() or 'none'}"
+            )
         return [count > 0 for count in counts], bool(parted) or any(0 < c < size for c in counts)
+
+    def _missing(self) -> str:
+        return ", ".join(f"{m.unit.name!r}" for m, runs in self.to_come.items() if runs)
 
 
 class OptionalUnits:
@@ -93,6 +128,7 @@ class OptionalUnits:
         within = self._asked.get(managed.step)
         if within is not None:
             within.recomputed = _is_to_be_recomputed()
+            within.begin(math.inf if recomputing else None)
         if managed.step.optional:
             self._refuse_recomputation(managed, place, recomputing)
         if place is not None and (managed.step.optional <= (managed in place.inside)):
@@ -147,7 +183,9 @@ class OptionalUnits:
             self._compare_marks()
         here = 0 if coming is None else coming.number + 1
         wanted = coming if coming is not None and coming.step.optional else None
-        while True:
+        if wanted is not None:
+            place.run(wanted)
+        while not place.quiet:
             asked, self._uneven = place.ask(wanted, here, self._uneven)
             if True not in asked:
                 return
@@ -161,6 +199,9 @@ class OptionalUnits:
         if managed.unit.on_meta:
             take_over(managed.unit)
         training = not self._executor.evaluating
+        within = self._asked.get(managed.step)
+        if within is not None:
+            within.begin(0)
         self._executor.do(self._machine.forward_begins(managed.step, with_grad=training))
         self.before_end(managed)
         self._executor.do(self._machine.forward_ends(managed.step, training=training))

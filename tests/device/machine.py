@@ -132,6 +132,7 @@ class Machine:
         self.findings = {}  # by text, for their order
         self.syncs = Counter()
         self.collectives = []
+        self.answers = []  # of other ranks to what the host asks next: (label, values)
         self.label = ""  # what the engine calls the collective that it issues next
         self.high_priority = {}  # by the name of the group
         self.launches = []

@@ -101,6 +101,20 @@ def _gathered(then, *programs):
     return _edit(_UNIT + "_all_gather", _GATHER, after, *programs)
 
 
+_TAKES_PART = "self._executor.do({})"
+_BEGINS = _TAKES_PART.format("self._machine.forward_begins(managed.step, with_grad=training)")
+_ENDS = _TAKES_PART.format("self._machine.forward_ends(managed.step, training=training)")
+
+
+def _machine_only(told):
+    return told.removeprefix("self._executor.do(").removesuffix(")")
+
+
+def _optional(where, before, after=""):
+    programs = "optional parts", "optional parts, again", "shared experts in recomputed blocks"
+    return _edit(where, before, after, *programs, ranks=(0, 1, 2, 3))
+
+
 # fmt: off
 MUTANTS = {
     # the copies' streams
@@ -329,6 +343,44 @@ MUTANTS = {
         "tensor.reductions:global_norms", "sorted(each, key=_place)",
         "sorted(each, key=lambda one: id(one[0]) % 127 if one[0].comm.rank % 2 else _place(one))",
         "clipping", ranks=(0, 1),
+    ),
+    # parts that only some ranks run
+    "ranks that leave a unit out do not gather it": _optional(
+        "step.optional:OptionalUnits._take_part", _BEGINS, _machine_only(_BEGINS)
+    ),
+    "ranks that leave a unit out do not free it": _optional(
+        "step.optional:OptionalUnits._take_part", _ENDS, _machine_only(_ENDS)
+    ),
+    "ranks that leave a unit out do not await its backward": _optional(
+        "step.optional:OptionalUnits._take_part", "with_grad=training", "with_grad=False"
+    ),
+    "ranks that leave a unit out forget it": _optional(
+        "step.optional:OptionalUnits._take_part", "training=training))", "training=False))"
+    ),
+    "ranks run what they want first": _optional(
+        "step.optional:OptionalUnits._meet", "chosen = place.inside[asked.index(True)]",
+        "chosen = wanted or place.inside[asked.index(True)]",
+    ),
+    "ranks settle by themselves what backward may reach": _optional(
+        "step.optional:OptionalUnits.settle", "leads.tolist(), strict", "mine, strict"
+    ),
+    "what was run elsewhere is forgotten before backward": _optional(
+        "core.schedule.step:StepMachine.settle", "if not leads_back and", "if"
+    ),
+    "nothing stands in for a call on other ranks": _optional(
+        "core.schedule.step:StepMachine.forward_ends", "if unit.partial:", "if False:"
+    ),
+    "a unit does not wait for what stands in": _optional(
+        "core.schedule.unit_step:UnitStep.has_all_gradients", " or call.stands_in"
+    ),
+    "calls on other ranks are not passed over": _optional(
+        "core.schedule.step:StepMachine._pass_over", "if self.partial:", "if False:"
+    ),
+    "calls are passed over as they came": _optional(
+        "core.schedule.step:StepMachine._pass_over", "passed.sort(key=_latest)", "pass"
+    ),
+    "a call is passed over before what ended when it began": _optional(
+        "core.schedule.step:StepMachine._calls_of", "c.began_at - 0.5", "c.began_at + 0.5"
     ),
 }
 # fmt: on

@@ -31,15 +31,17 @@ class Program:
     steps: int = 2
     syncs: frozenset[str] = frozenset()  # the functions in which the host may wait
     kept_bytes: int = 0  # on the device from step to step, beyond parameters and their states
+    # What ranks that play it learn from each other on the host, by rank: (label, values).
+    answers: Callable[[], list[list[tuple[str, list[torch.Tensor]]]]] = lambda: []
 
 
 PROGRAMS: dict[str, Program] = {}
 CONTROLS: dict[str, Program] = {}
 
 
-def program(name, *, shape=(4,), steps=2, syncs=(), kept_bytes=0, into=PROGRAMS):
+def program(name, *, shape=(4,), steps=2, syncs=(), kept_bytes=0, into=PROGRAMS, **further):
     def add(body):
-        into[name] = Program(body, shape, steps, frozenset(syncs), kept_bytes)
+        into[name] = Program(body, shape, steps, frozenset(syncs), kept_bytes, **further)
         return body
 
     return add
@@ -96,14 +98,18 @@ class Job:
 def run(wanted, rank=0, machine=None):
     """Run one program as ``rank``; returns the machine."""
     size = torch.Size(wanted.shape).numel()
+    answers = dict(enumerate(wanted.answers()))
     with rank_of_job(rank, size, machine) as machine:
         names = ("replicate", "shard")[-len(wanted.shape) :]
         mesh = init_device_mesh("cuda", wanted.shape, mesh_dim_names=names)
         # Neither meshes nor groups can be made of fake tensors.
         ranks.ranks_of(mesh, Sharding(True, True, replicated=mesh.ndim == 2))
+        machine.answers = list(answers.get(rank, ()))
         with on_device(machine):
             wanted.body(Job(machine, mesh, wanted.steps, rank))
     assert isinstance(machine, Machine)
+    if machine.answers:
+        machine.find(f"the host has not asked for {machine.answers[0][0]!r}")
     return machine
 
 
@@ -152,6 +158,7 @@ def _simple(
 _simple("full")
 _simple("full over 3", shape=(3,))
 _simple("kept after forward", reshard_after_forward=False)
+_simple("whole matrices", align="matrix")
 _simple("blocks of 2", reshard_after_forward=2)
 _simple("hybrid", shape=(2, 2))
 _simple("replicas only", shape=(4, 1))

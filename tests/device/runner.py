@@ -9,7 +9,7 @@ import time
 import traceback
 from contextlib import nullcontext
 
-from device import by_hand, cost, memory, mutations  # noqa: F401 - by_hand has programs
+from device import by_hand, cost, memory, mutations, optional_parts  # noqa: F401 - two have programs
 from device.interleavings import Recorder, Trace
 from device.machine import Machine
 from device.mutants import EQUIVALENT, MUTANTS, applied
@@ -36,7 +36,10 @@ SAMPLE = (
     *("an exception in a hybrid backward", "frozen parameters"),
     *("full parameters between steps", "scaled losses", "FSDP2 bf16"),
 )
-AS_TWO = ("bf16 hybrid", "blocks of 2", "offload", "branches that only some ranks use")
+AS_TWO = (
+    *("bf16 hybrid", "blocks of 2", "offload"),
+    *("branches that only some ranks use", "optional parts, again"),
+)
 LEAST_BYTES = 1024  # what a step may leave: factors that divide gradients
 FEW = 10  # of so many faults one is tried every day
 
@@ -103,6 +106,7 @@ def judge(mutant):
     An exception is none: it tells that the fault does not fit the engine any more.
     """
     for name in mutant.programs:
+        PROGRAMS[name].answers()  # of ranks without the fault
         try:
             with applied(mutant):
                 results = [report(name, PROGRAMS[name], rank, "never") for rank in mutant.ranks]

@@ -76,7 +76,7 @@ def test_ranks_issue_collectives_in_one_order(runs):
     for run in runs:
         by_program.setdefault(run["program"], []).append(run["collectives"])
     compared = {name: orders for name, orders in by_program.items() if len(orders) > 1}
-    assert len(compared) == (len(by_program) if FULL else 4)
+    assert len(compared) == (len(by_program) if FULL else 5)
     for name, orders in compared.items():
         assert all(order == orders[0] for order in orders), name
 

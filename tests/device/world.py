@@ -21,7 +21,7 @@ from device.streams import Streams
 from fullshard.torch.comm import ranks
 from fullshard.torch.comm.watch.watchdog import Watchdog, Witness
 from fullshard.torch.sharding import summon
-from fullshard.torch.step import usage
+from fullshard.torch.step import optional, usage
 from fullshard.torch.tensor import placements
 from fullshard.torch.unit import full_parameters, shards
 from fullshard.torch.unit import streams as engine_streams
@@ -71,7 +71,11 @@ def rank_of_job(rank, size, machine=None):
         name = "_propagate_tensor_meta_non_cached"
         stack.enter_context(mock.patch.object(ShardingPropagator, name, shapes))
         stack.enter_context(mock.patch.object(ranks, "_has_nccl", return_value=True))
-        for module, name in ((usage, "_settle"), (placements, "_joined")):
+        asking = (optional._Question, "ask"), (optional.OptionalUnits, "_compare_marks")
+        for module, name in (
+            *((usage, "_settle"), (placements, "_joined")),
+            *(*asking, (optional.OptionalUnits, "settle")),
+        ):
             real = _with_values(getattr(module, name))
             stack.enter_context(mock.patch.object(module, name, real))
         for module in (full_parameters, shards, summon):

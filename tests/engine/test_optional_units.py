@@ -89,14 +89,20 @@ def test_modes_with_optional_parts(mode):
         compare(history, expected)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("again", [False, True])
-def test_experts_of_a_list_run_in_any_order_on_any_rank(again, shared):
+@pytest.mark.parametrize(
+    ("again", "shared", "announce"),
+    [
+        *((False, False, ()), (False, True, ()), (True, False, ()), (True, True, ())),
+        *((False, False, (0, 1, 2)), (True, False, (0, 1, 2))),
+    ],
+)
+def test_experts_of_a_list_run_in_any_order_on_any_rank(again, shared, announce):
     steps = [[routes(3, seed)] for seed in range(6)]
     expected = of_one_process(3, steps, model=MixtureOfExperts(again, shared))
 
     def body(comm):
-        return train(MixtureOfExperts(again, shared).shard(comm), comm.rank, 3, steps)
+        model = MixtureOfExperts(again, shared).shard(comm)
+        return train(model, comm.rank, 3, steps, announce=announce)
 
     for history in LocalWorld(3).run(body):
         compare(history, expected)
@@ -137,6 +143,20 @@ def test_questions_are_counted(questions, announced):
         # Before the embedding, two blocks, and the end; for the part, its layers and its end; and,
         # as ranks have run different units, for what a backward may reach.
         assert first == [4, 4 + 4 + 1, 4 + 4]
+
+
+def test_nothing_is_asked_of_layers_that_are_announced_too(questions):
+    def body(comm):
+        model = sharded(comm, "fully_shard")
+        runs = {"eye": comm.rank, "ear": 0, "hand": 0}
+        layers = dict.fromkeys(("eye.first", "eye.second"), comm.rank)
+        with using(model, **runs, **layers):
+            model(texts(2, 0)[comm.rank], {"eye": comm.rank})
+        return list(questions)
+
+    first, _ = LocalWorld(2).run(body)
+    # The end of the part is not asked about, but what a backward may reach is.
+    assert len(first) == 2 + 2 + 1
 
 
 @pytest.mark.parametrize("announce", [(0, 1, 2), (1,)], ids=["all", "one"])

@@ -24,19 +24,24 @@ class Part(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+def draw(model, seed):
+    """Fill a model with values of its own: ranks are threads."""
+    values = torch.Generator().manual_seed(seed)
+    for param in model.double().parameters():
+        nn.init.uniform_(param, -0.5, 0.5, generator=values)
+
+
 class Model(nn.Module):
     """Text through two blocks, before, between and behind which parts come in."""
 
-    def __init__(self, again=False):
+    def __init__(self, again=False, drawn=True):
         super().__init__()
         self.embed = nn.Linear(3, 5)
         self.eye, self.ear, self.hand = Part(), Part(), Part()
         self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
         self.again = again  # blocks are recomputed in backward
-        self.double()
-        values = torch.Generator().manual_seed(7)  # ranks are threads
-        for param in self.parameters():
-            nn.init.uniform_(param, -0.5, 0.5, generator=values)
+        if drawn:
+            draw(self, seed=7)
 
     def forward(self, text, used):
         """``used`` gives for each part how often it runs, on inputs made from the text."""
@@ -50,9 +55,9 @@ class Model(nn.Module):
         return x
 
 
-def sharded(comm, door, again=False, mark=True, **options):
+def sharded(comm, door, again=False, mark=True, drawn=True, **options):
     """The model with a unit for each layer, part and block; ``options`` are the function's."""
-    model = Model(again)
+    model = Model(again, drawn)
     if door == "wrapper":
         policy = ModuleWrapPolicy({nn.Linear, Part})
         wrapped = FullyShardedDataParallel(model, comm, auto_wrap_policy=policy)
@@ -115,8 +120,11 @@ def train(model, rank, ranks, steps, no_sync=False, announce=()):
             inputs = texts(ranks, 10 * number + batch)[rank]
             if no_sync:
                 model.set_requires_gradient_sync(batch == len(patterns) - 1)
-            announced = dict.fromkeys(PARTS, 0) | pattern[rank] if rank in announce else {}
-            with using(model, **announced):
+            runs = {}
+            if rank in announce:
+                used = pattern[rank]
+                runs = dict.fromkeys(PARTS, 0) | used if isinstance(used, dict) else announced(used)
+            with using(model, **runs):
                 loss = model(inputs, pattern[rank]).square().mean()
             loss.backward()
         history.append(update(model, optimizer))
@@ -159,19 +167,26 @@ class Block(nn.Module):
         return x + self.after(sum((torch.tanh(self.experts[e](x)) for e in route), x))
 
 
+def announced(routes):
+    """What `using` is told of a rank's ``routes``."""
+    return {
+        f"blocks.{block}.experts.{expert}": expert in route
+        for block, route in enumerate(routes)
+        for expert in range(3)
+    }
+
+
 class MixtureOfExperts(nn.Module):
     """Two blocks, with experts of their own or ``shared`` ones, recomputed if ``again``."""
 
-    def __init__(self, again, shared):
+    def __init__(self, again, shared, drawn=True):
         super().__init__()
         self.embed, self.blocks = nn.Linear(3, 4), nn.ModuleList(Block() for _ in range(2))
         if shared:
             self.blocks[1].experts = self.blocks[0].experts
         self.again = again
-        self.double()
-        values = torch.Generator().manual_seed(3)
-        for param in self.parameters():
-            nn.init.uniform_(param, -0.5, 0.5, generator=values)
+        if drawn:
+            draw(self, seed=3)
 
     def forward(self, text, routes):
         x = self.embed(text)
@@ -180,12 +195,12 @@ class MixtureOfExperts(nn.Module):
             x = checkpoint(block, x, route, use_reentrant=False) if again else block(x, route)
         return x
 
-    def shard(self, mesh):
+    def shard(self, mesh, **options):
         for kind in (Expert, nn.Linear, Block):
             for module in self.modules():
                 if type(module) is kind:
-                    fully_shard(module, mesh=mesh, optional=kind is Expert)
-        return fully_shard(self, mesh=mesh)
+                    fully_shard(module, mesh=mesh, optional=kind is Expert, **options)
+        return fully_shard(self, mesh=mesh, **options)
 
 
 def routes(ranks, seed):

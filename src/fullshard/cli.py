@@ -91,15 +91,11 @@ def _train(argv: Sequence[str]) -> int:
         epilog=_TRAIN_EXAMPLES + describe_options(),
         formatter_class=HelpFormatter,
     )
-    parser.add_argument(
-        "settings",
-        nargs="*",
-        metavar="CONFIG.toml | section.key=value",
-        help="a settings file, and settings that override it",
-    )
-    parser.add_argument(
-        "--model", choices=["gpt", "moe", "vlm", "mnist"], help="short for model.name="
-    )
+    settings = "CONFIG.toml | section.key=value"
+    described = "a settings file, and settings that override it"
+    parser.add_argument("settings", nargs="*", metavar=settings, help=described)
+    names = ["gpt", "moe", "vlm", "mnist"]
+    parser.add_argument("--model", choices=names, help="short for model.name=")
     parser.add_argument(
         "--nproc",
         type=int,

@@ -101,8 +101,8 @@ def using(model: nn.Module, **runs: int) -> Iterator[None]:
             managed.declared_runs = number
         yield
     finally:
-        for managed, number in before.items():
-            managed.declared_runs = number
+        for managed, runs_before in before.items():
+            managed.declared_runs = runs_before
 
 
 def _number_of_runs(name: str, number: int) -> int:

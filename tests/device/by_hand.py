@@ -122,14 +122,20 @@ def _(job):
     job.train(model)
 
 
-@program("two dtypes in a unit")
-def _(job):
-    model = layers(Stack, 3, 256)
-    for layer in model.blocks:
-        layer.bias = nn.Parameter(layer.bias.detach().double())
-        layer.forward = partial(_widened, layer)
-    shard(model, job.mesh)
-    job.train(model, each_step=lambda _: run_layers(model, range(3)).backward())
+def _two_dtypes(name, **options):
+    @program(name)
+    def body(job):
+        model = layers(Stack, 3, 256)
+        for layer in model.blocks:
+            layer.bias = nn.Parameter(layer.bias.detach().double())
+            layer.forward = partial(_widened, layer)
+        shard(model, job.mesh, **options)
+        job.train(model, each_step=lambda _: run_layers(model, range(3)).backward())
+
+
+_two_dtypes("two dtypes in a unit")
+_coded = ours.CommunicationCompression(gather="int8", reduce="int8")
+_two_dtypes("two dtypes in a unit, gathers and reduces in int8", compression=_coded)
 
 
 def _widened(layer, x):

@@ -5,7 +5,10 @@ import ast
 import inspect
 import random
 import re
+import sys
 import textwrap
+from collections import defaultdict
+from contextlib import contextmanager
 from pathlib import Path
 
 import fullshard
@@ -36,6 +39,31 @@ def draw(seed, count):
     for mutant in random.Random(seed).sample(known := candidates(), len(known)):
         chosen.setdefault(mutant.edits[0][0], mutant)
     return list(chosen.values())[:count]
+
+
+@contextmanager
+def lines_run():
+    """Yield, by file of fullshard, the lines that run within."""
+    ran, root = defaultdict(set), f"{Path(fullshard.__file__).parent}/"
+
+    def enter(frame, event, _):
+        name = frame.f_code.co_filename
+        if not name.startswith(root):
+            return None
+        lines = ran[name]
+
+        def step(frame, event, _):
+            lines.add(frame.f_lineno)
+            return step
+
+        return step(frame, event, _)
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield ran
+    finally:
+        sys.settrace(before)
 
 
 def _in_file(path, module):
@@ -70,6 +98,8 @@ def _edits_of(node):
         name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
         if LEFT_OUT.search(name):
             yield node, "pass"
+    elif isinstance(node, ast.With) and isinstance(node.items[0].context_expr, ast.Call):
+        yield node.items[0].context_expr, "__import__('contextlib').nullcontext()"
     elif isinstance(node, ast.If | ast.IfExp):
         yield node.test, "True"
         yield node.test, "False"

@@ -3,16 +3,25 @@
 
 `device.guard` must be loaded before."""
 
+import inspect
 import json
 import random
+import signal
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
-from device import by_hand, cost, memory, mutations, optional_parts  # noqa: F401 - two have programs
+from device import (
+    around,  # noqa: F401 - has programs
+    by_hand,  # noqa: F401 - has programs
+    cost,
+    memory,
+    mutations,
+    optional_parts,  # noqa: F401 - has programs
+)
 from device.interleavings import Recorder, Trace
 from device.machine import Machine
-from device.mutants import EQUIVALENT, MUTANTS, applied
+from device.mutants import EQUIVALENT, MUTANTS, applied, function_named
 from device.programs import CONTROLS, PROGRAMS, run
 
 # Some programs also with other answers to the host's questions.
@@ -73,6 +82,7 @@ def report(name, wanted, rank, kind):
         "questions": machine.questions,
         "rest": rest,
         "launches": len(machine.launches),
+        "peak": machine.held.peak_bytes,
         "seconds": round(time.process_time() - begin, 2),
     }
 
@@ -122,26 +132,48 @@ def judge(mutant):
 
 
 def hunt(mutant, usual):
-    """Return the program that finds the fault, and how; the likeliest programs come first.
+    """Return the program that finds the fault, and how; ``ran`` programs came to its function.
 
-    ``usual`` keeps what programs report without faults. An exception finds it, too.
+    The likeliest come first. ``usual`` keeps what programs report without faults, and the lines
+    that they run. An exception finds a fault, too, and so does a program that does not end.
     """
+    text, first = inspect.getsourcelines(function := function_named(mutant.edits[0][0]))
+    lines_of_function = range(first, first + len(text))
+    verdict = {"program": None, "found": None, "ran": 0}
     for name in sorted(PROGRAMS, key=lambda name: name not in (*AS_TWO, *SAMPLE)):
         for rank in (0, 1):
             if (name, rank) not in usual:
-                usual[name, rank] = report(name, PROGRAMS[name], rank, "never")
-            try:
-                with applied(mutant):
-                    told = report(name, PROGRAMS[name], rank, "never")
-            except ValueError as error:
-                return {"program": None, "found": f"does not fit: {error}"}
-            if told["failure"]:
-                return {"program": name, "found": told["failure"].splitlines()[-1][:150]}
-            if told["findings"] or told["unexpected"]:
-                return {"program": name, "found": (told["findings"] + told["unexpected"])[0][:150]}
-            if told["collectives"] != usual[name, rank]["collectives"]:
-                return {"program": name, "found": "other collectives"}
-    return {"program": None, "found": None}
+                with mutations.lines_run() as ran:
+                    usual[name, rank] = report(name, PROGRAMS[name], rank, "never"), ran
+            before, ran = usual[name, rank]
+            if ran[function.__code__.co_filename].isdisjoint(lines_of_function):
+                continue
+            verdict["ran"] += 1
+            with applied(mutant), _limited():
+                told = report(name, PROGRAMS[name], rank, "never")
+            found = [told["failure"].splitlines()[-1]] if told["failure"] else []
+            found += told["findings"] + told["unexpected"]
+            kinds = ("collectives", "launches", "peak")
+            found += [f"other {kind}" for kind in kinds if not found and told[kind] != before[kind]]
+            if found:
+                return verdict | {"program": name, "found": found[0][:150]}
+    return verdict
+
+
+@contextmanager
+def _limited():
+    """Within, `TimeoutError` after a minute, where a program takes less than two seconds."""
+
+    def end(*_):
+        raise TimeoutError("the program does not end")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(60)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # Faults that carrying out schedules must find by itself.

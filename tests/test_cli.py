@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from support.limits import PROCESS_S
 
 from fullshard.core.presets import TRANSFORMERS
+from fullshard.report import read_run
 from fullshard.train.torch.models import GPT
 
 pytestmark = pytest.mark.slow
@@ -113,6 +114,17 @@ def test_two_ranks_train_and_leave_everything_behind(tmp_path):
     kinds = [json.loads(line)["kind"] for line in lines]
     assert kinds == ["train", "train", "validation", "train", "validation"]
     assert (folder / "trace.jsonl").stat().st_size > 0
+    run = read_run(folder)
+    assert (run.world, run.absent) == (2, ())
+    for record in run.ranks.values():
+        (attempt,) = record.attempts
+        assert [step.step for step in attempt.steps] == [0, 1, 2]
+        assert attempt.steps[0].loss == json.loads(lines[0])["loss"]
+        assert attempt.facts.settings["name"] == "small"
+        spans = [span.what for span in attempt.spans]
+        assert spans == ["start", "start", "evaluation", "checkpoint", "evaluation"]
+        assert all("data" in step.sums_s for step in attempt.steps)
+        assert attempt.ending == "finished"
     found = load_file(folder / "model.safetensors")
     assert found.keys() == plain.state_dict().keys()
     # At a rate of 0 nothing moves away from where the file says to begin.

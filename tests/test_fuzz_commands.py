@@ -109,6 +109,7 @@ SETTINGS = [
     *(
         "data.validation_share",
         "checkpoint.minutes",
+        "log.record",
         "log.trace",
         "train.on_nonfinite",
         "a.b.c",

@@ -35,7 +35,13 @@ FACTS = Facts(
     started_at=1.7e9,
     clock_offset_s=-0.25,
     units=UNITS,
-    settings={"strategy": "FULL_SHARD", "prefetch_forward": 1, "compiled": False, "dtype": None},
+    settings={
+        "strategy": "FULL_SHARD",
+        "prefetch_forward": 1,
+        "compiled": False,
+        "lr": 1e-9,
+        "dtype": None,
+    },
     forecast={"step_s": 0.5},
     missing=("no memory of the device",),
 )

@@ -60,7 +60,8 @@ class RecordWriter:
         self._left_out = 0
         if self._size and _ends_torn(self.path):
             self._write("\n", anyway=True)
-        self._line("attempt", _rounded({"version": VERSION, **asdict(facts)}), anyway=True)
+        about = {name: _as_json(value) for name, value in asdict(facts).items()}
+        self._line("attempt", {"version": VERSION, **about}, anyway=True)
 
     @property
     def detailed(self) -> bool:
@@ -74,6 +75,8 @@ class RecordWriter:
         told = {name: value for name, value in vars(step).items() if value not in (None, (), {})}
         ops = told.pop("ops", None)
         fields = _rounded(told)
+        if step.loss is not None and math.isfinite(step.loss):
+            fields["loss"] = step.loss  # to the last bit
         if ops is not None:
             columns = [getattr(ops, name) for name in _COLUMNS]
             columns[2:4] = [[round(at_s, 7) for at_s in column] for column in columns[2:4]]
@@ -110,13 +113,19 @@ def _ends_torn(path: Path) -> bool:
 
 
 def _rounded(value: Any) -> Any:
-    """Return ``value`` with times of a tenth of a microsecond, and what is no number as None."""
+    """Return ``value`` with times of a tenth of a microsecond."""
+    return _as_json(value, 7)
+
+
+def _as_json(value: Any, digits: int | None = None) -> Any:
+    """Return ``value`` with None for what is no number, and others rounded to ``digits``."""
     if isinstance(value, float):
-        return round(value, 7) if math.isfinite(value) else None
+        number = value if digits is None else round(value, digits)
+        return number if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _rounded(each) for key, each in value.items()}
+        return {key: _as_json(each, digits) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(each) for each in value]
+        return [_as_json(each, digits) for each in value]
     return value
 
 
@@ -213,7 +222,8 @@ def _facts(fields: Mapping[str, Any]) -> Facts:
         RecordedUnit(_text(name), *map(_whole, sizes)) for name, *sizes in fields["units"]
     )
     settings = {_text(name): _setting(value) for name, value in _object(fields["settings"]).items()}
-    forecast = {_text(key): _number(value) for key, value in _object(fields["forecast"]).items()}
+    told = {key: value for key, value in _object(fields["forecast"]).items() if value is not None}
+    forecast = {_text(key): _number(value) for key, value in told.items()}
     if not rank < world:
         raise ValueError(rank)
     return Facts(

@@ -145,6 +145,9 @@ class LogConfig:
         "", "name of the run folder; empty: model and preset. A number is added if it exists"
     )
     every: int = _option(50, "steps between lines of output", least=1)
+    record: bool = _option(
+        True, "keep what each rank's steps do in the folder trace, for fullshard report (torch)"
+    )
     trace: bool = _option(False, "save the engine's trace of one step as trace.jsonl")
     sample_bytes: int = _option(
         200, "length of the text that the trained gpt writes at the end; 0: none", least=0

@@ -31,7 +31,12 @@ def train(run: TrainingRun) -> None:
     """
     steps = run.config.train.steps
     folder = open_folder(run.config, run.world)
-    with Reporter(run.world, folder, steps) as reporter, stop_request() as stop:
+    place = run.world.shared_text(str(folder or ""))
+    with (
+        Reporter(run.world, folder, steps) as reporter,
+        stop_request() as stop,
+        run.recorded(place),
+    ):
         introduce(run, reporter)
         checkpoints = RunCheckpoints(run, folder, reporter, stop)
         try:
@@ -39,8 +44,10 @@ def train(run: TrainingRun) -> None:
         except NonFiniteError:  # in all processes: what was begun before is worth having
             checkpoints.finish()
             raise
-        checkpoints.finish()
-        reporter.validation(steps, *run.evaluate())
+        with run.record.span("checkpoint"):
+            checkpoints.finish()
+        with run.record.span("evaluation"):
+            reporter.validation(steps, *run.evaluate())
     conclude(run, reporter)
 
 
@@ -48,32 +55,39 @@ def fit(run: TrainingRun, reporter: Reporter, checkpoints: RunCheckpoints) -> No
     """Do all training steps that are left. Collective."""
     config, log, world = run.config.train, run.config.log, run.world
     speed = Speed(run.config.flops_per_token, world.size, world.peak_flops(config.dtype))
-    first = checkpoints.resume()
+    with run.record.span("start"):
+        first = checkpoints.resume()
+    run.record.goes_on_from(first)
     reporter.advance(first)
     for step in range(first, config.steps):
         speed.start()
         second = step == min(first + 1, config.steps - 1)  # the first one compiles and records
         with run.observed() if second else nullcontext():
             values = train_step(run, step, reporter)
-        values["step_s"] = speed.stop(config.batch * run.data.tokens_per_sample)
+        tokens = config.batch * run.data.tokens_per_sample
+        run.record.note(loss=values["loss"], tokens=tokens)
+        values["step_s"] = speed.stop(tokens)
         reporter.advance()
         done = step + 1
         if done % log.every == 0 or done in (first + 1, config.steps):
             values |= {**world.memory_used(), **speed.take()}
         reporter.step(done, values, run.data.token)
         if done % config.eval_every == 0 and done < config.steps:
-            reporter.validation(done, *run.evaluate())
+            with run.record.span("evaluation"):
+                reporter.validation(done, *run.evaluate())
         checkpoints.after_step(done)
 
 
 def train_step(run: TrainingRun, step: int, reporter: Reporter) -> dict[str, float]:
     """Do one step on this process's part of the batch; return what to report. Collective."""
     config = run.config.train
-    batch = run.data.train_batch(config.seed, rank_slice(step, config.batch, *run.world.part))
+    with run.record.span("data"):
+        batch = run.data.train_batch(config.seed, rank_slice(step, config.batch, *run.world.part))
     rate = learning_rate(run.config.optim, config.steps, step)
     loss, grad_norm, bad = run.step_on(batch, rate)
     if bad:
         turn_away(config.on_nonfinite, step, bad, reporter)
+        run.record.end_step()  # its optimizer has not stepped
     return {"loss": loss, "grad_norm": grad_norm, "lr": rate}
 
 

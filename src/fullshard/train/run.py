@@ -4,7 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from fullshard.plan.cluster.read import device_of_driver
 from fullshard.train.config import Config
 from fullshard.train.data import Batch, Dataset
 
-__all__ = ["BytesRow", "StepOutcome", "TrainingRun", "World"]
+__all__ = ["BytesRow", "NoRecord", "StepOutcome", "TrainingRun", "World"]
 
 BytesRow = tuple[str, int, int | None]  # purpose, bytes of a rank, of one unsharded process
 
@@ -71,13 +71,34 @@ class StepOutcome(NamedTuple):
     bad: str
 
 
+class NoRecord:
+    """Stands for the record of a run that keeps none; see `fullshard.torch.RunRecording`."""
+
+    def goes_on_from(self, step: int) -> None:
+        """Do nothing."""
+
+    def note(self, *, loss: float, tokens: int) -> None:
+        """Do nothing."""
+
+    def span(self, what: str) -> AbstractContextManager[None]:
+        """Do nothing within."""
+        return nullcontext()
+
+    def end_step(self) -> None:
+        """Do nothing."""
+
+
 @dataclass
 class TrainingRun(ABC):
-    """A sharded model in training, on one engine. All methods are collective."""
+    """A sharded model in training, on one engine. All methods are collective.
+
+    ``record`` is told of what the engine does not see; see `recorded`.
+    """
 
     config: Config
     world: World
     data: Dataset
+    record: Any = field(default_factory=NoRecord, kw_only=True)
 
     @property
     @abstractmethod
@@ -120,6 +141,10 @@ class TrainingRun(ABC):
     @abstractmethod
     def write_text(self, prompt: bytes, count: int) -> bytes:
         """Return ``prompt`` and ``count`` bytes that the model draws after it."""
+
+    def recorded(self, folder: str) -> AbstractContextManager[object]:
+        """Return what surrounds a run of which ``folder``, the first process's, gets a record."""
+        return nullcontext()
 
     def observed(self) -> AbstractContextManager[object]:
         """Return what surrounds the one step of a run that its end tells about."""

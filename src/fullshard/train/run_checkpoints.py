@@ -58,12 +58,13 @@ class RunCheckpoints:
         if not due and not stop:
             return
         self._clock.saved()
-        saved = run.is_finite()
-        if saved:
-            aside = run.config.checkpoint.asynchronous and not stop
-            extra = {"position": done * run.config.train.batch}
-            self._saving = run.save_step(self._folder, done, extra, aside)
-        else:
+        with run.record.span("checkpoint"):
+            saved = run.is_finite()
+            if saved:
+                aside = run.config.checkpoint.asynchronous and not stop
+                extra = {"position": done * run.config.train.batch}
+                self._saving = run.save_step(self._folder, done, extra, aside)
+        if not saved:
             self._reporter.say(
                 f"step {done}: parameters or optimizer state are not finite; not saved, and the "
                 "checkpoints before it stay"

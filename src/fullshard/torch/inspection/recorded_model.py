@@ -128,7 +128,7 @@ class _OfEngine(RecordedModel):
         if any(unit.copies for unit in self.units):
             missing.append("copies between host and device: they are part of gathers and reduces")
         return self._facts(
-            largest.unit.ranks,
+            max((unit.ranks for unit in self.units), key=lambda ranks: ranks.size),
             units=tuple(
                 RecordedUnit(
                     unit.name,

@@ -45,7 +45,11 @@ T = TypeVar("T")
 
 _DETAILED_AT_FIRST = 3  # the first step gathers on demand, the second as it was recorded
 _BETWEEN_SAMPLES_S = 0.005
-_OUTSIDE = ("checkpoint", "evaluation")  # spans that count to no step if they come before it
+_OUTSIDE = (
+    "checkpoint",
+    "evaluation",
+    "start",
+)  # spans that count to no step if they come before it
 _ENDS = {  # the op that ends a collective
     "gather": ("await_gather",),
     "reduce": ("all_reduce", "await_reduce"),

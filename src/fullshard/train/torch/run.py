@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from fullshard.checkpoint import Loaded, RunFolder, Saving
 from fullshard.core.trace import Trace
 from fullshard.torch import load_checkpoint, save_checkpoint, save_full_weights, tracing
-from fullshard.torch.inspection import Bytes, resting_bytes
+from fullshard.torch.inspection import Bytes, recording, resting_bytes
 from fullshard.train.data import Batch
 from fullshard.train.metrics import writing
 from fullshard.train.run import BytesRow, StepOutcome, TrainingRun
@@ -115,6 +115,22 @@ class TorchRun(TrainingRun):
     def save_weights(self, path: Path) -> None:
         """See `TrainingRun.save_weights`."""
         save_full_weights(self.model, path)
+
+    @contextmanager
+    def recorded(self, folder: str) -> Iterator[None]:
+        """See `TrainingRun.recorded`."""
+        if not (self.config.log.record and folder):
+            yield
+            return
+        shard, train = self.config.shard, self.config.train
+        settings: dict[str, str | float | bool | None] = {
+            "name": self.config.run_name,
+            "strategy": shard.strategy,
+            "batch": train.batch,
+            "dtype": train.dtype,
+        }
+        with recording(folder, self.model, self.optimizer, settings=settings) as self.record:
+            yield
 
     @contextmanager
     def observed(self) -> Iterator[None]:

@@ -40,7 +40,13 @@ MORE_PAGES = [
     DOCS / f"{name}.md"
     for name in (
         *("data", "joining", "migration", "monitoring", "testing"),
-        *("howto/experts", "howto/lora", "howto/memory_budget", "howto/optional_parts"),
+        *(
+            "howto/experts",
+            "howto/lora",
+            "howto/memory_budget",
+            "howto/optional_parts",
+            "howto/pipelines",
+        ),
     )
 ]
 PAGES = [*sorted((DOCS / "modes").glob("*.md")), *MORE_PAGES]

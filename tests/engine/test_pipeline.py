@@ -13,9 +13,19 @@ from support.pipeline_workers import (
     train,
     whole,
 )
-from support.stack import LAYERS
+from support.stack import LAYERS, WIDTH, shard_stack
+from support.threads import on_ranks
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from torch.distributed.pipelining._backward import stage_backward_input
+
+from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.torch import fully_shard, reduce_once, tracing
+from fullshard.torch.comm.protocol import SoloComm
 
 
 @cache
@@ -32,20 +42,98 @@ def in_one_process():
 
 
 @pytest.mark.parametrize("door", ["wrapper", "function"])
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-def test_two_stages_of_two_ranks(gloo_world, schedule, door):
-    """Several forwards before a backward; each backward reduces, and nothing twice."""
+@pytest.mark.parametrize(
+    "schedule",
+    [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B],
+)
+@pytest.mark.parametrize("once", [False, True])
+def test_two_stages_of_two_ranks(gloo_world, once, schedule, door):
+    """Several forwards before a backward; each backward reduces, or the last for all."""
     expected_losses, expected = in_one_process()
     found = {}
-    for rank, (params, losses, ops) in enumerate(gloo_world.run(4, train, schedule, door)):
+    for rank, (params, losses, ops) in enumerate(
+        gloo_world.run(4, train, schedule, door, once=once)
+    ):
         stage = rank // 2
         assert (not losses) == (stage < STAGES - 1)
         assert losses in ([], pytest.approx(expected_losses, abs=1e-12))
         for name, value in params.items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
         found.update(params)
-        for op, passes in (("gather", 2), ("reduce", 1)):
+        for op, passes in (("gather", 2 * MICRO_BATCHES), ("reduce", 1 if once else MICRO_BATCHES)):
             done = [unit for kind, unit, _ in ops if kind == op]
-            assert len(done) <= passes * MICRO_BATCHES * LAYERS // STAGES
+            assert len(done) <= passes * LAYERS // STAGES
+            assert op == "gather" or len(done) == passes * len(set(done))
         assert ops[-1][2] == 0, "nothing stays full when a step is over"
     assert found.keys() == expected.keys()
+
+
+def rows(comm, micro_batch):
+    generator = torch.Generator().manual_seed(10 * comm.rank + micro_batch)
+    return torch.randn(3, WIDTH, generator=generator)
+
+
+@on_ranks(3)
+def test_what_waits_is_reduced_when_asked_for(comm):
+    """With a forward whose backward comes later, and once only."""
+    expected, model = (shard_stack(comm) for _ in range(2))
+    for other, one in zip(model.parameters(), expected.parameters(), strict=True):
+        other.data.copy_(one.data)
+    model.set_requires_gradient_sync(False)
+    for micro_batch in range(3):
+        expected(rows(comm, micro_batch)).square().mean().backward()
+        loss = model(rows(comm, micro_batch)).square().mean()
+        if micro_batch == 2:
+            with tracing(model) as trace:
+                model.synchronize_gradients()
+            reduced = [record.unit for record in trace if record.op == "reduce"]
+            assert sorted(reduced) == [f"blocks.{number}" for number in range(LAYERS)]
+        loss.backward()
+    assert model.blocks[0][0].weight.grad is not None
+    model.synchronize_gradients()
+    with tracing(model) as trace:
+        model.synchronize_gradients()
+    assert not [record.op for record in trace]
+    for mine, one in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.to_local(), one.grad.to_local())
+
+
+@on_ranks(2)
+def test_within_a_forward_nothing_is_reduced(comm):
+    model = shard_stack(comm)
+    model.blocks[1].register_forward_pre_hook(lambda *_: model.synchronize_gradients())
+    with pytest.raises(UsageError, match="between backwards, not in the middle of one"):
+        model(rows(comm, 0))
+
+
+def test_what_is_no_sharded_stage_is_named():
+    class Stage:
+        def __init__(self, submod):
+            self.submod = submod
+
+        def perform_reduce_grad(self, grad_scale_factor): ...
+
+        def scale_grads(self, grad_scale_factor): ...
+
+    with pytest.raises(ConfigurationError, match="needs a PipelineStage of torch"):
+        reduce_once(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="Linear holds no unit; shard it first"):
+        reduce_once(Stage(nn.Linear(2, 2)))
+    stage = Stage(fully_shard(nn.Linear(2, 2), mesh=SoloComm()))
+    reduce_once(stage)
+    with pytest.raises(UsageError, match="once already"):
+        reduce_once(stage)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_backward_that_a_schedule_splits_is_refused_by_name(parts):
+    """As a root, and where a stage's module only holds units."""
+    model = nn.Sequential(fully_shard(nn.Linear(3, 3), mesh=SoloComm()))
+    if not parts:
+        fully_shard(model, mesh=SoloComm())
+    x = torch.ones(2, 3, requires_grad=True)
+    out = model(x)
+    with pytest.raises(RuntimeError) as caught:
+        stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
+    assert isinstance(caught.value.__cause__, NotSupportedError)
+    assert "take ScheduleGPipe, Schedule1F1B" in str(caught.value.__cause__)

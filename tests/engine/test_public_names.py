@@ -91,7 +91,6 @@ def test_method(name):
     [
         ("set_all_gather_layout", [object()], "arrives in its place"),
         ("set_reduce_scatter_input_fn", [print], "the engine packs"),
-        ("synchronize_gradients", [], r"set_requires_gradient_sync\(True\) before the last"),
     ],
 )
 def test_names_of_later_versions_are_refused_with_a_way_out(name, arguments, why):

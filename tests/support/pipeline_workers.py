@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines whose stages are sharded, run on the four ranks of a `support.world.World`."""
 
+from contextlib import ExitStack
+
 import torch
 import torch.distributed as dist
 from support.models import seeded
@@ -8,8 +10,9 @@ from support.stack import WIDTH, Stack
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
-from fullshard.torch import FullyShardedDataParallel, fully_shard, tracing
+from fullshard.torch import FullyShardedDataParallel, fully_shard, reduce_once, tracing
 
 STAGES = 2
 MICRO_BATCHES = 4
@@ -30,9 +33,9 @@ def batches():
     ]
 
 
-def part_of(model, stage):
+def part_of(model, stage, stages):
     """The blocks of one stage, under the names that they have in the model."""
-    each = len(model.blocks) // STAGES
+    each = len(model.blocks) // stages
     for number in range(len(model.blocks)):
         if number // each != stage:
             model.blocks[number] = nn.Identity()
@@ -50,21 +53,33 @@ def shard(model, group, door):
     return fully_shard(model, mesh=group)
 
 
-def train(_group, schedule_class, door):
+def train(_group, schedule_class, door, *, once=False):
     """This stage's parameters after some steps, the last stage's mean losses, the last trace."""
     mesh = init_device_mesh("cpu", (STAGES, 2), mesh_dim_names=("pipeline", "data"))
     number, data = mesh.get_local_rank("pipeline"), mesh.get_group("data")
-    model = shard(part_of(whole(), number), data, door)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    stage = PipelineStage(
-        model, number, STAGES, torch.device("cpu"), group=mesh.get_group("pipeline")
+    several = issubclass(schedule_class, PipelineScheduleMulti)  # two stages on each rank
+    stages = 2 * STAGES if several else STAGES
+    device, group = torch.device("cpu"), mesh.get_group("pipeline")
+    here = [
+        PipelineStage(
+            shard(part_of(whole(), own, stages), data, door), own, stages, device, group=group
+        )
+        for own in range(number, stages, STAGES)
+    ]
+    if once:
+        for stage in here:
+            reduce_once(stage)
+    schedule = schedule_class(
+        here if several else here[0], MICRO_BATCHES, loss_fn=nn.functional.mse_loss
     )
-    schedule = schedule_class(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    model = nn.ModuleList(stage.submod for stage in here)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     step_losses = []
     for inputs, targets in batches():
         half = slice(data.rank() * BATCH // 2, (data.rank() + 1) * BATCH // 2)
         losses = []
-        with tracing(model) as trace:
+        with ExitStack() as traced:
+            traces = [traced.enter_context(tracing(stage.submod)) for stage in here]
             if number == 0:
                 schedule.step(inputs[half])
             else:
@@ -75,5 +90,10 @@ def train(_group, schedule_class, door):
             mean = torch.stack(losses).detach().mean()
             dist.all_reduce(mean, group=data)
             step_losses.append(mean.item() / 2)
-    params = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
-    return params, step_losses, [(record.op, record.unit, record.live_bytes) for record in trace]
+    params = {
+        name: param.detach().full_tensor()
+        for stage in here
+        for name, param in stage.submod.named_parameters()
+    }
+    records = [record for trace in traces for record in trace]
+    return params, step_losses, [(record.op, record.unit, record.live_bytes) for record in records]

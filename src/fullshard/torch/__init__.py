@@ -32,6 +32,7 @@ from fullshard.torch.sharding.options import (
 from fullshard.torch.sharding.settings import (
     keep_for_double_backward,
     mark_optional,
+    reduce_once,
     set_prefetch,
     set_separate_reduce_scatter_group,
     using,
@@ -117,6 +118,7 @@ __all__ = [
     "load_full_weights",
     "mark_optional",
     "overlap_optimizer",
+    "reduce_once",
     "save_checkpoint",
     "save_full_weights",
     "set_prefetch",

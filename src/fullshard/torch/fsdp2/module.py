@@ -23,6 +23,7 @@ from fullshard.torch.sharding.initialisation import filled_with_nan
 from fullshard.torch.sharding.settings import (
     require_gradient_sync,
     set_separate_reduce_scatter_group,
+    synchronize_gradients,
 )
 from fullshard.torch.sharding.shard import refuse_copy, refuse_pickle, take_over_below
 from fullshard.torch.state.forms import AS_DTENSORS, ask_before_loading, collecting, hand_out
@@ -175,6 +176,15 @@ class FSDPModule(_OwnModule):
         _check_bool("requires_gradient_sync", requires_gradient_sync)
         require_gradient_sync(_module(self), requires_gradient_sync, recurse=recurse)
 
+    def synchronize_gradients(self) -> None:
+        """Reduce now what backwards without communication have kept. Collective.
+
+        Of this module and those below, whatever `set_requires_gradient_sync` says of the backwards
+        to come. For steps that do not know which backward will be the last. Raises `UsageError` in
+        the middle of a forward or backward.
+        """
+        synchronize_gradients(_module(self))
+
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose if hybrid sharding sums gradients over replicas in the next backwards.
 
@@ -308,14 +318,6 @@ class FSDPModule(_OwnModule):
     def set_reduce_scatter_input_fn(self, fn: Any) -> NoReturn:
         """Refuse: gradients are sent from where they are, or packed by the engine."""
         _refuse_of_later("set_reduce_scatter_input_fn", "the engine packs what a reduce sends")
-
-    def synchronize_gradients(self) -> NoReturn:
-        """Refuse: gradients that wait for a reduce join the next backward's that has one."""
-        _refuse_of_later(
-            "synchronize_gradients",
-            "gradients without communication wait for a backward with it: call "
-            "set_requires_gradient_sync(True) before the last backward of a step",
-        )
 
     def _get_fsdp_state(self) -> ModuleState:
         return ModuleState(_managed(self))

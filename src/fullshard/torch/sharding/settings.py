@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the step of a sharded model, chosen between steps and alike on all ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -16,9 +17,11 @@ from fullshard.torch.unit.sites import clean_name
 __all__ = [
     "keep_for_double_backward",
     "mark_optional",
+    "reduce_once",
     "require_gradient_sync",
     "set_prefetch",
     "set_separate_reduce_scatter_group",
+    "synchronize_gradients",
     "using",
 ]
 
@@ -27,6 +30,55 @@ def require_gradient_sync(module: nn.Module, required: bool, *, recurse: bool = 
     """Choose if the units of ``module`` (``recurse``: and below) reduce after backward."""
     for managed in managed_units(module, recurse=recurse):
         managed.step.requires_gradient_sync = required
+
+
+def synchronize_gradients(module: nn.Module) -> None:
+    """Reduce what backwards without communication have kept in units of ``module`` and below.
+
+    Collective. Raises `UsageError` in the middle of a forward or backward.
+    """
+    required = {managed: managed.step.requires_gradient_sync for managed in managed_units(module)}
+    require_gradient_sync(module, True)
+    try:
+        ensure_tracker(module).reduce_what_waits()
+    finally:
+        for managed, before in required.items():
+            managed.step.requires_gradient_sync = before
+
+
+def reduce_once(stage: Any) -> None:
+    """Let a stage of `torch.distributed.pipelining` reduce its gradients once in a step.
+
+    Otherwise they are reduced after each micro-batch. Call it with a ``PipelineStage`` whose module
+    is sharded, between steps. Full gradients are kept until the schedule's last backward, on every
+    rank, and so are those of backwards outside of the schedule. Not collective.
+
+    Raises:
+        UsageError: the module of ``stage`` is not sharded, or it reduces once already.
+        ConfigurationError: ``stage`` is none of torch's.
+    """
+    ends = ("perform_reduce_grad", "scale_grads")  # schedules call the one, the other or both
+    if not all(callable(getattr(stage, name, None)) for name in (*ends, "submod")):
+        raise ConfigurationError(
+            "reduce_once needs a PipelineStage of torch.distributed.pipelining, got "
+            f"{type(stage).__name__}"
+        )
+    module: nn.Module = stage.submod
+    if not list(managed_units(module)):
+        raise UsageError(f"reduce_once: {type(module).__name__} holds no unit; shard it first")
+    if not vars(stage).keys().isdisjoint(ends):
+        raise UsageError("this stage reduces its gradients once already")
+
+    def reduced_before(do: Callable[[int], None]) -> Callable[[int], None]:
+        def reduce_and_do(grad_scale_factor: int) -> None:
+            synchronize_gradients(module)
+            do(grad_scale_factor)
+
+        return reduce_and_do
+
+    for name in ends:
+        setattr(stage, name, reduced_before(getattr(stage, name)))
+    require_gradient_sync(module, False)
 
 
 def keep_for_double_backward(module: nn.Module, keep: bool = True) -> None:

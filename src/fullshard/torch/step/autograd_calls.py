@@ -7,12 +7,13 @@ engine is looked at. (The functions themselves stay what they are: compilers kno
 """
 
 import functools
+import sys
 import threading
 from typing import Any
 
 import torch
 
-from fullshard.core.errors import UsageError
+from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.guards.freed import FREED_VERSION
 
@@ -20,6 +21,8 @@ __all__ = ["watch_autograd"]
 
 _ENGINE = "_engine_run_backward"
 _INPUTS = 4  # behind outputs, their gradients, retain_graph and create_graph
+_SPLIT = "stage_backward_input"  # of torch.distributed.pipelining
+_FRAMES_FROM_STAGE = 8
 
 _lock = threading.Lock()
 _watching = False
@@ -38,6 +41,7 @@ def watch_autograd() -> None:
         def checked(*args: Any, **kwargs: Any) -> Any:
             if len(args) > _INPUTS and args[_INPUTS]:
                 _refuse_sharded(args[_INPUTS])
+                _refuse_split_backward()
             try:
                 return run(*args, **kwargs)
             except RuntimeError as error:
@@ -64,6 +68,28 @@ _FREED = (
     ("setStorage", "storage of size 0"),
     ("data is not allocated yet",),
 )
+
+
+def _refuse_split_backward() -> None:
+    """Refuse the first half of a backward that a pipeline's schedule has split.
+
+    It wants gradients of inputs alone, like anybody's penalty. In the second half the schedule asks
+    for those of the module's parameters, finds none in the graph, and goes on without a word.
+    """
+    frame = sys._getframe()
+    for _ in range(_FRAMES_FROM_STAGE):
+        if frame.f_code.co_name == _SPLIT:
+            weights = frame.f_locals.get("weight_grad_fns", ())
+            if any(isinstance(getattr(w, "variable", None), ShardedParameter) for w in weights):
+                raise NotSupportedError(
+                    "the pipeline's schedule splits backward into one for inputs and one for "
+                    "weights (zero bubble), and the latter would find no sharded parameter in the "
+                    "graph, which has full ones: take ScheduleGPipe, Schedule1F1B or "
+                    "ScheduleInterleaved1F1B"
+                )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
 
 
 def _refuse_sharded(inputs: Any) -> None:

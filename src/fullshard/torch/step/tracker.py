@@ -314,6 +314,19 @@ class Tracker:
         for recorder in self.executor.recorders:
             recorder.ends("backward", None)
 
+    def reduce_what_waits(self) -> None:
+        """Reduce gradients that backwards without communication have left. Collective.
+
+        Of units that reduce now. Raises `UsageError` in the middle of a forward or backward.
+        """
+        if self._running or self._in_backward:
+            raise UsageError(
+                "gradients can be synchronized between backwards, not in the middle of one, nor of "
+                "a forward"
+            )
+        self.executor.go_on(training=True)
+        self._backward_ends()
+
     def _carry_out(self, events: Sequence[Event]) -> None:
         for event in events:
             moment, number = event

@@ -68,7 +68,11 @@ def examples():
     for path in PAGES:
         blocks = re.findall(r"^```python runnable\n(.*?)^```", path.read_text(), re.M | re.S)
         assert blocks, f"{path.name} has no runnable example"
+        before = ""
         for number, source in enumerate(blocks, 1):
+            if "import torch\n" not in source:  # it goes on with the one before
+                source = before + source
+            before = source
             yield pytest.param(name_of(path), source, id=f"{name_of(path)}-{number}")
 
 

@@ -46,6 +46,7 @@ MORE_PAGES = [
             "howto/memory_budget",
             "howto/optional_parts",
             "howto/pipelines",
+            "howto/record_a_run",
         ),
     )
 ]

@@ -62,7 +62,7 @@ def train(model, steps=5, folder=None, **options):
             with run.span("data"):
                 pass
             step(model, optimizer)
-            run.note(loss=torch.tensor(0.5 + number), tokens=2)
+            run.note(loss=torch.tensor([0.5 + number], requires_grad=True), tokens=2)
             optimizer.zero_grad()
 
 
@@ -217,14 +217,24 @@ def test_a_step_that_fails_leaves_nothing_open(tmp_path):
 
 def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path):
     model, folder = nn.Linear(2, 2), tmp_path / "run"
-    for options in ({"detailed_every": 0}, {"detailed_every": True}, {"limit_bytes": 10}):
-        with pytest.raises(ConfigurationError, match="must be an integer of at least"):
+    for options in (
+        {"detailed_every": 0},
+        {"detailed_every": True},
+        {"limit_bytes": 10},
+        {"settings": {"device": torch.device("cpu")}},
+    ):
+        with pytest.raises(ConfigurationError, match="must be"):
             recording(folder, model, **options).__enter__()
     assert not folder.exists()
     folder.write_text("a file")
     with pytest.raises(ConfigurationError, match="cannot write"):
         recording(folder, model).__enter__()
     folder.unlink()
+
+    with recording(tmp_path, model) as run:
+        for noted in ({"loss": torch.ones(2)}, {"tokens": -1}):
+            with pytest.raises(ConfigurationError, match="a loss of one element"):
+                run.note(**noted)
 
     def body(comm):
         model = by_function(comm)

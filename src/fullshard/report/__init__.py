@@ -23,6 +23,7 @@ from fullshard.report.record import (
     TimedSpan,
     lane_of,
 )
+from fullshard.report.trace_events import write_trace_events
 
 __all__ = [
     "Attempt",
@@ -41,6 +42,7 @@ __all__ = [
     "read_run",
     "record_path",
     "recording",
+    "write_trace_events",
 ]
 
 

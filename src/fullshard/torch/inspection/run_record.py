@@ -147,16 +147,23 @@ class RunRecording:
     def note(self, *, loss: float | Tensor | None = None, tokens: int | None = None) -> None:
         """Note a loss, and the tokens of all ranks together, for the step that runs or has ended.
 
-        A loss on a device is read later; nothing waits for it.
+        A loss on a device is read later; nothing waits for it. Raises `ConfigurationError` for a
+        loss of several elements, and for tokens below 0.
         """
+        if (isinstance(loss, Tensor) and loss.numel() != 1) or (tokens is not None and tokens < 0):
+            raise ConfigurationError(
+                f"note takes a loss of one element and tokens of at least 0, got {loss}, {tokens}"
+            )
         step = self._step
         if not step.begun and self._written:
             step = self._written[-1]
         if isinstance(loss, Tensor) and loss.device.type == "cuda":
-            there = torch.empty((), dtype=loss.dtype, pin_memory=True)
+            there = torch.empty_like(loss, device="cpu", pin_memory=True, requires_grad=False)
             loss = there.copy_(loss.detach(), non_blocking=True)
+        elif loss is not None:
+            loss = float(loss.detach() if isinstance(loss, Tensor) else loss)
         step.loss = step.loss if loss is None else loss
-        step.tokens = step.tokens if tokens is None else tokens
+        step.tokens = step.tokens if tokens is None else int(tokens)
 
     @contextmanager
     def span(self, what: str) -> Iterator[None]:
@@ -383,8 +390,8 @@ def recording(
     the record says what it lacks of these. ``settings`` and ``forecast`` (``step_s``, ...) are
     written beside what is known of the model. A file that is there is gone on with.
 
-    Raises `ConfigurationError` for numbers below 1 and a folder that cannot be written to,
-    `UsageError` if the model is being recorded already.
+    Raises `ConfigurationError` for numbers below 1, settings of other types, and a folder that
+    cannot be written to, `UsageError` if the model is being recorded already.
     """
     for name, value, least in (
         ("detailed_every", detailed_every, 1),
@@ -392,6 +399,11 @@ def recording(
     ):
         if type(value) is not int or value < least:
             raise ConfigurationError(f"{name} must be an integer of at least {least}, got {value}")
+    for name, setting in (settings or {}).items():
+        if not isinstance(setting, str | int | float | None):
+            raise ConfigurationError(
+                f"settings[{name!r}] must be text, a number, a truth value or None, got {setting!r}"
+            )
     recorded = recorded_model(model)
     if any(isinstance(each, _RunRecorder) for each in recorded.recorders):
         raise UsageError("this model is being recorded already")

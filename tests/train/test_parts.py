@@ -14,6 +14,7 @@ from fullshard.train.config import resolve
 from fullshard.train.data import Corpus, IllustratedData, load_digits
 from fullshard.train.loop import train_step
 from fullshard.train.metrics import Reporter
+from fullshard.train.torch import launch, world
 from fullshard.train.torch.models import FeedForward, MixtureOfExperts, PictureTower
 from fullshard.train.torch.run import TorchRun
 from fullshard.train.torch.setup import build_model, make_optimizer, shard
@@ -39,7 +40,7 @@ def train(name, ranks):
     data = data_of(config)
 
     def body(comm):
-        world = RankWorld(comm, torch.device("cpu"))
+        here = RankWorld(comm, torch.device("cpu"))
         plain = seeded(lambda: build_model(config))
         ran = set()
         for path, part in plain.named_modules():
@@ -47,11 +48,11 @@ def train(name, ranks):
                 part.register_forward_hook(lambda *_, path=path: ran.add(path))
         model = shard(plain, config, comm)
         optimizer = make_optimizer(model, config.optim)
-        run = TorchRun(config, world, data, model, optimizer, Bytes.unsharded(model))
+        run = TorchRun(config, here, data, model, optimizer, Bytes.unsharded(model))
         values, parts = [], []
         for step in range(STEPS):
             ran.clear()
-            values.append(train_step(run, step, Reporter(world, None, STEPS)))
+            values.append(train_step(run, step, Reporter(here, None, STEPS)))
             parts.append(frozenset(ran))
         return [(v["loss"], v["grad_norm"]) for v in values], run.evaluate(), parts
 
@@ -117,3 +118,20 @@ def test_flops_count_the_two_experts_of_a_byte():
 def test_jax_refuses_parts_that_only_some_ranks_run(name):
     with pytest.raises(ConfigurationError, match=f"model {name} has parts .* leave --engine jax"):
         resolve(model=name, engine="jax")
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("gpt", "nccl"), ("moe", "cpu:gloo,cuda:nccl"), ("vlm", "cpu:gloo,cuda:nccl")],
+)
+def test_on_gpus_ranks_that_ask_each_other_join_in_host_memory_too(monkeypatch, name, backend):
+    class Joined(Exception):
+        pass
+
+    def join(chosen):
+        raise Joined(chosen)
+
+    monkeypatch.setattr(world, "get_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(world, "join", join)
+    with pytest.raises(Joined, match=f"^{backend}$"):
+        launch._train_here(settings(name))

@@ -15,7 +15,7 @@ from fullshard.train.data import load
 from fullshard.train.fits import check_run
 from fullshard.train.loop import train
 from fullshard.train.survival import COME_AGAIN
-from fullshard.train.torch.setup import prepare
+from fullshard.train.torch.setup import OPTIONAL, prepare
 from fullshard.train.torch.world import joined
 
 __all__ = ["launch"]
@@ -71,5 +71,5 @@ def _start_local(config: Config, nproc: int) -> int:
 
 
 def _train_here(config: Config) -> None:
-    with joined() as world:
+    with joined(ask_hosts=config.model.name in OPTIONAL) as world:
         train(prepare(config, world))

@@ -22,7 +22,7 @@ from fullshard.train.torch.run import TorchRun
 from fullshard.train.torch.world import RankWorld
 from fullshard.wrap import ModuleWrapPolicy
 
-__all__ = ["build_model", "make_optimizer", "prepare", "shard"]
+__all__ = ["OPTIONAL", "build_model", "make_optimizer", "prepare", "shard"]
 
 _UNITS: dict[str, set[type[nn.Module]]] = {
     "gpt": {Block},
@@ -30,7 +30,8 @@ _UNITS: dict[str, set[type[nn.Module]]] = {
     "vlm": {Block},
     "mnist": {nn.Conv2d, nn.Linear},
 }
-_OPTIONAL: dict[str, type[nn.Module]] = {"moe": FeedForward, "vlm": PictureTower}  # units, too
+OPTIONAL: dict[str, type[nn.Module]] = {"moe": FeedForward, "vlm": PictureTower}
+"""The class of modules, by model, that are units which ranks may leave out."""
 
 
 def prepare(config: Config, world: RankWorld) -> TorchRun:
@@ -54,7 +55,7 @@ def prepare(config: Config, world: RankWorld) -> TorchRun:
 def shard(plain: nn.Module, config: Config, ranks: Comm | None = None) -> nn.Module:
     """Return ``plain`` in shards over ``ranks``, all unless some are named. Collective."""
     name = config.model.name
-    optional = _OPTIONAL.get(name)
+    optional = OPTIONAL.get(name)
     parts = [part for part in plain.modules() if optional and isinstance(part, optional)]
     return FullyShardedDataParallel(
         plain,

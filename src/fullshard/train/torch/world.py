@@ -56,13 +56,15 @@ class RankWorld(World):
 
 
 @contextmanager
-def joined() -> Iterator[RankWorld]:
+def joined(*, ask_hosts: bool = False) -> Iterator[RankWorld]:
     """Join the ranks that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, ...), then leave.
 
     Collective. With GPUs each local rank takes one and NCCL carries the collectives, else Gloo.
+    With ``ask_hosts`` Gloo carries what is in host memory there, too: optional units ask in it.
     """
     device = get_device()
-    join("nccl" if device.type == "cuda" else "gloo")
+    on_gpu = "cpu:gloo,cuda:nccl" if ask_hosts else "nccl"
+    join(on_gpu if device.type == "cuda" else "gloo")
     world = dist.group.WORLD
     assert world is not None
     yield RankWorld(ProcessGroupComm(world), device)

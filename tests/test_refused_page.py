@@ -100,6 +100,7 @@ RAISED_FOR = {
     "fsdp2/fully_shard.py:_cut_along.cut": ["`Shard(d)`", "`Shard(d)`"],
     "fsdp2/experts.py:_check_alike": ["experts that ranks cannot"],
     "fsdp2/experts.py:_check_dealt_out": ["experts that ranks cannot"],
+    "fsdp2/experts.py:shard_experts": ["experts that ranks cannot"],
     "fsdp2/module.py:_refuse_of_later": ["`set_all_gather_layout`"],
     "measuring/record.py:record_step": ["recording a step"],
     "optim/checks.py:look_at": ["optimizers that need whole"],

@@ -10,11 +10,13 @@ import torch
 from support.expert_workers import (
     ACTIVE,
     EXPERTS,
+    HIDDEN,
     MAX_NORM,
     WIDTH,
     Trained,
     batches,
     example,
+    ignore,
     mistakes,
     train,
     train_and_save,
@@ -167,8 +169,14 @@ def test_replicas_of_experts(gloo_world):
     check(gloo_world.run_joined(4, train_hybrid), expected, bytes_too=False)
 
 
+def test_what_is_ignored_is_left_alone(gloo_world):
+    shape = (EXPERTS // 2, WIDTH, HIDDEN)
+    assert gloo_world.run_joined(2, ignore) == [(True, shape)] * 2
+
+
 def test_mistakes_are_refused_with_the_way_out(gloo_world):
     messages = [
+        "ignored_params names parameters of experts in a list, which are stacked",
         "8 experts cannot be dealt out over the 3 ranks of mesh dim 'expert': choose a dim that",
         "'up' has 8, 'gate' has 4; keep others (a router) in a module beside it",
         "needs a DeviceMesh with a dim named 'ep' and one or two more",

@@ -172,6 +172,18 @@ def train_hybrid():
     return steps_of(fully_shard(model), mesh, 1)
 
 
+def ignore():
+    """Placements of what is dealt out, and what is left alone, on two ranks."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "expert"))
+    model = whole(group=mesh.get_group("expert"))
+    experts = model.mixture.experts
+    experts.scale = scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    shard_experts(experts, mesh=mesh, experts="expert", ignored_params={scale})
+    fully_shard(model, ignored_params={scale})
+    model(batches(2, 1)[0, 0, dist.get_rank()]).backward()
+    return experts.scale is scale, tuple(experts.up.to_local().shape)
+
+
 def refused(function, *args, **kwargs):
     try:
         function(*args, **kwargs)
@@ -198,7 +210,10 @@ def mistakes():
     shard_experts(lonely.mixture.experts, mesh=other, experts="expert")
     alone = dist.new_subgroups(1)[0]
     fully_shard(lonely, mesh=alone)
+    listed = nn.ModuleList(Expert() for _ in range(3))
+    first = {"ignored_params": {listed[0].up.weight}}
     return [
+        refused(shard_experts, listed, mesh=mesh, experts="expert", **first),
         refused(shard_experts, experts(), mesh=mesh, experts="expert"),
         refused(shard_experts, experts(gate=4), mesh=mesh, experts="expert"),
         refused(shard_experts, experts(), mesh=mesh, experts="ep"),

@@ -107,11 +107,17 @@ def shard_experts(
         ConfigurationError: ``mesh`` has no such dim or no other, parameters disagree on how many
             experts there are, or the ranks cannot have equally many of them; in the first forward,
             if what is around them is sharded over other ranks than ``mesh``.
-        NotSupportedError: a parameter is a DTensor already.
+        NotSupportedError: a parameter is a DTensor already, or an ignored one is in a list.
     """
     others = _other_dims(mesh, experts)
+    ignored = set(options.get("ignored_params") or ())
+    if isinstance(module, nn.ModuleList) and not ignored.isdisjoint(module.parameters()):
+        raise NotSupportedError(
+            "ignored_params names parameters of experts in a list, which are stacked: freeze them "
+            "instead, or keep them in a module beside the experts"
+        )
     stacked = StackedExperts(list(module)) if isinstance(module, nn.ModuleList) else module
-    here = _check_dealt_out(stacked, mesh[experts], experts)
+    here = _check_dealt_out(stacked, ignored, mesh[experts], experts)
     sharing = mesh[others[-1]].size()
     if options.get("align", "row") == "row":
         options.setdefault("shard_placement_fn", lambda param: _cut(param, here, sharing))
@@ -119,6 +125,7 @@ def shard_experts(
         (part, name, param)
         for part in stacked.modules()
         for name, param in part.named_parameters(recurse=False, remove_duplicate=False)
+        if param not in ignored
     ]
     dealt_out = {param: _dealt_out(param, mesh[experts]) for _, _, param in sites}
     try:
@@ -146,10 +153,14 @@ def _other_dims(mesh: DeviceMesh, experts: str) -> tuple[str, ...]:
     return tuple(name for name in names if name != experts)
 
 
-def _check_dealt_out(module: nn.Module, ranks: DeviceMesh, dim: str) -> int:
+def _check_dealt_out(
+    module: nn.Module, ignored: set[nn.Parameter], ranks: DeviceMesh, dim: str
+) -> int:
     """Return how many experts of ``module`` each of ``ranks`` gets; all get equally many."""
     counts: dict[int, str] = {}
     for name, param in module.named_parameters():
+        if param in ignored:
+            continue
         if isinstance(param, DTensor):
             raise NotSupportedError(
                 f"parameter {name!r} is a DTensor already; shard_experts deals plain ones out, "

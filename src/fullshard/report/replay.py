@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps as they would be: the schedule's ops by a small clock, on any number of ranks.
+
+Each rank computes; one link carries collectives in the order in which they are issued, and begins
+one when the last rank has issued it. What a step of a record would gain from another setting is the
+difference of two such replays.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median, median_low
+
+from fullshard.core.schedule import Event, Moment, OpKind, UnitPolicy, compile_step
+from fullshard.core.strategy import Prefetch
+from fullshard.report.measure import MeasuredRun, Wanted
+from fullshard.report.record import RecordedStep, TimedOp
+
+__all__ = ["Costs", "RankWork", "Setting", "costs_of", "events_of", "replay", "setting_of"]
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """One rank's seconds of computation by unit; ``issue_s`` is the host's for any collective."""
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    issue_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The work of each rank, and seconds on the link by unit."""
+
+    work: Sequence[RankWork]
+    gather_s: Sequence[float]
+    reduce_s: Sequence[float]
+
+    def sending(self, part: float) -> "Costs":
+        """Return the costs if ``part`` of the bytes were sent."""
+        gathers, reduces = ([each * part for each in x] for x in (self.gather_s, self.reduce_s))
+        return replace(self, gather_s=gathers, reduce_s=reduces)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that the schedule knows of a step."""
+
+    policies: Mapping[int, UnitPolicy]
+    prefetch: Prefetch
+
+    def keeping_full(self) -> "Setting":
+        """Return the setting under SHARD_GRAD_OP, which gathers once."""
+        kept = {
+            unit: replace(policy, reshard_after_forward=False)
+            for unit, policy in self.policies.items()
+        }
+        return replace(self, policies=kept)
+
+
+def replay(
+    events: Sequence[Event], setting: Setting, costs: Costs, begin_s: Sequence[float] = ()
+) -> list[list[TimedOp]]:
+    """Return the ops of all ranks, which begin at ``begin_s`` (all at 0); sizes are not filled in.
+
+    All are in seconds.
+    """
+    ranks = range(len(costs.work))
+    now, link_s = list(begin_s) or [0.0 for _ in ranks], 0.0
+    ops: list[list[TimedOp]] = [[] for _ in ranks]
+    done_s: dict[tuple[OpKind, int], float] = {}
+    open_at: dict[tuple[str, int], list[float]] = {}
+    issued: dict[tuple[OpKind, int], list[int]] = {}
+    compiled = compile_step(events, setting.policies, setting.prefetch)
+    for event, following in zip(events, compiled, strict=True):
+        _, unit = event
+        what, begins = _PHASES.get(event.moment, ("", False))
+        if what and not begins:
+            for rank in ranks:
+                work = costs.work[rank]
+                now[rank] += (work.forward_s if what == "forward" else work.backward_s)[unit]
+                begin = open_at[what, unit][rank]
+                ops[rank].append(TimedOp(what, unit, begin, now[rank]))
+        elif what:
+            open_at[what, unit] = list(now)
+        for kind, number in following:
+            if kind in (OpKind.GATHER, OpKind.REDUCE, OpKind.ALL_REDUCE):
+                link_s = max(link_s, *now)
+                link_s += (costs.gather_s if kind is OpKind.GATHER else costs.reduce_s)[number]
+                done_s[kind, number] = link_s
+                issued[kind, number] = [len(each) for each in ops]
+                for rank in ranks:
+                    ops[rank].append(TimedOp(kind.value, number, now[rank], link_s))
+                    now[rank] += costs.work[rank].issue_s
+            elif kind in _AWAITS:
+                started = next((k for k in _AWAITS[kind] if (k, number) in issued), None)
+                if started is None:
+                    continue
+                at = issued.pop((started, number))
+                for rank in ranks:
+                    until = max(now[rank], done_s[started, number])
+                    place = at[rank]
+                    ops[rank][place] = ops[rank][place]._replace(end_s=until)
+                    waiter = unit if unit >= 0 else None
+                    ops[rank].append(TimedOp(kind.value, number, now[rank], until, waiter=waiter))
+                    now[rank] = until
+            else:
+                for rank in ranks:
+                    ops[rank].append(TimedOp(kind.value, number, now[rank], now[rank]))
+    return ops
+
+
+_PHASES = {
+    Moment.FORWARD_BEGIN: ("forward", True),
+    Moment.FORWARD_END: ("forward", False),
+    Moment.BACKWARD_BEGIN: ("backward", True),
+    Moment.BACKWARD_END: ("backward", False),
+}
+_AWAITS = {
+    OpKind.AWAIT_GATHER: (OpKind.GATHER,),
+    OpKind.AWAIT_REDUCE: (OpKind.ALL_REDUCE, OpKind.REDUCE),
+}
+
+
+def events_of(step: RecordedStep) -> list[Event]:
+    """Return the events of a step that was recorded op by op, as units enclose each other."""
+    begin, end = Moment.FORWARD_BEGIN, Moment.FORWARD_END
+    events = list(_nested(step, "forward", begin, end))
+    events += _nested(step, "backward", Moment.BACKWARD_BEGIN, Moment.BACKWARD_END)
+    return [*events, Event(Moment.STEP_END)]
+
+
+def _nested(step: RecordedStep, what: str, begin: Moment, end: Moment) -> Iterator[Event]:
+    ops = [op for op in step.ops or () if op.op == what]
+    pending: list[TimedOp] = []
+    for op in sorted(ops, key=lambda op: (op.begin_s, -op.end_s)):
+        while pending and pending[-1].end_s <= op.begin_s:
+            yield Event(end, pending.pop().unit)
+        pending.append(op)
+        yield Event(begin, op.unit)
+    while pending:
+        yield Event(end, pending.pop().unit)
+
+
+def setting_of(measured: MeasuredRun) -> Setting:
+    """Return the setting that a record tells of."""
+    settings = measured.first.facts.settings
+    numbers = {
+        name: value if type(value := settings.get(key)) is int else 1
+        for name, key in (
+            ("forward", "prefetch_forward"),
+            ("backward", "prefetch_backward"),
+            ("reduces_in_flight", "reduces_in_flight"),
+        )
+    }
+    numbers["reduces_in_flight"] = max(1, numbers["reduces_in_flight"])
+    drops = settings.get("strategy") not in ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
+    policies = {
+        number: UnitPolicy(
+            gathered=unit.numel > 0 and settings.get("strategy") != "NO_SHARD",
+            reduced=unit.grad_bytes > 0,
+            reshard_after_forward=drops and number > 0,
+            full_bytes=unit.full_bytes,
+        )
+        for number, unit in enumerate(measured.units)
+    }
+    return Setting(policies, Prefetch(**numbers))
+
+
+def costs_of(measured: MeasuredRun) -> Costs:
+    """Return what a rank in the middle computes, and the seconds of collectives on the link.
+
+    A collective that all ranks waited for was over when the waits were: it took from then back to
+    its last issue, or to the end of the one before. Others may have been over earlier; they, and
+    those that came behind them, are priced by bytes as the rest of their kind.
+    """
+    ranks, units = measured.ranks, range(len(measured.units))
+    forward, backward = (
+        [median(measured.mean_s(Wanted(what, unit=n), [rank]) for rank in ranks) for n in units]
+        for what in ("forward", "backward")
+    )
+    times: dict[tuple[str, int], list[float]] = {}
+    busy_s = unclear_s = 0.0
+    for each in sorted(measured.collectives, key=lambda each: (each.moving_s, each.observed)):
+        if not each.observed:
+            unclear_s = max(unclear_s, each.end_s)
+            continue
+        if each.moving_s >= unclear_s:
+            seconds = max(0.0, each.end_s - max(each.moving_s, busy_s))
+            times.setdefault((each.op, each.unit), []).append(seconds)
+        busy_s = max(busy_s, each.end_s)
+    known = {key: median_low(values) for key, values in times.items()}
+    sizes = {
+        "gather": [unit.full_bytes for unit in measured.units],
+        "reduce": [unit.grad_bytes for unit in measured.units],
+    }
+    rates = {op: _rate(known, sizes, [op]) or _rate(known, sizes, list(sizes)) for op in sizes}
+    gathers, reduces = (
+        [known.get((op, unit), rates[op] * size) for unit, size in enumerate(sizes[op])]
+        for op in sizes
+    )
+    return Costs([RankWork(forward, backward)], gathers, reduces)
+
+
+def _rate(
+    known: Mapping[tuple[str, int], float], sizes: Mapping[str, Sequence[int]], ops: Sequence[str]
+) -> float:
+    """Return the seconds of a byte in collectives of some kinds; 0 if none is known."""
+    chosen = [key for key in known if key[0] in ops]
+    total = sum(sizes[op][unit] for op, unit in chosen)
+    return sum(known[key] for key in chosen) / total if total else 0.0

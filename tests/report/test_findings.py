@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causes put into records are named with their rank and unit, and healthy runs are healthy."""
+
+from dataclasses import replace
+
+import pytest
+from support.simulated_runs import MIB, Prefetch, Simulated
+
+from fullshard.report.findings import CAUSES, diagnose
+from fullshard.report.measure import measure
+
+FORWARD, BACKWARD, DATA = "forward", "backward", "data"
+CASES = {
+    "slow link": [({"link_s": 9e-3}, None, None)],
+    "slow rank in forward": [
+        ({"slow": {(2, FORWARD, 3): 8e-3}}, 2, "blocks.2"),
+        ({"slow": {(0, FORWARD, None): 12e-3}}, 0, None),
+        ({"world": 2, "slow": {(1, FORWARD, 1): 8e-3}}, 1, "blocks.0"),
+    ],
+    "slow rank in backward": [
+        ({"slow": {(1, BACKWARD, 2): 8e-3}}, 1, "blocks.1"),
+        ({"world": 8, "slow": {(7, BACKWARD, None): 12e-3}}, 7, None),
+    ],
+    "slow rank": [({"slow": {(1, BACKWARD, None): 12e-3, (1, FORWARD, None): 8e-3}}, 1, None)],
+    "slow data": [({"slow": {(3, DATA, None): 12e-3}}, 3, None), ({"data_s": 2e-2}, None, None)],
+    "host-bound": [({"host_s": 4e-2}, None, None), ({"slow": {(1, "host", None): 9e-3}}, 1, None)],
+    "needless copies": [
+        ({"spans": {"copy": 15e-3}}, None, None),
+        ({"spans": {"copy": 1e-4}, "slow": {(1, "copy", None): 15e-3}}, 1, None),
+    ],
+    "bad prefetch": [({"link_s": 3.5e-3, "prefetch": Prefetch(0, 0, 1)}, None, None)],
+    "bad wrapping": [
+        ({"blocks": 2, "root_bytes": 100 * MIB}, None, "(root)"),
+        (
+            {"blocks": 99, "unit_bytes": 20000, "root_bytes": 20000, "compute_s": 1e-4}
+            | {"link_s": 1e-4, "issue_s": 5e-5},
+            None,
+            None,
+        ),
+    ],
+    "checkpoint stall": [({"checkpoint_s": 80e-3}, None, None)],
+    "memory near its limit": [
+        ({"memory": 0.95}, None, None),
+        ({"memory_of": {2: 0.95}}, 2, None),
+    ],
+}
+FLAT = [(cause, *case) for cause, cases in CASES.items() for case in cases]
+
+
+def test_there_is_a_case_for_each_cause():
+    assert set(CASES) == set(CAUSES)
+
+
+@pytest.mark.parametrize(("cause", "options", "rank", "unit"), FLAT)
+def test_a_cause_is_named_with_its_rank_and_unit(cause, options, rank, unit):
+    first = diagnose(measure(Simulated(**options).run()))[0]
+    assert (first.cause, first.rank, first.unit) == (cause, rank, unit)
+    assert first.what
+    assert first.advice
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_healthy_runs_are_healthy(world, seed):
+    run = Simulated(world=world, seed=seed, jitter=0.08, checkpoint_s=8e-3).run()
+    assert diagnose(measure(run)) == []
+
+
+CHANGES = {
+    "prefetch 2": {"prefetch": Prefetch(2, 2, 2)},
+    "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
+    "compression": {"link_s": 4.5e-3},
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"link_s": 9e-3},
+        {"link_s": 9e-3, "strategy": "SHARD_GRAD_OP"},
+        {"link_s": 3.5e-3, "prefetch": Prefetch(0, 0, 1)},
+        {"link_s": 6e-3, "prefetch": Prefetch(1, 0, 1)},
+    ],
+)
+def test_advice_gains_what_it_says(options):
+    before = Simulated(jitter=0.0, **options)
+    first = diagnose(measure(before.run()))[0]
+    change = next(change for words, change in CHANGES.items() if words in first.advice)
+    if "link_s" in change:
+        change = {"link_s": before.link_s / 2}
+    gained = measure(before.run()).step.value - measure(replace(before, **change).run()).step.value
+    assert first.gain_s == pytest.approx(gained, rel=0.15)
+
+
+def test_causes_come_by_what_they_cost():
+    run = Simulated(data_s=3e-2, slow={(1, BACKWARD, 2): 12e-3}, memory=0.95)
+    causes = [each.cause for each in diagnose(measure(run.run()))]
+    assert causes == ["slow data", "slow rank in backward", "memory near its limit"]
+
+
+def test_without_ops_nothing_is_said_of_units():
+    run = Simulated(slow={(1, DATA, None): 20e-3}, steps=9, detailed_every=100, first_step=1).run()
+    measured = measure(run)
+    assert not measured.by_op
+    assert [(each.cause, each.rank) for each in diagnose(measured)] == [("slow data", 1)]

@@ -56,13 +56,18 @@ def test_steps_are_those_of_one_process(gloo_world, plan, door):
     ("door", "start", "options"),
     [
         ("wrapper", "values", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
+        ("wrapper", "values", {"hybrid": True}),
+        ("function", "values", {"hybrid": True}),
         ("wrapper", "values", {"cpu_offload": CPUOffload(offload_params=True)}),
         ("wrapper", "first rank", {"sync_module_states": True}),
         ("function", "values", {"reshard_after_forward": False}),
         ("function", "plain tensors", {}),
         ("function", "dtensors", {}),
     ],
-    ids=["no shard", "offload", "first rank", "kept full", "plain tensors", "dtensors"],
+    ids=[
+        *("no shard", "hybrid, wrapper", "hybrid", "offload", "first rank", "kept full"),
+        *("plain tensors", "dtensors"),
+    ],
 )
 def test_modes_and_sources_of_values(gloo_world, door, start, options):
     check(gloo_world.run(4, train, "sequence", door, start, **options))

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError
 from fullshard.torch import (
     FullyShardedDataParallel,
+    ShardingStrategy,
     fully_shard,
     save_full_weights,
     summon_full_params,
@@ -102,9 +103,11 @@ PLANS = {"column and row": column_and_row, "embedding": with_embedding, "sequenc
 
 def shard(model, mesh, door, **options):
     if door == "wrapper":
+        if mesh.ndim == 2:
+            options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
         return FullyShardedDataParallel(
             model,
-            mesh.get_group(),
+            device_mesh=mesh,
             auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, Layer),
             **options,
         )
@@ -113,13 +116,17 @@ def shard(model, mesh, door, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
-def build(plan, door, start="values", **options):
+def build(plan, door, start="values", *, hybrid=False, **options):
     """The sharded model, and the mesh of the ranks that share its batches.
 
     ``start`` is where it gets its values from: they are there, come in a state dict of plain
-    tensors after it was on the meta device, or of DTensors, or are those of the first rank.
+    tensors after it was on the meta device, or of DTensors, or are those of the first rank. With
+    ``hybrid`` the two ranks that hold equal parts are replicas.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    if hybrid:
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("data", "shard", "tensor"))
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     model = whole()
     plain = {name: value.clone() for name, value in model.state_dict().items()}
     if start == "plain tensors":
@@ -131,7 +138,7 @@ def build(plan, door, start="values", **options):
         cut.update(PLANS[plan](f"layers.{number}"))
     parallelize_module(model, mesh["tensor"], cut)
     dtensors = {name: value.clone() for name, value in model.state_dict().items()}
-    model = shard(model, mesh["data"], door, **options)
+    model = shard(model, mesh["data", "shard"] if hybrid else mesh["data"], door, **options)
     if start == "plain tensors":
         model.to_empty(device="cpu")
         model.load_state_dict(plain)

@@ -79,7 +79,7 @@ def rank_main(rank: int, world: int, folder: str, mib: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     model, path = build(mib), Path(folder, "weights.safetensors")
     ways = {
-        "save in pieces": lambda: save_full_weights(model, path),
+        "save unit by unit": lambda: save_full_weights(model, path),
         "load in pieces": lambda: load_full_weights(model, path),
         "save a whole state dict": lambda: save_whole(model, path),
     }

@@ -69,12 +69,12 @@ def test_a_disk_that_fails_at_the_very_end_leaves_nothing_behind(tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_an_exception_between_two_pieces_leaves_nothing_behind(tmp_path, monkeypatch):
-    def pieces(_entries):
-        yield module._Transfer(torch.zeros(3, dtype=torch.uint8))
+def test_an_exception_between_two_units_leaves_nothing_behind(tmp_path, monkeypatch):
+    def transfers(_entries, _starts):
+        yield module._Transfer(torch.zeros(3, dtype=torch.uint8), [(0, 3)])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_pieces", pieces)
+    monkeypatch.setattr(module, "_transfers", transfers)
     with pytest.raises(KeyboardInterrupt):
         save_full_weights(small_model(), tmp_path / "weights")
     assert not list(tmp_path.iterdir())

@@ -248,11 +248,15 @@ def test_buffers_are_saved_in_the_dtype_they_had(comm):
     assert inner.running_mean.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(("size", "rank0_only"), [(3, False), (12, True)])
+@pytest.mark.parametrize(
+    ("size", "rank0_only", "align"),
+    [(3, False, "element"), (12, True, "element"), (12, False, "row"), (12, False, "matrix")],
+)
 def test_whole_states_take_one_gather_a_unit_whatever_the_number_of_ranks(
-    size, rank0_only, monkeypatch
+    size, rank0_only, align, monkeypatch
 ):
     calls = []
+    monkeypatch.setattr("fullshard.torch.tensor.ownership.PADDING_BYTES", 0)
 
     def counting(name, own):
         def call(self, *args, **kwargs):
@@ -269,7 +273,7 @@ def test_whole_states_take_one_gather_a_unit_whatever_the_number_of_ranks(
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
         plain = {name: value.clone() for name, value in model.state_dict().items()}
-        model = FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+        model = FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), align=align)
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(2, 5)).sum().backward()
         optimizer.step()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One file of weights, written and read by ranks that never hold the model."""
 
+import copy
 import json
 import sys
 
@@ -15,7 +16,7 @@ from support.training import shard
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.testing import LocalWorld
+from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import (
     FullyShardedDataParallel,
     ShardingStrategy,
@@ -53,18 +54,18 @@ def test_memory_stays_below_a_quarter_of_the_model(gloo_world, tmp_path):
             assert torch.equal(found, workers.expected(name, 0, found.numel()))
         assert file.get_tensor("scale").tolist() == [3.0] * 5
     path.unlink()
-    assert whole_bytes >= 4 * workers.LIMIT_BYTES
-    assert 4 * torch.Size(sizes["0.weight"]).numel() > workers.LIMIT_BYTES
+    assert whole_bytes >= 4 * workers.SAVING_BYTES
+    assert 4 * torch.Size(sizes["0.weight"]).numel() > workers.LOADING_BYTES
     for saving, loading, gathering, right in answers:
-        assert saving <= workers.LIMIT_BYTES
-        assert loading <= workers.LIMIT_BYTES
-        assert gathering > workers.LIMIT_BYTES, "the measurement does not see what it must"
+        assert saving <= workers.SAVING_BYTES
+        assert loading <= workers.LOADING_BYTES
+        assert gathering > workers.LOADING_BYTES, "the measurement does not see what it must"
         assert right
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("name", ["odd", "tied gpt", "conv"])
-def test_what_was_saved_in_pieces_is_loaded_in_pieces(small_pieces, tmp_path, name, strategy):
+def test_what_was_saved_is_loaded_in_pieces(small_pieces, tmp_path, name, strategy):
     wanted = plain_values(name, seed=3)
     path = tmp_path / "weights.safetensors"
 
@@ -82,6 +83,32 @@ def test_what_was_saved_in_pieces_is_loaded_in_pieces(small_pieces, tmp_path, na
     loaded = safetensors.torch.load_file(path)
     assert loaded.keys() == wanted.keys()
     assert all(torch.equal(loaded[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("align", ["element", "row", "matrix"])
+def test_a_unit_goes_to_the_file_by_one_call(tmp_path, monkeypatch, align):
+    path, calls = tmp_path / "weights.safetensors", []
+    own = LocalComm.all_to_all
+
+    def counting(comm, *args, **kwargs):
+        calls.append(comm.rank)
+        return own(comm, *args, **kwargs)
+
+    monkeypatch.setattr(LocalComm, "all_to_all", counting)
+    wanted = {}
+
+    def body(comm):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(5, 5, dtype=dtype) for dtype in (None, torch.float64)))
+        wanted.update(copy.deepcopy(model.state_dict()))
+        for layer in model:
+            fully_shard(layer, mesh=comm, align=align)
+        save_full_weights(fully_shard(model, mesh=comm, align=align), path)
+
+    LocalWorld(3).run(body)
+    assert sorted(calls) == [0, 0, 1, 1, 2, 2]
+    loaded = safetensors.torch.load_file(path)
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
 
 
 def test_parameters_on_two_axes_go_through_the_file(gloo_world, tmp_path):

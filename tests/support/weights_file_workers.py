@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that are saved and loaded in pieces, and the memory that this takes on a rank."""
+"""Models that are saved unit by unit and loaded in pieces, and the memory that this takes."""
 
 import re
 import time
@@ -12,9 +12,10 @@ from torch import nn
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch import fully_shard, load_full_weights, save_full_weights
 
-LAYERS, WIDTH = 12, 2048
-ROWS = 9216  # of the largest parameter
-LIMIT_BYTES = 68 * 10**6  # a quarter of the whole, and less than the largest parameter
+LAYERS, WIDTH = 16, 2048
+ROWS = 4096  # of the largest parameter
+SAVING_BYTES = 68 * 10**6  # a quarter of the whole, for two units
+LOADING_BYTES = 28 * 10**6  # less than the largest parameter
 MODULUS = 65_521
 
 

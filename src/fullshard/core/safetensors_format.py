@@ -97,12 +97,24 @@ class FileWriter:
 
     def append(self, data: bytes | memoryview) -> None:
         """Write the next bytes."""
+        self._write(data, None)
+
+    def write_at(self, start: int, data: memoryview) -> None:
+        """Write bytes that begin at ``start`` of the file; `append` goes on where it was."""
+        self._write(data, start)
+
+    def _write(self, data: bytes | memoryview, start: int | None) -> None:
         if self._descriptor is None or self.failure is not None:
             return
         rest = memoryview(data).cast("B")
         try:
             while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+                if start is None:
+                    written = os.write(self._descriptor, rest)
+                else:
+                    written = os.pwrite(self._descriptor, rest, start)
+                    start += written
+                rest = rest[written:]
         except OSError as error:
             self.failure = error
 

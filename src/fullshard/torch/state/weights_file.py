@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing and reading the weights of a sharded model as one safetensors file, in small pieces."""
+"""Writing and reading the weights of a sharded model as one safetensors file, unit by unit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -52,7 +54,7 @@ DTYPE_NAMES = {
 }
 
 _INSTEAD = "call it on every rank: rank 0 alone touches the file when saving"
-PIECE_BYTES = 8 * 2**20  # two of them are under way at the same time
+PIECE_BYTES = 8 * 2**20  # that pass through host memory at a time
 
 
 @torch.no_grad()
@@ -61,11 +63,11 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
 
     Names, shapes and values are those of the plain model's ``state_dict()``, so
     ``plain.load_state_dict(safetensors.torch.load_file(path))`` restores it (a tied parameter is
-    there under each of its names). Elements go to rank 0 in pieces of at most 8 MiB, of which it
-    holds two at a time while it writes; other ranks need no memory. (Parameters that are cut along
-    a tensor axis too are gathered one by one instead.) The file appears at ``path`` when it is
-    complete; until then, and never after a failure, ``path.partial`` is there. It takes the place
-    of a regular file only.
+    there under each of its names). A unit's elements go to rank 0 by one call, and it holds two
+    units at a time while it writes; other ranks hold their shard of these once more. (Parameters
+    that are cut along a tensor axis too are gathered one by one instead.) The file appears at
+    ``path`` when it is complete; until then, and never after a failure, ``path.partial`` is there.
+    It takes the place of a regular file only.
 
     Raises:
         ConfigurationError: on all ranks, if rank 0 cannot write the file, or the format cannot hold
@@ -75,15 +77,18 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     entries = Entries(model)
     entries.call_roll("save_full_weights()")
     target = Path(path)
-    header = header_of(entries_of(entries.values))
+    described = entries_of(entries.values)
+    header = header_of(described)
+    ends = accumulate((each.size_bytes for each in described.values()), initial=len(header))
+    starts = dict(zip(described, ends, strict=False))
     writer = FileWriter(target, header) if entries.first else None
     try:
-        # One piece travels while the one before it is written.
+        # One unit travels while the one before it is written.
         before: _Transfer | None = None
-        for piece in _pieces(entries):
+        for transfer in _transfers(entries, starts):
             if before is not None:
                 before.finish(writer)
-            before = piece
+            before = transfer
         if before is not None:
             before.finish(writer)
         if writer is not None:
@@ -120,7 +125,7 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
         failure = error
     entries.raise_together(f"cannot load the weights in {source}", failure)
     try:
-        buffer = _buffer(PIECE_BYTES, torch.device("cpu"))
+        buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
         with SliceReader(source) as file:
             for name, tensor in entries.values.items():
                 _read_into(name, tensor, file, places[name].start, buffer)
@@ -191,36 +196,46 @@ def _ranks_of(model: nn.Module) -> Ranks:
 
 @dataclass
 class _Transfer:
-    """Consecutive bytes on their way to the rank that writes them."""
+    """Bytes on their way to the rank that writes them, and their ``places``: (offset, size)."""
 
     data: Tensor
+    places: list[tuple[int, int]]
     work: Work | None = None
 
     def finish(self, writer: FileWriter | None) -> None:
         if self.work is not None:
             self.work.wait()
-        if writer is not None:
-            writer.append(self.data.cpu().numpy().data)
+        if writer is None:
+            return
+        for (start, _), part in zip(
+            self.places, torch.split(self.data, [size for _, size in self.places]), strict=True
+        ):
+            for number, piece in enumerate(torch.split(part, PIECE_BYTES)):
+                writer.write_at(start + number * PIECE_BYTES, piece.cpu().numpy().data)
 
 
-def _pieces(entries: Entries) -> Iterator[_Transfer]:
-    """Yield all bytes in the order of the file, as pieces in flight. Collective.
+def _transfers(entries: Entries, starts: Mapping[str, int]) -> Iterator[_Transfer]:
+    """Yield all bytes of the file, in flight: those of a unit together. Collective.
 
-    A piece that is not for this rank is empty.
+    ``starts`` are the entries' places in the file. A transfer that is not for this rank is empty.
     """
-    destinations, room = _destinations(entries), _Room()
+    destinations = _destinations(entries)
+    units: dict[tuple[Comm, int], dict[str, ShardedParameter]] = {}
     for name, tensor in entries.values.items():
         if isinstance(tensor, ShardedParameter) and tensor.ownership.is_interval:
-            destination = destinations[tensor.ownership.comm]
-            if destination is not None:  # else the ranks that have these elements write nothing
-                yield from _sent_pieces(name, tensor, destination, room)
+            owner = tensor.ownership
+            units.setdefault((owner.comm, owner.unit), {})[name] = tensor
             continue
         if isinstance(tensor, ShardedParameter):
             tensor = tensor.gathered()
         elif isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if entries.first:
-            yield from (_Transfer(part) for part in torch.split(_bytes_of(tensor), PIECE_BYTES))
+            yield _Transfer(_bytes_of(tensor), [(starts[name], tensor.nbytes)])
+    for (comm, _), unit in units.items():
+        destination = destinations[comm]
+        if destination is not None:  # else the ranks that have these elements write nothing
+            yield _sent(comm, unit, starts, destination)
 
 
 def _destinations(entries: Entries) -> dict[Comm, int | None]:
@@ -233,45 +248,28 @@ def _destinations(entries: Entries) -> dict[Comm, int | None]:
     return found
 
 
-class _Room:
-    """Memory for arriving pieces: two buffers in turn, which an allocator cannot scatter."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[torch.device, list[Tensor]] = {}
-
-    def take(self, size_bytes: int, device: torch.device) -> Tensor:
-        """Return the memory that was handed out two calls ago."""
-        if size_bytes == 0:
-            return _buffer(0, device)
-        if device not in self._buffers:
-            self._buffers[device] = list(_buffer(2 * PIECE_BYTES, device).chunk(2))
-        self._buffers[device].reverse()
-        return self._buffers[device][0][:size_bytes]
-
-
-def _buffer(size_bytes: int, device: torch.device) -> Tensor:
-    return torch.empty(size_bytes, dtype=torch.uint8, device=device)
-
-
-def _sent_pieces(
-    name: str, tensor: ShardedParameter, destination: int, room: _Room
-) -> Iterator[_Transfer]:
-    ownership, item = tensor.ownership, tensor.element_size()
-    comm, mine, total = ownership.comm, tensor.span, ownership.spans[-1].stop
-    local, label = _bytes_of(tensor.local), f"a piece of {name!r} for the file"
-    for start in range(0, total, PIECE_BYTES // item):
-        piece = Span(start, min(start + PIECE_BYTES // item, total))
-        sent, received = [0] * comm.size, [0] * comm.size
-        outgoing = local[:0]
-        for rank, first, last in overlaps(ownership.spans, piece):
-            if comm.rank == destination:
-                received[rank] = (last - first) * item
-            if rank == comm.rank:
-                sent[destination] = (last - first) * item
-                outgoing = local[(first - mine.start) * item : (last - mine.start) * item]
-        data = room.take(sum(received), local.device)
-        work = comm.all_to_all(Parts(data, received), Parts(outgoing, sent), label)
-        yield _Transfer(data, work)
+def _sent(
+    comm: Comm,
+    unit: Mapping[str, ShardedParameter],
+    starts: Mapping[str, int],
+    destination: int,
+) -> _Transfer:
+    """Send this rank's spans of a unit to the one that writes: its bytes, rank by rank."""
+    outgoing = torch.cat([_bytes_of(tensor.local) for tensor in unit.values()])
+    sent, received = [0] * comm.size, [0] * comm.size
+    sent[destination] = outgoing.numel()
+    arriving: list[tuple[int, int, int]] = []  # rank, offset and size
+    if comm.rank == destination:
+        for name, tensor in unit.items():
+            owner, item = tensor.ownership, tensor.element_size()
+            for rank, start, stop in overlaps(owner.spans, Span(0, owner.numel)):
+                arriving.append((rank, starts[name] + start * item, (stop - start) * item))
+                received[rank] += arriving[-1][2]
+    arriving.sort(key=itemgetter(0))  # of one rank in the order in which it sends them
+    data = outgoing.new_empty(sum(received))
+    label = f"the unit of {next(iter(unit))!r} for the file"
+    work = comm.all_to_all(Parts(data, received), Parts(outgoing, sent), label)
+    return _Transfer(data, [(offset, size) for _, offset, size in arriving], work)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.core.layout import Span
-from fullshard.torch.comm.protocol import Comm, members_of
+from fullshard.torch.comm.protocol import Comm, Parts, members_of
 from fullshard.torch.tensor.placements import Placed
 from fullshard.torch.tensor.reslice import Cut, overlaps, reslice, rows_of_ranks
 from fullshard.torch.tensor.tensor_parallel import TensorParallel
@@ -231,16 +231,16 @@ def gathered_together(parts: Sequence[tuple[Ownership, Tensor]], label: str) -> 
             held[rank] += stop - start
     most = max(held)
     mine = torch.cat([local for _, local in parts])
+    # Where a few ranks hold it all, equal parts would be mostly padding.
     if comm.size * most <= max(2 * numel, PADDING_BYTES // mine.element_size()):
-        gathered = mine.new_empty(comm.size, most)
-        padded = torch.cat((mine, mine.new_zeros(most - mine.numel())))
-        comm.all_gather([(gathered.view(-1), padded)], label=label).wait()
-        rows = list(gathered)
-    else:  # a few ranks hold it all: equal parts would be mostly padding
-        rows = [mine if rank == comm.rank else mine.new_empty(n) for rank, n in enumerate(held)]
-        for rank, row in enumerate(rows):
-            if held[rank]:
-                comm.broadcast([row], rank).wait()
+        mine = torch.cat((mine, mine.new_zeros(most - mine.numel())))
+        gathered = mine.new_empty(comm.size * most)
+        comm.all_gather([(gathered, mine)], label=label).wait()
+        rows = gathered.chunk(comm.size)
+    else:
+        gathered = mine.new_empty(numel)
+        comm.all_gather([(Parts(gathered, held), mine)], label=label).wait()
+        rows = torch.split(gathered, held)
     for (owner, _), places in zip(parts, pieces, strict=True):
         yield owner.whole(torch.cat([rows[rank][place] for rank, place in places] or [mine[:0]]))
 

@@ -55,7 +55,10 @@ def test_a_store_that_keeps_nothing_is_none(monkeypatch):
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory):
-    """How each rank of each bad world ended: {(case, rank): (step, after_s, class, text)}."""
+    """How each rank of each bad world ended: {(case, rank): (step, after_s, class, text)}.
+
+    {(case, rank, "left"): text} is what it left beside its record.
+    """
     folder = tmp_path_factory.mktemp("endings")
     process = ranks_context().Process(target=workers.run_cases, args=(str(folder), list(sys.path)))
     process.start()
@@ -66,6 +69,8 @@ def endings(tmp_path_factory):
     for file in folder.glob("*.json"):
         case, _, rank = file.stem.rpartition("-")
         found[case, int(rank)] = json.loads(file.read_text())
+    for file in folder.glob("*/trace/waits-rank-*.txt"):
+        found[file.parts[-3], int(file.stem[-5:]), "left"] = file.read_text()
     return found
 
 
@@ -79,6 +84,7 @@ def test_the_others_end_with_an_error_that_names_ranks_and_units(endings, case):
         assert after_s < workers.TIMEOUT_S + PEERS_S / 2
         assert f"rank {rank}" in text or "debug" in case
         assert "unit 'blocks." in text
+        assert endings[case, rank, "left"] == f"{text}\n\n"
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -3,6 +3,7 @@
 
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -213,6 +214,41 @@ def test_a_step_that_fails_leaves_nothing_open(tmp_path):
     (attempt,) = read_run(tmp_path).ranks[0].attempts
     passes = [op.unit for op in attempt.steps[1].ops if op.op == "forward"]
     assert passes[-4:] == [1, 2, 3, 0]
+
+
+def test_when_memory_runs_out_the_error_says_what_is_live(tmp_path):
+    def greedy(*_):
+        torch.empty(2**60, dtype=torch.uint8)
+
+    def body(comm):
+        model = by_function(comm)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def two_steps():
+            with recording(tmp_path, model, optimizer):
+                step(model, optimizer)
+                model.blocks[1][0].register_forward_hook(greedy)
+                step(model, optimizer)
+
+        with pytest.raises(RuntimeError, match="DefaultCPUAllocator") as caught:
+            two_steps()
+        (note,) = caught.value.__notes__
+        return note
+
+    notes = LocalWorld(2).run(body)
+    shard = 2 * (WIDTH * WIDTH + WIDTH) * 4  # of 2 ranks, without padding
+    for rank, note in enumerate(notes):
+        assert note.startswith(f"Out of memory on rank {rank}.")
+        sizes = dict(re.findall(r"^(.*?)  +([\d.]+ \w+)$", note, re.MULTILINE))
+        assert sizes["parameters, sharded"] == sizes["gradients, sharded"]
+        assert float(sizes["parameters, sharded"].split()[0]) * 1024 >= 3 * shard / 2
+        assert re.search(r"^blocks\.2 +11\.\d+ KiB +0 B$", note, re.MULTILINE)  # gathered ahead
+        assert "blocks.1 " not in note  # freed as the error came out of it
+        left = record_path(tmp_path, rank).with_name(f"memory-rank-{rank:05d}.txt")
+        assert left.read_text() == f"{note}\n\n"
+    (attempt,) = read_run(tmp_path).ranks[1].attempts
+    assert attempt.ending.startswith("RuntimeError: ")
+    assert len(attempt.steps) == 1
 
 
 def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path):

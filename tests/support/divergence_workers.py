@@ -19,6 +19,7 @@ from support.limits import PEERS_S, PROCESS_S
 from support.world import loopback
 from torch import nn
 
+from fullshard.report import recording
 from fullshard.torch import fully_shard
 from fullshard.torch.comm.process_group import ProcessGroupComm
 from fullshard.torch.comm.protocol import Done
@@ -122,14 +123,15 @@ def _rank_main(case, rank, folder):
             fully_shard(block)
         fully_shard(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(BAD_STEP + 1):
-            begin = time.monotonic()
-            go_wrong, culprit = CASES[case]
-            if step == BAD_STEP and rank == culprit:
-                go_wrong(model)
-            model(torch.ones(2, 8)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        with recording(Path(folder, case), model, optimizer):
+            for step in range(BAD_STEP + 1):
+                begin = time.monotonic()
+                go_wrong, culprit = CASES[case]
+                if step == BAD_STEP and rank == culprit:
+                    go_wrong(model)
+                model(torch.ones(2, 8)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
     except Exception as error:
         ending = (step, time.monotonic() - begin, type(error).__name__, str(error))
         (Path(folder) / f"{case}-{rank}.json").write_text(json.dumps(ending))
@@ -179,7 +181,8 @@ def late_collective(group, wanted):
         dist.barrier(group)
         return ""
     witness = Witness("late", comm.members, timeout_s=3.0)  # others tell once a second
-    printed = io.StringIO()
+    printed, told = io.StringIO(), []
+    witness.watchdog.listeners.append(told.append)
     with contextlib.redirect_stderr(printed):
         witness.leaves_pending("gather of unit 'b'", [Done()])
         witness.leaves_pending("gather of unit 'c'", [Done(), SimpleNamespace(is_completed=bool)])
@@ -187,7 +190,9 @@ def late_collective(group, wanted):
         while wanted not in printed.getvalue() and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(1.2)  # it is not printed twice
+    witness.watchdog.listeners.clear()
     dist.barrier(group)
+    assert [f"{text}\n" for text in told] == [printed.getvalue()]
     return printed.getvalue()
 
 

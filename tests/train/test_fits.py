@@ -5,7 +5,7 @@ import pytest
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.train.config import resolve
-from fullshard.train.fits import check_memory, needed_bytes
+from fullshard.train.fits import check_memory, needed_bytes, way_to_fit
 
 GIB = 2**30
 
@@ -23,6 +23,17 @@ def test_small_ones_fit_and_digits_are_not_asked_about():
     for preset in ("nano", "micro"):
         check_memory(resolve(overrides=[f"model.preset={preset}"]), 2, 2 * GIB)
     check_memory(resolve(model="mnist"), 2, 1)
+
+
+def test_when_memory_runs_out_there_is_a_smallest_change():
+    config = resolve(overrides=["model.preset=small"])
+    needed = needed_bytes(config, 4)
+    assert "which is there: something else holds memory" in way_to_fit(config, 4, needed)
+    said = way_to_fit(config, 4, int(0.9 * needed))
+    assert said.startswith("The planner's smallest change that fits: ")
+    assert "," not in said  # one is enough
+    assert "knows no three changes" in way_to_fit(config, 4, needed // 100)
+    assert way_to_fit(resolve(model="mnist"), 4, 1) == ""
 
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])

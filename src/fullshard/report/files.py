@@ -33,6 +33,7 @@ __all__ = ["RecordWriter", "read_rank", "read_run", "record_path"]
 VERSION = 1
 _LIMIT_BYTES = 32 * 2**20
 _LINE_BYTES = 64 * 2**20  # no line is longer; what is was not written here
+_TEXT_CHARACTERS = 2**16
 _END_BYTES = 1024  # kept free for the last line
 _NAME = re.compile(r"rank-(\d{5,9})\.jsonl")
 _COLUMNS = ("op", "unit", "begin_s", "end_s", "bytes", "live_bytes", "waiter")
@@ -53,6 +54,7 @@ class RecordWriter:
     """
 
     def __init__(self, folder: str | Path, facts: Facts, limit_bytes: int = _LIMIT_BYTES):
+        self.rank: int = facts.rank
         self.path: Path = record_path(folder, facts.rank)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._limit = limit_bytes - _END_BYTES
@@ -86,6 +88,15 @@ class RecordWriter:
     def span(self, span: TimedSpan) -> None:
         """Write a span that lies outside of steps."""
         self._line("span", _rounded(span))
+
+    def leave(self, what: str, text: str) -> None:
+        """Leave a text for people beside the record: ``waits-rank-00003.txt``, one behind others.
+
+        ``what`` is "waits" or "memory".
+        """
+        path = self.path.with_name(f"{what}-{self.path.stem}.txt")
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text[:_TEXT_CHARACTERS] + "\n\n")
 
     def end(self, ended_s: float, ending: str = "finished") -> None:
         """Write the last line."""

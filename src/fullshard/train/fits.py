@@ -8,8 +8,10 @@ from fullshard.core.presets import transformer
 from fullshard.core.strategy import AS_IT_RESTS, ShardingStrategy
 from fullshard.core.text import bytes_text
 from fullshard.host_memory import host_total_bytes
+from fullshard.plan.choose.changes import smallest_change
+from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.cluster.read import cluster_of, named_device
-from fullshard.plan.memory import forecast_memory
+from fullshard.plan.memory import MemoryForecast, forecast_memory
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.shape import Experts, shape_of
 from fullshard.plan.run import Recompute
@@ -17,7 +19,7 @@ from fullshard.plan.run import Run as PlannedRun
 from fullshard.plan.step.script import write_script
 from fullshard.train.config import Config, check_world
 
-__all__ = ["check_memory", "check_run", "needed_bytes"]
+__all__ = ["check_memory", "check_run", "needed_bytes", "way_to_fit"]
 
 
 def check_run(config: Config, ranks: int, on_host: int, device_bytes: int | None) -> None:
@@ -49,6 +51,34 @@ def needed_bytes(config: Config, ranks: int) -> int:
 
     The tower of a vlm is not counted: its gpt has more than a hundred times as much.
     """
+    forecast = _forecast(*_planned(config, ranks))
+    return forecast.peak_bytes - forecast.peak["context and nccl"]
+
+
+def way_to_fit(config: Config, ranks: int, each_bytes: int) -> str:
+    """Say in the planner's words the smallest change with which a rank needs ``each_bytes``."""
+    if not config.of_text:
+        return ""
+    model, run, cluster = _planned(config, ranks)
+    forecast = _forecast(model, run, cluster)
+    budget = each_bytes + forecast.peak["context and nccl"]
+    if forecast.peak_bytes <= budget:
+        needed = bytes_text(needed_bytes(config, ranks))
+        return f"The planner expects {needed}, which is there: something else holds memory"
+    change = smallest_change(model, run, cluster, budget_bytes=budget)
+    if change is None:
+        return "The planner knows no three changes with which it fits: take a smaller model"
+    peak = bytes_text(change.prediction.memory.peak_bytes)
+    return (
+        f"The planner's smallest change that fits: {', '.join(change.words)} ({peak} at the peak)"
+    )
+
+
+def _forecast(model: Decoder, run: PlannedRun, cluster: Cluster) -> MemoryForecast:
+    return forecast_memory(write_script(model, run, cluster), model, run, cluster)
+
+
+def _planned(config: Config, ranks: int) -> tuple[Decoder, PlannedRun, Cluster]:
     # The JAX engine gathers a block anew for backward and recomputes it.
     again = config.train.engine == "jax" and config.shard.strategy != "SHARD_GRAD_OP"
     run = PlannedRun(
@@ -63,6 +93,4 @@ def needed_bytes(config: Config, ranks: int) -> int:
     if config.model.name == "moe":
         shape = replace(shape, experts=Experts(config.model.experts, 2, shape.hidden))
     model = Decoder(config.model.preset, shape)
-    cluster = cluster_of(named_device("h100"), ranks, per_host=ranks)
-    forecast = forecast_memory(write_script(model, run, cluster), model, run, cluster)
-    return forecast.peak_bytes - forecast.peak["context and nccl"]
+    return model, run, cluster_of(named_device("h100"), ranks, per_host=ranks)

@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.report import Facts, RecordedUnit
-from fullshard.torch.comm.process_group import group_of
+from fullshard.torch.comm.process_group import group_of, witness_of
 from fullshard.torch.comm.ranks import Ranks, ranks_of
+from fullshard.torch.comm.watch.watchdog import Watchdog
 from fullshard.torch.inspection.forecast import forecast_step, named_units
 from fullshard.torch.inspection.memory_summary import Bytes, resting_bytes
 from fullshard.torch.inspection.traffic import tracker_to_record
@@ -47,6 +48,7 @@ class RecordedModel(ABC):
     units: Sequence[Any]
     recorders: Sequence[OpRecorder]
     counts_buffers: bool  # the units say what they hold beyond their shards
+    watchdog: Watchdog | None = None
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -93,6 +95,8 @@ class _OfEngine(RecordedModel):
         self._executor = tracker_to_record(model).executor
         self.units = [managed.unit for managed in self._executor.units]
         self.device = self.units[0].device
+        witness = witness_of(self.units[0].ranks.gather)
+        self.watchdog = None if witness is None else witness.watchdog
 
     @property
     def recorders(self) -> Sequence[OpRecorder]:  # type: ignore[override]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard.core.errors import ConfigurationError, UsageError
+from fullshard.core.errors import CommunicationError, ConfigurationError, UsageError
 from fullshard.host_memory import host_total_bytes, resident_bytes
 from fullshard.report import (
     Facts,
@@ -34,6 +34,7 @@ from fullshard.report import (
     TimedSpan,
     record_path,
 )
+from fullshard.torch.inspection.last_words import is_out_of_memory, live_table
 from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.torch.inspection.recorded_model import RecordedModel, recorded_model
 from fullshard.torch.step.profiling import NotedOp, OpRecorder
@@ -72,7 +73,7 @@ class _OpenStep:
     sums_s: dict[str, float] = field(default_factory=dict)
     spans: list[TimedSpan] = field(default_factory=list)
     samples: list[tuple[Any, int, int, int | None]] = field(default_factory=list)
-    rest: Bytes | None = None
+    rest: Bytes = field(default_factory=lambda: Bytes(0, 0, 0))
     peak_bytes: int | None = None
 
 
@@ -123,10 +124,12 @@ class RunRecording:
         if self._clock.on_host:
             self._at_s = self._seconds(self._from)
         self._sampled_s, self._after_backward, self._fails = 0.0, False, False
-        self._rest: Bytes | None = None
+        self._rest = model.resting_bytes(optimizer)
         self._written: deque[_OpenStep] = deque()  # by the host, not yet by the device
         self._put(self._writer.span, TimedSpan("start", 0.0, self._at_s))
         self._step = _OpenStep(0, self._from)
+        if model.watchdog is not None:
+            model.watchdog.listeners.append(self._leave_waits)
         self._prepare()
 
     @property
@@ -205,7 +208,7 @@ class RunRecording:
         if done.detailed and self._model.counts_buffers:
             for unit in self._model.units:
                 recorder.weigh(unit)
-        if done.step < _DETAILED_AT_FIRST or self._rest is None:
+        if done.step < _DETAILED_AT_FIRST:
             self._rest = self._model.resting_bytes(self._optimizer)
         self._sample(done.end)
         done.rest, done.peak_bytes = self._rest, self._peak_bytes()
@@ -232,8 +235,31 @@ class RunRecording:
         hooks = optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)
         return hooks
 
+    def explain(self, error: BaseException) -> None:
+        """Leave what an error tells: who waits where, or what was live as memory ran out."""
+        if isinstance(error, CommunicationError):
+            self._leave_waits(str(error))
+        elif is_out_of_memory(error):
+            recorder, units = self._recorder, self._model.units
+            if self._model.counts_buffers:
+                for unit in units:
+                    recorder.weigh(unit)
+            self._sampled_s = 0.0
+            self._sample(self._clock.mark())
+            step = replace(self._step, rest=self._rest, peak_bytes=self._peak_bytes())
+            held = {unit.name: recorder.held(unit) for unit in units}
+            memory = self._memory(step, *step.samples[-1])
+            text = live_table(self._writer.rank, memory, held)
+            error.add_note(text)
+            self._put(self._writer.leave, "memory", text)
+
+    def _leave_waits(self, text: str) -> None:
+        self._put(self._writer.leave, "waits", text)
+
     def close(self, ending: str) -> None:
         """Write what is left, and stop recording."""
+        if self._model.watchdog is not None:
+            self._model.watchdog.listeners.remove(self._leave_waits)
         self._detach()
         self._write(keep=0, wait=True)
         self._put(self._writer.end, self._now_s(), ending)
@@ -355,7 +381,6 @@ class RunRecording:
         self, step: _OpenStep, mark: Any, gathered: int, gradients: int, used: int | None
     ) -> MemoryByOwner:
         rest = step.rest
-        assert rest is not None
         return MemoryByOwner(
             self._seconds(mark),
             rest.parameters_bytes,
@@ -423,6 +448,7 @@ def recording(
         yield run
     except BaseException as error:
         ending = f"{type(error).__name__}: {error}".partition("\n")[0]
+        run.explain(error)
         raise
     finally:
         for handle in handles:

@@ -126,10 +126,14 @@ class OpRecorder:
 
     def weigh(self, unit: Any) -> None:
         """Look at what a unit holds now."""
-        full, gradients = self._held.get(unit, (0, 0))
+        full, gradients = self.held(unit)
         held = self._held[unit] = unit.full.bytes, unit.gradients.transient_bytes
         self.gathered_bytes += held[0] - full
         self.gradient_buffers_bytes += held[1] - gradients
+
+    def held(self, unit: Any) -> tuple[int, int]:
+        """Return the bytes of full parameters and full gradients when a unit was last weighed."""
+        return self._held.get(unit, (0, 0))
 
     def begins(self, what: str, unit: Any) -> None:
         """A unit's forward or backward begins; None stands for the whole backward."""

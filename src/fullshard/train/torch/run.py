@@ -15,9 +15,12 @@ from torch.nn.utils import clip_grad_norm_
 
 from fullshard.checkpoint import Loaded, RunFolder, Saving
 from fullshard.core.trace import Trace
+from fullshard.host_memory import host_total_bytes
 from fullshard.torch import load_checkpoint, save_checkpoint, save_full_weights, tracing
 from fullshard.torch.inspection import Bytes, recording, resting_bytes
+from fullshard.torch.inspection.last_words import is_out_of_memory
 from fullshard.train.data import Batch
+from fullshard.train.fits import way_to_fit
 from fullshard.train.metrics import writing
 from fullshard.train.run import BytesRow, StepOutcome, TrainingRun
 from fullshard.train.torch.world import RankWorld
@@ -129,8 +132,18 @@ class TorchRun(TrainingRun):
             "batch": train.batch,
             "dtype": train.dtype,
         }
-        with recording(folder, self.model, self.optimizer, settings=settings) as self.record:
-            yield
+        try:
+            with recording(folder, self.model, self.optimizer, settings=settings) as self.record:
+                yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(way_to_fit(self.config, self.world.size, self._limit_bytes()))
+            raise
+
+    def _limit_bytes(self) -> int:
+        """Return the memory of this rank: of its device, or its share of a host of ranks."""
+        device = self.world.device_memory()
+        return device[1] if device else host_total_bytes() // self.world.size
 
     @contextmanager
     def observed(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, cast
 
@@ -222,6 +222,7 @@ class Watchdog:
         self.calls: dict[str, CallLog] = {}  # by process group
         self._counted = 0  # calls, when they were last published
         self.rolls: dict[str, str] = {}  # what this rank calls now, by family
+        self.listeners: list[Callable[[str], None]] = []  # told of what a device does not complete
         self._last_table = ""  # as the store may be gone when it is wanted
         self._lifeline = connect_to_server_of(store, PERIOD_S)
         self._store_is_gone = False
@@ -368,7 +369,10 @@ class Watchdog:
             late = witness.overdue()
             if late is not None:
                 table = self.table(witness.members)
-                print(f"fullshard: rank {self.rank}: {late}, not done yet{table}", file=sys.stderr)
+                text = f"fullshard: rank {self.rank}: {late}, not done yet{table}"
+                print(text, file=sys.stderr)
+                for tell in self.listeners:
+                    tell(text)
         if self._stuck_s() > STUCK_S:
             self._look_for_a_parting()
 

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from support.optional_parts import of_one_process, patterns, sharded, texts, update
 from support.pipeline_workers import (
     LEARNING_RATE,
     MICRO_BATCHES,
@@ -24,6 +25,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining._backward import stage_backward_input
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.testing import LocalWorld
 from fullshard.torch import fully_shard, reduce_once, tracing
 from fullshard.torch.comm.protocol import SoloComm
 
@@ -96,6 +98,33 @@ def test_what_waits_is_reduced_when_asked_for(comm):
     assert not [record.op for record in trace]
     for mine, one in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.to_local(), one.grad.to_local())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_waits_of_parts_that_only_some_ranks_run(seed):
+    steps = [[patterns(3, 10 * seed + 3 * step + batch) for batch in range(2)] for step in range(2)]
+
+    def body(comm):
+        model = sharded(comm, "function")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model.set_requires_gradient_sync(False)
+        history = []
+        for number, micro_batches in enumerate(steps):
+            for batch, used in enumerate(micro_batches):
+                inputs = texts(3, 10 * number + batch)[comm.rank]
+                model(inputs, used[comm.rank]).square().mean().backward()
+            model.synchronize_gradients()
+            history.append(update(model, optimizer))
+        return history
+
+    for history in LocalWorld(3).run(body):
+        for grads, expected in zip(history, of_one_process(3, steps), strict=True):
+            assert {n for n, g in grads.items() if g is None} == {
+                n for n, g in expected.items() if g is None
+            }
+            for name, grad in grads.items():
+                if grad is not None:
+                    torch.testing.assert_close(grad, expected[name], rtol=0, atol=1e-12)
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 from fullshard.checkpoint import Loaded, RunFolder, Saving
 from fullshard.core.trace import Trace
 from fullshard.host_memory import host_total_bytes
-from fullshard.torch import load_checkpoint, save_checkpoint, save_full_weights, tracing
+from fullshard.torch import load_checkpoint, save_checkpoint, save_full_weights, tracing, using
 from fullshard.torch.inspection import Bytes, recording, resting_bytes
 from fullshard.torch.inspection.last_words import is_out_of_memory
 from fullshard.train.data import Batch
@@ -88,7 +88,10 @@ class TorchRun(TrainingRun):
         parts = [torch.as_tensor(part, device=self.world.device) for part in batch]
         dtype = getattr(torch, self.config.train.dtype)
         *inputs, targets = (part.to(dtype) if part.is_floating_point() else part for part in parts)
-        logits = self.model(*inputs)
+        # Told beforehand, ranks need not ask each other before every unit.
+        runs = {"tower": len(inputs[1]) > 0} if self.config.model.name == "vlm" else {}
+        with using(self.model, **runs):
+            logits = self.model(*inputs)
         return logits.flatten(0, -2).float(), targets.flatten()
 
     def load_step(self, folder: RunFolder) -> tuple[Loaded, str]:

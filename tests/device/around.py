@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import tempfile
 from collections import namedtuple
 
 import torch
@@ -11,8 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from device.by_hand import layers
-from device.programs import BF16, Stack, gpt, program, shard
+from device.programs import BF16, Stack, adamw, gpt, program, shard
 from fullshard import torch as ours
+from fullshard.report import recording
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.step.structures import tensors_with_gradients
 
@@ -183,6 +185,16 @@ def _(job):
         str(ours.describe(model)), str(ours.memory_summary(model)), str(ours.communication(model))
 
     job.train(model, each_step=each_step)
+
+
+@program("recorded", syncs=("event.synchronize in streams.py:elapsed_s",))
+def _(job):
+    model = shard(gpt(), job.mesh)
+    optimizer = adamw(model)
+    with tempfile.TemporaryDirectory() as folder, recording(folder, model, optimizer) as run:
+        job.train(model, optimizer)
+        run.note(tokens=16)
+        assert not job.machine.syncs  # as long as the device has reached nothing, nothing is read
 
 
 # ---- parameters ---------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ SAMPLE = (
     *("accumulation without reduces", "reduces left under way", "hybrid accumulation"),
     *("optimizer in backward", "clipping at the first door", "forwards and backwards crossed"),
     *("an exception in a hybrid backward", "frozen parameters"),
-    *("full parameters between steps", "scaled losses", "FSDP2 bf16"),
+    *("full parameters between steps", "scaled losses", "FSDP2 bf16", "recorded"),
 )
 AS_TWO = (
     *("bf16 hybrid", "blocks of 2", "offload"),

@@ -4,6 +4,7 @@
 import copy
 import json
 import re
+import time
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.report import read_run, record_path, recording
 from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, fully_shard, tracing
+from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.inspection.traffic import tracker_to_record
 from fullshard.torch.step.managed import managed_units
 from fullshard.wrap import ModuleWrapPolicy
@@ -348,3 +350,70 @@ def test_ranks_that_are_processes_write_under_their_own_numbers(tmp_path, gloo_w
             "step",
             "end",
         }
+
+
+class Event:
+    """An event of a device that is behind its host, and counts who asks it."""
+
+    asked = 0
+
+    def __init__(self, device):
+        self.device, self.at = device, time.perf_counter()
+
+    def query(self):
+        Event.asked += 1
+        return self.device.reached >= self.at
+
+    def elapsed_time(self, other):
+        return (other.at - self.at) * 1e3
+
+    def synchronize(self):
+        self.device.reached = max(self.device.reached, self.at)
+
+
+class LateClock:
+    """A `DeviceClock` of a device; what its tests have not let it reach, it has not reached."""
+
+    def __init__(self, device):
+        self.on_host, self.reached = False, 0.0
+        self.start = self.mark()
+
+    def mark(self):
+        return Event(self)
+
+    def elapsed_s(self, begin, end):
+        assert self.reached >= end.at, "asks for a time that would have to be waited for"
+        return begin.elapsed_time(end) / 1e3
+
+
+def test_on_a_device_nothing_is_asked_in_a_step_and_steps_are_written_as_they_are_reached(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("fullshard.torch.step.profiling.DeviceClock", LateClock)
+    model = by_function(SoloComm())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = record_path(tmp_path, 0)
+    with recording(tmp_path, model, optimizer, detailed_every=4) as run:
+        clock = run._clock
+        for number in range(8):
+            Event.asked = 0
+            model(torch.ones(2, WIDTH)).square().mean().backward()
+            assert Event.asked == 0
+            optimizer.step()
+            assert Event.asked == (6 if number == 6 else number > 0)  # between steps
+            run.note(loss=float(number))
+            if number == 5:
+                assert path.read_text().count('"step":{') == 0
+                clock.reached = time.perf_counter()
+        # Those before the newest were written when the device had got there.
+        assert path.read_text().count('"step":{') == 6
+        clock.reached = time.perf_counter()
+    (attempt,) = read_run(tmp_path).ranks[0].attempts
+    assert [each.loss for each in attempt.steps] == list(map(float, range(8)))
+    assert [each.ops is not None for each in attempt.steps] == [n < 3 or n == 4 for n in range(8)]
+    for earlier, later in zip(attempt.steps, attempt.steps[1:], strict=False):
+        assert later.begin_s == pytest.approx(earlier.end_s, abs=1e-6)
+    for each in attempt.steps:
+        assert ("await_reduce" in each.sums_s) == (each.ops is not None)
+        for op in each.ops or ():
+            assert each.begin_s <= op.begin_s <= op.end_s <= each.end_s

@@ -148,8 +148,8 @@ class RecordedStep:
     """A step: from the end of the one before it until the optimizer has stepped.
 
     ``sums_s`` has seconds by kind: waits ("await_gather", "await_reduce"), the issue of collectives
-    ("issue"), "forward" and "backward" without these, and spans by their words. Of steps on a
-    device that are not detailed there are only spans. A detailed step has ``ops`` too, and several
+    ("issue"), "forward" and "backward" without these, and spans by their words. On a device there
+    are only spans, and waits of steps that are detailed. These have ``ops`` too, and several
     moments of ``memory``; others have one at most.
     """
 

@@ -227,5 +227,5 @@ def resting_bytes(model: nn.Module, optimizer: Optimizer | None) -> Bytes:
 
 def _storage_bytes(tensors: list[Any]) -> int:
     local = [t.local if isinstance(t, ShardedParameter) else t for t in tensors]
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in local)}
+    storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in local)}
     return sum(storages.values())

@@ -124,7 +124,7 @@ class RunRecording:
         if self._clock.on_host:
             self._at_s = self._seconds(self._from)
         self._sampled_s, self._after_backward, self._fails = 0.0, False, False
-        self._rest = model.resting_bytes(optimizer)
+        self._rest, self._limit_bytes = model.resting_bytes(optimizer), _limit_bytes(model.device)
         self._written: deque[_OpenStep] = deque()  # by the host, not yet by the device
         self._put(self._writer.span, TimedSpan("start", 0.0, self._at_s))
         self._step = _OpenStep(0, self._from)
@@ -290,8 +290,7 @@ class RunRecording:
             return
         self._sampled_s, device, recorder = now, self._model.device, self._recorder
         if device.type == "cuda":
-            total = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
-            used: int | None = total["current"]
+            used: int | None = torch.cuda.memory_allocated(device)
         else:
             used = resident_bytes()[0]
         held = recorder.gathered_bytes, recorder.gradient_buffers_bytes
@@ -390,7 +389,7 @@ class RunRecording:
             gradients,
             used,
             step.peak_bytes,
-            _limit_bytes(self._model.device),
+            self._limit_bytes,
         )
 
 
@@ -458,7 +457,7 @@ def recording(
 
 def _limit_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        return int(torch.cuda.mem_get_info(device)[1])
     return host_total_bytes()
 
 

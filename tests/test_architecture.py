@@ -41,7 +41,7 @@ LAYERS = {
     "host_memory": Layer(without_frameworks=True),
     "plan": Layer({"core"}, {"rich", "matplotlib"}, without_frameworks=True),
     "checkpoint": Layer({"core"}, {"numpy", "xxhash", "rich"}, without_frameworks=True),
-    "report": Layer({"core"}, without_frameworks=True),
+    "report": Layer({"core"}, {"rich", "jinja2", "plotly", "matplotlib"}, without_frameworks=True),
     "wrap": Layer({"core"}, {"torch"}),
     "torch": Layer(
         {"core", "host_memory", "plan", "checkpoint", "report", "wrap"}, {"torch", "numpy"}
@@ -68,7 +68,7 @@ LAYERS = {
         {"torch", "rich", "jinja2"},
     ),
     "cli": Layer(
-        {"core", "plan", "checkpoint", "train", "run", "doctor", "prove"},
+        {"core", "plan", "checkpoint", "train", "run", "doctor", "prove", "report"},
         without_frameworks=True,
     ),
     "__main__": Layer({"cli"}, without_frameworks=True),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Throw hostile arguments and files at every command: a sentence and a status, nothing changed.
 
-``FULLSHARD_FUZZ_COMMANDS=0:7000`` tries those seeds, which take turns over the seven commands; a
+``FULLSHARD_FUZZ_COMMANDS=0:7000`` tries those seeds, which take turns over the eight commands; a
 sample is tried without it.
 """
 
@@ -164,6 +164,7 @@ COMMANDS = {
         {"--nproc": "number", "--size": "size", "--json": "", "--no-links": ""},
     ),
     "prove": (["text"], {"--only": "text", "--out": "file", "--slow": "", "--fast": "number"}),
+    "report": (["file", "file"], {"--json": "", "--html": "file", "--png": "file"}),
     "ckpt": (
         ["verb", "file", "file"],
         {

@@ -23,6 +23,7 @@ SOURCES = {
     "jax": ("jax",),
     "train": ("train/*.py", "doctor/output.py"),
     "prove": ("prove/page.py", "prove/command.py"),
+    "report": ("report",),
 }
 # Needed by what is imported: checkpoints check sums with xxhash.
 INDIRECT = {"jax": {"xxhash"}, "torch": {"xxhash"}}

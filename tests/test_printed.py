@@ -77,6 +77,7 @@ PRINTED = {
     "doctor_help": lambda: ask_for_help("doctor"),
     "ckpt_help": lambda: ask_for_help("ckpt"),
     "prove_help": lambda: ask_for_help("prove"),
+    "report_help": lambda: ask_for_help("report"),
     "training_closes": close_training,
     "doctor": examine,
     "prove": prove,

@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "  run     start a script written for PyTorch's FSDP, unchanged, on fullshard\n"
         "  plan    tell whether a run fits, how fast it will be and what to choose; needs no GPU\n"
         "  calibrate  measure this machine for plan, in about a minute\n"
+        "  report  tell where time and memory of a recorded run went, and what to change\n"
         "  ckpt    list, verify, seal, compare, rewrite, export and import checkpoints\n"
         "  doctor  find problems on this machine, on links between ranks and in scripts\n"
         "  prove   try losses, memory and order of the engine here, beside PyTorch's\n\n"
@@ -168,6 +169,12 @@ def _prove(argv: Sequence[str]) -> int:
     return prove(argv)
 
 
+def _report(argv: Sequence[str]) -> int:
+    with _needing("report"):
+        from fullshard.report.command import main as report  # noqa: PLC0415
+    return report(argv)
+
+
 def _ckpt(argv: Sequence[str]) -> int:
     with _needing("checkpoint"):
         from fullshard.checkpoint.command import main as ckpt  # noqa: PLC0415
@@ -198,5 +205,6 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "calibrate": _calibrate,
     "doctor": _doctor,
     "prove": _prove,
+    "report": _report,
     "ckpt": _ckpt,
 }

@@ -10,12 +10,12 @@ from support.simulated_runs import Simulated, restarted
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Prefetch
-from fullshard.report.figures import compare, planned
 from fullshard.report.goodput import goodput
 from fullshard.report.measure import EXPOSED, Figure, Wanted, measure
 from fullshard.report.record import RankRecord, RunRecord
 from fullshard.report.replay import costs_of, events_of, replay, setting_of
 from fullshard.report.shares import Bid, deal, parts_of, shares_of
+from fullshard.report.summary import compare, planned
 
 TIMES = st.integers(0, 30).map(float)
 BIDS = st.lists(

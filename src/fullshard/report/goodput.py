@@ -28,9 +28,14 @@ class WallTime:
     seconds: Mapping[str, float]
 
     @property
+    def good(self) -> list[tuple[str, float]]:
+        """The seconds of those causes of `GOOD` that there are."""
+        return [(cause, self.seconds[cause]) for cause in GOOD if self.seconds.get(cause)]
+
+    @property
     def share(self) -> float:
         """The part of the wall time that was good."""
-        return sum(self.seconds.get(cause, 0.0) for cause in GOOD) / self.wall_s
+        return sum(seconds for _, seconds in self.good) / (self.wall_s or 1.0)
 
     @property
     def badput(self) -> list[tuple[str, float]]:

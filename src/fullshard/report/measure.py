@@ -15,7 +15,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.report.record import Attempt, RecordedStep, RecordedUnit, RunRecord, TimedOp
+from fullshard.report.record import (
+    Attempt,
+    MemoryByOwner,
+    RecordedStep,
+    RecordedUnit,
+    RunRecord,
+    TimedOp,
+)
 from fullshard.report.shares import Share, shares_of
 
 __all__ = [
@@ -169,6 +176,17 @@ class MeasuredRun:
             if each.peak_bytes is not None
         ]
         return max(known, default=None)
+
+    @property
+    def fullest(self) -> tuple[int, MemoryByOwner] | None:
+        """The rank and the recorded moment with most bytes in use; None if none was recorded."""
+        moments = [
+            (rank, each)
+            for rank, attempt in self.attempts.items()
+            for step in attempt.steps
+            for each in step.memory
+        ]
+        return max(moments, key=lambda each: sum(each[1].by_owner.values()), default=None)
 
     @property
     def transient_peak_bytes(self) -> int | None:

@@ -142,6 +142,14 @@ class MemoryByOwner(NamedTuple):
         """The rest of the total: activations, and on a CPU the program itself."""
         return None if self.total_bytes is None else max(0, self.total_bytes - sum(self[1:6]))
 
+    @property
+    def by_owner(self) -> dict[str, int]:
+        """The bytes of those owners of which they are known."""
+        names = ("parameters", "gradients", "optimizer", "gathered", "gradient buffers")
+        owners = dict(zip(names, self[1:6], strict=True))
+        rest = self.activations_bytes
+        return owners if rest is None else owners | {"activations and others": rest}
+
 
 @dataclass(frozen=True)
 class RecordedStep:

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A report as one HTML page that needs no network, and as a picture.
+
+[Note: Bars of a page]
+A browser draws some thousands of bars at ease. Ranks that the report names, and some more, are
+shown op by op in one step as long as there is room; all others are in the chart of all ranks.
+"""
+
+import html
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from matplotlib.figure import Figure as Picture
+from plotly.offline import get_plotlyjs
+
+from fullshard.core.errors import ConfigurationError
+from fullshard.core.text import bytes_text
+from fullshard.report.measure import EXPOSED, MeasuredRun, Wanted
+from fullshard.report.record import RecordedStep, TimedOp
+from fullshard.report.summary import RunReport
+from fullshard.report.tables import tables_of
+
+__all__ = ["draw_report", "write_page"]
+
+# Colours that stay apart for colour-blind readers (Okabe and Ito 2008).
+_COLOURS = {
+    "forward": "#0072b2",
+    "backward": "#56b4e9",
+    "waiting": "#d55e00",
+    "gather": "#009e73",
+    "reduce": "#cc79a7",
+    "optimizer": "#e69f00",
+    "data": "#8c6d31",
+    "other spans": "#888888",
+}
+_MOST_BARS = 6000
+_MOST_RANKS = 16
+_MOST_UNITS = 60
+
+
+@dataclass(frozen=True)
+class _Chart:
+    """One figure of plotly; ``name`` is that of its place on the page."""
+
+    name: str
+    title: str
+    says: str
+    data: Sequence[Mapping[str, Any]]
+    layout: Mapping[str, Any]
+
+
+def write_page(report: RunReport, path: Path, other: RunReport | None = None) -> None:
+    """Write the page of a report, and with ``other`` what has changed since that run.
+
+    Names of units and spans are text on it, whatever they contain.
+    """
+    charts = [chart for draw in _CHARTS for chart in draw(report.measured)]
+    charts.append(_wall_time(report))
+    environment = Environment(
+        loader=PackageLoader("fullshard.report", "."), autoescape=True, undefined=StrictUndefined
+    )
+    figures: list[dict[str, Any]] = [
+        {"name": each.name, "data": each.data, "layout": {**_LAYOUT, **each.layout}}
+        for each in charts
+    ]
+    text = environment.get_template("page.html").render(
+        verdict=report.verdict,
+        diagnoses=[(each, report.gain_text(each)) for each in report.diagnoses],
+        charts=charts,
+        tables=list(tables_of(report, other)),
+        notes=report.notes,
+        plotly=get_plotlyjs(),
+        figures=json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
+    )
+    path.write_text(text, encoding="utf-8")
+
+
+_LAYOUT: Mapping[str, Any] = {
+    "margin": {"l": 90, "r": 20, "t": 10, "b": 45},
+    "legend": {"orientation": "h", "y": 1.12},
+    "font": {"family": "system-ui, sans-serif"},
+    "hovermode": "closest",
+}
+
+
+def _label(text: str) -> str:
+    """Return ``text`` so that plotly shows it as it is, and not as markup, formula or template."""
+    return html.escape(text, quote=False).replace("$", "&#36;").replace("%", "&#37;")
+
+
+# ---- a step op by op ----------------------------------------------------------------------------
+
+
+def _shown_ranks(measured: MeasuredRun, bars: int) -> list[int]:
+    """Return the ranks to show op by op if each has so many bars; see [Note: Bars of a page]."""
+    most = max(1, min(_MOST_RANKS, _MOST_BARS // max(1, bars)))
+    by_cost = sorted(measured.ranks, key=lambda rank: -measured.waited_for(rank))
+    return sorted(dict.fromkeys([*by_cost[: (most + 1) // 2], *measured.ranks][:most]))
+
+
+def _drawn_step(measured: MeasuredRun) -> int | None:
+    return measured.detailed[-1] if measured.by_op and measured.detailed else None
+
+
+def _step_of(measured: MeasuredRun, rank: int, number: int) -> RecordedStep:
+    return next(each for each in measured.attempts[rank].steps if each.step == number)
+
+
+def _bars(measured: MeasuredRun, rank: int, number: int) -> Iterator[tuple[str, str, TimedOp]]:
+    """Yield kind, text and times of what takes time in a step of a rank, outer things first."""
+    step = _step_of(measured, rank, number)
+    names = [unit.name for unit in measured.units]
+    for op in sorted(step.ops or (), key=lambda op: (op.op in EXPOSED, op.begin_s)):
+        if op.end_s <= op.begin_s:
+            continue
+        kind = "waiting" if op.op in EXPOSED else "reduce" if op.op == "all_reduce" else op.op
+        if kind in _COLOURS:
+            waiter = "" if op.waiter is None else f", by {names[op.waiter]}"
+            yield kind, f"{op.op} {names[op.unit]}{waiter}", op
+    for span in step.spans:
+        kind = span.what if span.what in _COLOURS else "other spans"
+        yield kind, span.what, TimedOp(span.what, 0, span.begin_s, span.end_s)
+
+
+def _gantt(measured: MeasuredRun) -> Iterator[_Chart]:
+    number = _drawn_step(measured)
+    if number is None:
+        return
+    count = sum(1 for _ in _bars(measured, measured.ranks[0], number))
+    ranks = _shown_ranks(measured, count)
+    begin_s = min(
+        measured.attempts[rank].wall_s(_step_of(measured, rank, number).begin_s) for rank in ranks
+    )
+    columns: dict[str, dict[str, list[Any]]] = {}
+    lanes = []
+    for rank in ranks:
+        attempt = measured.attempts[rank]
+        lanes += [f"rank {rank}", f"rank {rank} link"]
+        for kind, text, op in _bars(measured, rank, number):
+            column = columns.setdefault(kind, {name: [] for name in ("y", "base", "x", "text")})
+            column["y"].append(lanes[-1] if kind in ("gather", "reduce") else lanes[-2])
+            column["base"].append(round((attempt.wall_s(op.begin_s) - begin_s) * 1e3, 4))
+            column["x"].append(round((op.end_s - op.begin_s) * 1e3, 4))
+            size = f", {bytes_text(op.bytes)}" if op.bytes else ""
+            column["text"].append(_label(f"{text}{size}"))
+    data = [
+        {
+            **{"type": "bar", "orientation": "h", "name": kind, **columns[kind]},
+            **{"textposition": "none", "width": 0.8},
+            "marker": {"color": _COLOURS[kind], "line": {"color": "white", "width": 0.5}},
+            "hovertemplate": "%{text}<br>%{x:.3f} ms from %{base:.3f} ms<extra>%{y}</extra>",
+        }
+        for kind in _COLOURS
+        if kind in columns
+    ]
+    layout = {
+        "barmode": "overlay",
+        "dragmode": "zoom",
+        "height": 130 + 34 * len(lanes),
+        "yaxis": {"autorange": "reversed", "categoryarray": lanes, "fixedrange": True},
+        "xaxis": {"title": {"text": "milliseconds since the step began"}},
+    }
+    some = (
+        ""
+        if len(ranks) == len(measured.ranks)
+        else f", {len(ranks)} ranks of {len(measured.ranks)}"
+    )
+    says = (
+        "Each rank's computation, and below it what its link carries. Drag to zoom, twice to reset."
+    )
+    yield _Chart("gantt", f"Step {number}{some}", says, data, layout)
+
+
+# ---- sums ---------------------------------------------------------------------------------------
+
+
+def _all_ranks(measured: MeasuredRun) -> Iterator[_Chart]:
+    if len(measured.ranks) < 2:
+        return
+    whats = [what for what in measured.mean_shares if measured.mean_shares[what] > 0]
+    rows = [
+        [round(measured.mean_s(Wanted(what), [rank]) * 1e3, 4) for rank in measured.ranks]
+        for what in whats
+    ]
+    # Beside the median of the same row, or one row would set the colours of all.
+    beside = [[each - sorted(row)[len(row) // 2] for each in row] for row in rows]
+    data = [
+        {
+            **{
+                "type": "heatmap",
+                "z": beside,
+                "customdata": rows,
+                "x": [*map(str, measured.ranks)],
+            },
+            **{"y": [_label(what) for what in whats], "colorscale": "RdBu", "zmid": 0},
+            "colorbar": {"title": {"text": "ms beside<br>the median"}},
+            "hovertemplate": "rank %{x}, %{y}: %{customdata:.3f} ms<extra></extra>",
+        }
+    ]
+    layout = {
+        "height": 160 + 28 * len(whats),
+        "xaxis": {"title": {"text": "rank"}, "type": "category"},
+    }
+    says = "What each rank does longer (red) or shorter (blue) than the rank in the middle."
+    yield _Chart("ranks", "Ranks beside each other", says, data, layout)
+
+
+def _exposed(measured: MeasuredRun) -> Iterator[_Chart]:
+    exposed = sorted(measured.exposed.items(), key=lambda each: -each[1])
+    if not exposed:
+        return
+    shown = dict(exposed[:_MOST_UNITS])
+    late: dict[int, float] = {}
+    for each in measured.collectives:
+        late[each.unit] = late.get(each.unit, 0.0) + each.exposed_s(late=True)
+    late_ms = {u: min(s, late.get(u, 0.0) / len(measured.detailed)) * 1e3 for u, s in shown.items()}
+    names = [_label(measured.units[unit].name) for unit in shown]
+    link = [round(s * 1e3 - late_ms[unit], 4) for unit, s in shown.items()]
+    data = [
+        {"type": "bar", "name": "the link", "x": names, "y": link, "marker": {"color": "#009e73"}},
+        {
+            **{"type": "bar", "name": "a late rank", "x": names},
+            **{"y": [round(each, 4) for each in late_ms.values()], "marker": {"color": "#d55e00"}},
+        },
+    ]
+    layout = {"barmode": "stack", "height": 380, "yaxis": {"title": {"text": "ms of a step"}}}
+    says = "How long computation waited for each unit, the mean of all ranks, each moment once."
+    yield _Chart("exposed", "Exposed communication by unit", says, data, layout)
+
+
+def _memory(measured: MeasuredRun) -> Iterator[_Chart]:
+    fullest = measured.fullest
+    if fullest is None:
+        return
+    rank, moment = fullest
+    steps = [step for step in measured.attempts[rank].steps if moment in step.memory]
+    step = max(steps, key=lambda step: len(step.memory))
+    times = [round((each.at_s - step.begin_s) * 1e3, 3) for each in step.memory]
+    data: list[dict[str, Any]] = [
+        {
+            **{"type": "scatter", "stackgroup": "one", "name": owner, "x": times},
+            "y": [each.by_owner.get(owner, 0) / 2**20 for each in step.memory],
+            "hovertemplate": "%{y:.1f} MiB",
+        }
+        for owner in moment.by_owner
+    ]
+    foretold = measured.first.facts.forecast.get("peak_bytes")
+    if foretold:
+        line = {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "planned peak",
+            "line": {"dash": "dash"},
+        }
+        data.append({**line, "x": [times[0], times[-1]], "y": [foretold / 2**20] * 2})
+    layout = {
+        "height": 380,
+        "hovermode": "x unified",
+        "xaxis": {"title": {"text": "milliseconds since the step began"}},
+        "yaxis": {"title": {"text": "MiB"}, "rangemode": "tozero"},
+    }
+    says = f"What rank {rank}, the fullest, held in step {step.step}, by owner."
+    yield _Chart("memory", "Memory over a step", says, data, layout)
+
+
+def _progress(measured: MeasuredRun) -> Iterator[_Chart]:
+    steps = measured.first.steps
+    losses = [(step.step, step.loss) for step in steps if step.loss is not None]
+    took = [(step.step, step.duration_s * 1e3) for step in steps]
+    data = [
+        {
+            **{"type": "scatter", "name": name, "yaxis": axis},
+            **{"x": [step for step, _ in points], "y": [value for _, value in points]},
+        }
+        for name, axis, points in (("ms a step", "y", took), ("loss", "y2", losses))
+        if points
+    ]
+    layout = {
+        "height": 320,
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {"title": {"text": "ms a step"}, "rangemode": "tozero"},
+        "yaxis2": {"title": {"text": "loss"}, "overlaying": "y", "side": "right"},
+        "margin": {"l": 70, "r": 70, "t": 10, "b": 45},
+    }
+    yield _Chart("progress", "Steps and loss", "All steps that were recorded.", data, layout)
+
+
+def _wall_time(report: RunReport) -> _Chart:
+    causes = [*report.wall.good, *report.wall.badput]
+    data = [
+        {
+            **{"type": "bar", "orientation": "h", "y": [""], "x": [seconds], "name": _label(cause)},
+            "hovertemplate": f"%{{x:.3g}} s<extra>{_label(cause)}</extra>",
+        }
+        for cause, seconds in causes
+    ]
+    layout = {"barmode": "stack", "height": 220, "xaxis": {"title": {"text": "seconds"}}}
+    says = (
+        f"{report.wall.share:.0%} of the time was good: the first {len(report.wall.good)} causes."
+    )
+    return _Chart("wall", "Wall time by cause", says, data, layout)
+
+
+_CHARTS = (_gantt, _all_ranks, _exposed, _memory, _progress)
+
+
+# ---- a picture ----------------------------------------------------------------------------------
+
+
+def draw_report(report: RunReport, path: Path) -> None:
+    """Draw a step and its exposed units as a picture; the suffix of ``path`` says its format.
+
+    Raises `ConfigurationError` for a suffix that matplotlib does not know.
+    """
+    measured = report.measured
+    number = _drawn_step(measured)
+    ranks = [] if number is None else _shown_ranks(measured, 400)
+    picture = Picture(figsize=(11, 3.6 + 0.45 * len(ranks)), layout="constrained")
+    top, bottom = picture.subplots(2, height_ratios=[1 + len(ranks) * 0.5, 2.2])
+    picture.suptitle(_wrapped(report.verdict), fontsize=10)
+    for place, rank in enumerate(ranks):
+        assert number is not None
+        begin_s = _step_of(measured, rank, number).begin_s
+        for kind, _, op in _bars(measured, rank, number):
+            y = 2 * place + (0.9 if kind in ("gather", "reduce") else 0.0)
+            left, width = (op.begin_s - begin_s) * 1e3, (op.end_s - op.begin_s) * 1e3
+            top.barh(y, width, left=left, color=_COLOURS[kind], ec="white", lw=0.3, height=0.8)
+    top.set_yticks([2 * place + 0.45 for place in range(len(ranks))], [f"rank {r}" for r in ranks])
+    top.invert_yaxis()
+    top.set_xlabel("milliseconds since the step began")
+    top.legend(
+        handles=[top.barh(0, 0, color=colour, label=kind) for kind, colour in _COLOURS.items()],
+        **{"ncols": len(_COLOURS), "fontsize": 7, "loc": "lower center"},
+        bbox_to_anchor=(0.5, 1.0),
+    )
+    shown = sorted(measured.mean_shares.items(), key=lambda each: each[1])
+    names = [what.replace("$", r"\$") for what, _ in shown]
+    bottom.barh(names, [seconds * 1e3 for _, seconds in shown], color="#0072b2")
+    bottom.set_xlabel("milliseconds of a step, mean of all ranks")
+    try:
+        picture.savefig(path, dpi=150)
+    except ValueError as error:
+        raise ConfigurationError(f"cannot draw to {str(path)!r}: {error}") from error
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text.replace("$", r"\$"), 110))

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run in brief: its verdict, its figures with their noise, beside another run and the plan."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fullshard.report.files import read_run
+from fullshard.report.findings import Diagnosis, diagnose
+from fullshard.report.goodput import WallTime, goodput
+from fullshard.report.measure import EXPOSED, Figure, MeasuredRun, Wanted, measure
+from fullshard.report.record import RunRecord
+
+__all__ = [
+    "FigureChange",
+    "RunReport",
+    "compare",
+    "figures",
+    "planned",
+    "report_of",
+    "seconds_text",
+]
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """All that is said of a run; ``diagnoses`` begin with what costs most, none if it is healthy.
+
+    ``notes`` are sentences on what the record lacks.
+    """
+
+    measured: MeasuredRun
+    wall: WallTime
+    diagnoses: Sequence[Diagnosis]
+    notes: Sequence[str]
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what limits the run."""
+        if not self.diagnoses:
+            computing = sum(self.measured.mean_shares.get(what, 0.0) for what in _COMPUTING)
+            share = computing / self.measured.mean_step_s
+            return f"healthy: {share:.0%} of a step computes, and nothing stands out"
+        first = self.diagnoses[0]
+        return f"{first.cause}: {first.what}"
+
+    def gain_text(self, diagnosis: Diagnosis) -> str:
+        """Return what a change would gain, as a sentence; empty if that is not known."""
+        if diagnosis.gain_s is None:
+            return ""
+        share = diagnosis.gain_s / (self.measured.mean_step_s + self._between_s(diagnosis))
+        return f"about {seconds_text(diagnosis.gain_s)} a step ({share:.0%}) would be gained"
+
+    def _between_s(self, diagnosis: Diagnosis) -> float:
+        return diagnosis.cost_s if diagnosis.cause == "checkpoint stall" else 0.0
+
+    def as_json(self, other: "RunReport | None" = None) -> dict[str, Any]:
+        """Return the report for programs; all times are in seconds, ``other`` is compared with."""
+        measured = self.measured
+        changes = [] if other is None else compare(other.measured, measured)
+        return {
+            "verdict": self.verdict,
+            "diagnoses": [asdict(each) for each in self.diagnoses],
+            "figures": {name: each._asdict() for name, each in figures(measured).items()},
+            "step_s": measured.mean_shares,
+            "wall_s": {"total": self.wall.wall_s, **self.wall.seconds},
+            "goodput": self.wall.share,
+            "exposed_s": {measured.units[u].name: s for u, s in measured.exposed.items()},
+            "waited_for_s": {str(rank): measured.waited_for(rank) for rank in measured.ranks},
+            "planned": {name: {"plan": p, "measured": m} for name, p, m in planned(measured)},
+            "changes": [{**row._asdict(), "real": row.real} for row in changes],
+            "notes": list(self.notes),
+        }
+
+
+_COMPUTING = ("forward", "backward", "optimizer")
+
+
+def report_of(folder: str | Path) -> RunReport:
+    """Read and judge the record in ``folder``.
+
+    Raises `ConfigurationError` if there is none, or one without steps.
+    """
+    run = read_run(folder)
+    measured = measure(run)
+    return RunReport(
+        measured, goodput(run, measured), diagnose(measured), list(_notes(run, measured))
+    )
+
+
+def _notes(run: RunRecord, measured: MeasuredRun) -> Iterator[str]:
+    if run.absent:
+        yield f"there is no record of {_ranks(run.absent)}: what they did is not known"
+    damaged = sum(record.damaged for record in run.ranks.values())
+    if damaged:
+        yield f"{damaged} lines of the record cannot be read, as after a kill; they are left out"
+    left_out = sum(each.left_out for each in measured.attempts.values())
+    if left_out:
+        yield f"{left_out} steps were not recorded: the files had grown to their limit"
+    if not measured.by_op:
+        yield "no step was recorded op by op, so nothing is known of units and late ranks"
+    if measured.cut:
+        yield f"of the steps recorded op by op the last {len(measured.detailed)} were looked at"
+    if len(measured.detailed) < 3:
+        yield "few steps were looked at: figures are as noisy as those are"
+    attempts = max(len(record.attempts) for record in run.ranks.values())
+    if attempts > 1:
+        yield f"the run was started {attempts} times; steps are those of the last one"
+    for what in dict.fromkeys(m for each in measured.attempts.values() for m in each.facts.missing):
+        yield f"not recorded: {what}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {some}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time for people: "8.18 ms", "1.2 s"."""
+    if abs(seconds) >= 120:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 1 else f"{seconds:.3g} s"
+
+
+class FigureChange(NamedTuple):
+    """One figure of two runs; ``real`` if they differ by more than twice the noise of both."""
+
+    name: str
+    before: Figure
+    after: Figure
+
+    @property
+    def real(self) -> bool:
+        """True if this is more than noise."""
+        noise = math.hypot(self.before.noise, self.after.noise)
+        return abs(self.after.value - self.before.value) > 2 * noise
+
+    @property
+    def change(self) -> float:
+        """The change in parts of the first run's figure."""
+        value = self.before.value
+        return (self.after.value - value) / value if value else 0.0
+
+
+def figures(measured: MeasuredRun) -> dict[str, Figure]:
+    """Return the figures of a run: seconds of a step and its parts, tokens a second, bytes."""
+    known = {"step": measured.step}
+    for what in measured.mean_shares:
+        by_step = (
+            sum(measured.of_step(rank, step, Wanted(what)) for rank in measured.ranks)
+            / len(measured.ranks)
+            for step in measured.detailed
+        )
+        known[what] = Figure.of(by_step)
+    tokens = [
+        step.tokens / step.duration_s for step in measured.steady if step.tokens and step.duration_s
+    ]
+    if tokens:
+        known["tokens a second"] = Figure.of(tokens)
+    if (peak := measured.peak_bytes) is not None:
+        known["peak memory"] = Figure(float(peak), 0.0)
+    return known
+
+
+def compare(before: MeasuredRun, after: MeasuredRun) -> list[FigureChange]:
+    """Return the figures that two runs have in common."""
+    first, second = figures(before), figures(after)
+    return [FigureChange(name, first[name], second[name]) for name in first if name in second]
+
+
+def planned(measured: MeasuredRun) -> Iterator[tuple[str, float, float]]:
+    """Yield what the plan foretold and what was measured, by name."""
+    forecast: Mapping[str, float] = measured.first.facts.forecast
+    known = {
+        "step_s": measured.step.value,
+        "exposed_s": measured.mean_s(Wanted(*EXPOSED)),
+        "peak_bytes": measured.peak_bytes,
+        "transient_peak_bytes": measured.transient_peak_bytes,
+    }
+    for name, value in known.items():
+        if name in forecast and value is not None:
+            yield name, forecast[name], float(value)

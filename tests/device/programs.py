@@ -289,6 +289,28 @@ def _(job):
     job.train_by_two(model, model.set_is_last_backward)
 
 
+@program("reduced when asked for")
+def _(job):
+    model = shard(gpt(), job.mesh)
+    model.set_requires_gradient_sync(False)
+
+    def each_step(number):
+        for _ in range(2):
+            job.loss(model).backward()
+        model.synchronize_gradients()
+
+    job.train(model, each_step=each_step)
+
+
+@program("experts on one dim of a mesh", shape=(2, 2))
+def _(job):
+    model = gpt()
+    for block in model.blocks:
+        ours.fully_shard(block, mesh=job.mesh["shard"], check_values=False)
+        block.set_gradient_divide_factor(4)
+    job.train(ours.fully_shard(model, mesh=job.mesh, check_values=False))
+
+
 @program("hybrid accumulation", shape=(2, 2))
 def _(job):
     model = shard(gpt(), job.mesh)

@@ -49,6 +49,7 @@ HELD_BY = {
     "saving over": "test_only_regular_files_are_replaced",
     "state of another class": "test_state_of_another_class_is_refused_before_anything_has_changed",
     "optimizers that need whole": "test_optimizers_that_need_whole_tensors_are_refused_by_name",
+    "the same over `align=": "test_optimizers_that_look_beyond_a_matrix_are_refused",
     '`align="matrix"` with': "test_refused_is_what_needs_equal_slices",
     "state that is neither": "test_state_that_cannot_be_told_is_refused_on_all_ranks",
     "torchao's optimizers": "test_state_in_blocks_needs_rows",
@@ -103,7 +104,7 @@ RAISED_FOR = {
     "fsdp2/experts.py:shard_experts": ["experts that ranks cannot"],
     "fsdp2/module.py:_refuse_of_later": ["`set_all_gather_layout`"],
     "measuring/record.py:record_step": ["recording a step"],
-    "optim/checks.py:look_at": ["optimizers that need whole"],
+    "optim/checks.py:_refuse_parts": ["optimizers that need whole"],
     "optim/checks.py:_check_low_bit": ["torchao's optimizers"],
     "optim/overlap_optimizer.py:overlap_optimizer": ["`overlap_optimizer`", "`overlap_optimizer`"],
     "sharding/options.py:MixedPrecisionPolicy.__post_init__": [

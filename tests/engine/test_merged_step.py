@@ -19,7 +19,8 @@ from fullshard.core.spec import ParamSpec
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import fully_shard
 from fullshard.torch.optim.checks import watch_optimizers
-from fullshard.torch.optim.merged_step import ELEMENTWISE, MergedStep
+from fullshard.torch.optim.merged_step import MergedStep
+from fullshard.torch.state.apart import ELEMENTWISE
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.guards.replaced import mark_replaced

@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.optim.merged_step import MergedStep
 from fullshard.torch.optim.owned_step import OwnedStep
+from fullshard.torch.state.apart import looks_beyond, steps_apart
 from fullshard.torch.state.optimizers import refuse_state_of_another, shard_state, translate
-from fullshard.torch.state.owned import steps_apart
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.guards.optimizer_steps import count_step
@@ -92,41 +92,54 @@ def look_at(optimizer: Optimizer) -> None:
     held = [param for param in params if isinstance(param, ShardedParameter)]
     # The first that is cut by element, if there is one.
     sharded = next(iter(sorted(held, key=lambda each: isinstance(each, DTensor))), None)
-    names = {cls.__name__ for cls in type(optimizer).__mro__} & NEEDS_WHOLE_TENSORS
-    apart = steps_apart(optimizer)
-    cut = [each for each in held if not (apart and each.ownership.owner is not None)]
-    cut = [each for each in cut if not isinstance(each, DTensor)] if names else []
-    if cut:
-        owner = cut[0].ownership.owner
-        is_where = "sharded by element" if owner is None else f"on rank {owner} alone"
-        raise NotSupportedError(
-            f"{kind} needs whole tensors ({', '.join(sorted(names))}), but "
-            f"{cut[0].ownership.name!r} is {is_where}. "
-            + ('Shard it with align="matrix", which leaves matrices whole, use' if apart else "Use")
-            + " an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...), or leave these "
-            "parameters out of sharding"
-        )
+    owned = [each for each in held if each.ownership.owner is not None]
+    apart = bool(owned) and steps_apart(optimizer)
+    cut = [each for each in held if not isinstance(each, DTensor)]
+    if apart:
+        cut = [each for each in cut if each.ownership.owner is None]
+    _refuse_parts(optimizer, cut)
     if sharded is not None:
-        _check_low_bit(optimizer, sharded)
+        _check_low_bit(optimizer, cut)
         refuse_state_of_another(optimizer, optimizer.state.values())
         translate(optimizer)
         shard_state(optimizer)
         MergedStep.of(optimizer)
     setattr(optimizer, _COMMS, list(dict.fromkeys(each.ownership.comm for each in held)))
     setattr(optimizer, _EMPTY, [each for each in held if each.span.numel == 0])
-    setattr(optimizer, _OWNED, apart and any(each.ownership.owner is not None for each in held))
+    setattr(optimizer, _OWNED, apart)
     setattr(optimizer, _CHECKED, seen)
     _count(optimizer)
 
 
-def _check_low_bit(optimizer: Optimizer, sharded: ShardedParameter) -> None:
+def _refuse_parts(optimizer: Optimizer, cut: list[ShardedParameter]) -> None:
+    """Raise if ``optimizer`` needs whole tensors, and is to step parts of some."""
+    kind = type(optimizer).__name__
+    names = {cls.__name__ for cls in type(optimizer).__mro__} & NEEDS_WHOLE_TENSORS
+    if not names or not cut:
+        return
+    owner, reason = cut[0].ownership.owner, looks_beyond(optimizer)
+    is_where = "sharded by element" if owner is None else f"on rank {owner} alone"
+    raise NotSupportedError(
+        f"{kind} needs whole tensors ({', '.join(sorted(names))}), but "
+        f"{cut[0].ownership.name!r} is {is_where}"
+        + (
+            f", and {reason}. Use"
+            if reason
+            else '. Use align="matrix", which leaves matrices whole,'
+        )
+        + " an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...), or leave these "
+        "parameters out of sharding"
+    )
+
+
+def _check_low_bit(optimizer: Optimizer, cut: list[ShardedParameter]) -> None:
     """Refuse what torchao's optimizers with low-bit state cannot do, and step them eagerly."""
     kind = type(optimizer)
     if not any(cls.__module__.startswith("torchao.optim") for cls in kind.__mro__):
         return
-    if not isinstance(sharded, DTensor):
+    if cut:
         raise NotSupportedError(
-            f"{kind.__name__} keeps its state in blocks of rows, but {sharded.ownership.name!r} is "
+            f"{kind.__name__} keeps its state in blocks of rows, but {cut[0].ownership.name!r} is "
             "sharded by element: use fully_shard, or an elementwise optimizer"
         )
     _step_eagerly(optimizer)

@@ -26,32 +26,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import SGD, Optimizer
 
 from fullshard.core.layout import ALIGN_NUMEL
+from fullshard.torch.state.apart import ELEMENTWISE
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["ELEMENTWISE", "MergedStep"]
-
-ELEMENTWISE = frozenset(
-    {SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, ASGD, Rprop}
-)
-"""Classes of optimizers whose step is known to treat every element by itself. Classes derived from
-them are not meant: nobody knows what they do."""
+__all__ = ["MergedStep"]
 
 _ATTRIBUTE = "_fullshard_merged_step"
 _MOST_READS = 64

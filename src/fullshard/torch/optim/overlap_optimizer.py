@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.optim.checks import look_at
-from fullshard.torch.optim.merged_step import ELEMENTWISE, MergedStep
+from fullshard.torch.optim.merged_step import MergedStep
+from fullshard.torch.state.apart import ELEMENTWISE
 from fullshard.torch.step.managed import ManagedUnit, managed_units
 from fullshard.torch.step.tracker import Tracker, tracker_of
 from fullshard.torch.tensor.parameter import ShardedParameter

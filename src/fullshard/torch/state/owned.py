@@ -15,10 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
 
 from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.comm.texts import share_bytes
+from fullshard.torch.state.apart import steps_apart
 from fullshard.torch.state.forms import in_agreed_order
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import dtype_name, dtype_of
@@ -29,25 +38,13 @@ __all__ = [
     "complete_state",
     "plain_state",
     "shown_state",
-    "steps_apart",
 ]
 
 NUMBERS = {"step", "mu_product", "mu", "eta"}
 """State that is a number for a parameter, whatever shape that has: of Adam and its kin, NAdam,
 ASGD."""
 
-_APART = tuple(getattr(torch.optim, n) for n in ("Adafactor", "Muon") if hasattr(torch.optim, n))
-
 _SPAN, _PLAIN, _VALUE = "span", "plain", "value"
-
-
-def steps_apart(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer`` treats each matrix apart from the others, as is known of it.
-
-    Torch's own classes, not any of these names: other libraries' Muon gathers by itself, and their
-    Lamb clips by one norm, of which each rank would have a part.
-    """
-    return isinstance(optimizer, _APART)
 
 
 def plain_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, Any]:
@@ -69,11 +66,11 @@ def shown_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, 
 
 
 def _owned(optimizer: Optimizer) -> list[ShardedParameter]:
-    if not steps_apart(optimizer):
-        return []
     params = [param for group in optimizer.param_groups for param in group["params"]]
     held = [param for param in params if isinstance(param, ShardedParameter)]
     numbered = {i: param for i, param in enumerate(held) if param.ownership.owner is not None}
+    if not numbered or not steps_apart(optimizer):
+        return []
     return list(in_agreed_order(numbered).values())
 
 
@@ -115,44 +112,50 @@ def complete_state(optimizer: Optimizer) -> None:
         optimizer.state.update({**ordered, **state})
 
 
-def _described(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, list[Any]]:
+def _described(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, Any]:
     """Return what there is: of each value its kind, and what others need to make room for it."""
-    described: dict[str, list[Any]] = {}
-    for name, value in state.items():
-        if isinstance(value, ShardedParameter):
-            described[name] = [_SPAN, dtype_name(value.dtype)]
-        elif isinstance(value, Tensor):
-            here = value.device.type == param.device.type
-            described[name] = [_PLAIN, dtype_name(value.dtype), list(value.shape), here]
-        elif value is None or isinstance(value, bool | int | float | str):
-            described[name] = [_VALUE, value]
-        else:
-            described[name] = [type(value).__name__]
-    return described
+    leaves, tree = tree_flatten_with_path(dict(state))
+    described = [(keystr(path), *_described_value(value, param)) for path, value in leaves]
+    try:
+        return {"tree": treespec_dumps(tree), "leaves": described}
+    except (NotImplementedError, TypeError):  # a container that is not Python's own
+        return {"tree": "", "leaves": [("", type(state).__name__)]}
 
 
-def _check(described: Iterable[Mapping[str, list[Any]]], kind: str) -> None:
+def _described_value(value: Any, param: ShardedParameter) -> list[Any]:
+    if isinstance(value, ShardedParameter):
+        return [_SPAN, dtype_name(value.dtype)]
+    if type(value) is Tensor:
+        here = value.device.type == param.device.type
+        return [_PLAIN, dtype_name(value.dtype), list(value.shape), here]
+    if value is None or isinstance(value, bool | int | float | str):
+        return [_VALUE, value]
+    return [type(value).__name__]
+
+
+def _check(described: Iterable[Mapping[str, Any]], kind: str) -> None:
     for state in described:
-        for name, (what, *_) in state.items():
+        for name, what, *_ in state["leaves"]:
             if what not in (_SPAN, _PLAIN, _VALUE):
                 raise NotSupportedError(
-                    f"the state {name!r} of {kind} is a {what}, which cannot be told to the ranks "
+                    f"the state {name} of {kind} is a {what}, which cannot be told to the ranks "
                     "that do not own its matrix; save it on each rank by yourself"
                 )
 
 
-def _blank(described: Mapping[str, list[Any]], param: ShardedParameter) -> dict[str, Any]:
+def _blank(described: Mapping[str, Any], param: ShardedParameter) -> dict[str, Any]:
     """Make room for the state of a matrix of another rank."""
-    state: dict[str, Any] = {}
-    for name, (what, first, *rest) in described.items():
+    leaves: list[Any] = []
+    for _, what, first, *rest in described["leaves"]:
         if what == _SPAN:
             local = param.local.new_empty(0, dtype=dtype_of(first))
-            state[name] = ShardedParameter.value(local, param.ownership)
+            leaves.append(ShardedParameter.value(local, param.ownership))
         elif what == _PLAIN:
             device = param.device if rest[1] else torch.device("cpu")
-            state[name] = torch.empty(rest[0], dtype=dtype_of(first), device=device)
+            leaves.append(torch.empty(rest[0], dtype=dtype_of(first), device=device))
         else:
-            state[name] = first
+            leaves.append(first)
+    state: dict[str, Any] = tree_unflatten(leaves, treespec_loads(described["tree"]))
     return state
 
 
@@ -163,10 +166,11 @@ def _broadcast(
     for rank in range(comm.size):
         by_device: dict[bool, list[Tensor]] = {}
         for number, param in enumerate(params):
-            if param.ownership.owner != rank:
+            if param.ownership.owner != rank or str(number) not in told:
                 continue
-            for name, (what, *rest) in told.get(str(number), {}).items():
+            values = tree_leaves(optimizer.state[param])
+            for (_, what, *rest), value in zip(told[str(number)]["leaves"], values, strict=True):
                 if what == _PLAIN:
-                    by_device.setdefault(rest[2], []).append(optimizer.state[param][name])
+                    by_device.setdefault(rest[2], []).append(value)
         for tensors in by_device.values():
             comm.broadcast(tensors, rank).wait()

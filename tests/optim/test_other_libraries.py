@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers of other libraries over owned matrices: as in one process, and nothing is sent."""
+
+import logging
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+from support.owned_matrices import (
+    Counted,
+    alone,
+    assert_equal,
+    batch,
+    full,
+    loss_of,
+    muon_and_adamw,
+    sharded,
+    train,
+)
+
+from fullshard.core.errors import NotSupportedError
+from fullshard.testing import LocalWorld
+
+ADMITTED = [
+    *(f"pytorch_optimizer.{name}" for name in ("AdaFactor", "AdaMuon", "AdamP", "CAME", "LARS")),
+    *(f"pytorch_optimizer.{name}" for name in ("Lamb", "Lion", "Muon", "NorMuon", "SCION", "SM3")),
+    *(f"pytorch_optimizer.{name}" for name in ("SOAP", "Shampoo")),
+    "schedulefree.AdamWScheduleFree",
+    "transformers.optimization.Adafactor",
+    *(f"bitsandbytes.optim.{name}" for name in ("AdamW8bit", "LAMB8bit", "Lion8bit")),
+]
+
+
+def kind_of(path):
+    module, _, name = path.rpartition(".")
+    if find_spec(module.partition(".")[0]) is None:
+        pytest.skip(f"{module} is not installed")
+    logging.disable(logging.ERROR)  # some say which kernels a CPU does without
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kind = getattr(import_module(module), name)
+    logging.disable(logging.NOTSET)
+    return kind
+
+
+def maker(kind, **options):
+    def make(params, lr, weight_decay):
+        groups = [{"params": params, "use_muon": True}] if "Muon" in kind.__name__ else params
+        optimizer = kind(groups, **options)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        return optimizer
+
+    return lambda model: muon_and_adamw(model, muon=make)
+
+
+@pytest.mark.parametrize("path", ADMITTED)
+def test_optimizers_are_those_of_one_process_and_send_nothing(path, monkeypatch):
+    make = maker(kind_of(path))
+    counted = Counted(monkeypatch)
+
+    def body(comm):
+        model = sharded(comm)
+        optimizers = make(model)
+        train(model, optimizers, comm.rank, step_by=counted.step)
+        values = full(model)
+        assert optimizers[0].state_dict()["state"].keys() == set(range(9))
+        return values
+
+    results = LocalWorld(3).run(body)
+    expected = alone(3, make=make)
+    for values in results:
+        assert_equal(values, expected)
+    assert counted.calls == []
+
+
+def test_an_option_that_looks_beyond_a_matrix_is_refused():
+    make = maker(kind_of("pytorch_optimizer.Lamb"), pre_norm=True)
+
+    def body(comm):
+        model = sharded(comm)
+        loss_of(model, batch(0, 0)).backward()
+        with pytest.raises(NotSupportedError, match="in another way if there are others"):
+            make(model)[0].step()
+
+    LocalWorld(2).run(body)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model with matrices for Muon and its kin, in one process and over owned matrices."""
+
+import copy
+import threading
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fullshard.torch as fs
+from fullshard.testing import LocalComm
+
+STEPS = 5
+
+
+class Block(nn.Module):
+    """Matrices wide, high and square, biases, and a norm."""
+
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width, bias=False)
+        self.mix = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.mix(self.norm(x)))))
+
+
+class Model(nn.Module):
+    """Embedding, three blocks and a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(37, 24)
+        self.blocks = nn.ModuleList(Block(24, hidden) for hidden in (40, 48, 56))
+        self.head = nn.Linear(24, 37)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+TEMPLATE = Model()  # ranks are threads, and share torch's random numbers
+
+
+def is_for_muon(name):
+    return name.startswith("blocks") and name.endswith("weight") and "norm" not in name
+
+
+def muon_and_adamw(model, name_of=lambda name: name, muon=torch.optim.Muon):
+    named = [(name_of(name), param) for name, param in model.named_parameters()]
+    matrices = [param for name, param in named if is_for_muon(name)]
+    others = [param for name, param in named if not is_for_muon(name)]
+    assert len(matrices) == 9
+    return [muon(matrices, lr=0.02, weight_decay=0.1), torch.optim.AdamW(others, lr=1e-3)]
+
+
+def batch(step, rank, part=0):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + part)
+    return torch.randint(0, 37, (2, 7), generator=generator)
+
+
+def loss_of(model, tokens):
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def alone(world, parts=1, make=muon_and_adamw, steps=STEPS, model=None, optimizers=None):
+    """Train in one process, with gradients added in the order of ranks."""
+    model = model or copy.deepcopy(TEMPLATE)
+    optimizers = optimizers or make(model)
+    for step in range(steps):
+        grads = []
+        for rank in range(world):
+            model.zero_grad()
+            for part in range(parts):
+                loss_of(model, batch(step, rank, part)).backward()
+            grads.append([param.grad.clone() for param in model.parameters()])
+        for param, *each in zip(model.parameters(), *grads, strict=True):
+            param.grad = sum(each[1:], each[0]) / world
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def sharded(comm, **options):
+    model = copy.deepcopy(TEMPLATE)
+    for block in model.blocks:
+        fs.fully_shard(block, mesh=comm, align="matrix", **options)
+    return fs.fully_shard(model, mesh=comm, **options)
+
+
+def is_unit(module, recurse, nonwrapped_numel):
+    return recurse or isinstance(module, Block)
+
+
+def wrapped(comm, **options):
+    return fs.FullyShardedDataParallel(
+        copy.deepcopy(TEMPLATE), process_group=comm, auto_wrap_policy=is_unit, align="matrix",
+        use_orig_params=True, **options,
+    )  # fmt: skip
+
+
+DOORS = {"fully_shard": sharded, "wrapper": wrapped}
+
+
+class Counted:
+    """The collectives of ranks that are threads, counted while a rank is `inside`."""
+
+    def __init__(self, monkeypatch):
+        self.inside = threading.local()
+        self.calls = []
+        issue = LocalComm._issue
+
+        def counting(comm, name, label, *rest):
+            if getattr(self.inside, "now", False):
+                self.calls.append((name, label))
+            return issue(comm, name, label, *rest)
+
+        monkeypatch.setattr(LocalComm, "_issue", counting)
+
+    def step(self, optimizers):
+        self.inside.now = True
+        for optimizer in optimizers:
+            optimizer.step()
+        self.inside.now = False
+
+
+def train(model, optimizers, rank, parts=1, steps=range(STEPS), step_by=None):
+    for step in steps:
+        for part in range(parts):
+            loss_of(model, batch(step, rank, part)).backward()
+        if step_by is None:
+            for optimizer in optimizers:
+                optimizer.step()
+        else:
+            step_by(optimizers)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def full(model):
+    return {
+        name.replace("_fsdp_wrapped_module.", ""): param.full_tensor()
+        for name, param in model.named_parameters()
+    }
+
+
+def assert_equal(values, expected):
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        if is_for_muon(name):
+            assert torch.equal(value, expected[name]), name
+        else:
+            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-7)

@@ -49,7 +49,7 @@ LAYERS = {
     "jax": Layer({"core", "checkpoint", "launchers"}, {"jax", "flax", "optax", "numpy"}),
     "train": Layer(
         {"core", "host_memory", "plan", "checkpoint", "wrap", "launchers", "distributed"}
-        | {"local_ranks"}
+        | {"local_ranks", "report"}
         | {"torch", "jax"},
         {"torch", "jax", "flax", "optax", "numpy", "rich", "tomli_w"},
     ),
@@ -138,6 +138,7 @@ LATE_IMPORTS = {
     "__init__.py",
     "jax/__init__.py",
     "plan/pictures.py",
+    "report/page.py",
     "report/__init__.py",
     "torch/__init__.py",
 }

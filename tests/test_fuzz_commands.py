@@ -110,6 +110,7 @@ SETTINGS = [
         "data.validation_share",
         "checkpoint.minutes",
         "log.record",
+        "log.report",
         "log.trace",
         "train.on_nonfinite",
         "a.b.c",

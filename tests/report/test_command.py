@@ -18,6 +18,7 @@ from fullshard.cli import main
 from fullshard.report import RankRecord, RecordWriter, RunRecord
 from fullshard.report.page import draw_report, write_page
 from fullshard.report.summary import report_of
+from fullshard.train.summary import say_report
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NASTY = "<script>alert(1)</script><b>[bold]x</b>&amp;$\\frac$%{x}"
@@ -192,3 +193,23 @@ def test_a_page_of_many_ranks_shows_some_of_them_op_by_op(tmp_path, browser):
         "document.getElementById('gantt').data.reduce((n, each) => n + each.x.length, 0)"
     )
     assert 500 < bars < 8000
+
+
+class Reporter:
+    def __init__(self, folder):
+        self.folder, self.said = folder, []
+        self.say = self.said.append
+
+
+def test_training_says_its_verdict_and_where_the_page_is(tmp_path):
+    write(RUNS["slow_rank"].run(), tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    with_record, without, nowhere = map(Reporter, (tmp_path / "run", tmp_path / "empty", None))
+    for reporter in (with_record, without, nowhere):
+        say_report(reporter)
+    verdict = report_of(tmp_path / "run").verdict
+    path = tmp_path / "run" / "report.html"
+    assert with_record.said == [f"{verdict}\nreport: {path}"]
+    assert path.stat().st_size > 1_000_000
+    assert without.said[0].startswith("no report: ")
+    assert nowhere.said == []

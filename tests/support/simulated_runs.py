@@ -19,6 +19,7 @@ from fullshard.report.record import (
     TimedSpan,
 )
 from fullshard.report.replay import Costs, RankWork, Setting, replay
+from fullshard.report.shares import shares_of
 
 MIB = 2**20
 
@@ -136,11 +137,13 @@ class Simulated:
 
     def _step(self, done, begin_s, end_s, spans, rank, sizes):
         number, ops, _ = done
-        sums = {span.what: span.end_s - span.begin_s for span in spans}
-        for op in ops:
-            if op.op.startswith("await"):
-                sums[op.op] = sums.get(op.op, 0.0) + op.end_s - op.begin_s
-        sums["issue"] = self.issue_s * sum(op.op in ("gather", "reduce") for op in ops)
+        whole = RecordedStep(number, begin_s, end_s, spans=tuple(spans), ops=TimedOps.of(ops))
+        sums: dict[str, float] = {}
+        for (what, _), seconds in shares_of(whole).items():
+            sums[what] = sums.get(what, 0.0) + seconds
+        issue_s = self.issue_s * sum(op.op in ("gather", "reduce") for op in ops)
+        sums |= {"issue": issue_s, "backward": max(0.0, sums.get("backward", 0.0) - issue_s)}
+        sums.pop("host", None)
         rest, limit = sum(sizes) // self.world, 2**34
         peak = int(limit * self.memory_of.get(rank, self.memory))
         memory = [

@@ -42,8 +42,24 @@ __all__ = [
     "read_run",
     "record_path",
     "recording",
+    "write_report",
     "write_trace_events",
 ]
+
+
+def write_report(folder: str | Path) -> tuple[str, Path | None]:
+    """Write the page of a run as ``report.html`` into its folder; return its verdict, and the path.
+
+    The path is None where the extra ``report`` is not installed. Raises `ConfigurationError` for a
+    folder without a record, or one without steps.
+    """
+    report = importlib.import_module("fullshard.report.summary").report_of(folder)
+    try:
+        page = importlib.import_module("fullshard.report.page")
+    except ModuleNotFoundError:
+        return report.verdict, None
+    page.write_page(report, path := Path(folder) / "report.html")
+    return report.verdict, path
 
 
 def recording(

@@ -103,14 +103,14 @@ def _slow_ranks(measured: MeasuredRun) -> Iterator[Diagnosis]:
     """Ranks for which others wait, by what they do longer than those."""
     if len(measured.ranks) < 2:
         return
-    whats = [what for what in measured.mean_shares if what not in (*EXPOSED, "optimizer", "host")]
+    whats = [what for what in measured.mean_shares if what not in (*EXPOSED, "issue")]
     for rank in measured.ranks:
         waited_s = measured.waited_for(rank)
         if measured.by_op and waited_s < 0.6 * _LEAST["rank"] * measured.mean_step_s:
             continue
         longer = {
             what: seconds
-            for what in (*whats, "optimizer", "host")
+            for what in whats
             if (seconds := _stands_out(measured, rank, Wanted(what))) > 0
         }
         if not longer:
@@ -259,7 +259,7 @@ def _memory_share(attempt: Attempt) -> float | None:
 
 def _communication(measured: MeasuredRun) -> Iterator[Diagnosis]:
     """Waits for the link, and the setting that would spare most of them."""
-    issue_s = _issue_s(measured)
+    issue_s = measured.mean_s(Wanted("issue"))
     # Without ops nobody knows who was late: that rank waits for the link alone, and so the least.
     cost_s = min(measured.mean_s(Wanted(*EXPOSED), [rank]) for rank in measured.ranks)
     if measured.by_op:
@@ -275,11 +275,6 @@ def _communication(measured: MeasuredRun) -> Iterator[Diagnosis]:
     if cost_s <= _LEAST["exposed"] * measured.mean_step_s or not sizes:
         return
     yield _of_link(measured, cost_s, sizes)
-
-
-def _issue_s(measured: MeasuredRun) -> float:
-    steps = [step for step in measured.first.steps if step.step in measured.detailed]
-    return sum(step.sums_s.get("issue", 0.0) for step in steps) / len(steps)
 
 
 def _of_link(measured: MeasuredRun, cost_s: float, sizes: Sequence[int]) -> Diagnosis:

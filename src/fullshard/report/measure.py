@@ -23,7 +23,7 @@ from fullshard.report.record import (
     RunRecord,
     TimedOp,
 )
-from fullshard.report.shares import Share, shares_of
+from fullshard.report.shares import Share, shares_of, summed_shares
 
 __all__ = [
     "EXPOSED",
@@ -42,11 +42,14 @@ EXPOSED = ("await_gather", "await_reduce")
 _AWAITED = {"await_gather": ("gather",), "await_reduce": ("all_reduce", "reduce")}
 _WAITED_S = 2e-5  # what takes less was no wait
 _WARM_UP = 2  # the first step gathers on demand, the second one as the first was recorded
-_MOST_OPS = 1_500_000  # looked at, of all ranks together: about twenty seconds
+_MOST_OPS, _MOST_SUMS = 1_500_000, 100_000  # looked at, of all ranks together
 
 
 class Figure(NamedTuple):
-    """A median, and its noise: the standard error, from the median distance to it."""
+    """A median, and its noise: the standard error, from the median distance to it.
+
+    That of a single value is infinite, since nobody knows it.
+    """
 
     value: float
     noise: float
@@ -56,6 +59,8 @@ class Figure(NamedTuple):
         """Take the median of at least one value."""
         known = list(values)
         middle = statistics.median(known)
+        if len(known) == 1:
+            return cls(middle, math.inf)
         spread = statistics.median(abs(each - middle) for each in known)
         return cls(middle, 1.86 * spread / math.sqrt(len(known)))  # as of normal distributions
 
@@ -112,12 +117,13 @@ class TimedCollective:
 class MeasuredRun:
     """The attempt that was last on all ranks, in seconds.
 
-    ``shares[rank][step]`` are the shares of the steps looked at: those recorded op by op, without
-    the first ones. ``steps`` are all of them on the lowest rank, ``cut`` is true where ops of more
-    steps are recorded than were looked at.
+    ``sums[rank][step]`` are the shares of the steps looked at, without the first ones and without
+    units; ``shares`` those of the steps that were recorded op by op, with units. ``cut`` is true
+    where ops of more steps are recorded than were looked at.
     """
 
     attempts: Mapping[int, Attempt]
+    sums: Mapping[int, Mapping[int, Mapping[Share, float]]]
     shares: Mapping[int, Mapping[int, Mapping[Share, float]]]
     collectives: Sequence[TimedCollective]
     cut: bool
@@ -138,20 +144,25 @@ class MeasuredRun:
         return self.first.facts.units
 
     @property
-    def detailed(self) -> tuple[int, ...]:
+    def looked_at(self) -> tuple[int, ...]:
         """The numbers of the steps looked at."""
+        return tuple(next(iter(self.sums.values())))
+
+    @property
+    def detailed(self) -> tuple[int, ...]:
+        """The numbers of those steps that have ops."""
         return tuple(next(iter(self.shares.values())))
 
     @property
     def by_op(self) -> bool:
-        """True if the steps looked at have ops, so that something of units is known."""
-        return any(step.ops is not None for step in self.first.steps)
+        """True if a step has ops, so that something of units is known."""
+        return bool(self.detailed)
 
     @cached_property
     def mean_shares(self) -> Mapping[str, float]:
         """Mean seconds of a step over ranks, by what takes them."""
         whats = dict.fromkeys(
-            what for steps in self.shares.values() for each in steps.values() for what, _ in each
+            what for steps in self.sums.values() for each in steps.values() for what, _ in each
         )
         return {what: self.mean_s(Wanted(what)) for what in whats}
 
@@ -207,12 +218,18 @@ class MeasuredRun:
     def mean_s(self, wanted: "Wanted", ranks: Sequence[int] | None = None) -> float:
         """Return the mean seconds of a step that ``ranks`` (None: all) spend in wanted shares."""
         chosen = self.ranks if ranks is None else ranks
-        totals = [self.of_step(rank, step, wanted) for rank in chosen for step in self.detailed]
+        totals = [
+            self.of_step(rank, step, wanted) for rank in chosen for step in self._steps_of(wanted)
+        ]
         return sum(totals) / len(totals)
+
+    def _steps_of(self, wanted: "Wanted") -> tuple[int, ...]:
+        return self.looked_at if wanted.unit is None else self.detailed
 
     def of_step(self, rank: int, step: int, wanted: "Wanted") -> float:
         """Return the seconds of wanted shares in one step of a rank."""
-        return sum(seconds for share, seconds in self.shares[rank][step].items() if wanted(share))
+        known = (self.sums if wanted.unit is None else self.shares)[rank][step]
+        return sum(seconds for share, seconds in known.items() if wanted(share))
 
     def excess(self, rank: int, wanted: "Wanted") -> Figure:
         """Return how much longer than the median of the others a rank is in wanted shares."""
@@ -220,7 +237,7 @@ class MeasuredRun:
         return Figure.of(
             self.of_step(rank, step, wanted)
             - statistics.median(self.of_step(other, step, wanted) for other in others)
-            for step in self.detailed
+            for step in self._steps_of(wanted)
         )
 
     @cached_property
@@ -233,7 +250,7 @@ class MeasuredRun:
                     if what in EXPOSED and unit is not None:
                         sums[unit] += seconds
         count = len(self.ranks) * len(self.detailed)
-        return {unit: seconds / count for unit, seconds in sorted(sums.items())}
+        return {unit: seconds / max(1, count) for unit, seconds in sorted(sums.items())}
 
     @cached_property
     def waited(self) -> Mapping[tuple[int, int], float]:
@@ -243,7 +260,9 @@ class MeasuredRun:
             for rank, wait in each.waits.items():
                 if wait.late_s > 0 and rank != each.last:
                     sums[rank, each.last] += wait.late_s
-        return {pair: seconds / len(self.detailed) for pair, seconds in sorted(sums.items())}
+        return {
+            pair: seconds / max(1, len(self.detailed)) for pair, seconds in sorted(sums.items())
+        }
 
     def waited_for(self, rank: int) -> float:
         """Return the mean seconds of a step that others wait for ``rank``."""
@@ -262,12 +281,12 @@ class Wanted:
     """Shares by what they are and by unit; None takes all."""
 
     def __init__(self, *whats: str, unit: int | None = None):
-        self._whats, self._unit = whats, unit
+        self._whats, self.unit = whats, unit
 
     def __call__(self, share: Share) -> bool:
         """Tell if ``share`` is one of them."""
         fits = not self._whats or share[0] in self._whats
-        return fits and (self._unit is None or share[1] == self._unit)
+        return fits and (self.unit is None or share[1] == self.unit)
 
 
 def current_attempts(run: RunRecord) -> dict[int, Attempt]:
@@ -291,36 +310,65 @@ def measure(run: RunRecord) -> MeasuredRun:
     by_number = {
         rank: {each.step: each for each in attempt.steps} for rank, attempt in attempts.items()
     }
-    chosen, cut = _chosen(by_number)
+    common = sorted(set.intersection(*(set(steps) for steps in by_number.values())))
+    if not common:
+        raise ConfigurationError("the ranks have no step in common: are these records of one run?")
+    chosen, cut = _with_ops(by_number, common)
     shares = {
         rank: {number: shares_of(steps[number]) for number in chosen}
         for rank, steps in by_number.items()
     }
     collectives = [each for number in chosen for each in _collectives(number, attempts, by_number)]
-    return MeasuredRun(attempts, shares, collectives, cut)
+    return MeasuredRun(attempts, _sums(by_number, common, shares), shares, collectives, cut)
 
 
-def _chosen(by_number: Mapping[int, Mapping[int, RecordedStep]]) -> tuple[list[int], bool]:
-    """Choose the steps to look at: of those that all ranks have, the latest with ops."""
-    common = sorted(set.intersection(*(set(steps) for steps in by_number.values())))
-    if not common:
-        raise ConfigurationError("the ranks have no step in common: are these records of one run?")
+def _with_ops(
+    by_number: Mapping[int, Mapping[int, RecordedStep]], common: Sequence[int]
+) -> tuple[list[int], bool]:
+    """Choose the steps of which ops are looked at, the latest; tell if there are more."""
     ranks = list(by_number.values())
     sizes = {
         number: sum(len(steps[number].ops or ()) for steps in ranks)
         for number in common
         if all(steps[number].ops is not None for steps in ranks)
     }
-    steady = [number for number in common[_WARM_UP:] if number in sizes]
-    wanted = steady or list(sizes)[-1:] or common[_WARM_UP:] or common[-1:]
+    wanted = [number for number in common[_WARM_UP:] if number in sizes] or list(sizes)[-1:]
     chosen: list[int] = []
     left = _MOST_OPS
     for number in reversed(wanted):
-        left -= sizes.get(number, 0)
+        left -= sizes[number]
         if left < 0 and chosen:
             break
         chosen.insert(0, number)
     return chosen, len(chosen) < len(wanted)
+
+
+def _sums(
+    by_number: Mapping[int, Mapping[int, RecordedStep]],
+    common: Sequence[int],
+    shares: Mapping[int, Mapping[int, Mapping[Share, float]]],
+) -> Mapping[int, Mapping[int, Mapping[Share, float]]]:
+    """Return the shares of steps without units: by their sums, or by ops where only these tell.
+
+    The sums of a device's steps have spans alone.
+    """
+    most = max(3, _MOST_SUMS // len(by_number))
+    steady = (common[_WARM_UP:] or common[-1:])[-most:]
+    told = all(
+        "forward" in steps[number].sums_s for steps in by_number.values() for number in steady
+    )
+    if told or not next(iter(shares.values())):
+        return {
+            rank: {number: summed_shares(steps[number]) for number in steady}
+            for rank, steps in by_number.items()
+        }
+    sums: dict[int, dict[int, dict[Share, float]]] = {}
+    for rank, steps_of_rank in shares.items():
+        for number, known in steps_of_rank.items():
+            step: dict[Share, float] = sums.setdefault(rank, {}).setdefault(number, {})
+            for (what, _), seconds in known.items():
+                step[what, None] = step.get((what, None), 0.0) + seconds
+    return sums
 
 
 def _collectives(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from matplotlib.figure import Figure as Picture
 from plotly.offline import get_plotlyjs
 
 from fullshard.core.errors import ConfigurationError
@@ -317,10 +316,12 @@ def draw_report(report: RunReport, path: Path) -> None:
 
     Raises `ConfigurationError` for a suffix that matplotlib does not know.
     """
+    from matplotlib.figure import Figure  # noqa: PLC0415 - half a second, for pages in vain
+
     measured = report.measured
     number = _drawn_step(measured)
     ranks = [] if number is None else _shown_ranks(measured, 400)
-    picture = Picture(figsize=(11, 3.6 + 0.45 * len(ranks)), layout="constrained")
+    picture = Figure(figsize=(11, 3.6 + 0.45 * len(ranks)), layout="constrained")
     top, bottom = picture.subplots(2, height_ratios=[1 + len(ranks) * 0.5, 2.2])
     picture.suptitle(_wrapped(report.verdict), fontsize=10)
     for place, rank in enumerate(ranks):

@@ -87,8 +87,7 @@ def summed_shares(step: RecordedStep) -> dict[Share, float]:
     """Return the shares of a step by its sums, without units; the rest is the host's."""
     shares: dict[Share, float] = {}
     left = step.duration_s
-    for what in sorted(step.sums_s, key=lambda what: (what not in _WEIGHTS, what)):
-        if what != "issue":
-            shares[what, None] = min(left, step.sums_s[what])
-            left -= shares[what, None]
+    for what in sorted(step.sums_s, key=lambda what: (what in ("forward", "backward"), what)):
+        shares[what, None] = min(left, step.sums_s[what])
+        left -= shares[what, None]
     return shares | {("host", None): left}

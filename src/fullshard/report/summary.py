@@ -63,16 +63,25 @@ class RunReport:
         return {
             "verdict": self.verdict,
             "diagnoses": [asdict(each) for each in self.diagnoses],
-            "figures": {name: each._asdict() for name, each in figures(measured).items()},
+            "figures": {name: _finite(each) for name, each in figures(measured).items()},
             "step_s": measured.mean_shares,
             "wall_s": {"total": self.wall.wall_s, **self.wall.seconds},
             "goodput": self.wall.share,
             "exposed_s": {measured.units[u].name: s for u, s in measured.exposed.items()},
             "waited_for_s": {str(rank): measured.waited_for(rank) for rank in measured.ranks},
             "planned": {name: {"plan": p, "measured": m} for name, p, m in planned(measured)},
-            "changes": [{**row._asdict(), "real": row.real} for row in changes],
+            "changes": [
+                {"name": row.name, "before": _finite(row.before), "after": _finite(row.after)}
+                | {"change": row.change, "real": row.real}
+                for row in changes
+            ],
             "notes": list(self.notes),
         }
+
+
+def _finite(figure: Figure) -> dict[str, float | None]:
+    noise = figure.noise if math.isfinite(figure.noise) else None
+    return {"value": figure.value, "noise": noise}
 
 
 _COMPUTING = ("forward", "backward", "optimizer")
@@ -103,7 +112,7 @@ def _notes(run: RunRecord, measured: MeasuredRun) -> Iterator[str]:
         yield "no step was recorded op by op, so nothing is known of units and late ranks"
     if measured.cut:
         yield f"of the steps recorded op by op the last {len(measured.detailed)} were looked at"
-    if len(measured.detailed) < 3:
+    if len(measured.looked_at) < 3:
         yield "few steps were looked at: figures are as noisy as those are"
     attempts = max(len(record.attempts) for record in run.ranks.values())
     if attempts > 1:
@@ -119,6 +128,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Return a time for people: "8.18 ms", "1.2 s"."""
+    if not math.isfinite(seconds):
+        return "unknown"
     if abs(seconds) >= 120:
         return f"{seconds / 60:.1f} min"
     return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 1 else f"{seconds:.3g} s"
@@ -151,7 +162,7 @@ def figures(measured: MeasuredRun) -> dict[str, Figure]:
         by_step = (
             sum(measured.of_step(rank, step, Wanted(what)) for rank in measured.ranks)
             / len(measured.ranks)
-            for step in measured.detailed
+            for step in measured.looked_at
         )
         known[what] = Figure.of(by_step)
     tokens = [

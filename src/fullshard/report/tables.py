@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of a report, for the terminal and the page alike."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -31,18 +32,18 @@ def tables_of(report: RunReport, other: RunReport | None = None) -> Iterator[Rep
 
 def _text(name: str, value: float) -> str:
     """Return a figure with its unit of measure, which follows from its name."""
-    if name in ("peak memory", "peak_bytes", "transient_peak_bytes"):
+    if math.isfinite(value) and name in ("peak memory", "peak_bytes", "transient_peak_bytes"):
         return bytes_text(int(value))
+    if not math.isfinite(value):
+        return "unknown"
     return f"{value:,.0f}" if name == "tokens a second" else seconds_text(value)
 
 
 def _step(report: RunReport) -> Iterator[ReportTable]:
     measured, noises = report.measured, figures(report.measured)
-    step, count = measured.step, len(measured.detailed)
-    title = f"A step: {seconds_text(step.value)} ± {seconds_text(step.noise)} (parts: {count} "
-    title += (
-        f"step{'s' * (count > 1)} of {len(measured.ranks)} rank{'s' * (len(measured.ranks) > 1)})"
-    )
+    step, steps, ranks = measured.step, len(measured.looked_at), len(measured.ranks)
+    title = f"A step: {seconds_text(step.value)} ± {seconds_text(step.noise)} (parts: means of "
+    title += f"{steps} step{'s' * (steps > 1)} on {ranks} rank{'s' * (ranks > 1)})"
     rows = []
     for what, seconds in sorted(measured.mean_shares.items(), key=lambda each: -each[1]):
         by_rank = [measured.mean_s(Wanted(what), [rank]) for rank in measured.ranks]

@@ -148,6 +148,7 @@ class LogConfig:
     record: bool = _option(
         True, "keep what each rank's steps do in the folder trace, for fullshard report (torch)"
     )
+    report: bool = _option(False, "say at the end what limits the run, and write report.html")
     trace: bool = _option(False, "save the engine's trace of one step as trace.jsonl")
     sample_bytes: int = _option(
         200, "length of the text that the trained gpt writes at the end; 0: none", least=0

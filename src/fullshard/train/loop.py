@@ -15,6 +15,7 @@ from fullshard.train.summary import (
     introduce,
     open_folder,
     say_files,
+    say_report,
     say_sample,
     turn_away,
 )
@@ -109,4 +110,6 @@ def conclude(run: TrainingRun, reporter: Reporter) -> None:
         reporter.say(remark)
     if config.of_text and config.log.sample_bytes:
         say_sample(run.write_text(PROMPT, config.log.sample_bytes), reporter)
+    if config.log.report:
+        say_report(reporter)
     say_files(reporter)

@@ -3,7 +3,8 @@
 
 from pathlib import Path
 
-from fullshard.core.errors import FullshardError
+from fullshard.core.errors import ConfigurationError, FullshardError
+from fullshard.report import write_report
 from fullshard.train.config import Config, resolve, to_toml
 from fullshard.train.metrics import Reporter, new_run_folder, writing
 from fullshard.train.run import TrainingRun, World
@@ -15,6 +16,7 @@ __all__ = [
     "introduce",
     "open_folder",
     "say_files",
+    "say_report",
     "say_sample",
     "turn_away",
 ]
@@ -83,6 +85,19 @@ def say_sample(text: bytes, reporter: Reporter) -> None:
     shown = text.decode("utf-8", errors="replace").encode(encoding, "replace").decode(encoding)
     shown = "".join(c if c.isprintable() or c == "\n" else " " for c in shown)
     reporter.say(f"\nA sample of what it writes after {PROMPT.decode()!r}:\n\n{shown}\n")
+
+
+def say_report(reporter: Reporter) -> None:
+    """Write the page of the run's record, and print its verdict; nothing without a folder."""
+    if reporter.folder is None:
+        return
+    try:
+        verdict, path = write_report(reporter.folder)
+    except ConfigurationError as error:
+        reporter.say(f"no report: {error}")
+        return
+    missing = "no page: it needs the extra report, as of pip install -e '.[report]'"
+    reporter.say(f"{verdict}\n{missing if path is None else f'report: {path}'}")
 
 
 def say_files(reporter: Reporter) -> None:

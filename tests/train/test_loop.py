@@ -12,7 +12,8 @@ from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import OptimConfig, learning_rate, resolve
 from fullshard.train.loop import train_step
-from fullshard.train.metrics import Reporter, RunFolderError, Speed, new_run_folder
+from fullshard.train.metrics import Reporter, RunFolderError, Speed, new_run_folder, ranks_text
+from fullshard.train.run import NoRecord
 from fullshard.train.summary import NonFiniteError
 from fullshard.train.torch.run import TorchRun, agree
 from fullshard.train.torch.world import RankWorld
@@ -108,6 +109,34 @@ def test_agreement_averages_losses_and_names_the_bad():
     nan = torch.tensor(torch.nan)  # a global norm is bad everywhere: the loss says whose fault
     assert [r for _, r in on_ranks(3, lambda w: agree(w, bad[w.part[0]], nan))] == [[1]] * 3
     assert [r for _, r in on_ranks(3, lambda w: agree(w, fine, nan))] == [[0, 1, 2]] * 3
+
+
+class Waiting(NoRecord):
+    def __init__(self, waits_s):
+        self.waits_s = waits_s
+
+    def take_recent(self):
+        return 10.0, self.waits_s
+
+
+def test_the_slowest_rank_is_the_one_that_waits_least():
+    def now(world):
+        run = make_run(world, [1.0, 2.0, 3.0])
+        plain = run.ranks_now()
+        run.record = Waiting([4.0, 1.0, 4.0][world.part[0]])
+        return plain, run.ranks_now()
+
+    for plain, told in on_ranks(3, now):
+        assert plain.keys() == {"memory_least_bytes", "memory_most_bytes"}
+        assert told["slowest_rank"] == 1
+        assert told["exposed_share"] == pytest.approx(0.3)
+        assert told["ahead_of_slowest_share"] == pytest.approx(0.2)
+        assert ranks_text(told).endswith("waiting 30%  slowest rank 1 by 20%")
+    apart = {"memory_least_bytes": 2**30, "memory_most_bytes": 2**31}
+    assert ranks_text(apart) == "ranks 1.00 to 2.00 GiB"
+    alike = {"exposed_share": 0.3, "slowest_rank": 1, "ahead_of_slowest_share": 0.02}
+    assert ranks_text(alike) == "waiting 30%"
+    assert ranks_text({}) == ""
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -71,7 +71,7 @@ def fit(run: TrainingRun, reporter: Reporter, checkpoints: RunCheckpoints) -> No
         reporter.advance()
         done = step + 1
         if done % log.every == 0 or done in (first + 1, config.steps):
-            values |= {**world.memory_used(), **speed.take()}
+            values |= {**world.memory_used(), **speed.take(), **run.ranks_now()}
         reporter.step(done, values, run.data.token)
         if done % config.eval_every == 0 and done < config.steps:
             with run.record.span("evaluation"):

@@ -23,10 +23,12 @@ __all__ = [
     "Speed",
     "bytes_table",
     "new_run_folder",
+    "ranks_text",
     "writing",
 ]
 
 _GIB = 2**30
+_AHEAD = 0.05  # of a step: what ranks wait more than the slowest does is worth a word
 
 
 class RunFolderError(FullshardError, OSError):
@@ -117,11 +119,12 @@ class Reporter:
             MofNCompleteColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[now]}", markup=False),
             console=self.console,
             # A file or a pipe gets the lines only.
             disable=not (world.is_first and self.console.is_terminal),
         )
-        self._task = self._progress.add_task("", total=steps)
+        self._task = self._progress.add_task("", total=steps, now="")
 
     def __enter__(self) -> "Reporter":
         self._progress.start()
@@ -169,12 +172,28 @@ class Reporter:
         ]
         if "mfu" in values:
             parts.append(f"MFU {values['mfu']:.1%}")
-        self.say("  ".join(parts))
+        now = ranks_text(values)
+        self._progress.update(self._task, now=now)
+        self.say("  ".join([*parts, now] if now else parts))
 
     def validation(self, step: int, loss: float, accuracy: float) -> None:
         """Show and record one validation."""
         self.say(f"step {step}  validation loss {loss:.4f}  accuracy {accuracy:.1%}")
         self.record("validation", step, {"loss": loss, "accuracy": accuracy})
+
+
+def ranks_text(values: Mapping[str, float]) -> str:
+    """Say what `TrainingRun.ranks_now` tells, where ranks differ or wait."""
+    least, most = values.get("memory_least_bytes", 0), values.get("memory_most_bytes", 0)
+    parts = []
+    if most > 1.01 * least:
+        parts.append(f"ranks {least / _GIB:.2f} to {most / _GIB:.2f} GiB")
+    if "exposed_share" in values:
+        parts.append(f"waiting {values['exposed_share']:.0%}")
+        ahead = values["ahead_of_slowest_share"]
+        if ahead > _AHEAD:
+            parts.append(f"slowest rank {values['slowest_rank']} by {ahead:.0%}")
+    return "  ".join(parts)
 
 
 def bytes_table(title: str, rows: Sequence[BytesRow], noun: str = "rank") -> Table:

@@ -55,6 +55,13 @@ class World(ABC):
         device = device_of_driver(self.driver) if dtype == "bfloat16" else None
         return device.peak("bfloat16") if device else None
 
+    def of_all(self, *values: float) -> list[list[float]]:
+        """Return the ``values`` of all ranks, in rank order; of one process by itself, its own.
+
+        Collective.
+        """
+        return [list(values)]
+
     def memory_used(self) -> dict[str, int]:
         """Return the most bytes used so far and how many there are: of a device, or the host."""
         used, total = self.device_memory() or (resident_bytes()[1], host_total_bytes())
@@ -79,6 +86,10 @@ class NoRecord:
 
     def note(self, *, loss: float, tokens: int) -> None:
         """Do nothing."""
+
+    def take_recent(self) -> tuple[float, float]:
+        """Return 0 seconds of steps, and 0 of waits."""
+        return 0.0, 0.0
 
     def span(self, what: str) -> AbstractContextManager[None]:
         """Do nothing within."""
@@ -125,6 +136,24 @@ class TrainingRun(ABC):
         self, folder: RunFolder, step: int, extra: dict[str, Any], asynchronous: bool
     ) -> Saving:
         """Save a step from which either engine can go on."""
+
+    def ranks_now(self) -> dict[str, float]:
+        """Return what all ranks together say of the steps since the last call. Collective.
+
+        The least and most memory that a rank has used; the share of time in which the mean rank
+        was held up, and the rank for which others waited, if that is known.
+        """
+        used = self.world.memory_used()["memory_bytes"]
+        memory, steps, waits = zip(
+            *self.world.of_all(used, *self.record.take_recent()), strict=True
+        )
+        told = {"memory_least_bytes": min(memory), "memory_most_bytes": max(memory)}
+        if min(steps) > 0:
+            shares = [wait / step for wait, step in zip(waits, steps, strict=True)]
+            told["exposed_share"] = sum(shares) / len(shares)
+            told["slowest_rank"] = shares.index(min(shares))
+            told["ahead_of_slowest_share"] = told["exposed_share"] - min(shares)
+        return told
 
     @abstractmethod
     def is_finite(self) -> bool:

@@ -125,6 +125,7 @@ class RunRecording:
             self._at_s = self._seconds(self._from)
         self._sampled_s, self._after_backward, self._fails = 0.0, False, False
         self._rest, self._limit_bytes = model.resting_bytes(optimizer), _limit_bytes(model.device)
+        self._recent_s, self._recent_waits_s = 0.0, 0.0
         self._written: deque[_OpenStep] = deque()  # by the host, not yet by the device
         self._put(self._writer.span, TimedSpan("start", 0.0, self._at_s))
         self._step = _OpenStep(0, self._from)
@@ -141,6 +142,15 @@ class RunRecording:
     def step(self) -> int:
         """The number of the present step; the first is 0."""
         return self._step.step
+
+    def take_recent(self) -> tuple[float, float]:
+        """Return the seconds of steps since the last call, and those in which they waited.
+
+        Of steps that have been written, and of which both are known: on a device, detailed ones.
+        """
+        recent = self._recent_s, self._recent_waits_s
+        self._recent_s = self._recent_waits_s = 0.0
+        return recent
 
     def goes_on_from(self, step: int) -> None:
         """Number the present step ``step``: a run goes on from a checkpoint."""
@@ -322,12 +332,16 @@ class RunRecording:
         self._at_s, self._from = self._seconds(step.begin), step.begin
         ops = self._timed(step.notes) if step.detailed else None
         sums = step.sums_s or _sums_of(ops or ())
+        end_s = self._seconds(step.end)
+        if sums:
+            self._recent_s += end_s - self._at_s
+            self._recent_waits_s += sum(s for name, s in sums.items() if name.startswith("await_"))
         for span in step.spans:
             sums[span.what] = sums.get(span.what, 0.0) + span.end_s - span.begin_s
         return RecordedStep(
             step.step,
             self._at_s,
-            self._seconds(step.end),
+            end_s,
             step.tokens,
             None if step.loss is None else float(step.loss),
             {name: max(0.0, seconds) for name, seconds in sums.items()},

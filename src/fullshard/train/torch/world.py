@@ -45,6 +45,12 @@ class RankWorld(World):
         self.comm.all_reduce([values]).wait()
         return values
 
+    def of_all(self, *values: float) -> list[list[float]]:
+        """See `World.of_all`."""
+        rows = torch.zeros(self.size, len(values), dtype=torch.float64, device=self.device)
+        rows[self.part[0]] = torch.tensor(values, dtype=torch.float64)
+        return self.total(rows).tolist()
+
     def somewhere(self, *flags: bool) -> tuple[bool, ...]:
         """See `World.somewhere`."""
         counts = self.total(torch.tensor(flags, dtype=torch.float64, device=self.device))

@@ -305,8 +305,8 @@ MUTANTS = {
     ),
     "full tensors are not waited for": _edit(
         "tensor.ownership:gathered_together",
-        "comm.all_gather([(gathered.view(-1), padded)], label=label).wait()",
-        "comm.all_gather([(gathered.view(-1), padded)], label=label)", "full tensors between steps",
+        "comm.all_gather([(gathered, mine)], label=label).wait()",
+        "comm.all_gather([(gathered, mine)], label=label)", "full tensors between steps",
     ),
     "sums of parameters are not waited for": _edit(
         "tensor.reductions:global_sum", "comm.all_reduce([total]).wait()",
@@ -433,6 +433,45 @@ MUTANTS = {
     "two dtypes in int8 are not waited for": _edit(
         "comm.protocol:Together.wait", "work.wait()", "pass",
         "two dtypes in a unit, gathers and reduces in int8",
+    ),
+    # values
+    "comparisons of what norms are of are not waited for": _edit(
+        "tensor.reductions:_are_alike", 'a norm or sum is of").wait()', 'a norm or sum is of")',
+        "operations by element",
+    ),
+    "one rank's span is pickled as if it were the parameter": _edit(
+        "tensor.parameter:ShardedParameter.__reduce_ex__", "raise UnshardedOperationError(",
+        "return str, (lambda *x: x)(", "operations by element that are refused",
+    ),
+    "complex numbers are sent as they are": _edit(
+        "comm.process_group:ProcessGroupComm._by_pairs",
+        "[torch.view_as_real(t) if t.is_complex() else t for t in tensors]", "list(tensors)",
+        "complex parameters",
+    ),
+    "what is written to copies is lost": _edit(
+        "tensor.parameter:_as_dtensor_does", "_refuse_to_write_to_views(func, written)", "pass",
+        "operations by row",
+    ),
+    "norms are not waited for on the second axis": _edit(
+        "tensor.reductions:_combine", "comm.all_reduce([norms]).wait()",
+        "work = comm.all_reduce([norms]); comm is not comms[0] or work.wait()",
+        "two axes by element",
+    ),
+    "rows of another dimension are not waited for": _edit(
+        "tensor.ownership:gathered_together",
+        "comm.all_gather([(gathered, mine)], label=label).wait()",
+        "work = comm.all_gather([(gathered, mine)], label=label); parts[0][0].dim or work.wait()",
+        "state dicts of rows along another dimension",
+    ),
+    "whole tensors are gathered one by one": _edit(
+        "state.forms:_gathered", "unit = each.ownership.comm, each.ownership.unit,",
+        "unit = each.ownership.comm, id(each),", "whole state dicts",
+    ),
+    "unequal parts are not waited for": _edit(
+        "tensor.ownership:gathered_together",
+        "comm.all_gather([(Parts(gathered, held), mine)], label=label).wait()",
+        "comm.all_gather([(Parts(gathered, held), mine)], label=label)",
+        "whole state dicts of whole matrices",
     ),
 }
 # fmt: on

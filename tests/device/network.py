@@ -84,6 +84,8 @@ class Network:
             machine.collectives.append((group.group_name, kind, machine.label, shapes, numbers))
         machine.label = ""
         on_device = any(tensor.is_cuda for tensor in (*outputs, *inputs))
+        if any(tensor.is_complex() for tensor in (*outputs, *inputs)):
+            machine.find(f"{kind} sends complex numbers, which NCCL does not know")
         by_engine = where() != "the program"
         if on_device and not beside and machine.current == COMPUTE and by_engine:
             machine.find(f"{kind} holds up the stream of computation")

@@ -18,6 +18,7 @@ from device import (
     memory,
     mutations,
     optional_parts,  # noqa: F401 - has programs
+    values,  # noqa: F401 - has programs
 )
 from device.interleavings import Recorder, Trace
 from device.machine import Machine

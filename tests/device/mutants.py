@@ -473,6 +473,43 @@ MUTANTS = {
         "comm.all_gather([(Parts(gathered, held), mine)], label=label)",
         "whole state dicts of whole matrices",
     ),
+    # groups
+    "a rank alone gathers what it has": _edit(
+        _UNIT + "__init__", "self._ranks.gather.size == 1 and self._as_they_rest", "False",
+        "one rank alone",
+    ),
+    "a pair of groups is taken the other way round": _edit(
+        "comm.ranks:ranks_of", "within, across = where\n", "across, within = where\n",
+        "a pair of groups",
+    ),
+    "hosts share equal slices": _edit(
+        "comm.ranks:_mesh_of_hosts", "(world // local, local)", "(local, world // local)",
+        "hybrid by hosts",
+    ),
+    "the last dim of a mesh is taken for the first": _edit(
+        "comm.ranks:_first_dim", "mesh[first]", "mesh[other]", "one dim of a mesh of two",
+    ),
+    "gathers share a communicator": _edit(
+        "comm.ranks:_duplicate_of", "comm.duplicate()", "comm", "the group of all ranks",
+    ),
+    "errors of rounding are kept unasked": _edit(
+        "comm.compressed:CompressedComm._residuals_for",
+        "if not self.compression.error_feedback:", "if False:",
+        "compressed gathers of what is bf16, reduces without feedback",
+    ),
+    "reduces are not compared": _edit(
+        "comm.checked:CheckedComm.reduce_scatter",
+        'self._check("reduce_scatter", label, _alike_on_all(pairs))', "pass",
+        "every call compared",
+    ),
+    "blocks of any size are taken": _edit(
+        "comm.ranks:in_blocks", "if size < 1 or gather.size % size:", "if size < 1:",
+        "groups that are refused",
+    ),
+    "ranks go on until the last has no batch": _edit(
+        "comm.uneven_inputs:stop_together", "_comm_of(group), min)", "_comm_of(group), max)",
+        "batches of unequal number",
+    ),
 }
 # fmt: on
 

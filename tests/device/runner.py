@@ -15,6 +15,7 @@ from device import (
     around,  # noqa: F401 - has programs
     by_hand,  # noqa: F401 - has programs
     cost,
+    groups,  # noqa: F401 - has programs
     memory,
     mutations,
     optional_parts,  # noqa: F401 - has programs

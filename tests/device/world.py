@@ -134,11 +134,16 @@ def _groups_with_options(machine):
         yield
 
 
+def real():
+    """Within, tensors have values, as those of meshes and of what is asked on the host."""
+    return _disable_current_modes()
+
+
 def _with_values(function):
     """``function``, which asks other ranks by tensors on the host: these are real, and our own."""
 
     def call(*args, **kwargs):
-        with _disable_current_modes():
+        with real():
             return function(*args, **kwargs)
 
     return call

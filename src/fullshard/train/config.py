@@ -149,6 +149,9 @@ class LogConfig:
         True, "keep what each rank's steps do in the folder trace, for fullshard report (torch)"
     )
     report: bool = _option(False, "say at the end what limits the run, and write report.html")
+    to: tuple[str, ...] = _option(
+        (), "tensorboard, wandb (offline), mlflow, or module:function, told of all values"
+    )
     trace: bool = _option(False, "save the engine's trace of one step as trace.jsonl")
     sample_bytes: int = _option(
         200, "length of the text that the trained gpt writes at the end; 0: none", least=0

@@ -18,16 +18,19 @@ from fullshard.plan.run import Recompute
 from fullshard.plan.run import Run as PlannedRun
 from fullshard.plan.step.script import write_script
 from fullshard.train.config import Config, check_world
+from fullshard.train.loggers import check_loggers
 
 __all__ = ["check_memory", "check_run", "needed_bytes", "way_to_fit"]
 
 
 def check_run(config: Config, ranks: int, on_host: int, device_bytes: int | None) -> None:
-    """Refuse a batch that ``ranks`` ranks cannot share, and a model that they cannot hold.
+    """Refuse a batch that ``ranks`` ranks cannot share, a model that they cannot hold, and loggers
+    that are not there.
 
     A rank has ``device_bytes`` of memory, None for its share of a host that has ``on_host`` ranks.
     """
     check_world(config, ranks)
+    check_loggers(config.log.to)
     check_memory(config, ranks, device_bytes or host_total_bytes() // on_host)
 
 

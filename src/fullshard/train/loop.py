@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fullshard.train.config import learning_rate
 from fullshard.train.data import rank_slice
+from fullshard.train.loggers import logging_to
 from fullshard.train.metrics import Reporter, Speed, bytes_table, writing
 from fullshard.train.run import TrainingRun
 from fullshard.train.run_checkpoints import RunCheckpoints
@@ -37,6 +38,7 @@ def train(run: TrainingRun) -> None:
         Reporter(run.world, folder, steps) as reporter,
         stop_request() as stop,
         run.recorded(place),
+        logging_to(run.config, folder) as reporter.listeners,
     ):
         introduce(run, reporter)
         checkpoints = RunCheckpoints(run, folder, reporter, stop)

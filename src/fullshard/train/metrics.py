@@ -15,6 +15,7 @@ from rich.table import Table
 
 from fullshard.core.errors import ConfigurationError, FullshardError
 from fullshard.core.text import bytes_text
+from fullshard.train.loggers import Tell
 from fullshard.train.run import BytesRow, World
 
 __all__ = [
@@ -112,6 +113,7 @@ class Reporter:
 
     def __init__(self, world: World, folder: Path | None, steps: int) -> None:
         self.folder = folder
+        self.listeners: Sequence[Tell] = ()
         self.console: Console = Console(quiet=not world.is_first, soft_wrap=True, highlight=False)
         self._progress = Progress(
             TextColumn("[bold]training"),
@@ -151,6 +153,8 @@ class Reporter:
         path = self.folder / "metrics.jsonl"
         with writing(path), open(path, "a", encoding="utf-8") as lines:
             lines.write(line + "\n")
+        for tell in self.listeners:
+            tell(kind, step, values)
 
     def step(self, step: int, values: Mapping[str, float], token: str = "tokens") -> None:
         """Record one training step, and show it if memory and rates are among its values.

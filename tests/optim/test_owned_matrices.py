@@ -110,11 +110,9 @@ def test_hybrid_ranks_and_accumulation(door):
         train(model, optimizers, comm.rank, parts=2)
         return full(model)
 
-    expected = alone(4, parts=2)
+    expected = alone(4, parts=2, row=2)
     for values in LocalWorld(4).run(body):
-        assert values.keys() == expected.keys()
-        for name, value in values.items():  # sums within a row come first
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-2)
+        assert_equal(values, expected)
 
 
 def test_state_dicts_are_those_of_one_process_and_load_on_any_number_of_ranks():
@@ -266,6 +264,19 @@ def test_state_that_cannot_be_told_is_refused_on_all_ranks():
     LocalWorld(2).run(body)
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_accumulation_on_ranks_that_are_no_power_of_two(door):
+    def body(comm):
+        model = DOORS[door](comm)
+        optimizers = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))
+        train(model, optimizers, comm.rank, parts=3)
+        return full(model)
+
+    expected = alone(3, parts=3)
+    for values in LocalWorld(3).run(body):
+        assert_equal(values, expected)
+
+
 def test_checkpoints_load_on_other_numbers_of_ranks_and_into_other_layouts(tmp_path):
     def save(comm):
         model = sharded(comm)
@@ -288,3 +299,51 @@ def test_checkpoints_load_on_other_numbers_of_ranks_and_into_other_layouts(tmp_p
         for values, got in LocalWorld(world).run(lambda comm, make=make: load(comm, make)):
             assert all(torch.equal(values[name], expected[name]) for name in expected)
             assert all(map(torch.equal, got, buffers))
+
+
+LAYOUTS = [(sharded, "matrix"), (sharded, "row"), (wrapped, "matrix"), (wrapped, "element")]
+
+
+@pytest.mark.parametrize("saved", LAYOUTS[:2] + LAYOUTS[3:])
+def test_checkpoints_go_between_matrices_rows_and_elements(saved, tmp_path):
+    """A step behind loading is that of one process, so what was loaded is whole and in place."""
+
+    def make(comm, door, align):
+        model = door(comm, align=align)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def save(comm):
+        model, optimizer = make(comm, *saved)
+        train(model, [optimizer], comm.rank, steps=range(2))
+        fs.save_checkpoint(tmp_path, model, optimizer, step=2)
+
+    def go_on(comm, door, align):
+        model, optimizer = make(comm, door, align)
+        fs.load_checkpoint(tmp_path, model, optimizer)
+        loss_of(model, batch(9, 0)).backward()
+        optimizer.step()
+        return full(model)
+
+    LocalWorld(3).run(save)
+    expected = LocalWorld(1).run(lambda comm: go_on(comm, *saved))[0]
+    for world, (door, align) in zip((2, 5, 4, 3), LAYOUTS, strict=True):
+        for values in LocalWorld(world).run(lambda c, d=door, a=align: go_on(c, d, a)):
+            for name, value in values.items():
+                torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_offloaded_matrices_are_stepped_where_they_rest(door):
+    options = {"offload_policy": fs.CPUOffloadPolicy(pin_memory=False)}
+    if door == "wrapper":
+        options = {"cpu_offload": fs.CPUOffload(offload_params=True)}
+
+    def body(comm):
+        model = DOORS[door](comm, **options)
+        optimizers = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))
+        train(model, optimizers, comm.rank)
+        return full(model)
+
+    expected = alone(2)
+    for values in LocalWorld(2).run(body):
+        assert_equal(values, expected)

@@ -68,28 +68,36 @@ def loss_of(model, tokens):
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def alone(world, parts=1, make=muon_and_adamw, steps=STEPS, model=None, optimizers=None):
-    """Train in one process, with gradients added in the order of ranks."""
+def added(lists):
+    """Add lists of tensors in their order."""
+    return [sum(column[1:], column[0]) for column in zip(*lists, strict=True)]
+
+
+def alone(world, parts=1, make=muon_and_adamw, steps=STEPS, model=None, optimizers=None, row=None):
+    """Train in one process, with gradients added as ranks do: within a row, then those of rows."""
     model = model or copy.deepcopy(TEMPLATE)
-    optimizers = optimizers or make(model)
+    optimizers, row = optimizers or make(model), row or world
     for step in range(steps):
-        grads = []
-        for rank in range(world):
-            model.zero_grad()
-            for part in range(parts):
+        of_parts = []
+        for part in range(parts):
+            of_ranks = []
+            for rank in range(world):
+                model.zero_grad()
                 loss_of(model, batch(step, rank, part)).backward()
-            grads.append([param.grad.clone() for param in model.parameters()])
-        for param, *each in zip(model.parameters(), *grads, strict=True):
-            param.grad = sum(each[1:], each[0]) / world
+                of_ranks.append([param.grad.clone() for param in model.parameters()])
+            rows = [added(of_ranks[first : first + row]) for first in range(0, world, row)]
+            of_parts.append([total / world for total in added(rows)])
+        for param, grad in zip(model.parameters(), added(of_parts), strict=True):
+            param.grad = grad
         for optimizer in optimizers:
             optimizer.step()
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def sharded(comm, **options):
+def sharded(comm, align="matrix", **options):
     model = copy.deepcopy(TEMPLATE)
     for block in model.blocks:
-        fs.fully_shard(block, mesh=comm, align="matrix", **options)
+        fs.fully_shard(block, mesh=comm, align=align, **options)
     return fs.fully_shard(model, mesh=comm, **options)
 
 
@@ -97,9 +105,9 @@ def is_unit(module, recurse, nonwrapped_numel):
     return recurse or isinstance(module, Block)
 
 
-def wrapped(comm, **options):
+def wrapped(comm, align="matrix", **options):
     return fs.FullyShardedDataParallel(
-        copy.deepcopy(TEMPLATE), process_group=comm, auto_wrap_policy=is_unit, align="matrix",
+        copy.deepcopy(TEMPLATE), process_group=comm, auto_wrap_policy=is_unit, align=align,
         use_orig_params=True, **options,
     )  # fmt: skip
 

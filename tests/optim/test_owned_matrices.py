@@ -23,10 +23,12 @@ from torch import nn
 
 import fullshard.torch as fs
 from fullshard.core.errors import ConfigurationError, NotSupportedError
+from fullshard.core.grouping import muon_work
 from fullshard.testing import LocalWorld
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 WORLDS = (1, 2, 3, 4, 5, 8)
+WRAPPED = "_fsdp_wrapped_module."
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -36,7 +38,7 @@ def test_muon_is_that_of_one_process_and_sends_nothing(world, door, monkeypatch)
 
     def body(comm):
         model = DOORS[door](comm)
-        optimizers = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))
+        optimizers = muon_and_adamw(model, lambda name: name.replace(WRAPPED, ""))
         train(model, optimizers, comm.rank, step_by=counted.step)
         held = [p for p in optimizers[0].param_groups[0]["params"] if p.local.numel()]
         assert all(p.local.numel() == p.numel() for p in held)
@@ -106,7 +108,7 @@ def test_hybrid_ranks_and_accumulation(door):
 
     def body(comm):
         model = DOORS[door](grid(comm, 2), **options)
-        optimizers = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))
+        optimizers = muon_and_adamw(model, lambda name: name.replace(WRAPPED, ""))
         train(model, optimizers, comm.rank, parts=2)
         return full(model)
 
@@ -264,11 +266,62 @@ def test_state_that_cannot_be_told_is_refused_on_all_ranks():
     LocalWorld(2).run(body)
 
 
+class Ranks64:
+    size = 64
+
+
+def test_units_of_a_large_model_are_even_if_dealt_out_together():
+    with torch.device("meta"):
+        wide, kv, hidden = 4096, 1024, 14336  # of Llama 3 8B
+        shapes = [(wide, wide)] * 2 + [(wide, kv)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
+        blocks = [nn.ModuleList(nn.Linear(*shape) for shape in shapes) for _ in range(32)]
+    whole, comm, loads = fs.WholeMatrices(*blocks), Ranks64(), [0.0] * Ranks64.size
+    for param in (each for block in blocks for each in block.parameters()):
+        owner = whole.owner_of(param, comm)
+        assert (owner is None) == (param.dim() == 1)
+        if owner is not None:
+            loads[owner] += muon_work(param.shape)
+    assert max(loads) <= 1.1 * sum(loads) / len(loads)
+
+
+def test_units_dealt_out_together_are_stepped_as_by_one_process():
+    def together(comm):
+        model = copy.deepcopy(TEMPLATE)
+        whole = fs.WholeMatrices(*model.blocks)
+        for block in model.blocks:
+            fs.fully_shard(block, mesh=comm, align=whole)
+        return fs.fully_shard(model, mesh=comm)
+
+    def trained(comm):
+        model = together(comm)
+        train(model, muon_and_adamw(model), comm.rank)
+        return full(model)
+
+    expected = alone(3)
+    for values in LocalWorld(3).run(trained):
+        assert_equal(values, expected)
+
+
+def test_what_is_not_among_matrices_dealt_out_together_is_dealt_out_behind_them():
+    def body(comm):
+        model = copy.deepcopy(TEMPLATE)
+        whole = fs.WholeMatrices(model.blocks[0])
+        for block in model.blocks:
+            fs.fully_shard(block, mesh=comm, align=whole)
+        with pytest.raises(ConfigurationError, match="one by one, got a list"):
+            fs.WholeMatrices([model])
+        return sum(each.weight.ownership.owner is not None for each in (
+            model.blocks[1].up, model.blocks[2].down, model.blocks[0].mix
+        ))  # fmt: skip
+
+    assert LocalWorld(2).run(body) == [3, 3]
+
+
 @pytest.mark.parametrize("door", DOORS)
 def test_accumulation_on_ranks_that_are_no_power_of_two(door):
     def body(comm):
         model = DOORS[door](comm)
-        optimizers = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))
+        optimizers = muon_and_adamw(model, lambda name: name.replace(WRAPPED, ""))
         train(model, optimizers, comm.rank, parts=3)
         return full(model)
 
@@ -287,7 +340,7 @@ def test_checkpoints_load_on_other_numbers_of_ranks_and_into_other_layouts(tmp_p
 
     def load(comm, make=sharded):
         model = make(comm)
-        muon = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))[0]
+        muon = muon_and_adamw(model, lambda name: name.replace(WRAPPED, ""))[0]
         fs.load_checkpoint(tmp_path, model, muon)
         return full(model), [
             state["momentum_buffer"].full_tensor() for state in muon.state_dict()["state"].values()
@@ -340,7 +393,7 @@ def test_offloaded_matrices_are_stepped_where_they_rest(door):
 
     def body(comm):
         model = DOORS[door](comm, **options)
-        optimizers = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))
+        optimizers = muon_and_adamw(model, lambda name: name.replace(WRAPPED, ""))
         train(model, optimizers, comm.rank)
         return full(model)
 

@@ -29,6 +29,7 @@ from fullshard.torch.sharding.options import (
     MixedPrecision,
     MixedPrecisionPolicy,
 )
+from fullshard.torch.sharding.owners import WholeMatrices
 from fullshard.torch.sharding.settings import (
     keep_for_double_backward,
     mark_optional,
@@ -110,6 +111,7 @@ __all__ = [
     "ShardedGradScaler",
     "ShardedParameter",
     "ShardingStrategy",
+    "WholeMatrices",
     "clip_grad_norm_",
     "fully_shard",
     "inspection",

@@ -27,7 +27,13 @@ from fullshard.torch.sharding.options import (
     offload_of,
     precision_of,
 )
-from fullshard.torch.sharding.owners import AlignOrMatrix, is_matrix, matrices_owned, tables_of
+from fullshard.torch.sharding.owners import (
+    AlignOrMatrix,
+    WholeMatrices,
+    is_matrix,
+    matrices_owned,
+    tables_of,
+)
 from fullshard.torch.sharding.settings import mark_optional
 from fullshard.torch.sharding.shard import ToShard, agree, shard_modules, shardable_parameters
 from fullshard.torch.step.managed import managed_unit_of
@@ -53,7 +59,7 @@ def fully_shard(
     dp_mesh_dims: Any = ...,
     compression: CommunicationCompression | None = ...,
     check_values: bool = ...,
-    align: AlignOrMatrix = ...,
+    align: AlignOrMatrix | WholeMatrices = ...,
     optional: bool = ...,
 ) -> FSDPModule: ...
 
@@ -71,7 +77,7 @@ def fully_shard(
     dp_mesh_dims: Any = ...,
     compression: CommunicationCompression | None = ...,
     check_values: bool = ...,
-    align: AlignOrMatrix = ...,
+    align: AlignOrMatrix | WholeMatrices = ...,
     optional: bool = ...,
 ) -> list[FSDPModule]: ...
 
@@ -88,7 +94,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     compression: CommunicationCompression | None = None,
     check_values: bool = True,
-    align: AlignOrMatrix = "row",
+    align: AlignOrMatrix | WholeMatrices = "row",
     optional: bool = False,
 ) -> Any:
     """Shard the parameters of ``module`` that are not sharded yet, in place, as one unit.
@@ -116,9 +122,8 @@ def fully_shard(
         check_values: compare the values that ranks start with. Not part of FSDP2.
         align: cut parameters at rows, so that they are DTensors, or ("element") anywhere, so that
             slices are equal and a unit is one message, or ("matrix") leave each matrix on one rank,
-            for optimizers like Muon. Embeddings, and what is no matrix, are then cut at rows. Not
-            part of FSDP2.
-
+            for optimizers like Muon. Embeddings, and what is no matrix, are then cut at rows.
+            `WholeMatrices` does that for several units together. Not part of FSDP2.
         optional: let ranks leave the unit, and those inside, out of a forward, as `mark_optional`
             does. Not part of FSDP2.
 
@@ -138,6 +143,8 @@ def fully_shard(
     """
     precision = precision_of("mp_policy", mp_policy)
     offload = offload_of("offload_policy", offload_policy)
+    together = align if isinstance(align, WholeMatrices) else None
+    align = "matrix" if isinstance(align, WholeMatrices) else align
     check_align(align)
     check_compression(compression)
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
@@ -153,7 +160,7 @@ def fully_shard(
     if shard_placement_fn is not None:
         found = _cut_along(found, shard_placement_fn, ranks.gather.size, align)
     if align == "matrix":
-        found, align = _owned(found, modules, ranks, shard_placement_fn), "row"
+        found, align = _owned(found, modules, ranks, shard_placement_fn, together), "row"
     plan = Plan(ranks, found.device, reshard_after_forward, precision, offload, align=align)
     units = {type(modules[0]).__name__: found.all_of_them}
     bare = agree(units, [plan], check_values=check_values, meta_on_some=True)
@@ -241,6 +248,7 @@ def _owned(
     modules: Sequence[nn.Module],
     ranks: Ranks,
     placement_of: Callable[[nn.Parameter], Any] | None,
+    together: WholeMatrices | None,
 ) -> ToShard:
     """Give matrices to ranks, but those for which the user has chosen a placement."""
     tables = set().union(*(tables_of(module) for module in modules))
@@ -249,7 +257,7 @@ def _owned(
         chosen = placement_of is not None and placement_of(each.param) is not None
         return is_matrix(each, tables) and not chosen
 
-    (owned,) = matrices_owned([(found.all_of_them, ranks)], whole)
+    (owned,) = matrices_owned([(found.all_of_them, ranks)], whole, together)
     params, tied = owned[: len(found.params)], owned[len(found.params) :]
     moved = [
         replace(before, everywhere=each) for before, each in zip(found.tied, tied, strict=True)

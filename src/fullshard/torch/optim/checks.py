@@ -142,7 +142,10 @@ def _check_low_bit(optimizer: Optimizer, cut: list[ShardedParameter]) -> None:
             f"{kind.__name__} keeps its state in blocks of rows, but {cut[0].ownership.name!r} is "
             "sharded by element: use fully_shard, or an elementwise optimizer"
         )
-    _step_eagerly(optimizer)
+    if any(
+        isinstance(each, DTensor) for group in optimizer.param_groups for each in group["params"]
+    ):
+        _step_eagerly(optimizer)
 
 
 def _step_eagerly(optimizer: Optimizer) -> None:

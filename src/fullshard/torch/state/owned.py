@@ -56,10 +56,13 @@ def plain_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, 
 
 
 def shown_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, Any]:
-    """Return that state with what has the shape of its parameter sharded like it."""
+    """Return that state with what has the shape of its parameter sharded like it.
+
+    But tensors of other classes, as torchao's in 8 bits, which need not be cut: they stay whole.
+    """
     return {
         name: ShardedParameter.value(value.detach().reshape(-1), param.ownership)
-        if isinstance(value, Tensor) and value.shape == param.shape and name not in NUMBERS
+        if type(value) is Tensor and value.shape == param.shape and name not in NUMBERS
         else value
         for name, value in state.items()
     }

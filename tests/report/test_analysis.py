@@ -141,7 +141,7 @@ def test_a_replay_of_a_record_takes_as_long_as_its_step(run):
     run = replace(run, jitter=0, slow={}, data_s=0.0, host_s=0.0, optimizer_s=0.0)
     measured = measure(run.run())
     step = measured.first.steps[-1]
-    ops = replay(events_of(step), setting_of(measured), costs_of(measured))[0]
+    ops = replay(events_of(step), setting_of(measured, step), costs_of(measured))[0]
     assert max(op.end_s for op in ops) == pytest.approx(step.duration_s, rel=0.1)
 
 

@@ -263,7 +263,7 @@ def _communication(measured: MeasuredRun) -> Iterator[Diagnosis]:
     # Without ops nobody knows who was late: that rank waits for the link alone, and so the least.
     cost_s = min(measured.mean_s(Wanted(*EXPOSED), [rank]) for rank in measured.ranks)
     if measured.by_op:
-        cost_s = sum(measured.exposed.values()) * (1 - measured.late_share)
+        cost_s = measured.link_s
     sizes = [unit.full_bytes for unit in measured.units if unit.numel]
     tiny = len(sizes) > _MANY_UNITS and statistics.median(sizes) < _TINY_BYTES
     if tiny and cost_s + issue_s > _LEAST["exposed"] * measured.mean_step_s:
@@ -299,7 +299,7 @@ def _of_link(measured: MeasuredRun, cost_s: float, sizes: Sequence[int]) -> Diag
     return Diagnosis("slow link", cost_s, exposed, advice, gain_s=gains.get(best or ""))
 
 
-_AHEAD = "gather further ahead: prefetch 2 units in forward and backward"
+_AHEAD = "gather further ahead: set_prefetch(model, forward=2, backward=2)"
 _ONCE = "keep units full from forward to backward (SHARD_GRAD_OP): one gather less"
 _SHORT = 'halve what is sent: compression of gathers and reduces as "bf16", or larger batches'
 
@@ -309,7 +309,8 @@ def _gains(measured: MeasuredRun) -> dict[str, float]:
     steps = [step for step in measured.first.steps if step.step in measured.detailed and step.ops]
     if not steps or measured.first.facts.engine != "torch":
         return {}
-    events, setting, costs = events_of(steps[-1]), setting_of(measured), costs_of(measured)
+    events, costs = events_of(steps[-1]), costs_of(measured)
+    setting = setting_of(measured, steps[-1])
     before = _ends_s(events, setting, costs)
     gains = {}
     ahead = Setting(setting.policies, Prefetch(2, 2, max(2, setting.prefetch.reduces_in_flight)))

@@ -34,6 +34,7 @@ __all__ = [
     "Wanted",
     "current_attempts",
     "measure",
+    "pairs_of",
 ]
 
 EXPOSED = ("await_gather", "await_reduce")
@@ -81,11 +82,14 @@ class Waits(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """One gather or reduce of a unit over ranks; times are those of rank 0's clock."""
+    """One gather or reduce of a unit over ranks; times are those of rank 0's clock.
+
+    ``turn`` is the same in all steps: which one of this kind and unit, and among which ranks.
+    """
 
     op: str
     unit: int
-    step: int
+    turn: tuple[int, int]
     bytes: int
     last: int
     waits: Mapping[int, Waits]
@@ -270,6 +274,18 @@ class MeasuredRun:
         return lost / max(1, len(self.ranks) - 1)
 
     @cached_property
+    def link_s(self) -> float:
+        """Seconds of a step waited for the link: the medians of all collectives over steps.
+
+        Hiccups of a host that come now and then make no link slow.
+        """
+        by_turn: defaultdict[tuple[object, ...], list[float]] = defaultdict(list)
+        for each in self.collectives:
+            waited_s = each.exposed_s(late=False) * len(each.waits) / len(self.ranks)
+            by_turn[each.op, each.unit, each.turn].append(waited_s)
+        return sum(map(statistics.median, by_turn.values()))
+
+    @cached_property
     def late_share(self) -> float:
         """The part of all waits that was for late ranks."""
         late = sum(each.exposed_s(late=True) for each in self.collectives)
@@ -377,17 +393,17 @@ def _collectives(
     by_number: Mapping[int, Mapping[int, RecordedStep]],
 ) -> Iterator[TimedCollective]:
     """Bring together what ranks say of each collective of a step that was waited for."""
-    issued: defaultdict[tuple[object, ...], dict[int, tuple[TimedOp, TimedOp]]]
+    issued: defaultdict[tuple[str, int, int, int], dict[int, tuple[TimedOp, TimedOp]]]
     issued = defaultdict(dict)
     for rank, attempt in attempts.items():
         shards = attempt.facts.settings.get("shards")
         group = shards if type(shards) is int and shards > 0 else attempt.facts.world
         counts: defaultdict[tuple[str, int], int] = defaultdict(int)
-        for op, wait in _pairs(by_number[rank][number].ops or ()):
+        for op, wait in pairs_of(by_number[rank][number].ops or ()):
             counts[op.op, op.unit] += 1
             peers = rank % group if op.op == "all_reduce" else rank // group
             issued[op.op, op.unit, counts[op.op, op.unit], peers][rank] = op, wait
-    for ops in issued.values():
+    for (_, unit, *turn), ops in issued.items():
         at = {rank: attempts[rank].wall_s(op.begin_s) for rank, (op, _) in ops.items()}
         last = max(at, key=lambda rank: at[rank])
         op = ops[last][0]
@@ -400,10 +416,10 @@ def _collectives(
             )
             for rank, (_, wait) in ops.items()
         }
-        yield TimedCollective(op.op, op.unit, number, op.bytes, last, waits)
+        yield TimedCollective(op.op, unit, (turn[0], turn[1]), op.bytes, last, waits)
 
 
-def _pairs(ops: Iterable[TimedOp]) -> Iterator[tuple[TimedOp, TimedOp]]:
+def pairs_of(ops: Iterable[TimedOp]) -> Iterator[tuple[TimedOp, TimedOp]]:
     """Yield collectives with the waits that ended them."""
     pending: dict[tuple[str, int], TimedOp] = {}
     for op in ops:

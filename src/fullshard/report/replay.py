@@ -12,8 +12,9 @@ from statistics import median, median_low
 
 from fullshard.core.schedule import Event, Moment, OpKind, UnitPolicy, compile_step
 from fullshard.core.strategy import Prefetch
-from fullshard.report.measure import MeasuredRun, Wanted
+from fullshard.report.measure import MeasuredRun, Wanted, pairs_of
 from fullshard.report.record import RecordedStep, TimedOp
+from fullshard.report.shares import parts_of
 
 __all__ = ["Costs", "RankWork", "Setting", "costs_of", "events_of", "replay", "setting_of"]
 
@@ -141,18 +142,15 @@ def _nested(step: RecordedStep, what: str, begin: Moment, end: Moment) -> Iterat
         yield Event(end, pending.pop().unit)
 
 
-def setting_of(measured: MeasuredRun) -> Setting:
-    """Return the setting that a record tells of."""
+def setting_of(measured: MeasuredRun, step: RecordedStep) -> Setting:
+    """Return the setting that a step recorded op by op tells of."""
     settings = measured.first.facts.settings
-    numbers = {
-        name: value if type(value := settings.get(key)) is int else 1
-        for name, key in (
-            ("forward", "prefetch_forward"),
-            ("backward", "prefetch_backward"),
-            ("reduces_in_flight", "reduces_in_flight"),
-        )
-    }
-    numbers["reduces_in_flight"] = max(1, numbers["reduces_in_flight"])
+    reduces = settings.get("reduces_in_flight")
+    prefetch = Prefetch(
+        _gathered_ahead(step, "forward"),
+        _gathered_ahead(step, "backward"),
+        reduces if type(reduces) is int and reduces > 0 else 1,
+    )
     drops = settings.get("strategy") not in ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
     policies = {
         number: UnitPolicy(
@@ -163,7 +161,29 @@ def setting_of(measured: MeasuredRun) -> Setting:
         )
         for number, unit in enumerate(measured.units)
     }
-    return Setting(policies, Prefetch(**numbers))
+    return Setting(policies, prefetch)
+
+
+def _gathered_ahead(step: RecordedStep, what: str) -> int:
+    """Return how many units ahead of its own a gather begins, by what is computed meanwhile.
+
+    Settings do not tell: units may name those to gather, and small ones go further ahead.
+    """
+    parts = [part for part in parts_of(step) if part.share[0] == what]
+    units = {unit for (_, unit) in (part.share for part in parts)}
+    if len(units) < 2:
+        return 1
+    each_s = sum(part.end_s - part.begin_s for part in parts) / len(units)
+    first_s = min(op.begin_s for op in step.ops or () if op.op == what)
+    leads = sorted(
+        sum(
+            max(0.0, min(part.end_s, wait.begin_s) - max(part.begin_s, gather.begin_s))
+            for part in parts
+        )
+        for gather, wait in pairs_of(step.ops or ())
+        if gather.op == "gather" and first_s <= wait.begin_s <= parts[-1].end_s
+    )
+    return round(leads[len(leads) * 3 // 4] / each_s) if leads and each_s else 1
 
 
 def costs_of(measured: MeasuredRun) -> Costs:

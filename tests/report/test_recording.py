@@ -188,6 +188,29 @@ def test_without_an_optimizer_a_forward_behind_a_backward_begins_a_step(tmp_path
         assert whats.count(("backward", 1)) == 1
 
 
+def test_time_counts_once_if_a_closure_computes_within_the_optimizers_step(tmp_path):
+    def body(comm):
+        model = by_function(comm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def closure():
+            with run.span("mine"):
+                optimizer.zero_grad()
+            loss = model(torch.ones(2, WIDTH)).square().mean()
+            loss.backward()
+            return loss
+
+        with recording(tmp_path, model, optimizer) as run:
+            for _ in range(4):
+                optimizer.step(closure)
+
+    LocalWorld(2).run(body)
+    (attempt,) = read_run(tmp_path).ranks[0].attempts
+    for each in attempt.steps:
+        assert {"forward", "backward", "optimizer", "mine"} <= each.sums_s.keys()
+        assert sum(each.sums_s.values()) <= each.duration_s + 1e-5
+
+
 def test_a_run_that_fails_says_so_and_its_restart_is_a_second_attempt(tmp_path):
     def body(comm):
         model = by_function(comm)
@@ -273,6 +296,9 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path):
         for noted in ({"loss": torch.ones(2)}, {"tokens": -1}):
             with pytest.raises(ConfigurationError, match="a loss of one element"):
                 run.note(**noted)
+
+        with pytest.raises(UsageError, match="a folder of its own"):
+            recording(tmp_path, nn.Linear(2, 2)).__enter__()
 
     def body(comm):
         model = by_function(comm)

@@ -156,7 +156,7 @@ class RecordedStep:
     """A step: from the end of the one before it until the optimizer has stepped.
 
     ``sums_s`` has seconds by kind: waits ("await_gather", "await_reduce"), the issue of collectives
-    ("issue"), "forward" and "backward" without these, and spans by their words. On a device there
+    ("issue"), "forward" and "backward" without these, and spans without all that. On a device there
     are only spans, and waits of steps that are detailed. These have ``ops`` too, and several
     moments of ``memory``; others have one at most.
     """

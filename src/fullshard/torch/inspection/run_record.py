@@ -14,7 +14,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,20 +24,11 @@ from torch.optim import Optimizer
 
 from fullshard.core.errors import CommunicationError, ConfigurationError, UsageError
 from fullshard.host_memory import host_total_bytes, resident_bytes
-from fullshard.report import (
-    Facts,
-    MemoryByOwner,
-    RecordedStep,
-    RecordWriter,
-    TimedOp,
-    TimedOps,
-    TimedSpan,
-    record_path,
-)
+from fullshard.report import Facts, RecordWriter, TimedSpan, record_path
 from fullshard.torch.inspection.last_words import is_out_of_memory, live_table
-from fullshard.torch.inspection.memory_summary import Bytes
+from fullshard.torch.inspection.open_step import OpenStep, RecordTime
 from fullshard.torch.inspection.recorded_model import RecordedModel, recorded_model
-from fullshard.torch.step.profiling import NotedOp, OpRecorder
+from fullshard.torch.step.profiling import OpRecorder
 from fullshard.torch.unit.unit import Unit
 
 __all__ = ["RunRecording", "recording"]
@@ -46,35 +37,9 @@ T = TypeVar("T")
 
 _DETAILED_AT_FIRST = 3  # the first step gathers on demand, the second as it was recorded
 _BETWEEN_SAMPLES_S = 0.005
-_OUTSIDE = (
-    "checkpoint",
-    "evaluation",
-    "start",
-)  # spans that count to no step if they come before it
-_ENDS = {  # the op that ends a collective
-    "gather": ("await_gather",),
-    "reduce": ("all_reduce", "await_reduce"),
-    "all_reduce": ("await_reduce",),
-}
-
-
-@dataclass
-class _OpenStep:
-    """A step that is going on, or of which the device has not reached the end."""
-
-    step: int
-    begin: Any
-    tokens: int | None = None
-    loss: float | Tensor | None = None
-    end: Any = None
-    detailed: bool = False
-    begun: bool = False  # something of it was computed
-    notes: list[NotedOp] = field(default_factory=list)
-    sums_s: dict[str, float] = field(default_factory=dict)
-    spans: list[TimedSpan] = field(default_factory=list)
-    samples: list[tuple[Any, int, int, int | None]] = field(default_factory=list)
-    rest: Bytes = field(default_factory=lambda: Bytes(0, 0, 0))
-    peak_bytes: int | None = None
+_being_written: set[Path] = set()
+# Spans that count to no step if they come before it.
+_OUTSIDE = ("checkpoint", "evaluation", "start")
 
 
 class _RunRecorder(OpRecorder):
@@ -119,16 +84,16 @@ class RunRecording:
         self._recorder = _RunRecorder(model.device, model.units if model.counts_buffers else ())
         self._recorder.sample, self._recorder.computes = self._sample, self._computes
         self._clock = self._recorder.clock
-        self._from: Any = self._clock.start  # the mark from which the device's time goes on
-        self._at_s = self._now_s()
-        if self._clock.on_host:
-            self._at_s = self._seconds(self._from)
+        now_s = self._now_s()
+        self._time = RecordTime(self._zero, self._clock, now_s)
+        self._numbers = {unit: number for number, unit in enumerate(model.units)}
         self._sampled_s, self._after_backward, self._fails = 0.0, False, False
         self._rest, self._limit_bytes = model.resting_bytes(optimizer), _limit_bytes(model.device)
         self._recent_s, self._recent_waits_s = 0.0, 0.0
-        self._written: deque[_OpenStep] = deque()  # by the host, not yet by the device
-        self._put(self._writer.span, TimedSpan("start", 0.0, self._at_s))
-        self._step = _OpenStep(0, self._from)
+        self._written: deque[OpenStep] = deque()  # by the host, not yet by the device
+        started_s = self._time.of(self._clock.start) if self._clock.on_host else now_s
+        self._put(self._writer.span, TimedSpan("start", 0.0, started_s))
+        self._step = OpenStep(0, self._clock.start)
         if model.watchdog is not None:
             model.watchdog.listeners.append(self._leave_waits)
         self._prepare()
@@ -185,20 +150,30 @@ class RunRecording:
         Units are not recorded in checkpoints and evaluations. One of these that comes before
         anything of a step was computed belongs to no step.
         """
-        begin, outside = self._now_s(), what in _OUTSIDE
+        begin, told_s, outside = self._now_s(), self._told_s(), what in _OUTSIDE
         if outside:
             self._detach()
         try:
             yield
         finally:
-            span = TimedSpan(what, begin, self._now_s())
             if outside and not self._step.begun:
-                self._put(self._writer.span, span)
+                self._put(self._writer.span, TimedSpan(what, begin, self._now_s()))
                 self._step.begin = self._clock.mark()
             else:
-                self._step.spans.append(span)
+                self._add_span(what, begin, told_s)
             if outside:
                 self._prepare()
+
+    def _told_s(self) -> float:
+        """Return the seconds of the step that have a name so far."""
+        return sum(self._recorder.sums_s.values()) + sum(self._step.spans_s.values())
+
+    def _add_span(self, what: str, begin: float, told_s: float) -> None:
+        """Add a span to the step, and its time but for what was named in it."""
+        step, now = self._step, self._now_s()
+        inside_s = max(0.0, self._told_s() - told_s)
+        step.spans.append(TimedSpan(what, begin, now))
+        step.spans_s[what] = step.spans_s.get(what, 0.0) + now - begin - inside_s
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield from ``batches``; the time that they need is noted as "data"."""
@@ -221,25 +196,25 @@ class RunRecording:
         if done.step < _DETAILED_AT_FIRST:
             self._rest = self._model.resting_bytes(self._optimizer)
         self._sample(done.end)
-        done.rest, done.peak_bytes = self._rest, self._peak_bytes()
+        self._weigh(done)
         done.notes, recorder.notes = recorder.notes, []
         done.sums_s = dict(recorder.sums_s)
         recorder.sums_s.clear()
         self._after_backward = False
         self._written.append(done)
-        self._step = _OpenStep(done.step + 1, done.end)
+        self._step = OpenStep(done.step + 1, done.end)
         self._prepare()
         self._write(keep=1)
 
     def follow(self, optimizer: Optimizer) -> Sequence[Any]:
         """End steps with those of ``optimizer``; return the handles of the hooks."""
-        begun: list[float] = []
+        begun: list[tuple[float, float]] = []
 
         def begin(*_: Any) -> None:
-            begun.append(self._now_s())
+            begun.append((self._now_s(), self._told_s()))
 
         def end(*_: Any) -> None:
-            self._step.spans.append(TimedSpan("optimizer", begun.pop(), self._now_s()))
+            self._add_span("optimizer", *begun.pop())
             self.end_step()
 
         hooks = optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)
@@ -256,9 +231,9 @@ class RunRecording:
                     recorder.weigh(unit)
             self._sampled_s = 0.0
             self._sample(self._clock.mark())
-            step = replace(self._step, rest=self._rest, peak_bytes=self._peak_bytes())
+            self._weigh(self._step)
             held = {unit.name: recorder.held(unit) for unit in units}
-            memory = self._memory(step, *step.samples[-1])
+            *_, memory = self._step.memory(self._time)
             text = live_table(self._writer.rank, memory, held)
             error.add_note(text)
             self._put(self._writer.leave, "memory", text)
@@ -306,11 +281,13 @@ class RunRecording:
         held = recorder.gathered_bytes, recorder.gradient_buffers_bytes
         self._step.samples.append((mark or self._clock.mark(), *held, used))
 
-    def _peak_bytes(self) -> int:
+    def _weigh(self, step: OpenStep) -> None:
         device = self._model.device
-        if device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(device))
-        return resident_bytes()[1]
+        on_device = device.type == "cuda"
+        step.rest, step.limit_bytes = self._rest, self._limit_bytes
+        step.peak_bytes = (
+            torch.cuda.max_memory_allocated(device) if on_device else resident_bytes()[1]
+        )
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._zero
@@ -326,29 +303,12 @@ class RunRecording:
             step = self._written[0]
             if not (wait or isinstance(step.end, float) or step.end.query()):
                 return
-            self._put(self._writer.step, self._as_record(self._written.popleft()))
-
-    def _as_record(self, step: _OpenStep) -> RecordedStep:
-        self._at_s, self._from = self._seconds(step.begin), step.begin
-        ops = self._timed(step.notes) if step.detailed else None
-        sums = step.sums_s or _sums_of(ops or ())
-        end_s = self._seconds(step.end)
-        if sums:
-            self._recent_s += end_s - self._at_s
-            self._recent_waits_s += sum(s for name, s in sums.items() if name.startswith("await_"))
-        for span in step.spans:
-            sums[span.what] = sums.get(span.what, 0.0) + span.end_s - span.begin_s
-        return RecordedStep(
-            step.step,
-            self._at_s,
-            end_s,
-            step.tokens,
-            None if step.loss is None else float(step.loss),
-            {name: max(0.0, seconds) for name, seconds in sums.items()},
-            tuple(step.spans),
-            tuple(self._memory(step, *sample) for sample in step.samples),
-            ops,
-        )
+            recorded = self._written.popleft().recorded(self._time, self._numbers)
+            self._put(self._writer.step, recorded)
+            waits = [s for name, s in recorded.sums_s.items() if name.startswith("await_")]
+            if waits:
+                self._recent_s += recorded.duration_s
+                self._recent_waits_s += sum(waits)
 
     def _put(self, write: Callable[..., None], *what: Any) -> None:
         """Write; where that is impossible warn, once, and let the training go on."""
@@ -361,50 +321,6 @@ class RunRecording:
             warnings.warn(
                 f"cannot write {str(self.path)!r}, so the record ends: {error}", stacklevel=2
             )
-
-    def _seconds(self, mark: Any) -> float:
-        """Return the time of a mark in the record."""
-        if isinstance(mark, float):
-            return mark - self._zero
-        return self._at_s + self._clock.elapsed_s(self._from, mark)
-
-    def _timed(self, notes: Iterable[NotedOp]) -> TimedOps:
-        """Give ops their times: what is issued ends when it was awaited."""
-        numbers = {unit: number for number, unit in enumerate(self._model.units)}
-        ops: list[TimedOp] = []
-        open_ops: dict[tuple[int, str], int] = {}
-        for note in notes:
-            unit, waiter = numbers[note.unit], numbers.get(note.waiter)
-            begin, end = self._seconds(note.begin), self._seconds(note.end)
-            for started, ending in _ENDS.items():
-                if note.op in ending and (unit, started) in open_ops:
-                    place = open_ops.pop((unit, started))
-                    ops[place] = TimedOp(*ops[place][:3], end, *ops[place][4:])
-            sizes = note.bytes, note.live_bytes
-            if note.op == "all_reduce":  # the sum over slices was waited for, then it was issued
-                ops.append(TimedOp("await_reduce", unit, begin, end, *sizes, waiter))
-                begin, waiter = end, None
-            if note.op in _ENDS:
-                open_ops[unit, note.op] = len(ops)
-                waiter = None
-            ops.append(TimedOp(note.op, unit, begin, max(begin, end), *sizes, waiter))
-        return TimedOps.of(ops)
-
-    def _memory(
-        self, step: _OpenStep, mark: Any, gathered: int, gradients: int, used: int | None
-    ) -> MemoryByOwner:
-        rest = step.rest
-        return MemoryByOwner(
-            self._seconds(mark),
-            rest.parameters_bytes,
-            rest.gradients_bytes,
-            rest.optimizer_bytes,
-            gathered,
-            gradients,
-            used,
-            step.peak_bytes,
-            self._limit_bytes,
-        )
 
 
 @contextmanager
@@ -429,7 +345,7 @@ def recording(
     written beside what is known of the model. A file that is there is gone on with.
 
     Raises `ConfigurationError` for numbers below 1, settings of other types, and a folder that
-    cannot be written to, `UsageError` if the model is being recorded already.
+    cannot be written to, `UsageError` if the model is being recorded already, or the file written.
     """
     for name, value, least in (
         ("detailed_every", detailed_every, 1),
@@ -446,15 +362,21 @@ def recording(
     if any(isinstance(each, _RunRecorder) for each in recorded.recorders):
         raise UsageError("this model is being recorded already")
     facts = recorded.facts(settings or {}, forecast or {})
+    path = record_path(folder, facts.rank).resolve()
+    if path in _being_written:
+        raise UsageError(
+            f"{str(path)!r} is being written: give each model that is recorded at the same time a "
+            "folder of its own"
+        )
 
     def writer(facts: Facts) -> RecordWriter:
         try:
             return RecordWriter(folder, facts, limit_bytes)
         except OSError as error:
-            path = record_path(folder, facts.rank)
             raise ConfigurationError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
     run = RunRecording(writer, facts, recorded, optimizer, detailed_every)
+    _being_written.add(path)
     handles = () if optimizer is None else run.follow(optimizer)
     ending = "finished"
     try:
@@ -466,6 +388,7 @@ def recording(
     finally:
         for handle in handles:
             handle.remove()
+        _being_written.discard(path)
         run.close(ending)
 
 
@@ -473,15 +396,6 @@ def _limit_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return host_total_bytes()
-
-
-def _sums_of(ops: Iterable[TimedOp]) -> dict[str, float]:
-    """Add up the waits of a device, whose times are known late."""
-    sums: dict[str, float] = {}
-    for op in ops:
-        if op.op.startswith("await_"):
-            sums[op.op] = sums.get(op.op, 0.0) + op.end_s - op.begin_s
-    return sums
 
 
 def _age_of_process_s() -> float:

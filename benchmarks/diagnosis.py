@@ -3,12 +3,16 @@
 
     python benchmarks/diagnosis.py [--seed 1] [--faulty 40] [--healthy 20] [--cases FILE.json]
                                    [--only CAUSE] [--out FILE.json]
+    python benchmarks/diagnosis.py --advice 10 [--seed 1] [--out FILE.json]
 
 Runs train by the real engine, recorded as any run is, with ranks as threads of this machine: blocks
 that sleep as long as they would compute, a link between ranks that lets bytes through at a rate,
 one collective after the other. Each run has one cause put in, or none, by parameters drawn from the
 seed. A faulty run counts as found if the verdict names cause, rank and unit; a healthy one if its
 verdict is that. Memory near its limit is put in by a limit that is low, not by filling the machine.
+
+With ``--advice`` runs on slow links and without prefetch follow the advice that they get. Said are
+the exposed share beside that of (step - step without a link), and the gain beside that foretold.
 
 ``--cases`` takes further runs: a list of objects with the fields of `Case`. Ends with status 1
 where fewer than 95% of the faulty, or not all of the healthy, are named.
@@ -22,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -35,9 +39,10 @@ from torch import nn
 from fullshard.host_memory import resident_bytes
 from fullshard.report import recording
 from fullshard.report.findings import CAUSES
+from fullshard.report.measure import EXPOSED, Wanted
 from fullshard.report.summary import report_of
 from fullshard.testing import LocalWorld
-from fullshard.torch import fully_shard
+from fullshard.torch import fully_shard, set_prefetch
 
 LIMIT = "fullshard.torch.inspection.run_record._limit_bytes"
 HEALTHY = "healthy"
@@ -66,6 +71,8 @@ class Case:
     block: int | None = None
     cost_s: float = 0.0
     prefetch: bool = True
+    ahead: int = 1
+    keep: bool = False  # full parameters from forward to backward
     wrap: str = "blocks"
     seed: int = 0
 
@@ -248,8 +255,9 @@ def train(case, comm, link, folder):
     over = OverLink(comm, link)
     blocks = [] if case.wrap == "root" else list(model.blocks)
     for block in blocks:
-        fully_shard(block, mesh=over)
+        fully_shard(block, mesh=over, reshard_after_forward=not case.keep)
     fully_shard(model, mesh=over)
+    set_prefetch(model, case.ahead, case.ahead)
     for block in [] if case.prefetch else [*blocks, model]:
         block.set_modules_to_forward_prefetch([])
         block.set_modules_to_backward_prefetch([])
@@ -279,19 +287,76 @@ def train(case, comm, link, folder):
                         put_in("checkpoint stall")
 
 
-def diagnosed(case, folder):
-    """Run a case; return its verdict: cause, rank and unit, and the sentence."""
+def reported(case):
+    """Run a case; return its report."""
     block_bytes = 4 * (case.width**2 + case.width)
     link = Link(case.ranks, block_bytes / case.gather_s, case.latency_s)
     near = case.cause == "memory near its limit"
     limit = resident_bytes()[1] * (1.02 if near else 4)
-    with mock.patch(LIMIT, return_value=int(limit)):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch(LIMIT, return_value=int(limit)),
+    ):
         LocalWorld(case.ranks).run(lambda comm: train(case, comm, link, folder))
-    report = report_of(folder)
+        return report_of(folder)
+
+
+def diagnosed(case):
+    """Run a case; return its verdict: cause, rank and unit, and the sentence."""
+    report = reported(case)
     if not report.diagnoses:
         return (HEALTHY, None, None), report.verdict
     first = report.diagnoses[0]
     return (first.cause, first.rank, first.unit), report.verdict
+
+
+CHANGES = {  # by words in the advice
+    "set_prefetch": lambda case: {"prefetch": True, "ahead": 2},
+    "SHARD_GRAD_OP": lambda case: {"keep": True},
+    "compression": lambda case: {"gather_s": case.gather_s / 2},
+}
+
+
+def advised(case):
+    """Run a case as it is, without a link, and as advised; return what was said and what came."""
+    before = reported(case)
+    if not before.diagnoses:
+        return {"advice": before.verdict}
+    first, measured = before.diagnoses[0], before.measured
+    change = next((make(case) for words, make in CHANGES.items() if words in first.advice), None)
+    if change is None:
+        return {"advice": before.verdict}
+    plain_s = reported(replace(case, gather_s=1e-9)).measured.step.value
+    after_s = reported(replace(case, **change)).measured.step.value
+    step_s = measured.step.value
+    return {
+        "advice": first.advice,
+        "step_s": step_s,
+        "exposed_share": measured.mean_s(Wanted(*EXPOSED)) / measured.mean_step_s,
+        "beyond_plain_share": 1 - plain_s / step_s,
+        "foretold_s": first.gain_s,
+        "gained_s": step_s - after_s,
+    }
+
+
+def follow_advice(options, console):
+    """Follow the advice of drawn runs; return the number of those that gain what it says."""
+    table = Table("advice", "exposed", "beyond plain", "foretold", "gained", "of foretold")
+    rows = []
+    for number in range(options.advice):
+        cause = ("slow link", "bad prefetch")[number % 2]
+        case = draw_case(cause, number, options.seed)
+        rows.append({**asdict(case), **(said := advised(case))})
+        if "foretold_s" not in said:
+            table.add_row(said["advice"], *[""] * 5)
+            continue
+        ratio = said["gained_s"] / said["foretold_s"]
+        shares = (f"{said[name]:.1%}" for name in ("exposed_share", "beyond_plain_share"))
+        times = (f"{said[name] * 1e3:.1f} ms" for name in ("foretold_s", "gained_s"))
+        table.add_row(said["advice"].split(":")[0], *shares, *times, f"{ratio:.0%}")
+    console.print(table)
+    write_report(options.out, rows)
+    return sum(abs(row.get("gained_s", 0) / row.get("foretold_s", 1) - 1) <= 0.15 for row in rows)
 
 
 def all_cases(options):
@@ -313,15 +378,19 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faulty", type=int, default=40)
     parser.add_argument("--healthy", type=int, default=20)
+    parser.add_argument("--advice", type=int, default=0)
     parser.add_argument("--cases", type=Path)
     parser.add_argument("--only", choices=[*CAUSES, HEALTHY])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     console, rows = Console(), []
+    if options.advice:
+        right = follow_advice(options, console)
+        console.print(f"{right} of {options.advice} gain what was foretold within 15%")
+        return int(right < options.advice)
     for case in all_cases(options):
-        with tempfile.TemporaryDirectory() as folder:
-            named, sentence = diagnosed(case, folder)
+        named, sentence = diagnosed(case)
         right = named == case.expected
         rows.append({**asdict(case), "named": named, "right": right, "verdict": sentence})
         if not right:

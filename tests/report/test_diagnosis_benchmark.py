@@ -27,10 +27,10 @@ def test_draws_repeat_and_differ_by_seed(diagnosis):
         assert first.expected[0] == cause
 
 
-def test_a_cause_in_a_run_of_the_engine_is_named_with_rank_and_unit(diagnosis, tmp_path):
+def test_a_cause_in_a_run_of_the_engine_is_named_with_rank_and_unit(diagnosis):
     cause = "slow rank in backward"
     case = diagnosis.Case(cause, blocks=3, compute_s=2e-3, rank=1, block=2, cost_s=0.1, steps=7)
-    named, sentence = diagnosis.diagnosed(case, tmp_path)
+    named, sentence = diagnosis.diagnosed(case)
     assert named == case.expected == (cause, 1, "blocks.2")
     assert "the other one waits" in sentence
 
@@ -39,7 +39,7 @@ def test_further_cases_come_from_a_file(diagnosis, tmp_path, monkeypatch):
     case = diagnosis.Case("slow data", rank=0, cost_s=0.1)
     (tmp_path / "cases.json").write_text(json.dumps([asdict(case)]))
     run = []
-    monkeypatch.setattr(diagnosis, "diagnosed", lambda case, _: run.append(case) or ((), ""))
+    monkeypatch.setattr(diagnosis, "diagnosed", lambda case: run.append(case) or ((), ""))
     arguments = ["--faulty", "0", "--healthy", "0", "--cases", str(tmp_path / "cases.json")]
     monkeypatch.setattr("sys.argv", ["diagnosis.py", *arguments])
     assert diagnosis.main() == 1

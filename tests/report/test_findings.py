@@ -67,7 +67,7 @@ def test_healthy_runs_are_healthy(world, seed):
 
 
 CHANGES = {
-    "set_prefetch": {"prefetch": Prefetch(2, 2, 2)},
+    "set_prefetch": {"prefetch": Prefetch(2, 2, 1)},
     "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
     "compression": {"link_s": 4.5e-3},
 }

@@ -122,12 +122,12 @@ def _slow_ranks(measured: MeasuredRun) -> Iterator[Diagnosis]:
 def _slow_rank(measured: MeasuredRun, rank: int, main: str, longer: dict[str, float]) -> Diagnosis:
     cost_s, unit = longer[main], None
     where = f"in {main}" if main != "host" else "outside of units and spans"
-    both = {"forward", "backward"} <= set(longer)
     if main in ("forward", "backward"):
         other = "backward" if main == "forward" else "forward"
         cause = f"slow rank in {main}"
-        if both and longer[other] > 0.35 * longer[main]:
-            cause, where, cost_s = "slow rank", "in forward and backward", sum(longer.values())
+        also = measured.excess(rank, Wanted(other))
+        if also.value > max(0.35 * cost_s, 2 * also.noise):
+            cause, where, cost_s = "slow rank", "in forward and backward", cost_s + also.value
         else:
             unit = _unit_behind(measured, rank, main, cost_s)
             where += f" of {unit}" if unit else ", in all units"
@@ -313,7 +313,7 @@ def _gains(measured: MeasuredRun) -> dict[str, float]:
     setting = setting_of(measured, steps[-1])
     before = _ends_s(events, setting, costs)
     gains = {}
-    ahead = Setting(setting.policies, Prefetch(2, 2, max(2, setting.prefetch.reduces_in_flight)))
+    ahead = Setting(setting.policies, Prefetch(2, 2, setting.prefetch.reduces_in_flight))
     if setting.prefetch.forward < 2 or setting.prefetch.backward < 2:
         gains[_AHEAD] = before - _ends_s(events, ahead, costs)
     if any(policy.reshard_after_forward for policy in setting.policies.values()):

@@ -41,7 +41,7 @@ EXPOSED = ("await_gather", "await_reduce")
 """The shares in which computation waits for communication."""
 
 _AWAITED = {"await_gather": ("gather",), "await_reduce": ("all_reduce", "reduce")}
-_WAITED_S = 2e-5  # what takes less was no wait
+_WAITED_S, _WAITED = 2e-5, 0.3  # what takes less, or less of its collective, was no wait
 _WARM_UP = 2  # the first step gathers on demand, the second one as the first was recorded
 _MOST_OPS, _MOST_SUMS = 1_500_000, 100_000  # looked at, of all ranks together
 
@@ -106,8 +106,9 @@ class TimedCollective:
 
     @property
     def observed(self) -> bool:
-        """True if all ranks waited, so that it was over when they had."""
-        return all(each.end_s - each.begin_s > _WAITED_S for each in self.waits.values())
+        """True if all ranks waited, so that it was over when they had; a wait takes time anyway."""
+        least_s = max(_WAITED_S, _WAITED * (self.end_s - self.moving_s))
+        return all(each.end_s - each.begin_s > least_s for each in self.waits.values())
 
     def exposed_s(self, late: bool) -> float:
         """Return the mean seconds that ranks waited for the last one, or for the link."""
@@ -275,15 +276,15 @@ class MeasuredRun:
 
     @cached_property
     def link_s(self) -> float:
-        """Seconds of a step waited for the link: the medians of all collectives over steps.
+        """Seconds of a step waited for the link: the lower quartiles of collectives over steps.
 
-        Hiccups of a host that come now and then make no link slow.
+        A link is slow in all steps; a host that has more to do than it can is so now and then.
         """
         by_turn: defaultdict[tuple[object, ...], list[float]] = defaultdict(list)
         for each in self.collectives:
             waited_s = each.exposed_s(late=False) * len(each.waits) / len(self.ranks)
             by_turn[each.op, each.unit, each.turn].append(waited_s)
-        return sum(map(statistics.median, by_turn.values()))
+        return sum(sorted(values)[(len(values) - 1) // 4] for values in by_turn.values())
 
     @cached_property
     def late_share(self) -> float:

@@ -165,7 +165,10 @@ COMMANDS = {
         {"--nproc": "number", "--size": "size", "--json": "", "--no-links": ""},
     ),
     "prove": (["text"], {"--only": "text", "--out": "file", "--slow": "", "--fast": "number"}),
-    "report": (["file", "file"], {"--json": "", "--html": "file", "--png": "file"}),
+    "report": (
+        ["file", "file"],
+        {"--json": "", "--html": "file", "--png": "file", "--events": "file"},
+    ),
     "ckpt": (
         ["verb", "file", "file"],
         {
@@ -283,7 +286,7 @@ def world(tmp_path, monkeypatch, one_rank):
         return function(*arguments)
 
     monkeypatch.setattr("fullshard.train.torch.launch.run_local_ranks", run_here)
-    monkeypatch.setattr("fullshard.train.torch.launch.joined", lambda: nullcontext(one_rank))
+    monkeypatch.setattr("fullshard.train.torch.launch.joined", lambda **_: nullcontext(one_rank))
     monkeypatch.setattr("fullshard.train.loop.fit", begin)
     for place in (
         "fullshard.doctor.calibration.command.run_local_ranks",

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.core.errors import ConfigurationError
 from fullshard.report import (
     Attempt,
     Facts,
@@ -15,12 +16,14 @@ from fullshard.report import (
     RankRecord,
     RecordedStep,
     RecordedUnit,
+    RecordWriter,
     RunRecord,
     TimedOp,
     TimedOps,
     TimedSpan,
     write_trace_events,
 )
+from fullshard.report.command import main
 
 
 def a_run(*names):
@@ -77,3 +80,14 @@ def test_all_of_a_record_is_there_on_one_clock(tmp_path):
         assert waits == track["tid"]
         (memory,) = (event for event in mine if event["ph"] == "C")
         assert sum(memory["args"].values()) == 100
+
+
+def test_the_command_writes_them(tmp_path, capsys):
+    write = RecordWriter(tmp_path, Facts(0, 1, "host", 1.0))
+    write.step(RecordedStep(0, 0.0, 1.0, 8, 0.5))
+    write.end(1.0)
+    events = tmp_path / "events.json"
+    assert main([str(tmp_path), "--events", str(events)]) == 0
+    assert "step 0" in {event["name"] for event in json.loads(events.read_text())["traceEvents"]}
+    with pytest.raises(ConfigurationError, match="is a folder"):
+        main([str(tmp_path), "--events", str(tmp_path)])

@@ -13,9 +13,11 @@ from rich.text import Text
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import HelpFormatter
+from fullshard.report.files import read_run
 from fullshard.report.page import draw_report, write_page
 from fullshard.report.summary import RunReport, report_of
 from fullshard.report.tables import tables_of
+from fullshard.report.trace_events import write_trace_events
 
 __all__ = ["main", "print_report"]
 
@@ -42,8 +44,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--html", type=Path, metavar="PATH", help="write a page, self-contained")
     parser.add_argument("--png", type=Path, metavar="PATH", help="draw a picture: .png, .svg, .pdf")
+    parser.add_argument(
+        "--events", type=Path, metavar="PATH", help="write JSON that ui.perfetto.dev opens"
+    )
     chosen = parser.parse_args(argv)
-    for path in (chosen.html, chosen.png):
+    for path in (chosen.html, chosen.png, chosen.events):
         _check_place(path)
     report = report_of(chosen.run)
     other = None if chosen.other is None else report_of(chosen.other)
@@ -55,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
         write_page(report, chosen.html, other)
     if chosen.png is not None:
         draw_report(report, chosen.png)
+    if chosen.events is not None:
+        write_trace_events(read_run(chosen.run), chosen.events)
     return 0
 
 

@@ -90,7 +90,7 @@ def _mosaic(source: str, record: dict[str, str]) -> Row:
         else Recompute.NONE,
         fp8="fp8" in record["precision"],
         attention=AttentionKernel.TRITON,
-        engine=Engine.FSDP2,
+        engine=Engine.FSDP1,
         loss=Loss.FUSED,
         recompute_stops=not pure,  # PURE rows were made with PyTorch 1.13, which went to the end
     )
@@ -124,11 +124,12 @@ def _published(source: str, record: dict[str, str]) -> Row:
         compiled=re.search(r"\bcompiled?\b(?! loss)|torch\.compile", told) is not None,
         lora_rank=_lora(told),
         loss=_loss(told),
+        use_cache="keeps keys and values" in told,
         attention=_attention(told),
         accumulate=int(_number(r"accumulate (\d+)", told, 1)),
         fused_optimizer="fused optimizer" in told or "torchtitan" in told,
-        engine=Engine.FSDP2,
-        fused_norms=False,  # PyTorch had no fused RMSNorm before 2.8
+        engine=Engine.FSDP1 if record["system"] == "FSDP1" else Engine.FSDP2,
+        fused_norms="fused norms" in told,  # PyTorch had no fused RMSNorm before 2.8
         fp8=in_float8,
         gather_dtype="float8_e4m3fn" if in_float8 else None,
         tensor_parallel=_degree(record["parallelism"], "TP"),
@@ -170,7 +171,7 @@ def _lora(told: str) -> int:
 
 def _loss(told: str) -> Loss:
     """Such as ``chunked loss`` or ``liger cross-entropy``; torchtitan's does not keep logits."""
-    names = "|".join(each.value for each in Loss)
+    names = "|".join(sorted((each.value for each in Loss), key=len, reverse=True))
     found = re.search(rf"\b({names}|liger)\b[ -]*(?:cross[ -]entropy|loss|linear|ce\b)", told)
     if found:
         return Loss.FUSED if found.group(1) == "liger" else Loss(found.group(1))

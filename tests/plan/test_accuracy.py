@@ -162,3 +162,20 @@ def written(folder, changes):
 
 def changed_row(rows, folder, changes):
     return rows.read_rows(written(folder, changes))[0]
+
+
+def test_memory_of_unseen_sources_is_told_within_ten_percent_and_no_failed_run_to_fit(rows):
+    failed, errors, large = [], [], []
+    kept = rows.read_rows(DATA / "unseen/unseen_fsdp_runs.csv", failed=failed)
+    for row in kept:
+        found = predict(row.model, row.run, row.cluster)
+        large.append(not found.fits)
+        if row.memory_gib is not None:
+            memory = found.memory
+            told = memory.allocated_bytes if row.allocated else memory.reserved_bytes
+            errors.append(told / 2**30 / row.memory_gib - 1)
+    assert (len(kept), len(failed), len(errors)) == (105, 46, 87)
+    assert sum(map(abs, errors)) / len(errors) <= 0.03
+    assert -0.01 <= sum(errors) / len(errors) <= 0.08
+    assert not any(predict(row.model, row.run, row.cluster).fits for row in failed)
+    assert sum(large) <= len(large) / 10

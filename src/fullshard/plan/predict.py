@@ -45,8 +45,8 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if the peak is within the device's memory."""
-        return self.memory.peak_bytes <= self.cluster.device.memory_bytes
+        """True if what the run needs is within the device's memory."""
+        return self.memory.needed_bytes <= self.cluster.device.memory_bytes
 
     @property
     def memory_interval(self) -> tuple[int, int]:

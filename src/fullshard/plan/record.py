@@ -78,7 +78,8 @@ def corrected(record: Record) -> Device:
     )
     slack = device.slack
     if record.reserved_bytes is not None:
-        slack = record.reserved_bytes / found.memory.allocated_bytes - 1
+        without = found.memory.reserved_bytes - found.memory.peak["allocator slack"]
+        slack = record.reserved_bytes / without - 1
     return replace(device, constants=constants, slack=slack, assumed=())
 
 

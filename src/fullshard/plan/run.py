@@ -36,6 +36,7 @@ class Loss(Enum):
     FREED = "freed"  # the same, but nobody keeps what backward does not read
     COMPILED = "compiled"  # one graph with the model: no float32 in memory
     FUSED = "fused"  # one kernel over the logits, gradient in place
+    FUSED_FLOAT32 = "fused-float32"  # the same over float32 logits, as transformers' models make
     CHUNKED = "chunked"  # projection and loss over pieces of the tokens
 
 
@@ -55,6 +56,7 @@ class Engine(Enum):
     """The engine that gathers and reduces."""
 
     FULLSHARD = "fullshard"
+    FSDP1 = "fsdp1"  # PyTorch's first: keeps gradients of the inputs of frozen units, too
     FSDP2 = "fsdp2"  # PyTorch's: copies out of what it gathers, and into what it reduces
 
 
@@ -78,7 +80,9 @@ class Run:
     run in float8; ``gather_dtype`` is that of gathers on the wire, if it is not that of
     computation. ``align`` is "element"
     behind the wrapper and "row" behind `fully_shard`, unless they are asked for the other.
-    With ``offload_activations`` what blocks keep for backward waits in the host's memory.
+    With ``offload_activations`` what blocks keep for backward waits in the host's memory. With
+    ``use_cache`` the model hands out keys and values, as transformers' do unless they are told not
+    to, and the caller keeps them until backward, recomputed blocks or not.
     ``overhead_s`` is what the loop adds to a step (None: unknown, as much as those of fitted rows).
     """
 
@@ -100,6 +104,7 @@ class Run:
     recompute_stops: bool = True
     offload: Offload = field(default_factory=Offload)
     offload_activations: bool = False
+    use_cache: bool = False
     prefetch: Prefetch = field(default_factory=Prefetch)
     optimizer: str = "adamw"
     fused_optimizer: bool = True
@@ -144,6 +149,11 @@ class Run:
     def compute_dtype(self) -> str:
         """The dtype of activations and matrix products."""
         return self.autocast or self.precision.full_dtype(self.param_dtype)
+
+    @property
+    def full_item(self) -> int:
+        """Bytes of an element of gathered parameters, and of the residual stream."""
+        return item_bytes(self.precision.full_dtype(self.param_dtype))
 
     def recomputed(self, block: int) -> bool:
         """True if block number ``block`` recomputes anything."""

@@ -20,6 +20,7 @@ PRECISIONS: Mapping[str, tuple[str, Precision]] = {
     "bf16": ("float32", Precision(compute="bfloat16", reduce="float32")),
     "bf16-pure": ("bfloat16", Precision()),
     "bf16-reduce": ("float32", Precision(compute="bfloat16", reduce="bfloat16")),
+    "bf16-amp": ("float32", Precision()),
     "fp16": ("float32", Precision(compute="float16", reduce="float32")),
     "fp32": ("float32", Precision()),
 }
@@ -85,7 +86,8 @@ def _precision(run: Run, value: str) -> Run:
     if value == "fp8":
         return replace(_precision(run, "bf16"), fp8=True)
     dtype, precision = PRECISIONS[choose_one("precision", value, (*PRECISIONS, "fp8"))]
-    return replace(run, param_dtype=dtype, precision=precision, fp8=False)
+    autocast = "bfloat16" if value == "bf16-amp" else None
+    return replace(run, param_dtype=dtype, precision=precision, fp8=False, autocast=autocast)
 
 
 def _reduce(run: Run, value: str) -> Run:
@@ -133,6 +135,7 @@ RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
     "recompute-every": _field("recompute-every", _whole),
     "offload": _offload,
     "offload-activations": _field("offload-activations", _flag),
+    "use-cache": _field("use-cache", _flag),
     "prefetch": _prefetch,
     "optimizer": _field("optimizer", lambda key, text: choose_one(key, text, tuple(OPTIMIZERS))),
     "lora": _field("lora", _whole, "lora_rank"),

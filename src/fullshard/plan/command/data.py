@@ -64,6 +64,7 @@ def _run_data(run: Run) -> dict[str, Any]:
         "recompute": run.recompute.value,
         "offload": offload_name(run.offload),
         "offload_activations": run.offload_activations,
+        "use_cache": run.use_cache,
         "prefetch": [run.prefetch.forward, run.prefetch.backward],
         "param_dtype": run.param_dtype,
         "compute_dtype": run.compute_dtype,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from fullshard.core.grouping import deepest_around
 from fullshard.plan.model.operations import Kind, ModelCall, Operation
-from fullshard.plan.run import Recompute, Run
+from fullshard.plan.run import Engine, Recompute, Run
 from fullshard.plan.step.script import Act, ActMemory, Pass, Script
 
 __all__ = ["Activations"]
@@ -34,6 +34,8 @@ class Activations:
         self._script = script
         self._recompute = run.recompute
         self._offloads = run.offload_activations
+        sharded = any(unit.layout.shards > 1 for unit in script.units)
+        self._keeps_inputs = run.engine is Engine.FSDP1 and run.lora_rank > 0 and sharded
         self._recomputed = tuple(
             block is not None and run.recomputed(block) for block in script.blocks
         )
@@ -99,7 +101,7 @@ class Activations:
             return 0
         blocks = self._script.blocks
         first = call == 0 or blocks[call - 1] != blocks[call]
-        inputs = self._script.calls[call].input_bytes if first else 0
+        inputs = self._script.calls[call].kept_bytes if first else 0
         if self._recompute is Recompute.SELECTIVE:
             return inputs + memory.kept_in_turns
         return inputs
@@ -119,12 +121,23 @@ class Activations:
             key=sum,
         )
         waiting = gradients.waiting[act.call]
-        self._keep(act.call, 0, 0)
+        self._keep(act.call, self._left_by_backward(act.call), 0)
         self.kept += gradients.waiting[act.call] - gradients.joined[act.call]
         return (
             (kept_by_others + before[0], logits_of_others + before[1]),
             (kept_by_others + after[0] + waiting, logits_of_others + after[1]),
         )
+
+    def _left_by_backward(self, call: int) -> int:
+        """Bytes of a recomputed block's input and its gradient that FSDP1 holds on to.
+
+        [Note: FSDP1 and frozen units] A unit with frozen parameters is told by a hook on its inputs
+        when to free itself. Inputs of a checkpointed block are detached: the hook keeps them, and
+        the gradients that they got, until the backward of all of the model has ended.
+        """
+        if not (self._keeps_inputs and self._recomputed[call]):
+            return 0
+        return 2 * self._script.calls[call].input_bytes
 
 
 def _saved(operations: tuple[Operation, ...]) -> tuple[int, int]:

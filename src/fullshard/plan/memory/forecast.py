@@ -81,14 +81,15 @@ class MemoryForecast:
 
     ``peak`` is in bytes by category, ``cause`` says at which line that is and what is largest then.
     ``allocated_bytes`` is the peak of what tensors hold, ``reserved_bytes`` of what torch's
-    allocator keeps for them; ``peak_bytes`` has context and NCCL besides. ``host_bytes`` rests in
-    the memory of the host if state is offloaded.
+    allocator keeps for them, in pools of streams too; ``peak_bytes`` has context and NCCL besides.
+    ``host_bytes`` rests in the memory of the host if state is offloaded.
     """
 
     peak: Mapping[str, int]
     cause: str
     resting: RestingMemory
     line: int
+    allocated_bytes: int
     host_activations_bytes: int = 0
 
     @property
@@ -102,9 +103,11 @@ class MemoryForecast:
         return self.peak_bytes - self.peak["context and nccl"]
 
     @property
-    def allocated_bytes(self) -> int:
-        """The peak of what tensors hold."""
-        return self.reserved_bytes - self.peak["allocator slack"]
+    def needed_bytes(self) -> int:
+        """The least that a device must have: pools of streams are given back when it is full."""
+        held = self.reserved_bytes - self.peak["allocator slack"]
+        share = self.allocated_bytes / held if held else 0.0
+        return self.peak["context and nccl"] + int(share * self.reserved_bytes)
 
     @property
     def resting_bytes(self) -> int:
@@ -124,15 +127,15 @@ def forecast_memory(script: Script, model: Model, run: Run, cluster: Cluster) ->
     before it. A micro-batch begins without gradients if it is the only one.
     """
     replay = _Replay(script, run, cluster)
-    most, peak, at = -1, (0, 0, 0, 0, 0, 0), 0
-    for line, now in replay.lines():
-        total = sum(now)
-        if total > most:
-            most, peak, at = total, now, line
+    at, peak = max(replay.lines(), key=lambda each: sum(each[1]))
+    allocated = sum(peak)
+    if run.engine is not Engine.FULLSHARD:
+        unpooled = _Replay(script, run, cluster, pooled=False)
+        allocated = max(sum(now) for _, now in unpooled.lines())
     by_category = _with_overheads(peak, run, cluster, script)
     cause = _cause(script, at, by_category)
     offloaded = offloaded_bytes(script, run)
-    return MemoryForecast(by_category, cause, replay.resting, at, offloaded)
+    return MemoryForecast(by_category, cause, replay.resting, at, allocated, offloaded)
 
 
 def memory_timeline(script: Script, run: Run, cluster: Cluster) -> tuple[Sample, ...]:
@@ -173,11 +176,13 @@ def planned_trace(script: Script, run: Run, cluster: Cluster) -> Trace:
     return trace
 
 
-def _held(script: Script, run: Run, cluster: Cluster, activations: Activations) -> HeldUnits:
+def _held(
+    script: Script, run: Run, cluster: Cluster, activations: Activations, *, pooled: bool = True
+) -> HeldUnits:
     """Return what units hold as the step, or a later micro-batch, begins."""
     accumulating = run.accumulate > 1
-    if run.engine is Engine.FSDP2:
-        return HeldByFSDP2(script.units)
+    if run.engine is not Engine.FULLSHARD:
+        return HeldByFSDP2(script.units, pooled=pooled, accumulating=accumulating)
     held = HeldUnits(
         {number: unit.cost for number, unit in enumerate(script.units)},
         accumulating=accumulating and run.sync_each,
@@ -204,12 +209,12 @@ def label_of(script: Script, line: int) -> str:
 class _Replay:
     """One pass over the lines of a script."""
 
-    def __init__(self, script: Script, run: Run, cluster: Cluster):
+    def __init__(self, script: Script, run: Run, cluster: Cluster, *, pooled: bool = True):
         self._script = script
         self._run = run
         self.resting = resting_memory(script.units, run, cpu=cluster.device.cpu)
         self._activations = Activations(script, run)
-        self._held = _held(script, run, cluster, self._activations)
+        self._held = _held(script, run, cluster, self._activations, pooled=pooled)
         state = self.resting
         shards = 0 if state.on_host else state.parameters_bytes
         self._parameters = script.buffers_bytes + state.working_bytes + shards

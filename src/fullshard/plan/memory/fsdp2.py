@@ -22,10 +22,14 @@ class HeldByFSDP2(HeldUnits):
 
     ``buffers`` are full parameters and unreduced gradients, in the dtype of computation, and what
     the streams of collectives have reserved; ``gradients`` the reduced ones, which are
-    among that if there is more than one device.
+    among that if there is more than one device. Without ``pooled`` both are what tensors hold:
+    what is gathered into until it is copied out, and gradients, which an ``accumulating`` step has
+    from the beginning.
     """
 
-    def __init__(self, units: Sequence[PlannedUnit]):
+    def __init__(
+        self, units: Sequence[PlannedUnit], *, pooled: bool = True, accumulating: bool = False
+    ):
         super().__init__({number: unit.cost for number, unit in enumerate(units)})
         self._full = [unit.cost.full_bytes for unit in units]
         self._grads = [_as_computed(unit) for unit in units]
@@ -36,9 +40,11 @@ class HeldByFSDP2(HeldUnits):
         blocks = [unit.cost.full_bytes for unit in units if unit.around is not None]
         into = max(max(self._full, default=0), 2 * max(blocks, default=0))
         self._sharded = any(unit.layout.shards > 1 for unit in units)
-        self.buffers = (into + cast) if self._sharded else 0
+        self._pooled = pooled and self._sharded
+        self.buffers = (into + cast) if self._pooled else 0
         self._rests = [unit.cost.rest_bytes for unit in units]
-        self.gradients = sum(self._rests) if self._sharded else 0
+        self._has_gradients = self._pooled or (self._sharded and accumulating)
+        self.gradients = sum(self._rests) if self._has_gradients else 0
 
     def take(self, number: int, index: int) -> int:
         """The first gradient of a unit stands for all."""
@@ -50,18 +56,22 @@ class HeldByFSDP2(HeldUnits):
     def carry_out(self, op: Op) -> int:
         """Do what ``op`` says."""
         unit = op.unit
-        if op.kind is OpKind.AWAIT_GATHER and unit not in self._are_full:
+        if op.kind is OpKind.GATHER and unit not in self._are_full and not self._pooled:
+            self.buffers += self._full[unit] if self._sharded else 0
+        elif op.kind is OpKind.AWAIT_GATHER and unit not in self._are_full:
             self._are_full.add(unit)  # copied out when it is there
-            self.buffers += self._full[unit]
+            if self._pooled or not self._sharded:
+                self.buffers += self._full[unit]
+            else:
+                return self._full[unit]
         elif op.kind is OpKind.FREE and unit in self._are_full:
             self._are_full.remove(unit)
             self.buffers -= self._full[unit]
         elif op.kind is OpKind.REDUCE and unit in self._have_grads:
             self._have_grads.remove(unit)
             self.buffers -= self._grads[unit]
-            if self._sharded:
-                return self._grads[unit] + self._reduced[unit]
-            self.gradients += self._rests[unit]
+            self.gradients += 0 if self._has_gradients else self._rests[unit]
+            return self._grads[unit] + self._reduced[unit] if self._sharded else 0
         return 0
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from fullshard.core.spec import ModelSpec, ParamSpec, item_bytes
+from fullshard.core.spec import ModelSpec, ParamSpec
 from fullshard.plan.model.operations import Kind, ModelCall, Operation, Workload
 from fullshard.plan.model.shape import Experts, Shape, block_specs, norm_specs
 from fullshard.plan.model.work import Pricer
@@ -133,10 +133,11 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
     kinds: dict[Experts | None, tuple[tuple[str, tuple[Operation, ...]], ...]] = {}
     # Between the parts that are cut by heads and hidden width, tokens are: sequence parallelism.
     # They have the dtype of the parameters, also where autocast computes in another.
-    wide = item_bytes(run.precision.full_dtype(run.param_dtype))
+    wide = run.full_item
     apart = replace(price, tokens=price.tokens // run.tensor_parallel, item=wide)
     calls = [ModelCall(names.embedding, (_look_up(shape, apart),))]
     kept = wide * apart.tokens * shape.width
+    cache = 2 * price.item * price.tokens * shape.kv_width if run.use_cache else 0
     for block in range(shape.layers):
         path = f"{names.blocks}.{block}"
         experts = shape.experts_in(block)
@@ -145,11 +146,13 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
         pieces = kinds[experts]
         if fine:
             calls += [
-                ModelCall(f"{path}.{part}" if part else path, operations, 0 if number else kept)
+                ModelCall(f"{path}.{part}" if part else path, operations)
+                if number
+                else ModelCall(path, operations, kept, cache)
                 for number, (part, operations) in enumerate(pieces)
             ]
         else:
-            calls.append(ModelCall(path, _joined(pieces), kept))
+            calls.append(ModelCall(path, _joined(pieces), kept, cache))
     head = price.head(shape.width, shape.vocab, run.loss, trained=run.lora_rank == 0)
     calls.append(ModelCall(names.final_norm, (apart.norm("norm", shape.width),)))
     if shape.tied:  # its weight is the embedding's, which a unit around both owns
@@ -211,11 +214,12 @@ def _projections(shape: Shape, price: Pricer) -> list[Operation]:
     kept = 0 if shape.rotary else 1
     if shape.naming.joint:
         out = query + 2 * kv
-        return [price.matmul("query, key, value", width, out, saved=out if kept else kv)]
+        saved = out if kept else kv
+        return [price.matmul("query, key, value", width, out, saved=saved, normed=True)]
     return [
-        price.matmul("query", width, query, saved=kept * query),
-        price.matmul("key", width, kv, saved=kept * kv),
-        price.matmul("value", width, kv, saved=kv),
+        price.matmul("query", width, query, saved=kept * query, normed=True),
+        price.matmul("key", width, kv, saved=kept * kv, normed=True),
+        price.matmul("value", width, kv, saved=kv, normed=True),
     ]
 
 
@@ -244,7 +248,9 @@ def _feed_forward(
 def _dense(shape: Shape, hidden: int, price: Pricer, run: Run) -> list[Operation]:
     made: list[Operation] = []
     for name in ("gate", "up") if shape.gated else ("up",):
-        made.append(price.matmul(f"feed-forward {name}", shape.width, hidden, saved=hidden))
+        made.append(
+            price.matmul(f"feed-forward {name}", shape.width, hidden, saved=hidden, normed=True)
+        )
         made += _adapters(price, run, shape.width, hidden)
     made.append(_activation(shape, hidden, price))
     made.append(price.matmul("feed-forward down", hidden, shape.width))

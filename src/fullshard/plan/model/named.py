@@ -89,6 +89,8 @@ _SHAPES: dict[str, Shape] = {
     "mixtral-8x7b": replace(
         _llama(32, 4096, 32, 8, 14_336, 32_000, 8192), experts=Experts(8, 2, 14_336)
     ),
+    # Shen et al., arXiv:2408.13359, and the configuration published with it.
+    "powerlm-3b": replace(_llama(40, 2304, 36, 36, 9216, 49_152, 4096), tied=True),
     # Brown et al., arXiv:2005.14165, table 2.1; OPT (arXiv:2205.01068) has the same shapes.
     "gpt3-1.3b": _gpt3(24, 2048, 32),
     "gpt3-2.7b": _gpt3(32, 2560, 32),

@@ -59,10 +59,17 @@ class ModelCall:
     """The forward of one module, in the order of execution.
 
     ``path`` is the module's, such as ``layers.0.attention``: the deepest unit around it is the one
-    whose parameters it needs. ``input_bytes`` is what a recomputed call keeps. Equal modules share
-    the very same ``operations``.
+    whose parameters it needs. ``kept_bytes`` is what a recomputed call keeps: ``input_bytes``, and
+    ``cache_bytes`` of keys and values if its caller does. Equal modules share the very same
+    ``operations``.
     """
 
     path: str
     operations: tuple[Operation, ...]
     input_bytes: int = 0
+    cache_bytes: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes kept by a call that is recomputed."""
+        return self.input_bytes + self.cache_bytes

@@ -20,7 +20,9 @@ class Pricer:
 
     ``item`` is the bytes of an activation's element, ``trained`` is false if the weights of matrix
     products get no gradients. With ``fused`` neighbouring element-wise operations are one kernel,
-    as a compiler makes them: each reads its inputs and writes its outputs once.
+    as a compiler makes them: each reads its inputs and writes its outputs once. With ``casts`` the
+    residual stream and the weights are float32, and autocast keeps a copy in its own dtype of each
+    weight and, for each product apart, of what norms give it.
     """
 
     tokens: int
@@ -30,6 +32,7 @@ class Pricer:
     fused: bool = False
     fused_norms: bool = True
     math: bool = False
+    casts: bool = False
 
     @classmethod
     def of(cls, run: Run, length: int) -> "Pricer":
@@ -42,14 +45,28 @@ class Pricer:
             run.compiled,
             run.compiled or run.fused_norms,
             run.attention is AttentionKernel.MATH,
+            run.autocast is not None and item_bytes(run.autocast) < run.full_item,
         )
 
     def matmul(
-        self, name: str, into: int, out: int, *, saved: int = 0, trained: bool | None = None
+        self,
+        name: str,
+        into: int,
+        out: int,
+        *,
+        saved: int = 0,
+        trained: bool | None = None,
+        normed: bool = False,
     ) -> Operation:
-        """``into`` features to ``out``; ``saved`` features a token of its output are kept."""
+        """``into`` features to ``out``; ``saved`` features a token of its output are kept.
+
+        Those that come out of a norm, ``normed``, may have to be cast first.
+        """
         times = 2 if (self.trained if trained is None else trained) else 1
-        return self._products(name, (self.tokens, out, into), 1, times, saved)
+        made = self._products(name, (self.tokens, out, into), 1, times, saved)
+        if not (self.casts and normed):
+            return made
+        return replace(made, saved_bytes=made.saved_bytes + self.item * self.tokens * into)
 
     def experts(self, name: str, into: int, out: int, active: int, count: int) -> Operation:
         """Products with ``active`` of ``count`` experts a token: all weights are read."""
@@ -68,7 +85,7 @@ class Pricer:
             Kind.MATMUL,
             Workload(flops, moved, shape=each, count=count),
             Workload(times * flops, times * moved, kernels=times, shape=each, count=times * count),
-            saved_bytes=self.item * m * saved,
+            saved_bytes=self.item * (m * saved + (count * k * n if self.casts else 0)),
             output_bytes=self.item * m * n,
             backward_scratch_bytes=self.item * m * (k + n),
             cheap=False,
@@ -136,11 +153,13 @@ class Pricer:
         """A normalisation of ``width`` features in one kernel, two in backward.
 
         Not fused, it goes through float32 in six: to float32, square, mean, scale, back, weight.
+        Its output is kept by the products that read it, unless they cast it.
         """
-        kept = float(width) if saved else 0.0
+        kept = float(width) if saved and not self.casts else 0.0
         if not self.fused_norms:
             wide = self.pointwise(name, 9.0 * width, 8.0 * width, kernels=6)
-            return replace(wide, saved_bytes=int(self.tokens * width * (2 * self.item + 4)))
+            copy, out = 4 * (self.item < 4), self.item * (not self.casts)
+            return replace(wide, saved_bytes=self.tokens * width * (copy + self.item + out))
         return self.pointwise(name, width, width, saved=kept, backward=(5.0 * width, 2))
 
     def rotary(self, width: int) -> Operation:
@@ -157,9 +176,10 @@ class Pricer:
         Eager ones keep float32 log-probabilities and make two float32 gradients: 12 bytes a logit
         under FREED, 18 under PLAIN, whose caller keeps the logits and their float32 copy. COMPILED
         has 16 bits of logits and of their gradient, FUSED writes the gradient in place of the
-        logits, CHUNKED holds the logits of 2,048 tokens at a time.
+        logits, FUSED_FLOAT32 in place of a float32 copy of their shifted float32 copy, CHUNKED
+        holds the logits of 2,048 tokens at a time.
         """
-        project = self.matmul("head", width, vocab, trained=trained)
+        project = self.matmul("head", width, vocab, trained=trained, normed=True)
         item, tokens = self.item, self.tokens
         logits = item * tokens * vocab
         if loss in (Loss.PLAIN, Loss.FREED):
@@ -179,6 +199,11 @@ class Pricer:
         elif loss is Loss.FUSED:
             work = Workload(bytes=3.0 * logits, kernels=1), Workload(bytes=1.0 * logits, kernels=1)
             kept, scratch, back = logits, 0, 0
+        elif loss is Loss.FUSED_FLOAT32:
+            wide = 4 * tokens * vocab
+            # Copied twice in forward; backward fills the unshifted gradient from the shifted one.
+            work = Workload(bytes=5.0 * wide, kernels=3), Workload(bytes=4.0 * wide, kernels=3)
+            kept, scratch, back = wide, wide - logits, wide  # 16-bit logits go when these are made
         else:
             piece = min(tokens, _PIECE_TOKENS)
             work = (

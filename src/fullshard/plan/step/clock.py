@@ -24,7 +24,8 @@ from fullshard.plan.step.units import PlannedUnit
 
 __all__ = ["Busy", "Timeline", "replay"]
 
-_ENGINE_COPIES = {Engine.FULLSHARD: 0, Engine.FSDP2: 4}  # reads and writes of full parameters
+_ENGINE_COPIES = {Engine.FULLSHARD: 0, Engine.FSDP1: 4, Engine.FSDP2: 4}
+# Reads and writes of full parameters; those of FSDP1 are fitted with those of FSDP2.
 _SYSTEM_BYTES = 2**25  # from here on the C library gives memory back when it is released
 
 

@@ -47,6 +47,14 @@ def test_another_model_is_as_much_slower_as_the_record_was(record):
     assert after / usual == pytest.approx(7000 / before, rel=0.05)
 
 
+def test_half_of_what_a_run_with_full_memory_lost_is_taken_for_its_loop(record):
+    full = replace(record, run=replace(record.run, micro_batch=4), reserved_bytes=None)
+    usual = predict(full.model, full.run, full.cluster).tokens_per_s
+    device = corrected(replace(full, tokens_per_s=0.64 * usual))
+    after = predict(full.model, full.run, replace(full.cluster, device=device)).tokens_per_s
+    assert after == pytest.approx(0.8 * usual, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A finished run's record: corrects a device by what it and its loop reached."""
 
+import math
 import tomllib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from fullshard.plan.model.config_json import read_model
 from fullshard.plan.model.model import Model
 from fullshard.plan.predict import predict
 from fullshard.plan.run import Run
+from fullshard.plan.step.interval import ALMOST_FULL
 
 __all__ = ["Record", "corrected", "device_toml", "read_record"]
 
@@ -63,12 +65,15 @@ def corrected(record: Record) -> Device:
     """The record's device with constants of its own: its run is predicted as it was measured.
 
     Everything takes as much longer or shorter as the run did, the loop included; the allocator's
-    slack is what makes the peak right, if the record has one.
+    slack is what makes the peak right, if the record has one. A run whose memory was almost full
+    may have waited for the allocator instead, which others do not: half of its difference counts.
     """
     device = record.cluster.device
     before = device.constants or fitted_constants()
     found = predict(record.model, record.run, record.cluster, before)
     faster = record.tokens_per_s / found.tokens_per_s
+    if found.memory.peak_bytes > ALMOST_FULL * device.memory_bytes:
+        faster = math.sqrt(faster)
     rates = ("matmul_share", "attention_share", "memory_share", "inside_share", "between_share")
     times = ("kernel_s", "step_s", "straggle_s")
     constants = replace(

@@ -9,9 +9,10 @@ from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.run import AttentionKernel, Run
 from fullshard.plan.step.clock import Timeline
 
-__all__ = ["Unknown", "half_width", "loop_s", "unknowns"]
+__all__ = ["ALMOST_FULL", "Unknown", "half_width", "loop_s", "unknowns"]
 
-_FULL = 0.93  # of a device's memory: beyond, torch's allocator begins to return and retry
+ALMOST_FULL = 0.93
+"""Share of a device's memory: beyond, torch's allocator begins to return and retry."""
 _SEEN_DEVICES = 512  # the largest cluster among the rows of the fit
 _ASSUMED = 0.08  # of time, for each field of a device that nobody has measured
 _HOST = 0.2  # of a step: from here on it is bound by the host
@@ -68,7 +69,7 @@ def _found(
         yield Unknown("how much of the model runs in float8", 0.08)
     if run.tensor_parallel > 1:
         yield Unknown("tensor parallelism beside sharding", 0.10)
-    if memory_share > _FULL:
+    if memory_share > ALMOST_FULL:
         yield Unknown("memory is almost full: the allocator may retry", 0.08)
     if cluster.devices > _SEEN_DEVICES:
         doublings = math.log2(cluster.devices / _SEEN_DEVICES)

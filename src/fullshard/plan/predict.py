@@ -13,7 +13,7 @@ from fullshard.plan.model.model import Model
 from fullshard.plan.run import Loss, Run
 from fullshard.plan.step.clock import replay
 from fullshard.plan.step.home import FARTHEST, Features, extrapolated, features_of
-from fullshard.plan.step.interval import Unknown, half_width, loop_s, unknowns
+from fullshard.plan.step.interval import ALMOST_FULL, Unknown, half_width, loop_s, unknowns
 from fullshard.plan.step.script import Script, write_script
 
 __all__ = ["Prediction", "predict"]
@@ -47,6 +47,11 @@ class Prediction:
     def fits(self) -> bool:
         """True if what the run needs is within the device's memory."""
         return self.memory.needed_bytes <= self.cluster.device.memory_bytes
+
+    @property
+    def almost_full(self) -> bool:
+        """True if torch's allocator may have to return memory and retry."""
+        return self.memory.peak_bytes > ALMOST_FULL * self.cluster.device.memory_bytes
 
     @property
     def memory_interval(self) -> tuple[int, int]:

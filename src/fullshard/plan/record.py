@@ -15,7 +15,6 @@ from fullshard.plan.model.config_json import read_model
 from fullshard.plan.model.model import Model
 from fullshard.plan.predict import predict
 from fullshard.plan.run import Run
-from fullshard.plan.step.interval import ALMOST_FULL
 
 __all__ = ["Record", "corrected", "device_toml", "read_record"]
 
@@ -72,7 +71,7 @@ def corrected(record: Record) -> Device:
     before = device.constants or fitted_constants()
     found = predict(record.model, record.run, record.cluster, before)
     faster = record.tokens_per_s / found.tokens_per_s
-    if found.memory.peak_bytes > ALMOST_FULL * device.memory_bytes:
+    if found.almost_full:
         faster = math.sqrt(faster)
     rates = ("matmul_share", "attention_share", "memory_share", "inside_share", "between_share")
     times = ("kernel_s", "step_s", "straggle_s")

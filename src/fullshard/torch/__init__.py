@@ -77,6 +77,7 @@ from fullshard.torch.inspection import (  # isort: skip
     MemoryOfRank as MemoryOfRank,
     MemoryOfRanks as MemoryOfRanks,
     MemorySummary as MemorySummary,
+    RecordingCallback as RecordingCallback,
     RestingBytes as RestingBytes,
     RunRecording as RunRecording,
     Trace as Trace,

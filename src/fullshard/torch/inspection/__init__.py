@@ -25,6 +25,7 @@ from fullshard.torch.inspection.memory_summary import (
 )
 from fullshard.torch.inspection.run_record import RunRecording, recording
 from fullshard.torch.inspection.traffic import Communication, Counted, communication, tracing
+from fullshard.torch.inspection.trainer_callback import RecordingCallback
 
 RestingBytes = Bytes  # the name of earlier versions
 
@@ -38,6 +39,7 @@ __all__ = [
     "MemoryOfRank",
     "MemoryOfRanks",
     "MemorySummary",
+    "RecordingCallback",
     "RestingBytes",
     "RunRecording",
     "Trace",

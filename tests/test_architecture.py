@@ -108,7 +108,6 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
     "plan": {
         **floors("run", "cluster", "model", "step", "memory", "predict"),
         "measured": frozenset({"run", "model", "step"}),
-        "reconcile": frozenset({"run", "cluster", "model", "step", "memory", "predict"}),
         "scale": frozenset({"run", "cluster", "model", "step", "memory", "predict"}),
         "pictures": frozenset({"step", "memory", "scale"}),
         "choose": frozenset({"run", "cluster", "model", "step", "memory", "predict"}),

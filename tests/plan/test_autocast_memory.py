@@ -10,11 +10,14 @@ from torch import nn
 
 from fullshard.core.strategy import Precision
 from fullshard.plan import Recompute, Run, cluster_of, named_device, named_model, predict
+from fullshard.plan.choose.settings import Setup, with_setting
+from fullshard.plan.command.recipe import code_of
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.shape import LLAMA, Shape
 
 WIDTH, HIDDEN, TOKENS, HEADS, KV_HEADS = 64, 160, 128, 4, 2
 HEAD = WIDTH // HEADS
+MODEL, CLUSTER = named_model("llama2-7b"), cluster_of(named_device("a100-80"), 8)
 AMP = Run(precision=Precision(), autocast="bfloat16", fused_norms=False)
 
 
@@ -82,12 +85,21 @@ def test_a_block_under_autocast_keeps_its_casts():
     assert told == saved_bytes() - roots
 
 
-@pytest.mark.parametrize("recompute", [Recompute.FULL, Recompute.SELECTIVE])
-def test_a_cache_of_keys_and_values_is_kept_by_recomputed_blocks(recompute):
-    model, cluster = named_model("llama2-7b"), cluster_of(named_device("a100-80"), 8)
-    run = Run(micro_batch=4, recompute=recompute)
+def test_the_recipe_says_where_autocast_belongs():
+    run = with_setting(Setup(Run(micro_batch=1), CLUSTER), "precision", "bf16-amp").run
+    code = code_of(predict(MODEL, run, CLUSTER))
+    assert '# forward within torch.autocast("cuda", torch.bfloat16)' in code
+    assert "MixedPrecision" not in code
+
+
+@pytest.mark.parametrize(
+    ("recompute", "offloads"),
+    [(Recompute.FULL, False), (Recompute.SELECTIVE, False), (Recompute.FULL, True)],
+)
+def test_a_cache_of_keys_and_values_is_kept_by_recomputed_blocks(recompute, offloads):
+    run = Run(micro_batch=4, recompute=recompute, offload_activations=offloads)
     without, cached = (
-        predict(model, replace(run, use_cache=each), cluster).memory for each in (False, True)
+        predict(MODEL, replace(run, use_cache=each), CLUSTER).memory for each in (False, True)
     )
     keys_and_values = 2 * 32 * 4 * 4096 * 4096 * 2
     assert cached.allocated_bytes - without.allocated_bytes == keys_and_values

@@ -22,6 +22,8 @@ def code_of(prediction: Prediction, *, fsdp2: bool = False) -> str:
         lines.append(f"# every {block} through selective checkpointing, each second product kept")
     if run.offload_activations:
         lines.append("# forward within torch.autograd.graph.save_on_cpu(pin_memory=True)")
+    if run.autocast is not None:
+        lines.append(f'# forward within torch.autocast("cuda", torch.{run.autocast})')
     if run.lora_rank:
         lines.append(
             f"# after adapters of rank {run.lora_rank} are in place, and the model is frozen"

@@ -67,7 +67,7 @@ class Activations:
         else:
             leaves = self._offloads and act.phase is Pass.FORWARD
             leaves = leaves and self._script.blocks[act.call] is not None
-            self._keep(act.call, 0 if leaves else memory.saved, memory.saved_logits)
+            self._keep(act.call, call.cache_bytes if leaves else memory.saved, memory.saved_logits)
         peak, logits_peak = memory.forward_peak
         most = max(self.kept, before[0] + peak), max(self.logits, before[1] + logits_peak)
         return (0, 0), most
@@ -98,7 +98,7 @@ class Activations:
 
     def _kept_for_recomputation(self, call: int, memory: _CallMemory) -> int:
         if self._offloads:
-            return 0
+            return self._script.calls[call].cache_bytes
         blocks = self._script.blocks
         first = call == 0 or blocks[call - 1] != blocks[call]
         inputs = self._script.calls[call].kept_bytes if first else 0

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from fullshard.report.files import RecordWriter, read_rank, read_run, record_path
+from fullshard.report.files import RecordWriter, age_of_process_s, read_rank, read_run, record_path
 from fullshard.report.record import (
     Attempt,
     Facts,
@@ -37,6 +37,7 @@ __all__ = [
     "TimedOp",
     "TimedOps",
     "TimedSpan",
+    "age_of_process_s",
     "lane_of",
     "read_rank",
     "read_run",

@@ -8,7 +8,9 @@ a file is believed before it was looked at: lines that are no record are counted
 
 import json
 import math
+import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
@@ -28,7 +30,7 @@ from fullshard.report.record import (
     TimedSpan,
 )
 
-__all__ = ["RecordWriter", "read_rank", "read_run", "record_path"]
+__all__ = ["RecordWriter", "age_of_process_s", "read_rank", "read_run", "record_path"]
 
 VERSION = 1
 _LIMIT_BYTES = 32 * 2**20
@@ -138,6 +140,16 @@ def _as_json(value: Any, digits: int | None = None) -> Any:
     if isinstance(value, list | tuple):
         return [_as_json(each, digits) for each in value]
     return value
+
+
+def age_of_process_s() -> float:
+    """Return the seconds since this process was started, where the system says it."""
+    try:
+        ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, IndexError, ValueError):
+        return 0.0
+    return max(0.0, age_s)
 
 
 # ---- reading ------------------------------------------------------------------------------------

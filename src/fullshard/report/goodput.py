@@ -11,7 +11,7 @@ from fullshard.report.shares import Bid, deal, summed_shares
 
 __all__ = ["GOOD", "WallTime", "goodput"]
 
-GOOD = ("forward", "backward", "optimizer")
+GOOD = ("forward", "backward", "optimizer", "step")  # the last where one call does all
 """The shares that bring a model forward; all others are badput, by cause."""
 
 

@@ -110,8 +110,8 @@ class TimedOps(Sequence[TimedOp]):
 class TimedSpan(NamedTuple):
     """Time of a rank that belongs to no unit.
 
-    ``what`` is "start", "data", "optimizer", "checkpoint", "evaluation", "compile", or a user's
-    own word.
+    ``what`` is "start", "data", "optimizer", "checkpoint", "evaluation", "compile", "step" where
+    one compiled call computes all of it, or a user's own word.
     """
 
     what: str

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fullshard.report.files import read_run
 from fullshard.report.findings import Diagnosis, diagnose
-from fullshard.report.goodput import WallTime, goodput
+from fullshard.report.goodput import GOOD, WallTime, goodput
 from fullshard.report.measure import EXPOSED, Figure, MeasuredRun, Wanted, measure
 from fullshard.report.record import RunRecord
 
@@ -40,7 +40,7 @@ class RunReport:
     def verdict(self) -> str:
         """One sentence: what limits the run."""
         if not self.diagnoses:
-            computing = sum(self.measured.mean_shares.get(what, 0.0) for what in _COMPUTING)
+            computing = sum(self.measured.mean_shares.get(what, 0.0) for what in GOOD)
             share = computing / self.measured.mean_step_s
             return f"healthy: {share:.0%} of a step computes, and nothing stands out"
         first = self.diagnoses[0]
@@ -82,9 +82,6 @@ class RunReport:
 def _finite(figure: Figure) -> dict[str, float | None]:
     noise = figure.noise if math.isfinite(figure.noise) else None
     return {"value": figure.value, "noise": noise}
-
-
-_COMPUTING = ("forward", "backward", "optimizer")
 
 
 def report_of(folder: str | Path) -> RunReport:

@@ -146,7 +146,7 @@ class LogConfig:
     )
     every: int = _option(50, "steps between lines of output", least=1)
     record: bool = _option(
-        True, "keep what each rank's steps do in the folder trace, for fullshard report (torch)"
+        True, "keep what each rank's steps do in the folder trace, for fullshard report"
     )
     report: bool = _option(False, "say at the end what limits the run, and write report.html")
     to: tuple[str, ...] = _option(

@@ -171,6 +171,17 @@ class TrainingRun(ABC):
     def write_text(self, prompt: bytes, count: int) -> bytes:
         """Return ``prompt`` and ``count`` bytes that the model draws after it."""
 
+    @property
+    def settings_told(self) -> dict[str, str | float | bool | None]:
+        """The settings that a record has beside what the engine knows."""
+        config = self.config
+        return {
+            "name": config.run_name,
+            "strategy": config.shard.strategy,
+            "batch": config.train.batch,
+            "dtype": config.train.dtype,
+        }
+
     def recorded(self, folder: str) -> AbstractContextManager[object]:
         """Return what surrounds a run of which ``folder``, the first process's, gets a record."""
         return nullcontext()

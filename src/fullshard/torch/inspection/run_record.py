@@ -8,7 +8,6 @@ are written. Time goes on from one step's mark to the next, as the device counts
 32 bits. Spans are by the host's clock, and so is everything on a CPU.
 """
 
-import os
 import time
 import warnings
 from collections import deque
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 
 from fullshard.core.errors import CommunicationError, ConfigurationError, UsageError
 from fullshard.host_memory import host_total_bytes, resident_bytes
-from fullshard.report import Facts, RecordWriter, TimedSpan, record_path
+from fullshard.report import Facts, RecordWriter, TimedSpan, age_of_process_s, record_path
 from fullshard.torch.inspection.last_words import is_out_of_memory, live_table
 from fullshard.torch.inspection.open_step import OpenStep, RecordTime
 from fullshard.torch.inspection.recorded_model import RecordedModel, recorded_model
@@ -77,7 +76,7 @@ class RunRecording:
         optimizer: Optimizer | None,
         detailed_every: int,
     ):
-        entered, age_s = time.perf_counter(), _age_of_process_s()
+        entered, age_s = time.perf_counter(), age_of_process_s()
         self._zero = entered - age_s  # of the record, by the host's clock
         self._model, self._optimizer, self._every = model, optimizer, detailed_every
         self._writer = writer(replace(facts, started_at=time.time() - age_s))
@@ -396,13 +395,3 @@ def _limit_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return host_total_bytes()
-
-
-def _age_of_process_s() -> float:
-    """Return the seconds since this process was started, where the system says it."""
-    try:
-        ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError, IndexError, ValueError):
-        return 0.0
-    return max(0.0, age_s)

@@ -2,7 +2,8 @@
 """A run on the JAX engine: one compiled step over all devices, and the state that it uses up."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,7 @@ from fullshard.jax import (
 )
 from fullshard.jax.files.leaves import leaves_of
 from fullshard.train.data import Batch
+from fullshard.train.jax.record import StepsRecord
 from fullshard.train.jax.world import DeviceWorld
 from fullshard.train.run import BytesRow, StepOutcome, TrainingRun
 
@@ -74,6 +76,22 @@ class JaxRun(TrainingRun):
         floating = np.issubdtype(inputs.dtype, np.floating)
         dtype = jnp.dtype(self.config.train.dtype) if floating else np.int32
         return inputs.astype(dtype), targets.astype(np.int32)
+
+    @contextmanager
+    def recorded(self, folder: str) -> Iterator[None]:
+        """See `TrainingRun.recorded`."""
+        if not (self.config.log.record and folder):
+            yield
+            return
+        self.record = StepsRecord(folder, self.world, self.settings_told)
+        ending = "finished"
+        try:
+            yield
+        except BaseException as error:
+            ending = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise
+        finally:
+            self.record.close(ending)
 
     @cached_property
     def layout(self) -> tuple[Mapping[str, StoredAs], Mapping[str, Any]]:

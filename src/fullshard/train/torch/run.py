@@ -128,15 +128,10 @@ class TorchRun(TrainingRun):
         if not (self.config.log.record and folder):
             yield
             return
-        shard, train = self.config.shard, self.config.train
-        settings: dict[str, str | float | bool | None] = {
-            "name": self.config.run_name,
-            "strategy": shard.strategy,
-            "batch": train.batch,
-            "dtype": train.dtype,
-        }
         try:
-            with recording(folder, self.model, self.optimizer, settings=settings) as self.record:
+            with recording(
+                folder, self.model, self.optimizer, settings=self.settings_told
+            ) as self.record:
                 yield
         except Exception as error:
             if is_out_of_memory(error):

@@ -179,3 +179,16 @@ def test_memory_of_unseen_sources_is_told_within_ten_percent_and_no_failed_run_t
     assert -0.01 <= sum(errors) / len(errors) <= 0.08
     assert not any(predict(row.model, row.run, row.cluster).fits for row in failed)
     assert sum(large) <= len(large) / 10
+
+
+def test_memory_of_experts_is_told_and_their_speed_is_unsure(rows):
+    failed = []
+    kept = rows.read_rows(DATA / "unseen/experts.csv", failed=failed)
+    assert (len(kept), len(failed)) == (6, 18)
+    for row in kept:
+        found = predict(row.model, row.run, row.cluster)
+        error = found.memory.allocated_bytes / 2**30 / row.memory_gib - 1
+        assert 0 <= error <= 0.10
+        assert found.fits
+        assert any("sent to experts" in each.name for each in found.unknowns)
+    assert not any(predict(row.model, row.run, row.cluster).fits for row in failed)

@@ -17,6 +17,7 @@ _SEEN_DEVICES = 512  # the largest cluster among the rows of the fit
 _ASSUMED = 0.08  # of time, for each field of a device that nobody has measured
 _HOST = 0.2  # of a step: from here on it is bound by the host
 _LOOP_S = 0.1  # of a loop's own in a step: data, logging, norms that are waited for
+_SENT = 0.25  # of a step: no fitted row has experts, and transformers loops over them
 _LINK = 0.25  # of exposed communication: links are shared, and routes differ
 
 
@@ -35,15 +36,18 @@ def unknowns(
     memory_share: float = 0.0,
     *,
     away: tuple[float, str] = (0.0, ""),
+    experts: bool = False,
 ) -> tuple[Unknown, ...]:
     """List what the prediction of ``timeline`` rests on unmeasured, the largest first.
 
     ``away`` is the share of time that the distance from the fitted runs makes uncertain, and what
-    makes that distance in words.
+    makes that distance in words. ``experts`` is true if tokens go to experts.
     """
     found = list(_found(timeline, run, cluster, memory_share))
     if away[0] > 0.01:
         found.append(Unknown(f"unlike the nearest fitted run: {away[1] or 'sizes'}", away[0]))
+    if experts:
+        found.append(Unknown("how tokens are sent to experts: a loop over these is slower", _SENT))
     return tuple(sorted(found, key=lambda each: -each.share))
 
 

@@ -302,6 +302,23 @@ def test_units_dealt_out_together_are_stepped_as_by_one_process():
         assert_equal(values, expected)
 
 
+def test_matrices_dealt_out_on_the_meta_device_are_stepped_as_by_one_process():
+    values = {name: param.detach().clone() for name, param in TEMPLATE.named_parameters()}
+
+    def body(comm):
+        model = copy.deepcopy(TEMPLATE).to("meta")
+        whole = fs.WholeMatrices(*model.blocks)
+        for block in model.blocks:
+            fs.fully_shard(block, mesh=comm, align=whole)
+        fs.fully_shard(model, mesh=comm).to_empty(device="cpu").load_state_dict(values)
+        train(model, muon_and_adamw(model), comm.rank)
+        return full(model)
+
+    expected = alone(3)
+    for got in LocalWorld(3).run(body):
+        assert_equal(got, expected)
+
+
 def test_what_is_not_among_matrices_dealt_out_together_is_dealt_out_behind_them():
     def body(comm):
         model = copy.deepcopy(TEMPLATE)

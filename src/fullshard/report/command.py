@@ -52,16 +52,16 @@ def main(argv: Sequence[str]) -> int:
         _check_place(path)
     report = report_of(chosen.run)
     other = None if chosen.other is None else report_of(chosen.other)
-    if chosen.json:
-        print(json.dumps(report.as_json(other), indent=1))
-    else:
-        print_report(report, Console(width=None if os.isatty(1) else 120), other)
     if chosen.html is not None:
         write_page(report, chosen.html, other)
     if chosen.png is not None:
         draw_report(report, chosen.png)
     if chosen.events is not None:
         write_trace_events(read_run(chosen.run), chosen.events)
+    if chosen.json:  # last: who reads may stop reading
+        print(json.dumps(report.as_json(other), indent=1))
+    else:
+        print_report(report, Console(width=None if os.isatty(1) else 120), other)
     return 0
 
 

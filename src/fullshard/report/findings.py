@@ -272,7 +272,7 @@ def _communication(measured: MeasuredRun) -> Iterator[Diagnosis]:
         what += f"{_ms(cost_s)} of each step ({_percent(measured, cost_s)}) in calls and waits"
         yield Diagnosis("bad wrapping", cost_s, what, "wrap whole blocks as units, not their parts")
         return
-    if cost_s <= _LEAST["exposed"] * measured.mean_step_s or not sizes:
+    if cost_s <= _LEAST["exposed"] * measured.mean_step_s or not sum(sizes):
         return
     yield _of_link(measured, cost_s, sizes)
 
@@ -324,4 +324,5 @@ def _gains(measured: MeasuredRun) -> dict[str, float]:
 
 
 def _ends_s(events: Sequence[Event], setting: Setting, costs: Costs) -> float:
-    return max(op.end_s for ops in replay(events, setting, costs) for op in ops)
+    ends = (op.end_s for ops in replay(events, setting, costs) for op in ops)
+    return max(ends, default=0.0)  # of a step in which no unit ran

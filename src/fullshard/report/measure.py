@@ -327,7 +327,11 @@ def measure(run: RunRecord) -> MeasuredRun:
     by_number = {
         rank: {each.step: each for each in attempt.steps} for rank, attempt in attempts.items()
     }
-    common = sorted(set.intersection(*(set(steps) for steps in by_number.values())))
+    timed = (
+        {number for number, step in steps.items() if step.duration_s > 0}
+        for steps in by_number.values()
+    )
+    common = sorted(set.intersection(*timed))
     if not common:
         raise ConfigurationError("the ranks have no step in common: are these records of one run?")
     chosen, cut = _with_ops(by_number, common)

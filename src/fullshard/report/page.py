@@ -203,7 +203,7 @@ def _all_ranks(measured: MeasuredRun) -> Iterator[_Chart]:
     ]
     layout = {
         "height": 160 + 28 * len(whats),
-        "xaxis": {"title": {"text": "rank"}, "type": "category"},
+        "xaxis": {"title": {"text": "rank"}, "type": "category", "nticks": 20},
     }
     says = "What each rank does longer (red) or shorter (blue) than the rank in the middle."
     yield _Chart("ranks", "Ranks beside each other", says, data, layout)

@@ -18,6 +18,7 @@ __all__ = [
     "RunReport",
     "compare",
     "figures",
+    "judge",
     "planned",
     "report_of",
     "seconds_text",
@@ -89,7 +90,11 @@ def report_of(folder: str | Path) -> RunReport:
 
     Raises `ConfigurationError` if there is none, or one without steps.
     """
-    run = read_run(folder)
+    return judge(read_run(folder))
+
+
+def judge(run: RunRecord) -> RunReport:
+    """Judge a record that was read. Raises `ConfigurationError` if it has no steps."""
     measured = measure(run)
     return RunReport(
         measured, goodput(run, measured), diagnose(measured), list(_notes(run, measured))

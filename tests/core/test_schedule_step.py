@@ -152,6 +152,7 @@ class Training:
         self.machine = StepMachine(self.units)
         self.events = []
         self.used = Counter()
+        self.task = TASK
 
     def _all(self, node):
         yield node
@@ -159,7 +160,8 @@ class Training:
             yield from self._all(call)
 
     def _absent(self, unit):
-        return {1} if unit in self.used else {0, 1}
+        absent = {1} if unit in self.used else {0, 1}
+        return absent & self.units[unit].trained
 
     def step(self):
         """One forward and backward; returns its events."""
@@ -171,7 +173,7 @@ class Training:
         if not self.calls[()].leads_back:
             reject()  # nobody calls backward
         self.backward(self.model, ())
-        self.events += self.machine.backward_ends(TASK)
+        self.events += self.machine.backward_ends(self.task)
         return self.events
 
     def reaches(self, node, place):
@@ -212,8 +214,8 @@ class Training:
 
     def backward(self, node, place):
         call, unit = self.calls[place], self.units[node.unit]
-        for begun in self.machine.begun_by(call, TASK):
-            self.hear(self.machine.call_begins(begun, TASK))
+        for begun in self.machine.begun_by(call, self.task):
+            self.hear(self.machine.call_begins(begun, self.task))
         assert unit.phase.open, "backward runs in a unit that is not full"
         if node.way == "recomputed":
             self.forward(node, bool(call.watched), place, again=True)
@@ -224,12 +226,12 @@ class Training:
             if self.reaches(below, (*place, number)):
                 self.backward(below, (*place, number))
             elif (*place, number) in self.calls and self.calls[*place, number].watched:
-                self.hear(self.machine.input_arrives(self.calls[*place, number], TASK))
+                self.hear(self.machine.input_arrives(self.calls[*place, number], self.task))
         if not node.own_last:
             self.accumulate(node)
         if call.watched:
             assert unit.phase.open, "a unit's parameters are gone before its inputs' gradients"
-            self.hear(self.machine.input_arrives(call, TASK))
+            self.hear(self.machine.input_arrives(call, self.task))
 
     def accumulate(self, node):
         unit = self.units[node.unit]
@@ -238,7 +240,7 @@ class Training:
         self.to_come[node.unit] -= 1
         if not self.to_come[node.unit]:
             assert unit.phase.open, "a gradient comes after its unit was reduced"
-            self.hear(self.machine.gradient_arrives(unit, 0, TASK))
+            self.hear(self.machine.gradient_arrives(unit, 0, self.task))
 
 
 def ends(events):

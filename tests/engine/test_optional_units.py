@@ -221,6 +221,35 @@ def test_micro_batches_use_different_parts(no_sync):
     check(2, steps, "fully_shard", no_sync=no_sync)
 
 
+BACKWARDS = {
+    "of the sum": lambda first, second: (first + second).backward(),
+    "in turn": lambda first, second: (first.backward(), second.backward()),
+    "in reverse": lambda first, second: (second.backward(), first.backward()),
+}
+
+
+@pytest.mark.parametrize("backwards", BACKWARDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_two_forwards_before_their_backwards(backwards, seed):
+    used = [patterns(3, 2 * seed + forward, most=2) for forward in range(2)]
+
+    def losses(model, rank):
+        return [model(texts(3, n)[rank], used[n][rank]).square().mean() for n in range(2)]
+
+    def body(comm):
+        model = sharded(comm, "fully_shard")
+        for _ in range(2):
+            BACKWARDS[backwards](*losses(model, comm.rank))
+        return update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    model = Model()
+    for rank in range(3):
+        (2 * sum(losses(model, rank)) / 3).backward()
+    expected = update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for grads in LocalWorld(3).run(body):
+        compare([grads], [expected])
+
+
 def test_all_patterns_of_two_parts_on_two_ranks():
     uses = [dict(zip(PARTS, use, strict=False)) for use in itertools.product((0, 1), repeat=2)]
     steps = [[[here, there]] for here in uses for there in uses]

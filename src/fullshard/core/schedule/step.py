@@ -29,17 +29,20 @@ unit's backward ends. One that was called before, too, stays open for that call.
 
 [Note: Left out]
 Of an optional unit a rank tells the same events as the ranks that run it, at the same place: its
-forward begins and ends (the feeder knows where, as ranks ask each other). A call stands in for the
-one that the rank has not made, and for one whose output leads nowhere on this rank: that of frozen
-blocks behind a part that it has left out. It is awaited like any other, and backward never reaches
-it: it is passed over as if it had been made and not used. When the root's forward ends, ranks tell
-each other which units' backward may come on any of them; `settle` forgets what stands in for the
-others.
+forward begins and ends (the feeder knows where, as ranks ask each other). From then on a call
+stands in for the one that the rank has not made, or whose output leads nowhere here, as that of
+frozen blocks behind a part that it has left out. It is awaited like any other; if backward reaches
+the rank's own call, that takes its place, else it is passed over: the unit begins where the call
+ended, and awaits it until where it began. When the root's forward ends, ranks tell each other which
+units' backward may come on any of them; `settle` forgets what stands in for the others. If several
+forwards wait for their backward, a parameter's gradient may be complete in one or the other, as
+ranks have run a unit in one or in both; all units then end when autograd has finished.
 """
 
 import weakref
 from collections.abc import Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from fullshard.core.schedule.record import Event, Moment
@@ -71,6 +74,8 @@ class StepMachine:
         self._now = 0  # in events
         self._forwards = 0  # of the root
         self._recomputed = 0  # the one that recomputations in this backward belong to
+        # Several forwards wait for their backward, and of partial units it may come in each.
+        self._several = False
         self._reached: set[int] = set()  # forwards of the root whose backward has begun in this one
         # Units that are due, or were, with a call to come, by their latest forward; and those that
         # backward has reached or given a gradient, by when that was (dicts for their order).
@@ -90,6 +95,22 @@ class StepMachine:
     def root_begins(self) -> None:
         """A forward of the root begins that is no recomputation."""
         self._forwards += 1
+        if self.partial and self._due:
+            self._forget_unreachable()
+
+    def _waiting(self) -> set[int]:
+        """The forwards of the root whose backward may come."""
+        root = self._units[0]()
+        return set() if root is None else {call.made_in for call in root.calls()}
+
+    def _forget_unreachable(self) -> None:
+        """Forget what stands in for calls of forwards whose outputs are gone."""
+        alive = self._waiting()
+        for unit in list(self._due):
+            for call in [call for call in unit.stand_ins if call.made_in not in alive]:
+                unit.pass_over(call, -1)
+            if unit.phase is Phase.DUE and not unit.calls():
+                self._lose_outputs(unit)
 
     def forward_begins(self, unit: UnitStep, *, with_grad: bool) -> Event:
         """A unit's forward begins, under autograd or not."""
@@ -122,21 +143,23 @@ class StepMachine:
             unit.last_end = self._now
             if call is not None:
                 call.ended_at = self._now
-            if not (call is not None and call.leads_back):
-                if unit.partial:
-                    unit.stand_in((self._recomputed or self._forwards, unit.last_begin))
-                elif not unit.calls():
-                    self._lose_outputs(unit)
+            if unit.partial:
+                unit.stand_in((self._recomputed or self._forwards, unit.last_begin), self._now)
+            elif not (call is not None and call.leads_back) and not unit.calls():
+                self._lose_outputs(unit)
         return _event(Moment.FORWARD_END, unit.number)
 
-    def settle(self, unit: UnitStep, *, leads_back: bool) -> None:
-        """Take note if the backward of a unit may come on any rank. See [Note: Left out].
+    def leads_back(self, unit: UnitStep) -> bool:
+        """True if the backward of a unit may come on this rank, of the root's latest forward."""
+        return any(not call.stands_in for call in unit.calls({self._forwards}))
 
-        That of an earlier forward counts, too.
-        """
-        if not leads_back and unit.phase is Phase.DUE:
-            unit.stand_ins.clear()
-            self._lose_outputs(unit)
+    def settle(self, unit: UnitStep, *, leads_back: bool) -> None:
+        """Take note if that may come on any rank. See [Note: Left out]."""
+        if not leads_back:
+            for call in unit.calls({self._forwards}):
+                unit.pass_over(call, -1)
+            if unit.phase is Phase.DUE and not unit.calls():
+                self._lose_outputs(unit)
 
     def _lose_outputs(self, unit: UnitStep) -> None:
         unit.move("lose its outputs")
@@ -157,15 +180,26 @@ class StepMachine:
 
     def call_begins(self, call: UnitCall, task: int) -> Sequence[Event]:
         """The backward of a call begins: a gradient has reached an output."""
+        if self.partial and not self.in_backward:
+            self._several = len(self._waiting()) > 1
         self._task, self.in_backward = task, True
         self._events = []
         call.begun, call.to_come = True, call.watched
         self._reached.add(call.made_in)
         self._recomputed = call.made_in
         unit = call.unit
-        if unit.reach(call, task):
+        stand_in = unit.stand_in_of(call, self._reached)
+        ended_at = call.ended_at if stand_in is None else stand_in.ended_at
+        after = unit.last_end if ended_at < 0 else ended_at
+        if self.partial:
+            self._pass_over(after)
+            if stand_in is not None:
+                unit.pass_over(stand_in, task)
+            unit.reach(call, task)
+            self._come_to(call)
+        elif unit.reach(call, task):
             if not unit.begun:
-                self._pass_over(after=unit.last_end if call.ended_at < 0 else call.ended_at)
+                self._pass_over(after)
             if not unit.phase.open:  # as it is if a later call of the unit was passed over
                 self._begin(unit)
         return self._events
@@ -205,17 +239,16 @@ class StepMachine:
         self._task = task
         self._events = []
         self._pass_over(after=-1)
+        self._several = False
         for unit in sorted(self._due, key=lambda unit: -unit.first_begin):
-            if unit.phase.due:
+            if unit.phase.open if self.partial else unit.phase.due:
                 self._end(unit)
         for unit in list(self._active):
             self._end(unit)
-        self._due.clear()
+        self._due = {unit: None for unit in self._due if self.partial and unit.phase.due}
         self._recomputed = 0
         for unit in self._alive():
             unit.begun = False
-            for call in [call for call in unit.stand_ins if call.made_in in self._reached]:
-                unit.pass_over(call, task)
             if unit.held_back and unit.requires_gradient_sync:
                 self._end(unit)  # this micro-batch did not use it, earlier ones did
         self._reached.clear()
@@ -234,29 +267,50 @@ class StepMachine:
 
     def _pass_over(self, after: int) -> None:
         """Begin the units that were not used as others may. See [Note: One order on all ranks]."""
-        due = self._due_after(after)
-        passed: list[tuple[float, UnitStep]] = [(u.last_end, u) for u in due if not u.begun]
         if self.partial:
-            passed += self._calls_of(due, after)
-        if len(passed) > 1:
-            passed.sort(key=_latest)
-        for at, unit in passed:
-            if not unit.phase.due:
+            self._pass_over_calls(after)
+            return
+        passed = [unit for unit in self._due_after(after) if not unit.begun]
+        for unit in sorted(passed, key=_latest):
+            if unit.begun or not unit.phase.due:
                 continue
-            if not unit.begun:
-                self._begin(unit)
-            # A partial unit awaits its calls as long as ranks do that have made them.
-            last = at if unit.partial else after
+            self._begin(unit)
             for call in unit.calls(self._reached):
-                if call.began_at > last and not call.begun:
-                    unit.pass_over(call, self._task)
+                if call.began_at > after and not call.begun:
+                    unit.forget_call(call)
             self._end_what_is_over(unit)
 
-    def _calls_of(self, units: Sequence[UnitStep], after: int) -> list[tuple[float, UnitStep]]:
-        """The calls of partial units that began after an event, and that backward passes over."""
-        calls = (call for unit in units if unit.partial for call in unit.calls())
-        # Before what ended when the call began.
-        return [(c.began_at - 0.5, c.unit) for c in calls if c.began_at > after and not c.begun]
+    def _pass_over_calls(self, after: int) -> None:
+        """Do so call by call, as ranks await those that they have made. See [Note: Left out]."""
+        passed = [
+            place
+            for unit in self._due
+            for call in unit.calls(self._reached)
+            if call.began_at > after and call.ended_at >= 0 and not call.begun
+            # A unit begins where its call has ended, and awaits it until that began; what ended
+            # when it began comes after.
+            for place in ((call.ended_at, call, False), (call.began_at - 0.5, call, True))
+        ]
+        passed.sort(key=itemgetter(0), reverse=True)
+        for _, call, done in passed:
+            unit = call.unit
+            if not unit.awaits(call):
+                continue
+            if done:
+                unit.pass_over(call, self._task)
+                self._end_what_is_over(unit)
+            else:
+                self._come_to(call)
+
+    def _come_to(self, call: UnitCall) -> None:
+        """Backward has come to where a call of a partial unit ended, be it reached or passed."""
+        unit = call.unit
+        if unit.phase.open:
+            unit.began_at = min(unit.began_at, call.began_at)
+        else:
+            unit.began_at = call.began_at
+            self._begin(unit)
+        self._end_others()
 
     def _due_after(self, begin: int) -> list[UnitStep]:
         """The units that are due and whose latest forward began after ``begin``, latest first."""
@@ -272,6 +326,9 @@ class StepMachine:
         if not self._is_over(unit):
             return
         self._end(unit)
+        self._end_others()
+
+    def _end_others(self) -> None:
         still_open = [other for other in self._active if other.phase.open]
         for other in sorted(still_open, key=_turn):
             if self._is_over(other):
@@ -280,11 +337,11 @@ class StepMachine:
 
     def _is_over(self, unit: UnitStep) -> bool:
         """See [Note: When a unit's backward is over]."""
-        if unit.ends_with_backward or not unit.phase.open:
+        if unit.ends_with_backward or self._several or not unit.phase.open:
             return False
         if not unit.has_all_gradients(self._reached, self._task):
             return False
-        if unit.phase.due:
+        if unit.phase.due and not self.partial:
             for later in self._due_after(unit.first_begin):
                 if later is not unit and (later.phase.open or later.calls(self._reached)):
                     return False
@@ -295,28 +352,33 @@ class StepMachine:
         """True if ``other`` is not over, and what is left of it began after ``unit``."""
         if other.phase.open and other.began_at > unit.began_at:
             return True
-        again = [call for call in other.calls_over() if call.over_in != self._task]
-        return any(
-            call.began_at > unit.began_at and call.made_in in self._reached
-            for call in (*other.calls(), *again)
-        )
+        left = other.calls(self._reached)
+        if self.partial and other.phase.open:  # what has begun here may be over elsewhere
+            left = [call for call in left if not call.begun]
+        if not unit.phase.due:  # its backward may have been over, and come again
+            again = (call for call in other.calls_over() if call.over_in != self._task)
+            left += [call for call in again if call.made_in in self._reached]
+        return any(call.began_at > unit.began_at for call in left)
 
     def _end(self, unit: UnitStep) -> None:
         """A unit's backward is over."""
         self._active.pop(unit, None)
         if unit.phase.due:
-            self._pass_over(after=unit.first_begin)
+            self._pass_over(after=unit.began_at if self.partial else unit.first_begin)
         unit.end_backward(self._task)
-        if not unit.calls(self._reached):  # else units around it wait for an earlier call
+        if self.partial and unit.calls():  # of other forwards
+            unit.move("await other calls")
+        elif not unit.calls(self._reached):  # else units around it wait for an earlier call
             self._due.pop(unit, None)
         unit.held_back = bool(unit.trained) and not unit.requires_gradient_sync
         self._events.append(_event(Moment.BACKWARD_END, unit.number))
 
 
-def _latest(passed: tuple[float, UnitStep]) -> float:
-    return -passed[0]
+def _latest(unit: UnitStep) -> int:
+    return -unit.last_end
 
 
 def _turn(unit: UnitStep) -> tuple[bool, int]:
     """Sorts open units: those that are due come first, the latest forward before others."""
-    return (False, -unit.last_begin) if unit.phase.due else (True, -unit.began_at)
+    due = unit.phase.due and not unit.partial
+    return (False, -unit.last_begin) if due else (True, -unit.began_at)

@@ -48,6 +48,7 @@ _MOVES = {
     ("begin backward", Phase.AT_REST): Phase.LATE_BACKWARD,
     ("begin backward", Phase.DUE): Phase.BACKWARD,
     ("begin backward", Phase.LATE): Phase.LATE_BACKWARD,
+    ("await other calls", Phase.AT_REST): Phase.DUE,
     ("end backward", Phase.AT_REST): Phase.AT_REST,  # micro-batches before this one used it
     ("end backward", Phase.DUE): Phase.AT_REST,
     ("end backward", Phase.LATE): Phase.AT_REST,
@@ -165,12 +166,20 @@ class UnitStep:
             return alive
         return [call for call in alive if call.made_in in forwards]
 
-    def stand_in(self, made: tuple[int, int]) -> None:
-        """Await the backward of a call that only other ranks may have made."""
+    def stand_in(self, made: tuple[int, int], ended_at: int) -> None:
+        """Await the backward of a call that only other ranks may have made, or still keep."""
         call = UnitCall(self, None, made)
-        call.stands_in = True
+        call.stands_in, call.ended_at = True, ended_at
         call.await_backward()
         self.stand_ins.append(call)
+
+    def stand_in_of(self, call: "UnitCall", forwards: Set[int]) -> "UnitCall | None":
+        """Return what stands in for ``call``, made in one of these ``forwards`` of the root."""
+        for each in reversed(self.stand_ins):
+            recomputed = call.ended_at < 0  # is what the latest one stands for
+            if each.made_in in forwards and (recomputed or each.began_at == call.began_at):
+                return each
+        return None
 
     def pass_over(self, call: "UnitCall", task: int) -> None:
         """Do not await the backward of ``call``, which graph task ``task`` does not reach."""

@@ -218,7 +218,7 @@ class OptionalUnits:
         uneven, self._uneven = self._uneven, False
         may_come = False
         for comms, together in by_ranks.items():
-            mine = [any(not call.stands_in for call in m.step.calls()) for m in together]
+            mine = [self._machine.leads_back(managed.step) for managed in together]
             leads = torch.tensor(mine, dtype=torch.float64)
             if uneven:
                 for comm in comms:

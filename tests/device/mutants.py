@@ -111,7 +111,8 @@ def _machine_only(told):
 
 
 def _optional(where, before, after=""):
-    programs = "optional parts", "optional parts, again", "shared experts in recomputed blocks"
+    programs = "optional parts", "optional parts, again", "optional parts, forward twice"
+    programs += ("shared experts in recomputed blocks",)
     return _edit(where, before, after, *programs, ranks=(0, 1, 2, 3))
 
 
@@ -365,7 +366,7 @@ MUTANTS = {
         "step.optional:OptionalUnits.settle", "leads.tolist(), strict", "mine, strict"
     ),
     "what was run elsewhere is forgotten before backward": _optional(
-        "core.schedule.step:StepMachine.settle", "if not leads_back and", "if"
+        "core.schedule.step:StepMachine.settle", "if not leads_back:", "if True:"
     ),
     "nothing stands in for a call on other ranks": _optional(
         "core.schedule.step:StepMachine.forward_ends", "if unit.partial:", "if False:"
@@ -377,62 +378,18 @@ MUTANTS = {
         "core.schedule.step:StepMachine._pass_over", "if self.partial:", "if False:"
     ),
     "calls are passed over as they came": _optional(
-        "core.schedule.step:StepMachine._pass_over", "passed.sort(key=_latest)", "pass"
+        "core.schedule.step:StepMachine._pass_over_calls",
+        "passed.sort(key=itemgetter(0), reverse=True)", "pass"
     ),
-    "a call is passed over before what ended when it began": _optional(
-        "core.schedule.step:StepMachine._calls_of", "c.began_at - 0.5", "c.began_at + 0.5"
+    "a unit waits for calls that it has come to": _optional(
+        "core.schedule.step:StepMachine._come_to",
+        "unit.began_at = min(unit.began_at, call.began_at)", "pass"
     ),
-    # around the step
-    "what was thawed gets no place among gradients": _edit(
-        "unit.changes:follow_requires_grad", "if thawed:", "if False:", "thawed between steps",
+    "units do not stay due for the other forwards": _optional(
+        "core.schedule.step:StepMachine._end", "if self.partial and unit.calls():", "if False:"
     ),
-    "odd ranks look again for values that came": _edit(
-        "unit.changes:check_initialised", "unit.unchecked = False",
-        "unit.unchecked = bool(__import__('torch').distributed.get_rank() % 2)",
-        "from the meta device, tied after sharding", ranks=(0, 1),
-    ),
-    "odd ranks look again at what was put in": _edit(
-        "unit.changes:take_over", "unit.unchecked = True",
-        "unit.unchecked = not __import__('torch').distributed.get_rank() % 2",
-        "weights put in after sharding", ranks=(0, 1),
-    ),
-    "values for a new layout are not waited for": _edit(
-        "unit.unit:Unit.gather_values", "all_gather(pairs, label=label).wait()",
-        "all_gather(pairs, label=label)", "tied to a parameter that an inner unit has",
-    ),
-    "dicts and dataclasses hide tensors": _edit(
-        "step.structures:holds_unknown", "return not dataclasses.is_dataclass(structure)",
-        "return True", "structures of every kind",
-    ),
-    "tensors in dicts keep their dtype": _edit(
-        "step.structures:map_tensors", "changed[key] = value", "pass", "structures of every kind",
-    ),
-    "the end of a backward is not queued": _edit(
-        "step.tracker:Tracker._enter_backward",
-        "Variable._execution_engine.queue_callback(ending)", "pass",
-        "blocks sharded alone, beside plain parameters",
-    ),
-    "a trace holds up the host": _edit(
-        "unit.streams:DeviceClock.mark", "event.record(torch.cuda.current_stream(self._device))",
-        "event.record(torch.cuda.current_stream(self._device)); event.synchronize()",
-        "traced and profiled",
-    ),
-    "extremes are not waited for": _edit(
-        "tensor.reductions:global_extreme", 'comm.all_reduce([is_nan], "max").wait()',
-        'comm.all_reduce([is_nan], "max")', "operations on parameters",
-    ),
-    "votes are not waited for": _edit(
-        "tensor.reductions:global_truth", '"min" if every else "max").wait()',
-        '"min" if every else "max")', "operations on parameters",
-    ),
-    "rows are not waited for": _edit(
-        "tensor.reslice:reslice", "comm.all_to_all(received, sent, label).wait()",
-        "comm.all_to_all(received, sent, label)",
-        "state dicts by element, and values lent for a call",
-    ),
-    "two dtypes in int8 are not waited for": _edit(
-        "comm.protocol:Together.wait", "work.wait()", "pass",
-        "two dtypes in a unit, gathers and reduces in int8",
+    "with several forwards units end when they seem over": _optional(
+        "core.schedule.step:StepMachine._is_over", " or self._several"
     ),
     # values
     "comparisons of what norms are of are not waited for": _edit(

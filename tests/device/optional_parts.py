@@ -109,6 +109,12 @@ def by_three(model, rank, number, device):
         parts_once(model, rank, 3 * number + batch, device)
 
 
+def forward_twice(model, rank, number, device):
+    first, second = (_loss(model, TWICE[2 * number + n][rank], device) for n in range(2))
+    for loss in ((first, second), (second, first), (first + second,))[number % 3]:
+        loss.backward()
+
+
 def to_experts(model, rank, number, device):
     _loss(model, ROUTES[number][rank], device).backward()
 
@@ -136,6 +142,11 @@ def _(mesh, device):
 
 
 @optional("optional parts, announced", parts_announced)
+def _(mesh, device):
+    return parts(mesh, device)
+
+
+@optional("optional parts, forward twice", forward_twice)
 def _(mesh, device):
     return parts(mesh, device)
 

@@ -240,7 +240,7 @@ class StepMachine:
         self._events = []
         self._pass_over(after=-1)
         self._several = False
-        for unit in sorted(self._due, key=lambda unit: -unit.first_begin):
+        for unit in sorted(self._due, key=self._first_begin, reverse=True):
             if unit.phase.open if self.partial else unit.phase.due:
                 self._end(unit)
         for unit in list(self._active):
@@ -287,9 +287,8 @@ class StepMachine:
             for unit in self._due
             for call in unit.calls(self._reached)
             if call.began_at > after and call.ended_at >= 0 and not call.begun
-            # A unit begins where its call has ended, and awaits it until that began; what ended
-            # when it began comes after.
-            for place in ((call.ended_at, call, False), (call.began_at - 0.5, call, True))
+            # A unit begins where its call has ended, and awaits it until that began.
+            for place in ((call.ended_at, call, False), (call.began_at, call, True))
         ]
         passed.sort(key=itemgetter(0), reverse=True)
         for _, call, done in passed:
@@ -360,11 +359,15 @@ class StepMachine:
             left += [call for call in again if call.made_in in self._reached]
         return any(call.began_at > unit.began_at for call in left)
 
+    def _first_begin(self, unit: UnitStep) -> int:
+        """When the first forward began that backward has come to."""
+        return unit.began_at if self.partial else unit.first_begin
+
     def _end(self, unit: UnitStep) -> None:
         """A unit's backward is over."""
         self._active.pop(unit, None)
         if unit.phase.due:
-            self._pass_over(after=unit.began_at if self.partial else unit.first_begin)
+            self._pass_over(after=self._first_begin(unit))
         unit.end_backward(self._task)
         if self.partial and unit.calls():  # of other forwards
             unit.move("await other calls")

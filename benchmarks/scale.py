@@ -6,16 +6,19 @@
 A fake process group stands for the other ranks; this process is rank 0, on the host. Construction
 is of a Llama-like model on the meta device, each of 80 blocks a unit, and so is what DCP does on
 each rank before anything is sent (`DefaultSavePlanner.create_local_plan` of the sharded state
-dict). Steps and whole state dicts are of 8 blocks as narrow as can be, since the others' parts take
-memory; a unit of them has as many parameters. Calls are of Python functions of either engine in
-forward and backward, see `call_counts.py`; collectives are counted where torch dispatches them.
-Store operations are those of all ranks' watchdogs together in a second. Manifests are rank 0's
-part of a save, cut by rows, see `manifest_size.py`. Seconds are of processor time, bytes growth of
-resident memory.
+dict), and then on rank 0 alone, of 8 blocks: `create_global_plan` from the plans of all ranks, and
+the metadata that it writes. Steps and whole state dicts are of 8 blocks as narrow as can be, since
+the others' parts take memory; a unit of them has as many parameters. Calls are of Python functions
+of either engine in forward and backward, see `call_counts.py`; collectives are counted where torch
+dispatches them. Store operations are those of all ranks' watchdogs together in a second. Manifests
+are rank 0's part of a save, cut by rows, see `manifest_size.py`. Seconds are of processor time,
+bytes growth of resident memory.
 """
 
 import argparse
 import json
+import pickle
+import re
 import time
 from collections import Counter
 from dataclasses import replace
@@ -30,6 +33,7 @@ from report import in_own_process, write_report
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,7 +108,8 @@ def measure(world, engine):
     state_s, sent_for_state, state = timed(sharded.state_dict)
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=False)
-    plan_s, _, _ = timed(planner.create_local_plan)
+    plan_s, _, plan = timed(planner.create_local_plan)
+    global_plan = global_plan_of(plan, state, world) if root == THEIRS else {}
     dist.destroy_process_group()
     return {
         "world": world,
@@ -122,7 +127,49 @@ def measure(world, engine):
         "whole_state_dict_s": whole_s,
         "collectives_for_whole_state_dict": sent_for_whole,
         "dcp_local_plan_s": plan_s,
-    } | ({"collectives_for_state_dict_of_wrapper": sent_for_wrapper} if root == OURS else {})
+    } | (
+        {"collectives_for_state_dict_of_wrapper": sent_for_wrapper} if root == OURS else global_plan
+    )
+
+
+def global_plan_of(plan, state, world):
+    """What DCP's coordinator does with the plans of all ranks, of ``BLOCKS`` blocks."""
+    number = re.compile(r"blocks\.(\d+)\.")
+    chosen = [
+        item
+        for item in plan.items
+        if (found := number.match(item.index.fqn)) and int(found[1]) < BLOCKS
+    ]
+    state = {item.index.fqn: state[item.index.fqn] for item in chosen}
+    plans = [
+        replace(plan, items=[of_rank(item, rank, world) for item in chosen])
+        for rank in range(world)
+    ]
+    plans = [replace(each, items=[item for item in each.items if item]) for each in plans]
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state, is_coordinator=True)
+    before = resident_bytes()
+    seconds, _, (_, metadata) = timed(lambda: planner.create_global_plan(plans))
+    return {
+        "dcp_global_plan_s": seconds,
+        "dcp_global_plan_bytes": resident_bytes() - before,
+        "dcp_metadata_bytes": len(pickle.dumps(metadata)),
+    }
+
+
+def of_rank(item, rank, world):
+    """Rank 0's item as that of ``rank``, which has other rows; None if it has none."""
+    rows, *others = item.tensor_data.size
+    step = -(-rows // world)
+    first, last = rank * step, min((rank + 1) * step, rows)
+    if first >= last:
+        return None
+    offsets, sizes = torch.Size([first] + [0] * len(others)), torch.Size([last - first, *others])
+    return replace(
+        item,
+        index=MetadataIndex(item.index.fqn, offsets),
+        tensor_data=replace(item.tensor_data, chunk=ChunkStorageMetadata(offsets, sizes)),
+    )
 
 
 def main():

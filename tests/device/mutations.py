@@ -14,7 +14,7 @@ from pathlib import Path
 import fullshard
 from device.mutants import Mutant, function_named
 
-FOLDERS = ("torch/unit", "torch/step", "torch/comm", "torch/optim", "core/schedule")
+FOLDERS = ("core", "torch/unit", "torch/step", "torch/comm", "torch/tensor", "torch/optim")
 NOT_RUN = ("torch/comm/watch", "torch/comm/texts")  # what speaks to stores, and texts
 LEFT_OUT = re.compile(
     "wait|record|synchronize|join|release|free|drop|behind|mark|forget|clear|pop|note|hold|resize"

@@ -74,7 +74,9 @@ ACTING = {
     "register_fsdp_forward_method",
     "set_prefetch",
     "set_separate_reduce_scatter_group",
+    "shard_experts",
     "use_memory_pool",
+    "using",
 }
 
 
@@ -167,6 +169,6 @@ def test_parts_with_steps_of_their_own_are_not_traced_together(comm):
     pair = nn.ModuleList(sharded(comm, "function", 1) for _ in range(2))
     for model in pair:
         model(torch.ones(2, WIDTH))
-    with pytest.raises(UsageError, match="steps of their own; trace each"):
+    with pytest.raises(UsageError, match="steps of their own; record each"):
         enter(inspection.tracing(pair))
     assert [managed.number for managed in managed_units(pair)] == [0, 1] * 2

@@ -2,6 +2,8 @@
 """Units that only some ranks run: losses, gradients and weights are those of one process."""
 
 import itertools
+import os
+import random
 
 import pytest
 import torch
@@ -254,6 +256,20 @@ def test_all_patterns_of_two_parts_on_two_ranks():
     uses = [dict(zip(PARTS, use, strict=False)) for use in itertools.product((0, 1), repeat=2)]
     steps = [[[here, there]] for here in uses for there in uses]
     check(2, steps, "fully_shard")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batches", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_patterns_of_three_parts(ranks, batches):
+    """All that ranks may run in a micro-batch, with `FULLSHARD_TRIALS=full`; else twelve."""
+    uses = [dict(zip(PARTS, use, strict=True)) for use in itertools.product((0, 1), repeat=3)]
+    every = list(itertools.product(uses, repeat=ranks))
+    random.Random(batches).shuffle(every)
+    every = every if os.environ.get("FULLSHARD_TRIALS") == "full" else every[:12]
+    steps = [every[start : start + batches] for start in range(0, len(every), batches)]
+    for start in range(0, len(steps), 100):
+        check(ranks, steps[start : start + 100], "fully_shard")
 
 
 def test_a_frozen_model_behind_a_trained_part_is_reached_on_all_ranks():

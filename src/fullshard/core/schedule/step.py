@@ -188,18 +188,17 @@ class StepMachine:
         self._reached.add(call.made_in)
         self._recomputed = call.made_in
         unit = call.unit
-        stand_in = unit.stand_in_of(call, self._reached)
-        ended_at = call.ended_at if stand_in is None else stand_in.ended_at
-        after = unit.last_end if ended_at < 0 else ended_at
         if self.partial:
-            self._pass_over(after)
+            stand_in = unit.stand_in_of(call, self._reached)
+            ended_at = call.ended_at if stand_in is None else stand_in.ended_at
+            self._pass_over(unit.last_end if ended_at < 0 else ended_at)
             if stand_in is not None:
                 unit.pass_over(stand_in, task)
             unit.reach(call, task)
             self._come_to(call)
         elif unit.reach(call, task):
             if not unit.begun:
-                self._pass_over(after)
+                self._pass_over(unit.last_end if call.ended_at < 0 else call.ended_at)
             if not unit.phase.open:  # as it is if a later call of the unit was passed over
                 self._begin(unit)
         return self._events

@@ -55,7 +55,7 @@ class World:
     def run_joined(self, size, function, *args, **kwargs):
         """Return what ``function(*args, **kwargs)`` does where a world of ``size`` is joined."""
         self._join(size)
-        return self._call(size, function, *args, **kwargs)
+        return self._call(size, _as_joined, self._calls, function, args, kwargs)
 
     def launch(self, size, function, *args, **kwargs):
         """The same on ranks that nobody has joined, and that have left at the end."""
@@ -227,11 +227,20 @@ def _leave():
     gc.collect()
 
 
-def _in_group(numbers, function, args, kwargs):
-    size, call = numbers
+def _name_groups_alike(call):
     # Groups are named by a count of each rank's own: a call on fewer ranks, or one that failed in
     # the middle, must not let the next call's ranks wait for each other under different names.
     dist.distributed_c10d._world.group_count = 1000 * (call + 1)
+
+
+def _as_joined(call, function, args, kwargs):
+    _name_groups_alike(call)
+    return function(*args, **kwargs)
+
+
+def _in_group(numbers, function, args, kwargs):
+    size, call = numbers
+    _name_groups_alike(call)
     # Each rank has a generator of its own, which has drawn what its worlds wanted.
     os.environ["FULLSHARD_CHECK_VALUES"] = "0"
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a step of Muon cost over owned matrices, and over FSDP2's rows?
+"""Measure a step of Muon over owned matrices, and over FSDP2's rows.
 
     sudo python benchmarks/optimizers.py [--rate-mbit 2000] [--rounds 7] [--out FILE.json]
 

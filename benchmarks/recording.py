@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does it cost a step to be recorded?
+"""Measure how much longer a step takes that is recorded.
 
     python benchmarks/recording.py [--units 64] [--width 384] [--batch 128] [--rounds 20]
         [--out FILE.json]

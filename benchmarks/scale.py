@@ -133,7 +133,7 @@ def measure(world, engine):
 
 
 def global_plan_of(plan, state, world):
-    """What DCP's coordinator does with the plans of all ranks, of ``BLOCKS`` blocks."""
+    """Measure the global plan that DCP's coordinator makes of ``BLOCKS`` blocks of all ranks."""
     number = re.compile(r"blocks\.(\d+)\.")
     chosen = [
         item

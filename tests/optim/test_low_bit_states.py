@@ -2,13 +2,10 @@
 """State in 8 and 4 bits over owned matrices: which elements share a scale depends on no ranks."""
 
 import copy
-import logging
-import warnings
-from importlib import import_module
-from importlib.util import find_spec
 
 import pytest
 import torch
+from support.owned_matrices import kind_of
 from torch import nn
 
 import fullshard.torch as fs
@@ -23,18 +20,6 @@ BITSANDBYTES = [f"bitsandbytes.optim.{name}" for name in ("AdamW8bit", "Lion8bit
 def _eager():
     with torch.compiler.set_stance("force_eager"):  # compiling takes longer than the steps
         yield
-
-
-def kind_of(path):
-    module, _, name = path.rpartition(".")
-    if find_spec(module.partition(".")[0]) is None:
-        pytest.skip(f"{module} is not installed")
-    logging.disable(logging.ERROR)  # some say which kernels a CPU does without
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        kind = getattr(import_module(module), name)
-    logging.disable(logging.NOTSET)
-    return kind
 
 
 def net():

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers of other libraries over owned matrices: as in one process, and nothing is sent."""
 
-import logging
-import warnings
-from importlib import import_module
-from importlib.util import find_spec
-
 import pytest
 from support.owned_matrices import (
     Counted,
@@ -13,6 +8,7 @@ from support.owned_matrices import (
     assert_equal,
     batch,
     full,
+    kind_of,
     loss_of,
     muon_and_adamw,
     sharded,
@@ -30,18 +26,6 @@ ADMITTED = [
     "transformers.optimization.Adafactor",
     *(f"bitsandbytes.optim.{name}" for name in ("AdamW8bit", "LAMB8bit", "Lion8bit")),
 ]
-
-
-def kind_of(path):
-    module, _, name = path.rpartition(".")
-    if find_spec(module.partition(".")[0]) is None:
-        pytest.skip(f"{module} is not installed")
-    logging.disable(logging.ERROR)  # some say which kernels a CPU does without
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        kind = getattr(import_module(module), name)
-    logging.disable(logging.NOTSET)
-    return kind
 
 
 def maker(kind, **options):

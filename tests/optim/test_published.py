@@ -19,7 +19,7 @@ MATRICES = [name for name, _ in TEMPLATE.named_parameters() if is_for_muon(name)
 
 
 def updates(kind, world):
-    """What one step takes from each matrix, over the rate, on ranks and in order of names."""
+    """Return each matrix's change in one step, over the rate, on ranks, in order of names."""
 
     def body(comm):
         model = sharded(comm)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read off records: time dealt out once, waits by who was late, goodput that adds up."""
+"""The analysis of records: time dealt out once, waits by who was late, goodput that adds up."""
 
 import math
 from dataclasses import replace

@@ -193,7 +193,7 @@ def refused(function, *args, **kwargs):
 
 
 def mistakes():
-    """What is said about each, on three ranks."""
+    """Return the texts of the errors, on three ranks."""
     mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("shard", "expert"))
     other = init_device_mesh("cpu", (3, 1), mesh_dim_names=("shard", "expert"))
 

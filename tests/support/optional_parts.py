@@ -168,7 +168,7 @@ class Block(nn.Module):
 
 
 def announced(routes):
-    """What `using` is told of a rank's ``routes``."""
+    """Return the arguments of `using` for a rank's ``routes``."""
     return {
         f"blocks.{block}.experts.{expert}": expert in route
         for block, route in enumerate(routes)

@@ -2,8 +2,13 @@
 """A model with matrices for Muon and its kin, in one process and over owned matrices."""
 
 import copy
+import logging
 import threading
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,6 +17,19 @@ import fullshard.torch as fs
 from fullshard.testing import LocalComm
 
 STEPS = 5
+
+
+def kind_of(path):
+    """The class of this path; the test is skipped where its library is not installed."""
+    module, _, name = path.rpartition(".")
+    if find_spec(module.partition(".")[0]) is None:
+        pytest.skip(f"{module} is not installed")
+    logging.disable(logging.ERROR)  # some say which kernels a CPU does without
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kind = getattr(import_module(module), name)
+    logging.disable(logging.NOTSET)
+    return kind
 
 
 class Block(nn.Module):

@@ -35,7 +35,7 @@ def data_of(config):
 
 
 def train(name, ranks):
-    """Of each rank: losses and norms of all steps, the last validation, what ran in the steps."""
+    """Return each rank's losses and norms, its last validation, and what its steps ran."""
     config = settings(name)
     data = data_of(config)
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words for people: bytes, rows in columns, the nearest of several names."""
+"""Words for people: bytes, seconds, rows in columns, the nearest of several names."""
 
 import argparse
 import difflib
+import math
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-__all__ = ["HelpFormatter", "bytes_text", "did_you_mean", "in_columns"]
+__all__ = ["HelpFormatter", "bytes_text", "did_you_mean", "in_columns", "seconds_text"]
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -43,6 +44,18 @@ def bytes_text(count: int) -> str:
             return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
     return f"{size:.2f} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """``seconds`` to about three digits: "1,234 s", "1.20 s", "8.2 ms", "70 us"."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    size = abs(seconds)
+    if size >= 100:
+        return f"{seconds:,.0f} s"
+    if size >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if size >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
 def in_columns(rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fullshard.core.text import seconds_text
 from fullshard.report.files import read_run
 from fullshard.report.findings import Diagnosis, diagnose
 from fullshard.report.goodput import GOOD, WallTime, goodput
@@ -21,7 +22,6 @@ __all__ = [
     "judge",
     "planned",
     "report_of",
-    "seconds_text",
 ]
 
 
@@ -126,15 +126,6 @@ def _notes(run: RunRecord, measured: MeasuredRun) -> Iterator[str]:
 def _ranks(ranks: Sequence[int]) -> str:
     some = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {some}"
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a time for people: "8.18 ms", "1.2 s"."""
-    if not math.isfinite(seconds):
-        return "unknown"
-    if abs(seconds) >= 120:
-        return f"{seconds / 60:.1f} min"
-    return f"{seconds * 1e3:.3g} ms" if abs(seconds) < 1 else f"{seconds:.3g} s"
 
 
 class FigureChange(NamedTuple):

@@ -5,9 +5,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fullshard.core.text import bytes_text
+from fullshard.core.text import bytes_text, seconds_text
 from fullshard.report.measure import EXPOSED, Wanted
-from fullshard.report.summary import RunReport, compare, figures, planned, seconds_text
+from fullshard.report.summary import RunReport, compare, figures, planned
 
 __all__ = ["ReportTable", "tables_of"]
 

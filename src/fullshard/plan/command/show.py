@@ -10,7 +10,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from fullshard.core.text import bytes_text
+from fullshard.core.text import bytes_text, seconds_text
 from fullshard.plan.choose.changes import Change
 from fullshard.plan.choose.questions import Answer
 from fullshard.plan.choose.search import Choice, least_memory, pareto, told_speed
@@ -125,11 +125,11 @@ def _details(best: Prediction, tokens: float) -> RenderableType:
         _bars(dict(memory.peak), memory.peak_bytes, bytes_text),
         *_on_the_host(best),
         Text(
-            f"step {_seconds(best.step_s)} (90%: {_seconds(best.low_s)} to "
-            f"{_seconds(best.high_s)}); all devices {_count(best.cluster_tokens_per_s)} tokens/s, "
-            f"{_count(best.tokens_per_step)} tokens a step; {best.watts:,.0f} W a device"
+            f"step {seconds_text(best.step_s)} (90%: {seconds_text(best.low_s)} to "
+            f"{seconds_text(best.high_s)}); all devices {_count(best.cluster_tokens_per_s)} "
+            f"tokens/s, {_count(best.tokens_per_step)} tokens a step; {best.watts:,.0f} W a device"
         ),
-        _bars(best.parts, best.step_s, _seconds),
+        _bars(best.parts, best.step_s, seconds_text),
     ]
     for each in best.unknowns:
         found.append(Text(f"widens the interval: {each.name} ({each.share:.1%})", style="dim"))
@@ -176,7 +176,7 @@ def _bars(parts: Mapping[str, float], whole: float, text: "object") -> Renderabl
         if share < 0.001:
             continue
         bar = "█" * round(share * _BAR) or "▏"
-        said = text(int(value)) if text is bytes_text else _seconds(value)
+        said = text(int(value)) if text is bytes_text else seconds_text(value)
         colour = _COLOURS[number % len(_COLOURS)]
         table.add_row(f"  {name}", Text(bar, style=colour), said, f"{share:.1%}")
     return table
@@ -253,14 +253,6 @@ def _interval(prediction: Prediction) -> str:
     if high >= 10:
         return f"{low:.1f}-{high:.1f} s"
     return f"{low:.2f}-{high:.2f} s" if high >= 1 else f"{low * 1e3:.0f}-{high * 1e3:.0f} ms"
-
-
-def _seconds(value: float) -> str:
-    if value >= 100:
-        return f"{value:,.0f} s"
-    if value >= 1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"
 
 
 def _count(value: float) -> str:

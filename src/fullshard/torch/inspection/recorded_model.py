@@ -103,12 +103,10 @@ class _OfEngine(RecordedModel):
         return self._executor.recorders
 
     def attach(self, recorder: OpRecorder) -> None:
-        if recorder not in self._executor.recorders:
-            self._executor.recorders += (recorder,)
+        self._executor.attach(recorder)
 
     def detach(self, recorder: OpRecorder) -> None:
-        others = tuple(each for each in self._executor.recorders if each is not recorder)
-        self._executor.recorders = others
+        self._executor.detach(recorder)
 
     def resting_bytes(self, optimizer: Optimizer | None) -> Bytes:
         return resting_bytes(self.model, optimizer)

@@ -159,11 +159,11 @@ def tracing(model: nn.Module) -> Iterator[Trace]:
         raise UsageError("this model is being traced already")
     trace, units = Trace(), [managed.unit for managed in executor.units]
     recorder = OpRecorder(units[0].device, units)
-    executor.recorders += (recorder,)
+    executor.attach(recorder)
     try:
         yield trace
     finally:
-        executor.recorders = tuple(each for each in executor.recorders if each is not recorder)
+        executor.detach(recorder)
         clock = recorder.clock
         for op, unit, _, end, size, live, _ in recorder.notes:
             if op not in ("forward", "backward"):

@@ -45,6 +45,15 @@ class Executor:
         """The units that still exist, the root's first."""
         return _alive(self.references)
 
+    def attach(self, recorder: OpRecorder) -> None:
+        """Tell ``recorder`` of ops from now on."""
+        if recorder not in self.recorders:
+            self.recorders += (recorder,)
+
+    def detach(self, recorder: OpRecorder) -> None:
+        """Tell it no more."""
+        self.recorders = tuple(each for each in self.recorders if each is not recorder)
+
     def set_prefetch(self, prefetch: Prefetch) -> None:
         """Make new schedules from the policies that the units have now; between steps only."""
         self.prefetch = prefetch

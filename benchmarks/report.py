@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark writes beside its table: rows, versions and the command that made them."""
+"""What every benchmark writes beside its table: rows, versions, commit, day and command."""
 
+import datetime
 import json
 import os
 import platform
@@ -17,8 +18,11 @@ def write_report(path: Path | None, rows: Any) -> None:
     if path is None:
         return
     script = Path(sys.argv[0]).name
+    commit = ["git", "-C", Path(__file__).parent, "rev-parse", "--short", "HEAD"]
     report = {
         "command": " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "commit": subprocess.run(commit, capture_output=True, text=True).stdout.strip(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),

@@ -2,6 +2,7 @@
 """docs/performance.md says what the committed result files say."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,26 @@ def test_the_page_is_what_the_script_makes(write_page):
     results = write_page.results()
     assert results
     assert write_page.with_tables(page, results) == page, "run python benchmarks/write_page.py"
+
+
+def test_every_result_is_in_the_history_and_the_picture_is_drawn_from_it(write_page):
+    history = [json.loads(line) for line in write_page.HISTORY.read_text("utf-8").splitlines()]
+    rerun = "run python benchmarks/write_page.py"
+    assert write_page.with_new_runs(history, write_page.results()) == history, rerun
+    last = {line["name"]: line["commit"] for line in history if line["name"] in write_page.DRAWN}
+    assert last.keys() == write_page.DRAWN.keys()
+    picture = write_page.PICTURE.read_text("utf-8")
+    assert not [commit for commit in last.values() if commit not in picture], rerun
+    assert len(write_page.drawn(history).axes) == len(last)
+
+
+def test_a_run_adds_a_line_without_lists_and_only_once(write_page, report):
+    made = report([{"engine": "ours", "step_s": 1.23456, "seconds": [1.0]}])
+    (line,) = write_page.with_new_runs([], {"step": {**made, "commit": "abc"}})
+    assert line["name"] == "step"
+    assert line["commit"] == "abc"
+    assert line["rows"] == [{"engine": "ours", "step_s": 1.235}]
+    assert write_page.with_new_runs([line], {"step": made}) == [line]
 
 
 def test_a_report_becomes_a_table(write_page, report):

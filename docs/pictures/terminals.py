@@ -4,12 +4,14 @@
     python docs/pictures/terminals.py [NAME ...]      draw into printed/: some minutes
 
 The pictures are what the commands really printed on the machine where this ran. Of a session's
-commands the first lines are kept; three dots stand for the others.
+commands the first lines are kept; three dots stand for the others. "checkpoints" and "report" show
+what "train" has left: name it, too. "plan" also keeps two pictures that it draws, in plotted/.
 """
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,12 +21,14 @@ from rich.console import Console
 from rich.text import Text
 
 FOLDER = Path(__file__).parent / "printed"
+PLOTTED = FOLDER.with_name("plotted")
 WIDTH = 96
 COMMANDS = {
-    "plan": "fullshard plan llama3-8b --devices 8 --device h100",
+    "plan": "fullshard plan llama3-8b --devices 8 --device h100 --draw pictures",
     "plan-too-large": "fullshard plan llama3-70b --devices 8 --device a100-80gb",
     "train": "fullshard train --nproc 2 train.steps=100 checkpoint.every=50 log.folder=.",
     "checkpoints": "fullshard ckpt ls gpt-nano/checkpoints",
+    "report": "fullshard report gpt-nano",
     "doctor": "fullshard doctor",
     "doctor-script": "fullshard doctor train.py --no-links",
     "prove": "fullshard prove --fast --only losses --out proof",
@@ -102,6 +106,8 @@ def main() -> None:
                 # The display of a training moves.
                 said = printed_by(COMMANDS[name], folder, colours=name != "train")
                 write(name, f"$ {COMMANDS[name]}\n{said}")
+        for drawn in ("memory", "streams") if "plan" in chosen else ():
+            shutil.copy(Path(folder, "pictures", f"{drawn}.svg"), PLOTTED / f"plan-{drawn}.svg")
 
 
 if __name__ == "__main__":

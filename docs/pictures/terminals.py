@@ -9,6 +9,7 @@ what "train" has left: name it, too. "plan" also keeps two pictures that it draw
 """
 
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -61,7 +62,8 @@ def printed_by(command: str, folder: str, *, colours: bool) -> str:
         environment["FORCE_COLOR"] = "1"
     done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
     print(f"{command}: exit status {done.returncode}")
-    return (done.stdout + done.stderr).replace(folder, "/home/you/work").rstrip()
+    said = (done.stdout + done.stderr).replace(folder, "/home/you/work").rstrip()
+    return said.replace(platform.release(), platform.release().partition("-")[0])
 
 
 def write(name: str, text: str, *, line_by_line: bool = False) -> None:
@@ -103,8 +105,9 @@ def main() -> None:
             if name == "session":
                 record_session(folder)
             else:
-                # The display of a training moves.
-                said = printed_by(COMMANDS[name], folder, colours=name != "train")
+                # The displays of these two move where there are colours.
+                still = name in ("train", "prove")
+                said = printed_by(COMMANDS[name], folder, colours=not still)
                 write(name, f"$ {COMMANDS[name]}\n{said}")
         for drawn in ("memory", "streams") if "plan" in chosen else ():
             shutil.copy(Path(folder, "pictures", f"{drawn}.svg"), PLOTTED / f"plan-{drawn}.svg")

@@ -298,7 +298,8 @@ class Wanted:
     """Shares by what they are and by unit; None takes all."""
 
     def __init__(self, *whats: str, unit: int | None = None):
-        self._whats, self.unit = whats, unit
+        self._whats: tuple[str, ...] = whats
+        self.unit: int | None = unit
 
     def __call__(self, share: Share) -> bool:
         """Tell if ``share`` is one of them."""

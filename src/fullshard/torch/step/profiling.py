@@ -78,7 +78,7 @@ class OpRecorder:
     notes_fills: bool = True
 
     def __init__(self, device: torch.device, units: Iterable[Unit]):
-        self.clock = DeviceClock(device)
+        self.clock: DeviceClock = DeviceClock(device)
         self.detailed: bool = True
         self.notes: list[NotedOp] = []
         self.sums_s: defaultdict[str, float] = defaultdict(float)

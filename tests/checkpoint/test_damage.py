@@ -14,7 +14,8 @@ import numpy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoint_cases import FULL, arrays, load_span, save_spans, small_chunks
+from support.checkpoint_cases import arrays, load_span, save_spans, small_chunks
+from support.sampling import FULL
 
 from fullshard.checkpoint import open_checkpoint
 from fullshard.checkpoint.format.envelope import unwrap, wrap

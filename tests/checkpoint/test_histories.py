@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy
 import pytest
-from support.checkpoint_cases import FULL, FaultyFiles, whole_box
+from support.checkpoint_cases import FaultyFiles, whole_box
+from support.sampling import FULL
 
 from fullshard.checkpoint import Checkpoint, Files, Keep, RunFolder, SoloRanks, steps_in
 from fullshard.checkpoint.format.values import to_json

@@ -8,8 +8,8 @@ import itertools
 
 import pytest
 import torch
-from support.checkpoint_cases import FULL
 from support.models import CASES, loss_of, make, make_batches
+from support.sampling import FULL
 from support.training import _choose
 
 from fullshard.checkpoint import open_checkpoint

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option by both doors on 2, 3 and 4 ranks, each equal to one process that has no shards."""
+"""Every option by both doors on 3 and 4 ranks, each equal to one process that has no shards."""
 
 from functools import cache
 
@@ -29,7 +29,7 @@ from fullshard.torch import (
 )
 
 STEPS = 4
-WORLDS = (2, 3, 4)
+WORLDS = (3, 4)  # all replicas of one rank each, and two of two, where it is hybrid
 
 
 def build(tied=False, dtype=torch.float64):

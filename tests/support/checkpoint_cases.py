@@ -2,7 +2,6 @@
 """Ranks as threads, file systems that fail, and small checkpoints, without torch or jax."""
 
 import contextlib
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,8 +15,6 @@ from fullshard.checkpoint.runs.lock import LOCK
 from fullshard.checkpoint.saving import About, save
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.core.boxes import Box, boxes_of_interval
-
-FULL = os.environ.get("FULLSHARD_TRIALS") == "full"  # all that is sampled otherwise
 
 CHUNKED = (
     "format.index",

@@ -41,15 +41,14 @@ RECOMPUTED, EFFICIENT = {"activation_checkpointing": True}, {"cpu_ram_efficient_
 FLAT = {"use_orig_params": False, "reshard_after_forward": "SHARD_GRAD_OP"}
 
 ACCELERATE = {
-    "1-full": AccelerateCase(1, accumulation=2, options=FULL),
-    "1-sharded-bf16": AccelerateCase(1, precision="bf16", options=SHARDED),
-    "1-loaded-in-bf16": AccelerateCase(1, precision="bf16", loaded_as="bfloat16", options=FULL),
+    "1-full": AccelerateCase(
+        1, precision="bf16", accumulation=2, loaded_as="bfloat16", options=FULL
+    ),
     "1-flat": AccelerateCase(1, model_first=True, options={**FLAT, **FULL}),
-    "1-recomputed": AccelerateCase(1, "gpt2", options={**RECOMPUTED, **SHARDED}),
-    "2-sharded": AccelerateCase(2, accumulation=2, options=SHARDED),
+    "1-sharded": AccelerateCase(1, "gpt2", options={**RECOMPUTED, **SHARDED}),
+    "2-sharded": AccelerateCase(2, accumulation=2, options={**RECOMPUTED, **EFFICIENT, **SHARDED}),
     "2-efficient": AccelerateCase(2, "gpt2", options={**EFFICIENT, **FULL}),
     "2-full-bf16": AccelerateCase(2, precision="bf16", loaded_as="bfloat16", options=FULL),
-    "2-recomputed": AccelerateCase(2, options={**RECOMPUTED, **EFFICIENT, **SHARDED}),
 }
 
 
@@ -69,16 +68,17 @@ class FabricCase:
 
 
 FABRIC = {
-    "full": FabricCase(accumulation=2, options={"state_dict_type": "full"}),
-    "sharded-bf16": FabricCase(precision="bf16-mixed", options={"state_dict_type": "sharded"}),
     "sharded-bf16-true": FabricCase(
         precision="bf16-true",
         model_first=True,
         options={"state_dict_type": "sharded", "use_orig_params": False},
     ),
-    "full-model-first": FabricCase("gpt2", model_first=True, options={"state_dict_type": "full"}),
+    "full": FabricCase(accumulation=2, options={"state_dict_type": "full"}),
     "sharded-recomputed": FabricCase(
-        "gpt2", model_first=True, options={"state_dict_type": "sharded", "recomputed": True}
+        "gpt2",
+        precision="bf16-mixed",
+        model_first=True,
+        options={"state_dict_type": "sharded", "recomputed": True},
     ),
 }
 
@@ -100,7 +100,6 @@ MODEL_PARALLEL = {
     "whole": ModelParallelCase(accumulation=2, whole=True, from_meta=True),
     "distributed": ModelParallelCase(from_meta=True),
     "whole-gpt2": ModelParallelCase("gpt2", precision="bf16-mixed", whole=True),
-    "distributed-gpt2": ModelParallelCase("gpt2", accumulation=2),
 }
 
 

@@ -16,7 +16,6 @@ def train(function, name, folder):
     try:
         return without_warnings(_train, library, function, CASES[library][case], folder)
     finally:
-        gc.unfreeze()
         os.environ.clear()
         os.environ.update(environment)
 

@@ -195,8 +195,10 @@ def reductions(group, door, align, rows):
     """The operations whose value or gradient is neither one process's nor refused by name."""
     warnings.simplefilter("ignore", UserWarning)  # torch's own words about its losses
     wrong, refused = {}, []
+    model, plain = shard(group, rows, door, align), Pair(rows)
     for name, operation in {**LOSSES, **PENALTIES}.items():
-        model, plain = shard(group, rows, door, align), Pair(rows)
+        for each in (model, plain):
+            each.zero_grad()
         try:
             expected = operation(plain.p, plain.q)
         except (RuntimeError, IndexError):

@@ -2,8 +2,11 @@
 """Parameters that are sampled instead of crossed."""
 
 import itertools
+import os
 
 import pytest
+
+FULL = os.environ.get("FULLSHARD_TRIALS") == "full"  # all that is sampled otherwise
 
 
 def pairwise(*axes, without=lambda *values: False):

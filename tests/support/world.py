@@ -202,6 +202,7 @@ def _rank_main(rank, drop_in, pipe, path):
     if drop_in:
         without_warnings(importlib.import_module, "fullshard.drop_in")
     choose_defaults()
+    gc.freeze()  # what is imported is no garbage, and to look through it takes a quarter second
     while True:
         try:
             function, args, kwargs = pipe.recv()
@@ -225,6 +226,7 @@ def _leave():
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
+    gc.freeze()  # what a function has imported
 
 
 def _name_groups_alike(call):

@@ -57,12 +57,14 @@ def outputs_of(page, folder, changes):
 def test_every_step_of_the_tutorial_works(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    made, killed, resumed, generated = outputs_of("tutorial.md", tmp_path, SMALLER)
+    made, killed, resumed, reported, generated = outputs_of("tutorial.md", tmp_path, SMALLER)
     assert "saved base" in made
     told = re.compile(r"^step (\d+), loss", re.M)
     assert told.findall(killed) == ["10", "20"]
     assert re.findall(r"^step-(\d+)", killed, re.M) == ["000000000010", "000000000020"]
     assert told.findall(resumed) == ["30", "40", "50", "60"]
+    assert "lost work" in reported
+    assert "started 2 times" in reported
     assert (tmp_path / "tuned" / "model.safetensors").exists()
     assert "def " in generated
 

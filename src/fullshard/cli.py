@@ -24,7 +24,7 @@ examples:
   fullshard train --engine jax --nproc 4           the same on JAX, on 4 simulated devices
   fullshard train --nproc 4 shard.strategy=SHARD_GRAD_OP log.trace=true
   fullshard train settings.toml optim.lr=0.002     settings from a file, one of them changed
-  fullshard train --resume runs/gpt-nano --nproc 3  go on after whatever has ended it
+  fullshard train --resume runs/gpt-nano --nproc 4  go on after whatever has ended it
   torchrun --nproc-per-node 8 -m fullshard train   join ranks that torchrun (or srun) starts
 
 settings with their defaults for gpt; in a TOML file the part before the dot is a [section]:

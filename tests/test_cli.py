@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.limits import PROCESS_S
 
+from fullshard.cli import main
 from fullshard.core.presets import TRANSFORMERS
 from fullshard.report import read_run
 from fullshard.train.torch.models import GPT
@@ -41,15 +42,17 @@ def fullshard(*arguments, cwd=None):
     )
 
 
-def test_help_says_what_there_is():
+def test_help_says_what_there_is(capsys):
     done = fullshard("--help")
     assert done.returncode == 0
     assert "train a real model in one command" in done.stdout
-    assert fullshard().stdout == done.stdout
-    done = fullshard("train", "--help")
-    assert done.returncode == 0
+    assert main([]) == 0
+    assert capsys.readouterr().out == done.stdout
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
     for word in ("--nproc", "--model", "--engine", "CONFIG.toml", "optim.lr=0.003", "torchrun"):
-        assert word in done.stdout
+        assert word in text
 
 
 @pytest.mark.parametrize(
@@ -57,13 +60,17 @@ def test_help_says_what_there_is():
     [
         (["train", "optim.rate=1"], "fullshard train: unknown key 'optim.rate'"),
         (["train", "a.toml", "--nproc", "2", "b.toml"], "one settings file at most"),
-        (["trian"], "no command 'trian': did you mean 'train'"),
     ],
 )
-def test_nonsense_ends_with_2_and_one_line_that_says_why(arguments, message):
-    done = fullshard(*arguments)
+def test_nonsense_ends_with_2_and_one_line_that_says_why(capsys, arguments, message):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_command_ends_with_2_and_names_the_nearest():
+    done = fullshard("trian")
     assert done.returncode == 2
-    assert message in done.stderr
+    assert "no command 'trian': did you mean 'train'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -83,11 +90,14 @@ def test_a_closed_output_is_taken(arguments):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_batch_that_does_not_divide_starts_nothing(tmp_path):
-    done = fullshard("train", "--nproc", "3", "train.batch=8", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "train.batch=8 samples do not divide over 3 ranks" in done.stderr
-    assert "starting" not in done.stdout
+def test_a_batch_that_does_not_divide_starts_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    assert main(["train", "--nproc", "3", "train.batch=8"]) == 2
+    printed = capsys.readouterr()
+    assert "train.batch=8 samples do not divide over 3 ranks" in printed.err
+    assert "starting" not in printed.out
     assert not list(tmp_path.iterdir())
 
 

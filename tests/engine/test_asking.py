@@ -9,6 +9,7 @@ import inspect
 
 import pytest
 import torch
+from support.sampling import pairwise
 from support.stack import WIDTH, Stack
 from support.threads import on_ranks
 from torch import nn
@@ -136,9 +137,10 @@ def check(door, part, ask, folder):
         assert prefetch == Prefetch(2, 0)
 
 
-@pytest.mark.parametrize("door", ["wrapper", "function"])
-@pytest.mark.parametrize("part", ["root", "container", "unit"])
-@pytest.mark.parametrize("name", ASKING)
+@pytest.mark.parametrize(
+    ("door", "part", "name"),
+    pairwise(["wrapper", "function"], ["root", "container", "unit"], list(ASKING)),
+)
 def test_asking_changes_nothing(door, part, name, tmp_path):
     check(door, part, ASKING[name], tmp_path)
 

@@ -14,12 +14,7 @@ STEPS = workers.STEPS
 
 @pytest.mark.parametrize(
     ("world", "clip", "reduced"),
-    [
-        (2, 0.0, torch.float32),
-        (2, 0.3, torch.bfloat16),
-        (3, 0.3, torch.float32),
-        (3, 0.0, torch.bfloat16),
-    ],
+    [(2, 0.0, torch.float32), (3, 0.3, torch.float32), (3, 0.0, torch.bfloat16)],
 )
 def test_a_run_in_bf16_has_the_bits_of_a_reference(gloo_world, world, clip, reduced):
     for found in gloo_world.run(world, workers.equal_steps, clip, reduced):

@@ -59,8 +59,7 @@ def test_inductor(gloo_world, in_eager):
     check(runs, in_eager["function"])
 
 
-@pytest.mark.parametrize("how", HOWS)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("door", "how"), [*zip(DOORS, HOWS, strict=True)])
 def test_a_whole_model_is_compiled_in_parts(gloo_world, in_eager, door, how):
     """Graphs end at units; torch leaves a loop over units to Python."""
     runs = gloo_world.run(2, train, compiled_whole, door, how, backend="aot_eager")

@@ -59,7 +59,7 @@ def test_wrapper_door(dtype, name, strategy, prefetch, world):
 @pytest.mark.parametrize("name", ["gpt", "nested"])
 def test_bf16_parameters(name, strategy):
     """Bit by bit too: reduces add in fp32 and round once, as the reference does."""
-    for world in (1, 2, 3, 5):
+    for world in (2, 3):
         runs = LocalWorld(world).run(
             lambda comm: train_sharded(comm, name, torch.bfloat16, strategy=strategy)
         )
@@ -86,8 +86,7 @@ def test_gloo_processes(gloo_world, world, name, door):
     compare(name, torch.float32, runs)
 
 
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(("world", "strategy"), [(2, "NO_SHARD"), (3, "SHARD_GRAD_OP")])
 def test_gloo_processes_with_other_strategies(gloo_world, world, strategy):
     runs = gloo_world.run(world, train_sharded, "gpt", torch.float64, strategy=strategy)
     compare("gpt", torch.float64, runs)

@@ -3,18 +3,14 @@
 
 import random
 import re
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 from support import roll_call_workers as workers
-from support.limits import PEERS_S, PROCESS_S
+from support.limits import PEERS_S
 
 from fullshard.testing import LocalWorld
 from fullshard.torch.comm.protocol import SoloComm
@@ -114,47 +110,11 @@ def test_all_come_or_none_whoever_leaves_when():
     assert len(set(completed[0])) == 2, "all rounds ended alike: nothing was put to the test"
 
 
-@pytest.mark.slow
-def test_a_rank_whose_peer_has_ended_is_told(unused_port):
-    program = textwrap.dedent("""
-        import sys
-        import torch
-        import torch.distributed as dist
-        from fullshard.core.errors import UsageError
-        from fullshard.torch.comm.process_group import ProcessGroupComm
-        from fullshard.torch.comm.watch.roll_call import call_roll
-
-        rank, port = int(sys.argv[1]), sys.argv[2]
-        dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-        )
-        comm = ProcessGroupComm(dist.group.WORLD)
-        call_roll(comm, "look()", "nothing")
-        comm.all_reduce([torch.ones(1)]).wait()
-        if rank == 0:
-            try:
-                call_roll(comm, "look()", "nothing")
-            except UsageError as error:
-                print(error)
-        dist.destroy_process_group()
-    """)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), str(unused_port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        (told, _), (_, errors) = [each.communicate(timeout=PROCESS_S) for each in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], errors
+def test_a_rank_whose_peer_has_ended_is_told(gloo_world):
+    told, nothing = gloo_world.launch(2, workers.peer_has_left)
     assert "rank 0 calls look()" in told
     assert "rank 1: has left the process group" in told
+    assert nothing is None
 
 
 def test_who_loads_alone_is_told_and_training_goes_on(gloo_world):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that are DTensors along a tensor axis, sharded over the other axis of a mesh."""
 
+import itertools
 from functools import cache
 
 import pytest
@@ -21,6 +22,8 @@ from support.tensor_parallel_workers import (
 from torch import nn
 
 from fullshard.torch import CPUOffload, ShardingStrategy
+
+DOORS = ("wrapper", "function")
 
 
 @cache
@@ -45,8 +48,7 @@ def check(runs):
             torch.testing.assert_close(params[name], value, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("door", ["wrapper", "function"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "door"), [*zip(PLANS, itertools.cycle(DOORS))])
 def test_steps_are_those_of_one_process(gloo_world, plan, door):
     """Two ranks share each half of the batch; norms are global over both axes."""
     check(gloo_world.run(4, train, plan, door))
@@ -81,8 +83,7 @@ def test_a_rank_holds_a_quarter_of_what_both_axes_cut(gloo_world):
     assert sum(held) == cut + 2 * rest
 
 
-@pytest.mark.parametrize("door", ["wrapper", "function"])
-@pytest.mark.parametrize("plan", ["embedding", "sequence"])
+@pytest.mark.parametrize(("plan", "door"), [("embedding", "wrapper"), ("sequence", "function")])
 def test_values_are_whole_outside_of_steps(gloo_world, plan, door, tmp_path):
     path = tmp_path / "weights.safetensors"
     raised = {name: value + 1 for name, value in whole().state_dict().items()}
@@ -125,8 +126,7 @@ def test_frozen_and_thawed(gloo_world):
             torch.testing.assert_close(params[name], param.detach(), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("door", ["function", "wrapper"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("door", "plan"), [*zip(itertools.cycle(DOORS), PLANS)])
 def test_state_dicts_are_placed_on_both_axes(gloo_world, plan, door):
     found = gloo_world.run(4, state_dicts, plan, door)
     assert all(each == found[0] for each in found)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fullshard.torch as ours
 
-WIDTH, WORDS, STEPS = 20, 30, 6
+WIDTH, WORDS, STEPS = 20, 30, 4
 
 
 class Block(nn.Module):

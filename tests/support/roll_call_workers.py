@@ -118,6 +118,17 @@ def two_halves(group):
     return alone, crossed, both
 
 
+def peer_has_left():
+    """Return what rank 0 is told when rank 1 has left the group after a roll call and a sum."""
+    dist.init_process_group("gloo")
+    comm = ProcessGroupComm(dist.group.WORLD)
+    call_roll(comm, "look()", INSTEAD)
+    comm.all_reduce([torch.ones(1)]).wait()
+    told = attempt(comm)[0] if comm.rank == 0 else None
+    dist.destroy_process_group()
+    return told
+
+
 def keys_after(group, calls):
     """How many keys the default store has before and after so many roll calls."""
     comm = ProcessGroupComm(group)

@@ -13,6 +13,7 @@ HELD_BY = {
     "ranks whose modules or parameters are registered": (
         "test_ranks_that_registered_modules_in_another_order_are_told"
     ),
+    "an optimizer created": "test_an_optimizer_created_before_sharding_is_found_at_its_first_step",
     "a parameter replaced, deleted": "test_what_is_replaced_is_named",
     "`functional_call` with spans": ("test_functional_call_with_spans_and_transforms_are_named"),
     "`torch.func.grad`": "test_functional_call_with_spans_and_transforms_are_named",
@@ -66,6 +67,10 @@ HELD_BY = {
     "`use_memory_pool`": "test_what_registering_refuses",
     "CPU offload on a device": "test_offload_is_refused_where_a_device_has_no_streams",
     "recording a step": "test_what_cannot_be_recorded_is_told",
+    "parameters of one unit": "test_parameters_on_several_devices_are_refused_by_name",
+    "`param @ x`": "test_a_plain_scalar_takes_no_sharded_one",
+    "`summon_full_params(": "test_summoning_one_unit_or_on_one_rank",
+    "`param_dtype` of": "test_dtypes_that_are_none_are_refused",
     "parameters that are DTensors": "test_what_needs_the_whole_is_refused",
     "state dicts of a parameter": "test_ranks_that_are_no_dim_of_the_tensor_axis_mesh",
     "checkpoints of values": "test_values_that_checkpoints_cannot_hold",

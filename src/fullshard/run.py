@@ -81,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
         getattr(options, key) in values for key, values in _NOWHERE.items()
     ):
         options.standalone, options.rdzv_backend = False, _LOCAL
+        del options.master_addr  # or torch 2.14 says that it plays no part
         stay_on_loopback()
     # Ranks that torchrun restarts would find the store of those before them, and wait for their
     # addresses: https://github.com/pytorch/pytorch/issues/135712

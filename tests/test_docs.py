@@ -27,6 +27,7 @@ from fullshard.torch import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
+    RunFolder,
     ShardingStrategy,
     fully_shard,
     resting_bytes,
@@ -80,6 +81,28 @@ def examples():
 @pytest.mark.parametrize(("page", "source"), list(examples()))
 def test_example(gloo_world, page, source):
     gloo_world.run(4, run_example, page, source)
+
+
+YOUR_MODEL = """\
+import torch
+from torch import nn
+model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+model.layers = list(model)
+batch_of_this_rank = lambda step: torch.full((4, 8), step % 3 + 1.0)
+"""
+
+
+def test_the_first_lines_of_all_train_save_and_go_on(gloo_world, tmp_path):
+    (lines,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "index.md").read_text(), re.M | re.S)
+    for ranks, steps in ((2, 10), (4, 20)):
+        source = lines.replace("1000", str(steps)).replace("100", "5")
+        source = YOUR_MODEL + source.replace('"runs/a"', repr(str(tmp_path / "run")))
+        source += f"assert step == {steps - 1}\n"
+        gloo_world.run_joined(ranks, run_example, None, "index.md", source)
+        saved = RunFolder(tmp_path / "run")
+        assert saved.newest().step == steps
+    names = sorted(path.name for path in saved.path.glob("step-*"))
+    assert [int(name[5:]) for name in names] == [5, 10, 15, 20]
 
 
 # ---- links and names ----------------------------------------------------------------------------

@@ -164,5 +164,6 @@ def test_a_backward_that_a_schedule_splits_is_refused_by_name(parts):
     out = model(x)
     with pytest.raises(RuntimeError) as caught:
         stage_backward_input([out], [torch.ones_like(out)], [x], model.parameters())
-    assert isinstance(caught.value.__cause__, NotSupportedError)
-    assert "take ScheduleGPipe, Schedule1F1B" in str(caught.value.__cause__)
+    refused = caught.value.__cause__ or caught.value  # torch 2.11 puts nothing around it
+    assert isinstance(refused, NotSupportedError)
+    assert "take ScheduleGPipe, Schedule1F1B" in str(refused)

@@ -37,8 +37,9 @@ COMMANDS = {
 # Commands in turn, with how many lines of each are shown.
 SESSION = (
     ("fullshard plan llama3-8b --devices 8 --device h100", 12),
-    ("fullshard train --nproc 2 train.steps=40 checkpoint.every=20", 20),
+    ("fullshard train --nproc 2 train.steps=40 checkpoint.every=20", 9),
     ("fullshard ckpt ls runs/gpt-nano/checkpoints", 3),
+    ("fullshard report runs/gpt-nano", 8),
 )
 SCRIPT = """\
 import torch

@@ -76,13 +76,14 @@ class Run:
     ``recompute_every`` n recomputes each n-th block, ``recompute_blocks`` only so many; with
     ``recompute_stops`` it ends where the last tensor that backward needs is there again (PyTorch
     2.1 and newer). ``lora_rank`` 0 trains all parameters. ``fused_norms`` are one kernel each.
-    ``tensor_parallel`` devices share each layer. With ``fp8`` matrix products
-    run in float8; ``gather_dtype`` is that of gathers on the wire, if it is not that of
-    computation. ``align`` is "element"
-    behind the wrapper and "row" behind `fully_shard`, unless they are asked for the other.
-    With ``offload_activations`` what blocks keep for backward waits in the host's memory. With
-    ``use_cache`` the model hands out keys and values, as transformers' do unless they are told not
-    to, and the caller keeps them until backward, recomputed blocks or not.
+    ``tensor_parallel`` devices share each layer. Experts are dealt out over ``expert_parallel``
+    devices, to which tokens travel; the fullest gets ``imbalance`` times its share of them. With
+    ``fp8`` matrix products run in float8; ``gather_dtype`` is that of gathers on the wire, if it is
+    not that of computation. ``align`` is "element" behind the wrapper and "row" behind
+    `fully_shard`, unless they are asked for the other. With ``offload_activations`` what blocks
+    keep for backward waits in the host's memory. With ``use_cache`` the model hands out keys and
+    values, as transformers' do unless they are told not to, and the caller keeps them until
+    backward, recomputed blocks or not.
     ``overhead_s`` is what the loop adds to a step (None: unknown, as much as those of fitted rows).
     """
 
@@ -115,6 +116,8 @@ class Run:
     fused_norms: bool = True
     engine: Engine = Engine.FULLSHARD
     tensor_parallel: int = 1
+    expert_parallel: int = 1
+    imbalance: float = 1.0
     fp8: bool = False
     gather_dtype: str | None = None
     autocast: str | None = None
@@ -122,8 +125,17 @@ class Run:
     overhead_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "accumulate", "replicas", "recompute_every", "tensor_parallel"):
+        for name in ("micro_batch", "accumulate", "replicas", "recompute_every"):
             check_whole(name, getattr(self, name))
+        for name in ("tensor_parallel", "expert_parallel"):
+            check_whole(name, getattr(self, name))
+        if self.tensor_parallel > 1 and self.expert_parallel > 1:
+            raise ConfigurationError("expert_parallel beside tensor_parallel is not planned")
+        if not 1 <= self.imbalance <= self.expert_parallel:
+            raise ConfigurationError(
+                f"imbalance is how much more than its share the fullest of the expert_parallel="
+                f"{self.expert_parallel} devices gets: 1 to that number, not {self.imbalance!r}"
+            )
         for name in ("sequence", "lora_rank"):
             check_whole(name, getattr(self, name), 0)
         if self.recompute_blocks is not None:

@@ -144,6 +144,8 @@ RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
     "attention": _field("attention", _member(AttentionKernel)),
     "engine": _field("engine", _member(Engine)),
     "tensor-parallel": _field("tensor-parallel", _whole),
+    "expert-parallel": _field("expert-parallel", _whole),
+    "imbalance": _field("imbalance", _number),
     "overhead": _overhead,
     "sync-each": _field("sync-each", _flag),
 }

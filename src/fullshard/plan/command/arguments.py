@@ -117,6 +117,8 @@ _HELP = {
     "engine": "fullshard, or PyTorch's: fsdp1, fsdp2",
     "overhead": "milliseconds that the loop adds to a step: data, logging",
     "tensor-parallel": "devices that share each layer",
+    "expert-parallel": "devices that experts are dealt out over",
+    "imbalance": "tokens of the fullest of these, as a multiple of its share",
 }
 
 

@@ -2,6 +2,7 @@
 """The command's findings, for people: tables and bars as wide as the terminal."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -40,7 +41,7 @@ def show_choice(console: Console, choice: Choice, tokens: float, top: int) -> No
 def _title(choice: Choice) -> RenderableType:
     cluster, model = choice.cluster, choice.model
     run = choice.best.run
-    numel = sum(param.numel for param in model.spec(run)) * run.tensor_parallel
+    numel = model.spec(replace(run, expert_parallel=1)).numel * run.tensor_parallel
     hosts = f"{cluster.hosts} host{'s' if cluster.hosts > 1 else ''}"
     return Text.assemble(
         (model.name, "bold"),

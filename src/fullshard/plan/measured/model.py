@@ -38,6 +38,7 @@ class MeasuredModel:
     parts: tuple[str, ...]
     record: Callable[[Run], StepRecording]
     context: int = 1
+    experts: tuple[str, ...] = ()
 
     @classmethod
     def of(

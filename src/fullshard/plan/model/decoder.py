@@ -43,6 +43,13 @@ class Decoder:
         return (names.embedding, *inside, *head)
 
     @property
+    def experts(self) -> tuple[str, ...]:
+        """The stacked experts of each block that has any."""
+        inside = f"{self.shape.naming.feed_forward}.experts"
+        blocks = enumerate(self.blocks)
+        return tuple(f"{block}.{inside}" for n, block in blocks if self.shape.experts_in(n))
+
+    @property
     def context(self) -> int:
         """Tokens of a sample."""
         return self.shape.context
@@ -50,9 +57,9 @@ class Decoder:
     def spec(self, run: Run) -> ModelSpec:
         """All parameters as they rest, LoRA's behind those of the block they adapt.
 
-        Under tensor parallelism they are the part of one device.
+        Under tensor parallelism they are the part of one device, and so are experts dealt out.
         """
-        shape = self.shape.cut(run.tensor_parallel)
+        shape = self.shape.cut(run.tensor_parallel).dealt_out(run.expert_parallel)
         return _spec(shape, run.param_dtype, run.lora_rank, _positions(shape, run))
 
     def calls(self, run: Run) -> tuple[ModelCall, ...]:
@@ -127,7 +134,7 @@ def _multiplied(shape: Shape) -> int:
 
 @lru_cache(maxsize=256)
 def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, ...]:
-    shape = shape.cut(run.tensor_parallel)
+    shape = shape.cut(run.tensor_parallel).dealt_out(run.expert_parallel)
     price = Pricer.of(run, length)
     names = shape.naming
     kinds: dict[Experts | None, tuple[tuple[str, tuple[Operation, ...]], ...]] = {}
@@ -144,7 +151,12 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
         if experts not in kinds:
             kinds[experts] = tuple(_block(shape, experts, price, apart, run))
         pieces = kinds[experts]
-        if fine:
+        if experts is not None and run.expert_parallel > 1 and not fine:
+            before, own, after = pieces[:-3], pieces[-3], pieces[-2:]
+            calls.append(ModelCall(path, _joined(before), kept, cache))
+            calls.append(ModelCall(f"{path}.{own[0]}", own[1]))
+            calls.append(ModelCall(f"{path}.{after[0][0]}", _joined(after)))
+        elif fine:
             calls += [
                 ModelCall(f"{path}.{part}" if part else path, operations)
                 if number
@@ -204,7 +216,13 @@ def _block(
     yield names.attention, (*attention, *wire)
     add = apart.pointwise("add", 2 * width, width, saved=width, backward=(3.0 * width, 1))
     yield "", (add, apart.norm("norm", width))
-    yield names.feed_forward, (*_feed_forward(shape, experts, price, run), *wire)
+    if experts is not None and run.expert_parallel > 1:
+        before, own, after = _at_experts(shape, experts, price, run)
+        yield f"{names.feed_forward}.router", before
+        yield f"{names.feed_forward}.experts", own
+        yield names.feed_forward, after
+    else:
+        yield names.feed_forward, (*_feed_forward(shape, experts, price, run), *wire)
     yield "", (add,)
 
 
@@ -228,21 +246,38 @@ def _feed_forward(
 ) -> list[Operation]:
     if experts is None:
         return _dense(shape, shape.hidden, price, run)
-    made: list[Operation] = []
-    routed, width = experts.active, shape.width
-    made.append(price.matmul("router", width, experts.count))
-    made.append(
-        price.pointwise("dispatch", routed * width, routed * width, saved=routed * width, kernels=4)
-    )
+    return [each for part in _at_experts(shape, experts, price, run) for each in part]
+
+
+def _at_experts(
+    shape: Shape, experts: Experts, price: Pricer, run: Run
+) -> tuple[tuple[Operation, ...], tuple[Operation, ...], tuple[Operation, ...]]:
+    """The work on tokens before they are at experts, there, and afterwards.
+
+    Rows for experts that are dealt out travel there and back. What arrives is kept in place of what
+    was sent, and is that of the fullest device.
+    """
+    routed, width, hidden = experts.active, shape.width, experts.hidden
+    rows = float(routed * width)
+    travels = run.expert_parallel > 1
+    here = replace(price, tokens=round(price.tokens * run.imbalance))
+    before = [
+        price.matmul("router", width, experts.routed),
+        price.pointwise("dispatch", rows, rows, saved=0.0 if travels else rows, kernels=4),
+    ]
     ups = 2 if shape.gated else 1
-    hidden = experts.hidden
-    made.append(price.experts("experts up", width, ups * hidden, routed, experts.count))
-    made.append(_activation(shape, routed * hidden, price))
-    made.append(price.experts("experts down", hidden, width, routed, experts.count))
-    made.append(price.pointwise("combine", routed * width, width, saved=width, kernels=4))
+    own = [
+        here.experts("experts up", width, ups * hidden, routed, experts.count),
+        _activation(shape, routed * hidden, here),
+        here.experts("experts down", hidden, width, routed, experts.count),
+    ]
+    after = [price.pointwise("combine", rows, width, saved=width, kernels=4)]
+    if travels:
+        before.append(_exchange("rows to experts", here, rows, kept=True))
+        after.insert(0, _exchange("rows from experts", here, rows))
     if experts.shared:
-        made += _dense(shape, experts.shared, price, run)
-    return made
+        after += _dense(shape, experts.shared, price, run)
+    return tuple(before), tuple(own), tuple(after)
 
 
 def _dense(shape: Shape, hidden: int, price: Pricer, run: Run) -> list[Operation]:
@@ -289,6 +324,15 @@ def _adapters(price: Pricer, run: Run, into: int, out: int) -> list[Operation]:
         price.matmul("adapter up", rank, out, trained=True),
         price.pointwise("add", 2 * out, out, backward=(float(out), 1)),
     ]
+
+
+def _exchange(name: str, price: Pricer, rows: float, *, kept: bool = False) -> Operation:
+    """An all-to-all of ``rows`` features a token; their gradients go the other way."""
+    size = int(price.item * price.tokens * rows)
+    # Counts come first, and the host waits for them: two collectives in forward, one in backward.
+    there, back = Workload(bytes=float(size), kernels=3), Workload(bytes=float(size))
+    saved = size if kept else 0
+    return Operation(name, Kind.EXCHANGE, there, back, saved, size, 0, 2 * size, cheap=False)
 
 
 def _wire(name: str, price: Pricer, width: int, degree: int) -> Operation:

@@ -34,6 +34,11 @@ class Model(Protocol):
         ...
 
     @property
+    def experts(self) -> tuple[str, ...]:
+        """Paths of the modules that hold stacked experts, which may be dealt out over devices."""
+        ...
+
+    @property
     def context(self) -> int:
         """Samples' length if the run does not say: tokens, 1 where there are none."""
         ...

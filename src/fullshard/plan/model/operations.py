@@ -14,6 +14,7 @@ class Kind(Enum):
     ATTENTION = "attention"  # matrix units, as a fused attention kernel
     MEMORY = "memory"  # device memory: element by element, norms, softmax, look-ups
     WIRE = "wire"  # a collective inside forward, as tensor parallelism has
+    EXCHANGE = "exchange"  # an all-to-all of rows, to experts and back
 
 
 @dataclass(frozen=True)

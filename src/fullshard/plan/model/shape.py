@@ -36,7 +36,7 @@ class Experts:
 
     ``count`` experts of inner width ``hidden``, of which each token uses ``active``; ``shared`` is
     the inner width of the expert that all tokens use. The first ``dense_blocks`` blocks have a
-    plain feed-forward.
+    plain feed-forward. Of those that are dealt out over devices, ``of`` is how many there are.
     """
 
     count: int
@@ -44,6 +44,12 @@ class Experts:
     hidden: int
     shared: int = 0
     dense_blocks: int = 0
+    of: int = 0
+
+    @property
+    def routed(self) -> int:
+        """The number of experts among which a router chooses."""
+        return self.of or self.count
 
 
 @dataclass(frozen=True)
@@ -184,6 +190,17 @@ class Shape:
             experts=experts,
         )
 
+    def dealt_out(self, degree: int) -> "Shape":
+        """Leave the experts of one of ``degree`` devices, and all of the rest."""
+        if degree == 1:
+            return self
+        count = self.experts.count if self.experts else 0
+        if self.experts is None or count % degree:
+            raise ConfigurationError(
+                f"{count or 'no'} experts cannot be dealt out evenly over {degree} devices"
+            )
+        return replace(self, experts=replace(self.experts, count=count // degree, of=count))
+
     @property
     def query_width(self) -> int:
         """Features of all query heads."""
@@ -263,7 +280,7 @@ def _feed_forward_specs(shape: Shape, block: int, path: str, dtype: str) -> Iter
     if experts is None:
         yield from _dense_specs(shape, path, shape.hidden, dtype)
         return
-    yield ParamSpec(f"{path}.router.weight", (experts.count, shape.width), dtype)
+    yield ParamSpec(f"{path}.router.weight", (experts.routed, shape.width), dtype)
     # Stacked over experts, as libraries lay them out for grouped products.
     ups = 2 if shape.gated else 1
     stack = (experts.count, shape.width, ups * experts.hidden)

@@ -93,16 +93,16 @@ class _Streams:
         self.gathers: dict[int, float] = {}
         self.reduces: dict[int, float] = {}
         self.wire: list[tuple[float, float]] = []
-        self._acts: dict[tuple[int, Pass], tuple[float, int, float]] = {}
+        self._acts: dict[tuple[int, Pass], tuple[float, int, float, float]] = {}
         self._units: dict[int, tuple[float, float, float]] = {}
-        self._priced: dict[tuple[int, int, int, int], tuple[float, float, float]] = {}
+        self._priced: dict[tuple[int, ...], tuple[float, float, float]] = {}
 
     def act(self, act: Act) -> None:
         call = self.script.calls[act.call]
         key = (id(call.operations), act.phase)
         if key not in self._acts:
             self._acts[key] = self._price(call.operations, act)
-        seconds, kernels, attention = self._acts[key]
+        seconds, kernels, attention, travel = self._acts[key]
         self.attention += attention
         if self.cluster.device.cpu:  # the host itself computes, one operation after another
             seconds += self.constants.kernel_s * kernels
@@ -113,7 +113,9 @@ class _Streams:
         self.stalled += start - self.compute
         slowed = self._contended(start, seconds) if self.wire else 0.0
         stop = start + seconds + slowed
-        self.busy += seconds
+        self.busy += seconds - travel
+        self.waited += travel
+        self.communication += travel
         self.slowed += slowed
         if self.host > stop:
             self.stalled += self.host - stop
@@ -121,8 +123,11 @@ class _Streams:
         self._record("compute", act.phase.value, call.path, act.unit, start, stop)
         self.compute = stop
 
-    def _price(self, operations: tuple[Operation, ...], act: Act) -> tuple[float, int, float]:
-        seconds, kernels, attention = 0.0, 0, 0.0
+    def _price(
+        self, operations: tuple[Operation, ...], act: Act
+    ) -> tuple[float, int, float, float]:
+        """Seconds and kernels of an act; and of these seconds, attention's and collectives'."""
+        seconds, kernels, attention, travel = 0.0, 0, 0.0, 0.0
         run = self.run
         for operation in _computed(operations, act.phase, run):
             backward = act.phase is Pass.BACKWARD
@@ -130,8 +135,9 @@ class _Streams:
             spent = operation_s(operation, work, run, self.cluster, self.constants)
             seconds += spent
             attention += spent if operation.kind is Kind.ATTENTION else 0.0
+            travel += spent if operation.kind in (Kind.WIRE, Kind.EXCHANGE) else 0.0
             kernels += work.kernels
-        return seconds, kernels, attention
+        return seconds, kernels, attention, travel
 
     def _contended(self, start: float, seconds: float) -> float:
         """Seconds that compute takes longer beside collectives, which need its memory and cores."""
@@ -216,7 +222,8 @@ class _Streams:
         if number not in self._units:
             unit = self.script.units[number]
             layout, cost = unit.layout, unit.cost
-            key = (layout.full_bytes, layout.grad_full_bytes, layout.shards, cost.all_reduce_bytes)
+            sizes = (layout.full_bytes, layout.grad_full_bytes, layout.shards)
+            key = (*sizes, cost.all_reduce_bytes, unit.dealt_out)
             if key not in self._priced:
                 self._priced[key] = self._price_unit(unit)
             self._units[number] = self._priced[key]
@@ -235,8 +242,11 @@ class _Streams:
     def _price_unit(self, unit: PlannedUnit) -> tuple[float, float, float]:
         run, cluster, constants = self.run, self.cluster, self.constants
         layout, shards = unit.layout, unit.layout.shards
-        ranks = cluster.devices // run.tensor_parallel
-        per_host = max(1, cluster.per_host // run.tensor_parallel)
+        apart = run.tensor_parallel  # neighbours that share other parameters
+        if unit.dealt_out:
+            apart = run.expert_parallel
+        ranks = cluster.devices // apart
+        per_host = max(1, cluster.per_host // apart)
         inside = Group(shards, min(shards, per_host))
         gather = gather_s(self._wire_bytes(layout), inside, cluster, constants)
         reduce = gather_s(layout.grad_full_bytes, inside, cluster, constants)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from fullshard.plan.cluster.cluster import Cluster, Constants
 
-__all__ = ["Group", "gather_s", "reduce_all_s"]
+__all__ = ["Group", "exchange_s", "gather_s", "reduce_all_s"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,21 @@ def gather_s(full_bytes: float, group: Group, cluster: Cluster, constants: Const
         return 0.0
     received = full_bytes * (group.size - 1) / group.size
     return _latency_s(group, cluster) + received / _bandwidth(group, cluster, constants)
+
+
+def exchange_s(sent_bytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
+    """Seconds of an all-to-all in which a rank has ``sent_bytes`` for all, itself among them.
+
+    What goes to ranks in its host and what goes to others travels at once, by links of their own.
+    """
+    if group.size == 1:
+        return 0.0
+    each = sent_bytes / group.size
+    inside = cluster.inside.bandwidth * constants.inside_share
+    between = cluster.between.bandwidth * constants.between_share
+    far = group.size - group.per_host
+    travel = max((group.per_host - 1) * each / inside, far * each / between)
+    return travel + (cluster.between if far else cluster.inside).latency_s
 
 
 def reduce_all_s(whole_bytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:

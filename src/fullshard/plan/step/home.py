@@ -30,7 +30,11 @@ class Features(NamedTuple):
 
 def features_of(script: Script, run: Run, cluster: Cluster, context: int) -> Features:
     """The features of ``run``; ``context`` is the length of its samples if it does not say so."""
-    numel = sum(each.full_numel for unit in script.units for each in unit.layout.segments)
+    numel = sum(
+        each.full_numel * (run.expert_parallel if unit.dealt_out else 1)
+        for unit in script.units
+        for each in unit.layout.segments
+    )
     length = max(1, run.sequence or context)
     return Features(
         cluster.device.key,

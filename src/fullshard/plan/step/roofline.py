@@ -4,6 +4,7 @@
 from fullshard.plan.cluster.cluster import Cluster, Constants
 from fullshard.plan.model.operations import Kind, Operation, Workload
 from fullshard.plan.run import AttentionKernel, Run
+from fullshard.plan.step.collectives import Group, exchange_s
 
 __all__ = ["operation_s"]
 
@@ -27,6 +28,9 @@ def operation_s(
     device = cluster.device
     if operation.kind is Kind.WIRE:
         return work.bytes / (cluster.inside.bandwidth * constants.inside_share)
+    if operation.kind is Kind.EXCHANGE:
+        ranks = Group(run.expert_parallel, min(run.expert_parallel, cluster.per_host))
+        return exchange_s(work.bytes, ranks, cluster, constants)
     memory = device.bandwidth * constants.memory_share
     if operation.kind is Kind.MEMORY:
         return work.bytes / memory

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The units that the engine would make of a model, with their layouts, policies and prices."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.forecast import UnitCost, unit_cost
-from fullshard.core.grouping import around_of, group_parameters
+from fullshard.core.grouping import around_of, deepest_around, group_parameters
 from fullshard.core.layout import Layout, lay_out, stored_bytes
 from fullshard.core.schedule import UnitPolicy, unit_policy
 from fullshard.core.spec import ParamSpec, item_bytes
@@ -18,13 +18,17 @@ __all__ = ["PlannedUnit", "shards_and_replicas", "unit_paths", "units_of"]
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """One unit: the path of its module ("" is the root), and the number of the unit around it."""
+    """One unit: the path of its module ("" is the root), and the number of the unit around it.
+
+    ``dealt_out`` are experts of which others have others.
+    """
 
     path: str
     around: int | None
     layout: Layout
     policy: UnitPolicy
     cost: UnitCost
+    dealt_out: bool = False
 
     @property
     def params(self) -> tuple[ParamSpec, ...]:
@@ -55,6 +59,25 @@ def shards_and_replicas(run: Run, cluster: Cluster) -> tuple[int, int]:
     return world // run.replicas, run.replicas
 
 
+def _sharing_experts(model: Model, run: Run, shards: int, replicas: int) -> tuple[int, int]:
+    """Ranks that share the same experts in slices, and how many such groups have the same slice.
+
+    The ranks that experts are dealt out over are next to each other, in one group of ``shards``, or
+    of all replicas where nothing is in shards.
+    """
+    degree = run.expert_parallel
+    if not model.experts:
+        raise ConfigurationError(f"{model.name} has no stacked experts to deal out over {degree}")
+    among = shards if run.strategy.sharding.sharded else replicas
+    if among % degree:
+        raise ConfigurationError(
+            f"experts cannot be dealt out over {degree} of {among} ranks: choose a divisor"
+        )
+    if run.strategy.sharding.sharded:
+        return shards // degree, replicas
+    return 1, replicas // degree
+
+
 def unit_paths(model: Model, wrap: Wrap) -> tuple[str, ...]:
     """The paths of the modules that become units, the root's first, in order of execution."""
     if wrap is Wrap.NONE:
@@ -83,11 +106,23 @@ def units_of(
     With ``reduces`` false they are treated as in a micro-batch whose gradients stay full.
     """
     paths = unit_paths(model, run.wrap)
+    whole = shards_and_replicas(run, cluster)
+    dealt_out = model.experts if run.expert_parallel > 1 else ()
+    sharing = whole
+    if run.expert_parallel > 1:
+        sharing = _sharing_experts(model, run, *whole)
+        below: dict[str | None, list[str]] = {}
+        for each in dealt_out:
+            below.setdefault(deepest_around(each, paths), []).append(each)
+        paths = tuple(each for path in paths for each in (path, *below.get(path, ())))
     groups = group_parameters(model.spec(run), paths)
-    shards, replicas = shards_and_replicas(run, cluster)
     units: list[PlannedUnit] = []
     for path, around in zip(paths, around_of(paths), strict=True):
-        layout = lay_out(groups[path], shards, run.precision, run.align)
+        shards, replicas = sharing if path in dealt_out else whole
+        params = groups[path]
+        if path in dealt_out and run.align == "row":
+            params = tuple(_cut(each, shards) for each in params)
+        layout = lay_out(params, shards, run.precision, run.align)
         resident = not layout.segments or _shard_is_full(layout, run)
         policy = unit_policy(
             layout,
@@ -99,8 +134,14 @@ def units_of(
             on_cpu=cluster.device.cpu,
         )
         cost = _cost(layout, run, replicas, cluster, resident=resident)
-        units.append(PlannedUnit(path, around, layout, policy, cost))
+        units.append(PlannedUnit(path, around, layout, policy, cost, path in dealt_out))
     return tuple(units)
+
+
+def _cut(param: ParamSpec, sharing: int) -> ParamSpec:
+    """Cut stacked experts along the first dimension that slices of whole rows divide evenly."""
+    even = (dim for dim, size in enumerate(param.shape) if size % sharing == 0)
+    return replace(param, cut_dim=next(even, 0))
 
 
 def _reshards(run: Run) -> bool | None:

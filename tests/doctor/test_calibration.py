@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fullshard.cli import main
-from fullshard.doctor.calibration import Calibration
 from fullshard.doctor.calibration import measure as measuring
+from fullshard.doctor.calibration.measure import Calibration
 from fullshard.doctor.links.measure import Links, LinkTime
 from fullshard.plan import Run, Setup, cluster_of, named_device, named_model, predict, with_setting
 from fullshard.testing import LocalWorld

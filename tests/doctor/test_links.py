@@ -103,14 +103,13 @@ def test_hosts_that_differ():
     assert findings[0].what == "hosts have different versions of torch: a 2.13.0, b 2.12.0"
 
 
-@pytest.mark.parametrize("rich", [False, True])
-def test_the_report_for_people(capsys, rich):
+def test_the_report_for_people(capsys):
     findings = [
         Finding("note", "small", "it is small", "leave it", "a.py:3"),
         Finding("severe", "large", "it fails", "make it small"),
     ]
     report = Report({"host": {"torch": "2.13.0"}}, findings, links_of(*TIMES))
-    print_report(report, rich=rich)
+    print_report(report)
     shown = capsys.readouterr().out
     assert "torch  2.13.0" in shown
     assert "severe: large\n    it fails\n    -> make it small\n" in shown

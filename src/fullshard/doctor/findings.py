@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding", "Severity", "is_severe"]
+__all__ = ["Finding", "Severity"]
 
 Severity = Literal["severe", "warning", "note"]
 
@@ -23,8 +23,3 @@ class Finding:
     means: str
     fix: str
     where: str = ""
-
-
-def is_severe(finding: Finding) -> bool:
-    """Return whether the command ends with status 1 because of it."""
-    return finding.severity == "severe"

@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report for people, with rich where it is installed, and for machines."""
+"""The report for people and for machines."""
 
 import dataclasses
 import json
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fullshard.doctor.findings import Finding, is_severe
+from fullshard.core.text import in_columns
+from fullshard.doctor.findings import Finding
 from fullshard.doctor.links.measure import Links, bus_bytes_per_s
 
-try:
-    from rich.console import Console
-    from rich.table import Table
-except ModuleNotFoundError:
-    RICH = False
-else:
-    RICH = True
-
-__all__ = ["RICH", "Report", "print_report", "to_json"]
+__all__ = ["Report", "print_report", "to_json"]
 
 _ORDER = ("severe", "warning", "note")
 
@@ -35,7 +28,7 @@ class Report:
     @property
     def is_bad(self) -> bool:
         """True if anything severe was found."""
-        return any(is_severe(finding) for finding in self.findings)
+        return any(finding.severity == "severe" for finding in self.findings)
 
 
 def to_json(report: Report) -> str:
@@ -53,7 +46,7 @@ def to_json(report: Report) -> str:
     return json.dumps(whole, indent=1)
 
 
-def print_report(report: Report, *, rich: bool = RICH) -> None:
+def print_report(report: Report) -> None:
     """Print to stdout: what is there, how fast the links are, what was found."""
     for host, known in report.facts.items():
         print(f"{host}:")
@@ -62,7 +55,8 @@ def print_report(report: Report, *, rich: bool = RICH) -> None:
     if report.links is not None:
         links = report.links
         title = f"links between {links.ranks} ranks over {links.backend}, float32"
-        _print_table(title, _LINK_COLUMNS, list(_link_rows(links)), rich)
+        rows = [_LINK_COLUMNS, *_link_rows(links)]
+        print(f"{title}\n{in_columns(rows, right=range(len(_LINK_COLUMNS)))}\n")
     for severity in _ORDER:
         for finding in report.findings:
             if finding.severity == severity:
@@ -91,28 +85,10 @@ def _wrapped(lead: str, text: str) -> str:
 _LINK_COLUMNS = ("full buffer", "all-gather ms", "GB/s a rank", "reduce-scatter ms", "GB/s a rank")
 
 
-def _link_rows(links: Links) -> Iterator[list[str]]:
+def _link_rows(links: Links) -> Iterator[list[object]]:
     for each in links.times:
-        row = [f"{each.full_bytes / 2**20:.4g} MiB"]
+        row: list[object] = [f"{each.full_bytes / 2**20:.4g} MiB"]
         for time_s in (each.gather_s, each.reduce_s):
             rate = bus_bytes_per_s(each.full_bytes, time_s, links.ranks)
             row += [f"{time_s * 1e3:.2f}", f"{rate / 1e9:.2f}"]
         yield row
-
-
-def _print_table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], rich: bool
-) -> None:
-    if rich:
-        table = Table(title=title, title_justify="left")
-        for column in columns:
-            table.add_column(column, justify="right")
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-    else:
-        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-        print(title)
-        for row in (columns, *rows):
-            print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
-    print()

@@ -52,8 +52,12 @@ _OTHERWISE = "start the script without fullshard if it cannot do without"
 
 
 def replaced_names(original: ModuleType) -> dict[str, Any]:
-    """Return the replacements for torch's public names in a served module, by name."""
-    return {name: _OURS[name] for name in _public(original) if name in _OURS}
+    """Return the replacements for torch's public names in a served module, by name.
+
+    Some names are torch's own in fullshard, too, and need none.
+    """
+    public = _public(original).items()
+    return {name: _OURS[name] for name, value in public if _OURS.get(name, value) is not value}
 
 
 def stand_in(original: ModuleType) -> ModuleType:
@@ -62,7 +66,7 @@ def stand_in(original: ModuleType) -> ModuleType:
     Taking a public name that fullshard lacks raises `ImportError`.
     """
     ours = replaced_names(original)
-    lacking = _public(original).keys() - ours.keys()
+    lacking = _public(original).keys() - _OURS.keys()
     module = ModuleType(original.__name__, original.__doc__)
     for name in ("__file__", "__loader__", "__package__", "__path__", "__spec__"):
         if hasattr(original, name):

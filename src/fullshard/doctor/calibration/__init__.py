@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine at hand measured for the planner: ``fullshard calibrate``."""
 
-from fullshard.doctor.calibration.measure import Calibration, calibrate
-
-__all__ = ["Calibration", "calibrate"]
+__all__: list[str] = []

@@ -2,7 +2,6 @@
 """Rates of this machine's device and links, measured as a training step uses them."""
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fullshard.doctor.links.measure import Links, measure_links
+from fullshard.doctor.links.measure import Links, RankClock, measure_links
 from fullshard.host_memory import host_total_bytes
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.unit.buffers import FlatBuffer
@@ -132,41 +131,15 @@ def calibrate(device: torch.device, comm: Comm | None = None, backend: str = "")
     )
 
 
-class _StepClock:
+class _StepClock(RankClock):
     """Medians of repeated work on a device, begun by all ranks together."""
 
-    def __init__(self, device: torch.device, comm: Comm | None):
-        self.device, self.comm = device, comm
-
-    def settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def meet(self) -> None:
-        if self.comm is not None:
-            self.comm.all_reduce([torch.zeros(1, device=self.device)], label="meet").wait()
-        self.settle()
-
     def median_s(self, work: Callable[[], object], repeats: int = 7) -> float:
-        work()
-        found = []
-        for _ in range(repeats):
-            self.meet()
-            begin = time.perf_counter()
-            work()
-            self.settle()
-            found.append(time.perf_counter() - begin)
-        return statistics.median(found)
+        return statistics.median(self.times_s(work, repeats))
 
     def slowest(self, rates: list[float]) -> list[float]:
         """Return the least of each rate over the ranks."""
-        if self.comm is None:
-            return rates
-        mine = torch.tensor(rates, dtype=torch.float64, device=self.device)
-        every = mine.new_empty(self.comm.size * len(rates))
-        self.comm.all_gather([(every, mine)], label="rates").wait()
-        least: list[float] = every.view(self.comm.size, -1).amin(0).tolist()
-        return least
+        return [min(column) for column in zip(*self.of_all(rates), strict=True)]
 
 
 def _matmuls(clock: _StepClock, dtype: torch.dtype) -> tuple[float, float]:

@@ -18,6 +18,7 @@ __all__ = [
     "SIZES_BYTES",
     "LinkTime",
     "Links",
+    "RankClock",
     "bus_bytes_per_s",
     "check_links",
     "measure_links",
@@ -76,7 +77,7 @@ def measure_links(
     Sizes are rounded up to whole elements for each rank. Raises `CommunicationError` if a rank
     fails or does not answer within the group's timeout.
     """
-    clock = _LinkClock(comm, device)
+    clock = RankClock(device, comm)
     numels = [max(1, -(-size // (4 * comm.size))) for size in sorted(sizes_bytes)]
     medians: list[float] = []
     for numel in numels:
@@ -86,10 +87,10 @@ def measure_links(
         gather = partial(comm.all_gather, [(full, shard)], "doctor gather")
         reduce = partial(comm.reduce_scatter, [(shard, full)], "doctor reduce")
         for issue in (gather, reduce):
-            medians.append(statistics.median(clock.times_s(issue, repeats)))
+            medians.append(statistics.median(clock.times_s(partial(_wait, issue), repeats)))
     ring = _ring(comm, device, min(RING_BYTES // 4, numels[-1] * comm.size))
-    own = [*medians, _work_s(device), min(clock.times_s(ring, 5))]
-    table = _all_values(comm, device, own)
+    own = [*medians, _work_s(device), min(clock.times_s(partial(_wait, ring), 5))]
+    table = clock.of_all(own)
     slowest = [max(column) for column in zip(*table, strict=True)]
     return Links(
         ranks=comm.size,
@@ -103,28 +104,45 @@ def measure_links(
     )
 
 
-class _LinkClock:
-    """Times collectives from a moment at which all ranks are there."""
+class RankClock:
+    """Times work on a device from a moment at which all ranks of ``comm``, if any, are there."""
 
-    def __init__(self, comm: Comm, device: torch.device):
-        self._comm = comm
-        self._device = device
-        self._meeting = torch.zeros(1, device=device)
+    def __init__(self, device: torch.device, comm: Comm | None = None):
+        self.device, self._comm = device, comm
 
-    def _settle(self, work: Work) -> None:
-        work.wait()
-        _synchronize(self._device)
+    def settle(self) -> None:
+        """Wait until the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
-    def times_s(self, issue: Callable[[], Work], repeats: int) -> list[float]:
+    def times_s(self, work: Callable[[], object], repeats: int) -> list[float]:
         """``repeats`` times, after one that does not count: it makes connections and buffers."""
-        self._settle(issue())
+        work()
         times_s = []
         for _ in range(repeats):
-            self._settle(self._comm.all_reduce([self._meeting], label="doctor meets"))
+            if self._comm is not None:
+                meeting = torch.zeros(1, device=self.device)
+                self._comm.all_reduce([meeting], label="doctor meets").wait()
+            self.settle()
             begin = time.perf_counter()
-            self._settle(issue())
+            work()
+            self.settle()
             times_s.append(time.perf_counter() - begin)
         return times_s
+
+    def of_all(self, own: Sequence[float]) -> list[list[float]]:
+        """Return the figures of all ranks, by rank. Collective."""
+        if self._comm is None:
+            return [list(own)]
+        shard = torch.tensor(own, dtype=torch.float64, device=self.device)
+        full = shard.new_zeros(len(own) * self._comm.size)
+        self._comm.all_gather([(full, shard)], "doctor results").wait()
+        rows: list[list[float]] = full.view(self._comm.size, -1).tolist()
+        return rows
+
+
+def _wait(issue: Callable[[], Work]) -> None:
+    issue().wait()
 
 
 def _ring(comm: Comm, device: torch.device, numel: int) -> Callable[[], Work]:
@@ -140,26 +158,7 @@ def _ring(comm: Comm, device: torch.device, numel: int) -> Callable[[], Work]:
 def _work_s(device: torch.device) -> float:
     """Return the least time of a fixed matrix product: other processes only add to it."""
     matrix = torch.ones(4096 if device.type == "cuda" else 384, device=device).diag()
-    times_s = []
-    for _ in range(7):
-        begin = time.perf_counter()
-        torch.mm(matrix, matrix)
-        _synchronize(device)
-        times_s.append(time.perf_counter() - begin)
-    return min(times_s)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _all_values(comm: Comm, device: torch.device, own: Sequence[float]) -> list[list[float]]:
-    shard = torch.tensor(own, dtype=torch.float64, device=device)
-    full = torch.zeros(len(own) * comm.size, dtype=torch.float64, device=device)
-    comm.all_gather([(full, shard)], "doctor results").wait()
-    rows: list[list[float]] = full.view(comm.size, -1).tolist()
-    return rows
+    return min(RankClock(device).times_s(lambda: torch.mm(matrix, matrix), 7))
 
 
 def unit_bytes_for_most_bandwidth(links: Links) -> int:

@@ -55,7 +55,7 @@ class StateDictForms(nn.Module):
             for name, dtype in buffer_dtypes(self).items():
                 if (key := f"{prefix}{name}") in state:  # others are not persistent
                     state[key] = state[key].to(dtype)
-            hand_out(state, prefix, _form(chosen or StateDictSettings(), self))
+            hand_out(state, prefix, _form(chosen or settings_of(), self))
         return state
 
     def load_state_dict(
@@ -98,7 +98,7 @@ class StateDictForms(nn.Module):
         """Return the form of state dicts of the first outermost wrapper in ``module``."""
         for wrapper in wrappers_in(module, StateDictForms, root_only=True):
             settings: StateDictSettings | None = wrapper.__dict__.get(_STATE_DICT_SETTINGS)
-            return settings or StateDictSettings()
+            return settings or settings_of()
         raise ConfigurationError(f"{type(module).__name__} holds no FullyShardedDataParallel")
 
     @staticmethod

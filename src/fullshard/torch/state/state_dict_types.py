@@ -1,9 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP1's types that choose the form of state dicts."""
+"""FSDP1's types that choose the form of state dicts: PyTorch's own, which only hold a choice."""
 
-from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import TypeVar
+
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 
 from fullshard.core.errors import ConfigurationError
 
@@ -22,88 +34,6 @@ __all__ = [
     "settings_of",
 ]
 
-
-class StateDictType(Enum):
-    """The form of a state dict.
-
-    FULL: whole tensors. SHARDED: DTensors, cut by rows. LOCAL: this rank's spans, flat and plain.
-    """
-
-    FULL_STATE_DICT = auto()
-    LOCAL_STATE_DICT = auto()
-    SHARDED_STATE_DICT = auto()
-
-
-class OptimStateKeyType(Enum):
-    """The keys of an optimizer state dict: names or numbers of parameters."""
-
-    PARAM_NAME = auto()
-    PARAM_ID = auto()
-
-
-@dataclass
-class StateDictConfig:
-    """Options of model state dicts; ``offload_to_cpu`` puts values into host memory."""
-
-    offload_to_cpu: bool = False
-
-
-@dataclass
-class FullStateDictConfig(StateDictConfig):
-    """``rank0_only``: other ranks take part and get an empty dict."""
-
-    rank0_only: bool = False
-
-
-@dataclass
-class LocalStateDictConfig(StateDictConfig):
-    """Options for LOCAL_STATE_DICT: those of its base."""
-
-
-@dataclass
-class ShardedStateDictConfig(StateDictConfig):
-    """``_use_dtensor`` is accepted: values are DTensors always."""
-
-    _use_dtensor: bool = False
-
-
-@dataclass
-class OptimStateDictConfig:
-    """Options of optimizer state dicts; ``offload_to_cpu`` puts values into host memory."""
-
-    offload_to_cpu: bool = True
-
-
-@dataclass
-class FullOptimStateDictConfig(OptimStateDictConfig):
-    """``rank0_only``: other ranks take part and get an empty dict."""
-
-    rank0_only: bool = False
-
-
-@dataclass
-class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Options for LOCAL_STATE_DICT: those of its base, but values stay where they are."""
-
-    offload_to_cpu: bool = False
-
-
-@dataclass
-class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """``_use_dtensor`` is accepted: values are DTensors always."""
-
-    _use_dtensor: bool = False
-
-
-@dataclass
-class StateDictSettings:
-    """The chosen forms of a wrapper's state dict and of its optimizer's."""
-
-    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
-    state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
-    optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
-
-
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
@@ -121,7 +51,7 @@ def _checked(value: T, expected: type[T]) -> T:
 
 
 def settings_of(
-    kind: StateDictType,
+    kind: StateDictType = StateDictType.FULL_STATE_DICT,
     config: StateDictConfig | None = None,
     optim_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:

@@ -4,8 +4,6 @@
 import atexit
 import os
 import sys
-import threading
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -89,30 +87,20 @@ def _end_with_failure() -> None:
         os._exit(1)
 
 
-class _Threads:
-    """Threads that write. They are kept: one that starts takes the caller's time.
-
-    As many as there are saves under way at a time, which may wait for each other's ranks.
-    """
-
-    def __init__(self) -> None:
-        self._forget()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)  # threads stay with the parent
-
-    def _forget(self) -> None:
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_MOST_SAVES, "fullshard-save")
-            return self._pool.submit(work)
-
-
+# As many threads as there are saves under way at a time, which may wait for each other's ranks.
+# They are kept: one that starts takes the caller's time.
 _MOST_SAVES = 1024
-_threads = _Threads()
+_threads = ThreadPoolExecutor(_MOST_SAVES, "fullshard-save")
+
+
+def _make_threads_anew() -> None:
+    """Leave the threads with the parent of a fork."""
+    global _threads
+    _threads = ThreadPoolExecutor(_MOST_SAVES, "fullshard-save")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_make_threads_anew)
 
 
 def save_in_background(

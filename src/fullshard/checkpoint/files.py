@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ALIGNMENT", "Files", "OpenFile"]
+__all__ = ["ALIGNMENT", "Files", "OpenFile", "read_whole", "write_new"]
 
 DIRECT = getattr(os, "O_DIRECT", 0)  # on Linux
 ALIGNMENT = 4096  # of memory and places that O_DIRECT takes, on all usual media
@@ -169,6 +169,30 @@ class Files:
                 break
             filled += count
         return filled
+
+
+def read_whole(files: Files, path: Path, most_bytes: int = 2**62) -> bytes:
+    """Return the bytes of a file. Raises `OSError`, also if there are more than ``most_bytes``."""
+    file = files.open(path)
+    try:
+        size = files.size(file)
+        if size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {size} bytes, expected at most {most_bytes}")
+        data = bytearray(size)
+        return bytes(data[: files.read_into(file, memoryview(data), 0)])
+    finally:
+        files.close(file)
+
+
+def write_new(files: Files, path: Path, data: bytes, flush: bool = False) -> None:
+    """Make a file with these bytes, which must not be there. Raises `OSError`."""
+    file = files.create(path)
+    try:
+        files.write(file, memoryview(data))
+        if flush:
+            files.flush(file)
+    finally:
+        files.close(file)
 
 
 def _set_direct(file: OpenFile, wanted: bool) -> bool:

@@ -199,10 +199,8 @@ def pieces_of_want(want: Want, item_bytes: int) -> Iterator[Want]:
     for box in want.boxes:
         for first in range(0, box.numel, most):
             stop = min(first + most, box.numel)
-            boxes = tuple(
-                Box(tuple(map(sum, zip(inner.offsets, box.offsets, strict=True))), inner.sizes)
-                for inner in boxes_of_interval(box.sizes, first, stop)
-            )
+            inside = boxes_of_interval(box.sizes, first, stop)
+            boxes = tuple(inner.moved(box.offsets) for inner in inside)
             begin, end = (start + first) * item_bytes, (start + stop) * item_bytes
             target = want.target[begin:end] if want.target is not None else None
             yield Want(

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.files import Files, read_whole, write_new
 from fullshard.checkpoint.format.envelope import checksum_of
 from fullshard.checkpoint.runs.retention import remove_entry
 from fullshard.core.errors import (
@@ -132,23 +132,13 @@ class FolderRanks:
 
     def _leave_message(self, name: str, data: bytes) -> None:
         staged = self._folder / f"new-{name}"
-        file = self._files.create(staged)
-        try:
-            self._files.write(file, memoryview(data))
-        finally:
-            self._files.close(file)
+        write_new(self._files, staged, data)
         self._files.rename(staged, self._folder / name)
 
     def _message(self, rank: int) -> bytes:
         name = f"{self._calls}-{rank}"
         self._wait_for(name, rank)
-        file = self._files.open(self._folder / name)
-        try:
-            data = bytearray(self._files.size(file))
-            self._files.read_into(file, memoryview(data), 0)
-        finally:
-            self._files.close(file)
-        return bytes(data)
+        return read_whole(self._files, self._folder / name)
 
     def _wait_for(self, name: str, rank: int) -> None:
         end, pause_s = time.monotonic() + self._timeout_s, 0.001

@@ -26,6 +26,16 @@ class Box:
         """Elements in the box; a box of no dims has one."""
         return math.prod(self.sizes)
 
+    def moved(self, by: tuple[int, ...]) -> "Box":
+        """Return the box that starts ``by`` farther."""
+        return Box(tuple(a + b for a, b in zip(self.offsets, by, strict=True)), self.sizes)
+
+    @property
+    def last(self) -> tuple[int, ...]:
+        """The place of the last element."""
+        ends = zip(self.offsets, self.sizes, strict=True)
+        return tuple(offset + size - 1 for offset, size in ends)
+
 
 def boxes_of_interval(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """The boxes that make up elements [start, stop) of a row-major tensor, in that order.

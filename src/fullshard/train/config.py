@@ -15,6 +15,7 @@ import tomli_w
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import training_flops_per_token, transformer
+from fullshard.core.text import did_you_mean
 
 __all__ = [
     "CheckpointConfig",
@@ -323,8 +324,7 @@ def _unknown(
     what: str, name: str, known: Iterable[str], meant: str | None = None
 ) -> ConfigurationError:
     known = list(known)
-    near = [meant] if meant else difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = f"did you mean {meant!r}? " if meant else did_you_mean(name, known, 0.4)
     return ConfigurationError(f"unknown {what} {name!r}: {hint}there are {', '.join(known)}")
 
 

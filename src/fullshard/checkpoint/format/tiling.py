@@ -9,7 +9,7 @@ does that cuts a flat buffer into equal slices: the buffer's edges fall where th
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy
 from numpy.typing import NDArray
@@ -122,7 +122,7 @@ def boxes_of_part(
         if slicing.dim is None:
             first, stop = slicing.interval(number, box.numel)
             inner = boxes_of_interval(box.sizes, first, stop)
-            return tuple(replace(each, offsets=_sum(each.offsets, box.offsets)) for each in inner)
+            return tuple(part.moved(box.offsets) for part in inner)
         box = _sliced(box, slicing, number)
     return () if 0 in box.sizes else (box,)
 
@@ -142,11 +142,10 @@ def _meeting(box: Box, slicings: Sequence[Slicing], wanted: Box, index: int) -> 
         yield index
         return
     slicing, dim = slicings[0], slicings[0].dim
-    last = tuple(o + n - 1 for o, n in zip(common.offsets, common.sizes, strict=True))
     if dim is None:
-        ends = flat_index(common.offsets, box), flat_index(last, box)
+        ends = flat_index(common.offsets, box), flat_index(common.last, box)
     else:
-        ends = common.offsets[dim] - box.offsets[dim], last[dim] - box.offsets[dim]
+        ends = common.offsets[dim] - box.offsets[dim], common.last[dim] - box.offsets[dim]
     for number in slicing.meeting(*ends):
         inner = box if dim is None else _sliced(box, slicing, number)
         yield from _meeting(inner, slicings[1:], wanted, index * slicing.parts + number)
@@ -218,7 +217,3 @@ def _sliced(box: Box, slicing: Slicing, number: int) -> Box:
     offsets[dim] += first
     sizes[dim] = stop - first
     return Box(tuple(offsets), tuple(sizes))
-
-
-def _sum(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip(one, other, strict=True))

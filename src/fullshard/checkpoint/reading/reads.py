@@ -78,7 +78,7 @@ def _reads_of(
 ) -> Iterator[ChunkRead]:
     per_chunk = CHUNK_BYTES // tensor.item_bytes
     first = min(flat_index(common.offsets, stored.box) for _, _, common in shared)
-    last = max(flat_index(_last_of(common), stored.box) for _, _, common in shared)
+    last = max(flat_index(common.last, stored.box) for _, _, common in shared)
     for chunk in range(first // per_chunk, last // per_chunk + 1):
         begin = chunk * per_chunk
         stop = min(begin + per_chunk, stored.box.numel)
@@ -112,7 +112,7 @@ def _is_interval(inner: Box, outer: Box) -> bool:
 def _copies(stored: StoredBox, begin: int, stop: int, shared: list[_Shared]) -> Iterator[Copy]:
     source_start = 0
     for part in boxes_of_interval(stored.box.sizes, begin, stop):
-        here = Box(tuple(map(sum, zip(part.offsets, stored.box.offsets, strict=True))), part.sizes)
+        here = part.moved(stored.box.offsets)
         for wanted, target_start, _ in shared:
             common = intersection(here, wanted)
             if common is not None:
@@ -128,9 +128,4 @@ def _copies(stored: StoredBox, begin: int, stop: int, shared: list[_Shared]) -> 
 
 
 def _inside(box: Box, outer: Box) -> Box:
-    offsets = zip(box.offsets, outer.offsets, strict=True)
-    return Box(tuple(mine - other for mine, other in offsets), box.sizes)
-
-
-def _last_of(box: Box) -> tuple[int, ...]:
-    return tuple(o + n - 1 for o, n in zip(box.offsets, box.sizes, strict=True))
+    return box.moved(tuple(-offset for offset in outer.offsets))

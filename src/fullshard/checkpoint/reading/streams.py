@@ -11,10 +11,10 @@ figures). So what is to be read is put into the order of the files and cut into 
 import os
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 __all__ = ["RUN_BYTES", "in_streams", "thread_count"]
 
@@ -43,86 +43,52 @@ def in_streams(
     single processor by the caller's own. A few results wait for the caller. The first failure ends
     it; of failures in several threads that of the foremost item is raised.
     """
-    runs = deque(_runs(items, sizes))
+    runs = list(_runs(items, sizes))
     threads = min(thread_count(), len(runs))
     if threads <= 1:
-        for run in runs:
-            for _, item in run:
-                yield work(item)
+        for item in items:
+            yield work(item)
         return
-    crew = _Crew(work, runs, threads)
-    try:
-        yield from crew.results()
-    finally:
-        crew.dismiss()
-    if crew.failures:
-        raise min(crew.failures, key=lambda each: each[0])[1]
+    handed: queue.Queue[tuple[Result] | None] = queue.Queue(threads)
+    stopped = threading.Event()
 
-
-def _runs(items: Sequence[Item], sizes: Sequence[int]) -> Iterator[list[tuple[int, Item]]]:
-    run: list[tuple[int, Item]] = []
-    held = 0
-    for number, (item, size_bytes) in enumerate(zip(items, sizes, strict=True)):
-        run.append((number, item))
-        held += size_bytes
-        if held >= RUN_BYTES:
-            yield run
-            run, held = [], 0
-    if run:
-        yield run
-
-
-class _Crew(Generic[Item, Result]):
-    """Threads that take runs, and hand over results through a short queue."""
-
-    def __init__(
-        self,
-        work: Callable[[Item], Result],
-        runs: deque[list[tuple[int, Item]]],
-        threads: int,
-    ):
-        self._work, self._runs = work, runs
-        self._stopped = threading.Event()
-        self._handed: queue.Queue[tuple[Result] | None] = queue.Queue(threads)
-        self.failures: list[tuple[int, BaseException]] = []
-        self._threads = [
-            threading.Thread(target=self._read, name="fullshard-read", daemon=True)
-            for _ in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def results(self) -> Iterator[Result]:
-        """Everything that is handed over, until all threads are done."""
-        working = len(self._threads)
-        while working:
-            handed = self._handed.get()
-            if handed is None:
-                working -= 1
-            else:
-                yield handed[0]
-
-    def dismiss(self) -> None:
-        """Let the threads end after what they are at, and wait for them."""
-        self._stopped.set()
-        while any(thread.is_alive() for thread in self._threads):
-            with suppress(queue.Empty):
-                self._handed.get(timeout=0.01)
-
-    def _read(self) -> None:
+    def read(run: Sequence[Item]) -> None:
         try:
-            while not self._stopped.is_set():
-                try:
-                    run = self._runs.popleft()
-                except IndexError:
-                    break
-                for number, item in run:
-                    if self._stopped.is_set():
-                        break
-                    try:
-                        self._handed.put((self._work(item),))
-                    except BaseException as error:
-                        self.failures.append((number, error))
-                        self._stopped.set()
+            for item in run:
+                if stopped.is_set():
+                    return
+                handed.put((work(item),))
+        except BaseException:
+            stopped.set()
+            raise
         finally:
-            self._handed.put(None)
+            handed.put(None)
+
+    with ThreadPoolExecutor(threads, "fullshard-read") as pool:
+        reads = [pool.submit(read, run) for run in runs]
+        try:
+            left = len(runs)
+            while left:
+                result = handed.get()
+                if result is None:
+                    left -= 1
+                else:
+                    yield result[0]
+        finally:
+            stopped.set()
+            while not all(each.done() for each in reads):
+                with suppress(queue.Empty):
+                    handed.get(timeout=0.01)
+    for each in reads:
+        each.result()
+
+
+def _runs(items: Sequence[Item], sizes: Sequence[int]) -> Iterator[Sequence[Item]]:
+    first = run_bytes = 0
+    for number, size_bytes in enumerate(sizes):
+        run_bytes += size_bytes
+        if run_bytes >= RUN_BYTES:
+            yield items[first : number + 1]
+            first, run_bytes = number + 1, 0
+    if first < len(items):
+        yield items[first:]

@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.files import Files, read_whole, write_new
 from fullshard.checkpoint.format.envelope import checksum_of
 from fullshard.checkpoint.format.manifest import (
     LARGEST_MANIFEST_BYTES,
@@ -150,19 +150,7 @@ def read_manifest(files: Files, folder: Path) -> Manifest:
 
 def _read_whole(files: Files, path: Path) -> bytes:
     try:
-        file = files.open(path)
-        try:
-            size = files.size(file)
-            if size > LARGEST_MANIFEST_BYTES:
-                raise CheckpointError(
-                    f"{path} has {size} bytes, a manifest at most {LARGEST_MANIFEST_BYTES}",
-                    file=str(path),
-                )
-            data = bytearray(size)
-            count = files.read_into(file, memoryview(data), 0)
-            return bytes(data[:count])
-        finally:
-            files.close(file)
+        return read_whole(files, path, LARGEST_MANIFEST_BYTES)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}", file=str(path)) from error
 
@@ -189,12 +177,7 @@ class Staging:
         See [Note: One rename] and [Note: One line]. All other files are written and flushed by
         then.
         """
-        file = self._files.create(self.path / MANIFEST)
-        try:
-            self._files.write(file, memoryview(manifest))
-            self._files.flush(file)
-        finally:
-            self._files.close(file)
+        write_new(self._files, self.path / MANIFEST, manifest, flush=True)
         self._files.flush_folder(self.path)
         moved = self._move_aside(steps_off_line(steps_in(self._files, self._run), step, after))
         try:
@@ -247,11 +230,7 @@ def mark_verified(files: Files, folder: Path) -> None:
             return
         text = f"{_mark(files, folder)}\n{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}\n"
         staged = folder / f".{VERIFIED}-{uuid.uuid4().hex}"
-        file = files.create(staged)
-        try:
-            files.write(file, memoryview(text.encode()))
-        finally:
-            files.close(file)
+        write_new(files, staged, text.encode())
         files.replace(staged, folder / VERIFIED)
 
 

@@ -139,7 +139,7 @@ def _of_sharded(name: str, value: ShardedParameter) -> LocalPart:
         return LocalPart(ownership.shape, tuple(inside), local, tile=tile)
     outer = _box_of(name, ownership.shape, cut.mesh, cut.placements)
     at = outer[0].offsets if outer else (0,) * len(ownership.shape)
-    moved = [Box(tuple(map(sum, zip(box.offsets, at, strict=True))), box.sizes) for box in inside]
+    moved = [box.moved(at) for box in inside]
     outer_tile = _tile_of(ownership.shape, cut.mesh, cut.placements)
     if tile is not None and outer_tile is not None:
         index = outer_tile.index * ownership.comm.size + tile.index

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.ranks import Ranks
+from fullshard.torch.comm.texts import broadcast_bytes
 from fullshard.torch.state.optimizers import cut_state
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = ["broadcast_state"]
 
-_TENSOR, _TUPLE = "tensor", "tuple"
-_PLAIN = (str, int, float, bool, type(None))
+_TENSOR = "tensor"
 
 
 def broadcast_state(
@@ -29,17 +30,27 @@ def broadcast_state(
     is pickled. Raises `ConfigurationError` on all ranks for values of another kind.
     """
     tensors: list[Tensor] = []
+
+    def note(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value)
+        return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+
     text, failure = "", None
     if ranks.first:
         try:
-            text = json.dumps(_described(given, tensors))
+            text = json.dumps(to_json(given, note, "state"))
         except ConfigurationError as error:
             failure = error
     if ranks.any(failure is not None, device):
         raise ConfigurationError(
             f"the optimizer's state cannot be sent: {failure or 'the error is on the first rank'}"
         )
-    described = json.loads(_text_of_first(ranks, text, device))
+    data = text.encode()
+    for comm in (ranks.replicas, ranks.gather):
+        data = broadcast_bytes(comm, data, device)
+    described = from_json(json.loads(data))
     sent = iter(tensors)
 
     def receive(dtype: str, shape: list[int]) -> Tensor:
@@ -60,41 +71,12 @@ def broadcast_state(
     return {"state": state, "param_groups": _restored(described["param_groups"], receive)}
 
 
-def _described(value: Any, tensors: list[Tensor]) -> Any:
-    """Describe ``value`` for JSON, and collect its tensors, which are only named there."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}
-    if isinstance(value, tuple):
-        return {_TUPLE: [_described(each, tensors) for each in value]}
-    if isinstance(value, list):
-        return [_described(each, tensors) for each in value]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _described(each, tensors) for key, each in value.items()}
-    if isinstance(value, _PLAIN):
-        return value
-    raise ConfigurationError(f"it holds a {type(value).__name__}: {value!r}")
-
-
 def _restored(value: Any, receive: Callable[[str, list[int]], Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_restored(each, receive) for each in value]
+    if isinstance(value, list | tuple):
+        return type(value)(_restored(item, receive) for item in value)
     if not isinstance(value, dict):
         return value
     if set(value) == {_TENSOR}:
         tensor = receive(*value[_TENSOR])
         return tensor.cpu() if tensor.dim() == 0 else tensor
-    if set(value) == {_TUPLE}:
-        return tuple(_restored(each, receive) for each in value[_TUPLE])
-    return {key: _restored(each, receive) for key, each in value.items()}
-
-
-def _text_of_first(ranks: Ranks, text: str, device: torch.device) -> str:
-    data = bytearray(text.encode())
-    size = torch.tensor([len(data)], device=device)
-    ranks.broadcast(size)
-    buffer = torch.zeros(int(size.item()), dtype=torch.uint8, device=device)
-    if ranks.first:
-        buffer.copy_(torch.frombuffer(data, dtype=torch.uint8))
-    ranks.broadcast(buffer)
-    return bytes(buffer.tolist()).decode()
+    return {key: _restored(item, receive) for key, item in value.items()}

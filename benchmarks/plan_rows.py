@@ -133,6 +133,7 @@ def _published(source: str, record: dict[str, str]) -> Row:
         fp8=in_float8,
         gather_dtype="float8_e4m3fn" if in_float8 else None,
         tensor_parallel=_degree(record["parallelism"], "TP"),
+        expert_parallel=_degree(record["parallelism"], "EP"),
         **_recompute(record["act_ckpt"], record["system"]),
     )
     cluster = _cluster(record["gpu"], int(record["n_gpu"]))
@@ -211,7 +212,7 @@ def _tokens_per_s(value: float, record: dict[str, str], model: Model, run: Run, 
 def _strategy(run: Run, parallelism: str, cluster: Cluster) -> Run:
     """FSDP unless the row says otherwise; hybrid sharding has a group in each host by default."""
     text = parallelism.upper().replace("-", "").replace("_", "")
-    if re.search(r"(PP|CP|EP)\d+", text):
+    if re.search(r"(PP|CP|EP\d+TP)[2-9]\d*|(PP|CP)1\d+", text):
         raise ConfigurationError(f"parallelism {parallelism!r} is not planned")
     if "HSDP" in text or "HYBRID" in text:
         told = re.search(r"(?<!F)(?<!HS)D?DP(\d+)", text)

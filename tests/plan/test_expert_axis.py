@@ -115,7 +115,7 @@ def test_what_cannot_be_dealt_out_is_refused(model, settings, devices, said):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"expert_parallel": 0}, {"imbalance": 2.0}, {"expert_parallel": 2, "imbalance": 0.5},
+    [{"expert_parallel": 0}, {"imbalance": float("nan")}, {"expert_parallel": 2, "imbalance": 0.5},
      {"expert_parallel": 2, "tensor_parallel": 2}],
 )  # fmt: skip
 def test_runs_that_make_no_sense_are_refused(settings):

@@ -128,22 +128,30 @@ def test_an_encoder_decoder_is_to_be_recorded():
 def test_parameters_of_transformers_own_models(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
+    routed = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    deepseek = {**routed, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 2}
+    deepseek |= {"kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    deepseek |= {"v_head_dim": 24, "n_shared_experts": 2, "topk_group": 1}
     kinds = {
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {"head_dim": 32}),
-        "mixtral": (
-            transformers.MixtralConfig,
-            transformers.MixtralForCausalLM,
-            {"num_local_experts": 4},
-        ),
-        "starcoder2": (transformers.Starcoder2Config, transformers.Starcoder2ForCausalLM, {}),
+        "qwen3": ("Qwen3", {"head_dim": 32}),
+        "mixtral": ("Mixtral", {"num_local_experts": 4}),
+        "starcoder2": ("Starcoder2", {}),
+        "qwen2_moe": ("Qwen2Moe", {**routed, "shared_expert_intermediate_size": 40}),
+        "qwen3_moe": ("Qwen3Moe", {**routed, "head_dim": 32, "mlp_only_layers": [0]}),
+        "deepseek_v2": ("DeepseekV2", {**deepseek, "q_lora_rank": None}),
+        "deepseek_v3": ("DeepseekV3", {**deepseek, "q_lora_rank": 12}),
     }
     sizes = {key: value for key, value in LLAMA.items() if key != "model_type"}
-    for kind, (config, model, more) in kinds.items():
-        made = config(**sizes, **more, eos_token_id=0, bos_token_id=0)
+    for kind, (prefix, more) in kinds.items():
+        config = getattr(transformers, f"{prefix}Config")
+        made = config(**{**sizes, **more}, eos_token_id=0, bos_token_id=0)
         with torch.device("meta"):
-            theirs = sum(each.numel() for each in model(made).parameters())
-        told = json.loads(made.to_json_string(use_diff=False))
-        assert model_from_config(told, kind).spec(Run()).numel == theirs, kind
+            model = getattr(transformers, f"{prefix}ForCausalLM")(made)
+        theirs = sum(each.numel() for each in model.parameters())
+        told = model_from_config(json.loads(made.to_json_string(use_diff=False)), kind)
+        assert told.spec(Run()).numel == theirs, kind
+        names = {type(each).__name__ for each in model.modules()}
+        assert names.issuperset(told.classes), kind
 
 
 def test_an_unknown_architecture_is_refused_with_the_nearest():

@@ -63,6 +63,8 @@ class Engine(Enum):
 OPTIMIZERS: dict[str, int] = {"adamw": 2, "adam": 2, "lion": 1, "momentum": 1, "sgd": 0}
 """States per parameter, each in the dtype in which the parameter rests."""
 
+_MOST_IMBALANCE = 1e6
+
 
 @dataclass(frozen=True)
 class Run:
@@ -131,10 +133,10 @@ class Run:
             check_whole(name, getattr(self, name))
         if self.tensor_parallel > 1 and self.expert_parallel > 1:
             raise ConfigurationError("expert_parallel beside tensor_parallel is not planned")
-        if not 1 <= self.imbalance <= self.expert_parallel:
+        if not 1 <= self.imbalance <= _MOST_IMBALANCE:
             raise ConfigurationError(
-                f"imbalance is how much more than its share the fullest of the expert_parallel="
-                f"{self.expert_parallel} devices gets: 1 to that number, not {self.imbalance!r}"
+                "imbalance is how many times its share of tokens the fullest of devices that "
+                f"experts are dealt out over gets: 1 or more, not {self.imbalance!r}"
             )
         for name in ("sequence", "lora_rank"):
             check_whole(name, getattr(self, name), 0)

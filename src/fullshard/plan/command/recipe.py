@@ -30,6 +30,7 @@ def code_of(prediction: Prediction, *, fsdp2: bool = False) -> str:
         )
     if run.compiled:
         lines.append(f"# every {block} through torch.compile")
+    lines += _calls_of_shard_experts(prediction)
     if fsdp2:
         lines += _calls_of_fully_shard(prediction)
     else:
@@ -73,8 +74,41 @@ def _mesh(prediction: Prediction) -> str:
     if not run.strategy.sharding.sharded:
         replicas = prediction.cluster.devices
     shards = prediction.cluster.devices // replicas
-    names = 'mesh_dim_names=("replicate", "shard")'
-    return _call("init_device_mesh", f'"cuda", ({replicas}, {shards}), {names}')
+    return _call("init_device_mesh", _dims({"replicate": replicas, "shard": shards}))
+
+
+def _dims(dims: dict[str, int]) -> str:
+    names = ", ".join(f'"{name}"' for name in dims)
+    return f'"cuda", ({", ".join(map(str, dims.values()))}), mesh_dim_names=({names})'
+
+
+def _calls_of_shard_experts(prediction: Prediction) -> list[str]:
+    """Deal experts out, before anything else is sharded."""
+    run, model = prediction.run, prediction.model
+    degree, replicas = run.expert_parallel, run.replicas
+    if degree == 1:
+        return []
+    shards = prediction.cluster.devices // degree // replicas
+    if not run.strategy.sharding.sharded:
+        replicas, shards = shards, 1
+    around = {"replicate": replicas} if replicas > 1 else {}
+    blocks, _, first = model.blocks[-len(model.experts)].rpartition(".")
+    inside = model.experts[0].rpartition(".experts")[0].split(f"{blocks}.{first}.")[-1]
+    options = {"mesh": "mesh", "experts": '"experts"'}
+    policy = []
+    if _precision(run):
+        policy = ["policy = MixedPrecisionPolicy(", f"    {_precision(run)}", ")"]
+        options["mp_policy"] = "policy"
+    stack = f"block.{inside}.experts"
+    return [
+        f"# {inside} sends tokens to experts and back: docs/howto/experts.md",
+        f"mesh = init_device_mesh(\n    {_dims({**around, 'shard': shards, 'experts': degree})}\n)",
+        *policy,
+        f"for block in model.{blocks}[{first}:]:",
+        f"    {stack} = shard_experts(",
+        *(f"        {each}," for each in (stack, *map("=".join, options.items()))),
+        "    )",
+    ]
 
 
 def _call(name: str, arguments: str) -> str:

@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from fullshard.core.errors import ConfigurationError, check_whole
 from fullshard.core.text import did_you_mean
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model
-from fullshard.plan.model.shape import GPT2, LLAMA, Experts, Norm, Shape
+from fullshard.plan.model.shape import GPT2, LLAMA, Experts, Latent, Norm, Shape
 
 __all__ = ["ARCHITECTURES", "model_from_config", "read_model"]
 
@@ -74,21 +75,54 @@ def _gemma(fields: _Fields) -> Shape:
 
 
 def _mixtral(fields: _Fields) -> Shape:
-    experts = Experts(
-        fields.whole("num_local_experts"),
+    return _llama_like(fields, experts=_experts(fields, "intermediate_size"))
+
+
+def _experts(fields: _Fields, hidden: str, shared: int = 0, dense_blocks: int = 0) -> Experts:
+    return Experts(
+        fields.whole("num_experts", "num_local_experts", "n_routed_experts"),
         fields.whole("num_experts_per_tok"),
-        fields.whole("intermediate_size"),
+        fields.whole(hidden),
+        shared,
+        dense_blocks,
     )
-    return _llama_like(fields, experts=experts)
+
+
+def _qwen2_moe(fields: _Fields) -> Shape:
+    shared = fields.whole("shared_expert_intermediate_size")
+    dense = len(fields.get("mlp_only_layers", default=()))
+    experts = _experts(fields, "moe_intermediate_size", shared, dense)
+    experts = replace(experts, gated_shared=True)
+    return _llama_like(fields, qkv_bias=True, experts=experts)
 
 
 def _qwen3_moe(fields: _Fields) -> Shape:
-    experts = Experts(
-        fields.whole("num_experts", "num_local_experts"),
-        fields.whole("num_experts_per_tok"),
-        fields.whole("moe_intermediate_size"),
-    )
+    dense = len(fields.get("mlp_only_layers", default=()))
+    experts = _experts(fields, "moe_intermediate_size", 0, dense)
     return _llama_like(fields, query_key_norm=True, experts=experts)
+
+
+def _deepseek(fields: _Fields) -> Shape:
+    """Version 1 with plain attention, later ones with latent."""
+    hidden = fields.whole("moe_intermediate_size")
+    shared = hidden * int(fields.get("n_shared_experts", default=0))
+    dense = int(fields.get("first_k_dense_replace", default=0))
+    told: dict[str, Any] = {
+        "experts": _experts(fields, "moe_intermediate_size", shared, dense),
+    }
+    if fields.get("kv_lora_rank"):
+        turned = fields.whole("qk_rope_head_dim")
+        told |= {
+            "kv_heads": fields.whole("num_attention_heads"),
+            "head_width": fields.whole("qk_nope_head_dim") + turned,
+            "latent": Latent(
+                int(fields.get("q_lora_rank", default=0)),
+                fields.whole("kv_lora_rank"),
+                turned,
+                fields.whole("v_head_dim"),
+            ),
+        }
+    return _llama_like(fields, **told)
 
 
 def _gpt2(fields: _Fields) -> Shape:
@@ -130,22 +164,29 @@ ARCHITECTURES: Mapping[str, Callable[[_Fields], Shape]] = {
     "qwen3": _qwen3,
     "gemma": _gemma,
     "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
+    "deepseek": _deepseek,
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
     "gpt2": _gpt2,
     "gpt_neox": _neox,
     "starcoder2": _starcoder2,
 }
 """Families by the ``model_type`` of their config.json."""
 
-_PREFIXES = {"gpt2": "GPT2", "gpt_neox": "GPTNeoX", "qwen3_moe": "Qwen3Moe"}
+_PREFIXES = {"gpt2": "GPT2", "gpt_neox": "GPTNeoX"}
 _BLOCKS = {"gpt2": "Block", "gpt_neox": "Layer"}
 
 
 def _classes(kind: str) -> tuple[str, str, str]:
     """The classes that transformers has for a block, its attention and its feed-forward."""
-    prefix = _PREFIXES.get(kind, kind.capitalize())
-    experts = kind in ("mixtral", "qwen3_moe")
-    feed_forward = f"{prefix}SparseMoeBlock" if experts else f"{prefix}MLP"
+    prefix = _PREFIXES.get(kind, "".join(part.capitalize() for part in kind.split("_")))
+    feed_forward = f"{prefix}MLP"
+    if kind == "mixtral" or kind.endswith("_moe"):
+        feed_forward = f"{prefix}SparseMoeBlock"
+    elif kind.startswith("deepseek"):
+        feed_forward = f"{prefix}Moe" if kind == "deepseek_v2" else f"{prefix}MoE"
     return f"{prefix}{_BLOCKS.get(kind, 'DecoderLayer')}", f"{prefix}Attention", feed_forward
 
 

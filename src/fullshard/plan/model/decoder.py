@@ -119,7 +119,10 @@ def with_lora(params: list[ParamSpec], rank: int, below: str) -> list[ParamSpec]
 
 def _multiplied(shape: Shape) -> int:
     """Parameters that multiply a token: of experts those in use, no looked-up embedding."""
-    attention = shape.width * (2 * shape.query_width + 2 * shape.kv_width)
+    attention = shape.width * (shape.query_width + 2 * shape.kv_width)
+    if shape.latent:
+        attention = sum(out * into for out, into in shape.latent_matrices.values())
+    attention += shape.width * shape.out_width
     matrices = 3 if shape.gated else 2
     total = shape.layers * (attention + 2 * shape.width) + shape.vocab * shape.width
     for block in range(shape.layers):
@@ -195,21 +198,24 @@ def _block(
     query, kv = shape.query_width, shape.kv_width
     wire = (_wire("sum", price, width, degree),) if degree > 1 else ()
     yield "", (apart.norm("norm", width),)
-    attention = _projections(shape, price)
+    attention = _from_latent(shape, price) if shape.latent else _projections(shape, price)
     attention += _adapters(price, run, width, query + 2 * kv)
     if shape.bias or shape.qkv_bias:
         attention.append(_bias(price, query + 2 * kv))
     if names.joint:  # gradients of the three are put side by side
         joint = 2.0 * (query + 2 * kv)
         attention.append(price.pointwise("join", 0, 0, kernels=0, backward=(joint, 1)))
-    if shape.rotary:
+    if shape.latent:  # what positions turn, and what they do not, side by side
+        attention.append(price.rotary(2 * query))
+    elif shape.rotary:
         attention.append(price.rotary(query + kv))
     if shape.query_key_norm:
         attention.append(price.norm("query and key norm", query + kv))
-    attention.append(
-        price.attention(shape.heads, shape.kv_heads, shape.head_width, window=shape.window)
-    )
-    attention.append(price.matmul("attention out", query, width))
+    head = shape.head_width
+    if shape.latent:  # its values are narrower than its keys
+        head = (head + shape.latent.value) // 2
+    attention.append(price.attention(shape.heads, shape.kv_heads, head, window=shape.window))
+    attention.append(price.matmul("attention out", shape.out_width, width))
     if shape.bias:
         attention.append(_bias(price, width))
     attention += _adapters(price, run, query, width)
@@ -241,6 +247,16 @@ def _projections(shape: Shape, price: Pricer) -> list[Operation]:
     ]
 
 
+def _from_latent(shape: Shape, price: Pricer) -> list[Operation]:
+    made = []
+    for name, (out, into) in shape.latent_matrices.items():
+        if "_b_" in name:
+            made.append(price.norm(f"norm before {name}", into))
+        kept = shape.out_width if name == "kv_b_proj" else out if "_a_" in name else 0
+        made.append(price.matmul(name, into, out, saved=kept, normed="_b_" not in name))
+    return made
+
+
 def _feed_forward(
     shape: Shape, experts: Experts | None, price: Pricer, run: Run
 ) -> list[Operation]:
@@ -260,7 +276,8 @@ def _at_experts(
     routed, width, hidden = experts.active, shape.width, experts.hidden
     rows = float(routed * width)
     travels = run.expert_parallel > 1
-    here = replace(price, tokens=round(price.tokens * run.imbalance))
+    fullest = min(run.imbalance, run.expert_parallel)  # it gets all, at most
+    here = replace(price, tokens=round(price.tokens * fullest))
     before = [
         price.matmul("router", width, experts.routed),
         price.pointwise("dispatch", rows, rows, saved=0.0 if travels else rows, kernels=4),

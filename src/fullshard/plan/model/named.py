@@ -7,7 +7,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import TRANSFORMERS
 from fullshard.core.text import did_you_mean
 from fullshard.plan.model.decoder import Decoder
-from fullshard.plan.model.shape import LLAMA, MPT, Experts, Naming, Norm, Shape, shape_of
+from fullshard.plan.model.shape import LLAMA, MPT, Experts, Latent, Naming, Norm, Shape, shape_of
 
 __all__ = ["MODEL_NAMES", "named_model"]
 
@@ -74,6 +74,23 @@ _SHAPES: dict[str, Shape] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12_288),
     "qwen3-14b": _qwen3(40, 5120, 40, 17_408),
     "qwen3-32b": _qwen3(64, 5120, 64, 25_600),
+    "qwen3-30b-a3b": replace(_qwen3(48, 2048, 32, 6144), kv_heads=4, experts=Experts(128, 8, 768)),
+    "qwen3-235b-a22b": replace(
+        _qwen3(94, 4096, 64, 12_288), kv_heads=4, experts=Experts(128, 8, 1536)
+    ),
+    # DeepSeek-V2 (arXiv:2405.04434) and V3 (arXiv:2412.19437).
+    "deepseek-v2-lite": replace(
+        _llama(27, 2048, 16, 16, 10_944, 102_400, 4096),
+        head_width=192,
+        latent=Latent(0, 512, 64, 128),
+        experts=Experts(64, 6, 1408, 2816, 1),
+    ),
+    "deepseek-v3": replace(
+        _llama(61, 7168, 128, 128, 18_432, 129_280, 4096),
+        head_width=192,
+        latent=Latent(1536, 512, 64, 128),
+        experts=Experts(256, 8, 2048, 2048, 3),
+    ),
     # Configurations of mosaicml/llm-foundry, with learned positions and biases as benchmarked.
     "mpt-125m": _mpt(12, 768, 12),
     "mpt-350m": _mpt(24, 1024, 16),

@@ -14,6 +14,7 @@ __all__ = [
     "LLAMA",
     "MPT",
     "Experts",
+    "Latent",
     "Naming",
     "Norm",
     "Shape",
@@ -37,6 +38,7 @@ class Experts:
     ``count`` experts of inner width ``hidden``, of which each token uses ``active``; ``shared`` is
     the inner width of the expert that all tokens use. The first ``dense_blocks`` blocks have a
     plain feed-forward. Of those that are dealt out over devices, ``of`` is how many there are.
+    A number for each token scales what ``gated_shared`` ones give.
     """
 
     count: int
@@ -45,11 +47,26 @@ class Experts:
     shared: int = 0
     dense_blocks: int = 0
     of: int = 0
+    gated_shared: bool = False
 
     @property
     def routed(self) -> int:
         """The number of experts among which a router chooses."""
         return self.of or self.count
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention whose keys and values come from ``kv_rank`` features a token (arXiv:2405.04434).
+
+    Queries come from ``query_rank`` features, if that is not 0. Of a head ``turned`` features have
+    positions, which all heads share in keys, and ``value`` is how many its values have.
+    """
+
+    query_rank: int
+    kv_rank: int
+    turned: int
+    value: int
 
 
 @dataclass(frozen=True)
@@ -150,6 +167,7 @@ class Shape:
     rotary: bool = True
     window: int = 0
     experts: Experts | None = None
+    latent: Latent | None = None
     naming: Naming = field(default_factory=Naming)
 
     def __post_init__(self) -> None:
@@ -211,6 +229,25 @@ class Shape:
         """Features of all key heads; of all value heads."""
         return self.kv_heads * self.head_width
 
+    @property
+    def out_width(self) -> int:
+        """Features that attention gives to its last product."""
+        return self.heads * (self.latent.value if self.latent else self.head_width)
+
+    @property
+    def latent_matrices(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of the products before attention, as transformers names them."""
+        latent = self.latent
+        if latent is None:
+            return {}
+        rank, kept, width = latent.query_rank, latent.kv_rank, self.width
+        query = {"q_proj": (self.query_width, width)}
+        if rank:
+            query = {"q_a_proj": (rank, width), "q_b_proj": (self.query_width, rank)}
+        both = self.heads * (self.head_width - latent.turned + latent.value)
+        down = {"kv_a_proj_with_mqa": (kept + latent.turned, width)}
+        return {**query, **down, "kv_b_proj": (both, kept)}
+
     def experts_in(self, block: int) -> Experts | None:
         """The experts of one block, None if its feed-forward is plain."""
         experts = self.experts
@@ -263,13 +300,18 @@ def block_specs(shape: Shape, block: int, dtype: str) -> Iterator[ParamSpec]:
 def _attention_specs(shape: Shape, path: str, dtype: str) -> Iterator[ParamSpec]:
     names, bias = shape.naming, shape.bias or shape.qkv_bias
     query, kv = shape.query_width, shape.kv_width
-    if names.joint:
+    if shape.latent:
+        for name, (out, into) in shape.latent_matrices.items():
+            if "_b_" in name:
+                yield ParamSpec(f"{path}.{name[:-7]}_a_layernorm.weight", (into,), dtype)
+            yield from _matrix(f"{path}.{name}", out, into, dtype, bias)
+    elif names.joint:
         yield from _matrix(f"{path}.{names.joint}", query + 2 * kv, shape.width, dtype, bias)
     else:
         yield from _matrix(f"{path}.{names.query}", query, shape.width, dtype, bias)
         yield from _matrix(f"{path}.{names.key}", kv, shape.width, dtype, bias)
         yield from _matrix(f"{path}.{names.value}", kv, shape.width, dtype, bias)
-    yield from _matrix(f"{path}.{names.out}", shape.width, query, dtype, shape.bias)
+    yield from _matrix(f"{path}.{names.out}", shape.width, shape.out_width, dtype, shape.bias)
     if shape.query_key_norm:
         yield ParamSpec(f"{path}.q_norm.weight", (shape.head_width,), dtype)
         yield ParamSpec(f"{path}.k_norm.weight", (shape.head_width,), dtype)
@@ -289,6 +331,8 @@ def _feed_forward_specs(shape: Shape, block: int, path: str, dtype: str) -> Iter
     yield ParamSpec(f"{path}.experts.down_proj", down, dtype)
     if experts.shared:
         yield from _dense_specs(shape, f"{path}.shared_expert", experts.shared, dtype)
+        if experts.gated_shared:
+            yield ParamSpec(f"{path}.shared_expert_gate.weight", (1, shape.width), dtype)
 
 
 def _dense_specs(shape: Shape, path: str, hidden: int, dtype: str) -> Iterator[ParamSpec]:

@@ -20,8 +20,8 @@ from fullshard.prove.claims import Claim, Section
 from fullshard.prove.page import Proof, print_proof
 from fullshard.prove.provenance import Provenance
 from fullshard.torch.inspection import Bytes
+from fullshard.torch.inspection.memory_summary import beside
 from fullshard.train.metrics import bytes_table
-from fullshard.train.torch.run import table_rows
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -34,7 +34,7 @@ def ask_for_help(*command):
 def close_training():
     rank, whole = Bytes(2**20, 2**20, 2**21, 2**19), Bytes(2**22, 2**22, 2**23, 0)
     Console().print(
-        bytes_table("Memory for the model, FULL_SHARD over 4 ranks", table_rows(rank, whole))
+        bytes_table("Memory for the model, FULL_SHARD over 4 ranks", beside(rank, whole))
     )
 
 

@@ -29,7 +29,8 @@ from support.sampling import FULL
 
 from fullshard.checkpoint import Keep, open_checkpoint, steps_in
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.saving import About, save
+from fullshard.checkpoint.format.stored import About
+from fullshard.checkpoint.saving import save
 from fullshard.core.errors import CheckpointError
 
 

@@ -16,8 +16,8 @@ from support.checkpoint_cases import FaultyFiles, whole_box
 from support.sampling import FULL
 
 from fullshard.checkpoint import Checkpoint, Files, Keep, RunFolder, SoloRanks, steps_in
+from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.format.values import to_json
-from fullshard.checkpoint.saving import About
 from fullshard.checkpoint.session import Content, Loaded, SaveSession
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.core.errors import CheckpointError

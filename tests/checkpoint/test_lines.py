@@ -59,8 +59,11 @@ def test_going_back_keeps_what_comes_and_moves_what_followed_aside(tmp_path):
     with pytest.raises(CheckpointError, match=r"step 3000 was moved aside: load .*aside-1"):
         load_checkpoint(run, model, step=3000)
     assert load_checkpoint(tmp_path / "aside-1", model).step == 3500
-    parent = open_checkpoint(tmp_path, 1300).manifest.parent
-    assert parent == (1200, open_checkpoint(tmp_path, 1200).manifest.generation)
+    parent = open_checkpoint(tmp_path, 1300).manifest.after
+    assert (parent.step, parent.generation) == (
+        1200,
+        open_checkpoint(tmp_path, 1200).manifest.generation,
+    )
 
 
 def test_the_command_shows_what_was_moved_aside(tmp_path, capsys):

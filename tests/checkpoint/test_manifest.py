@@ -35,6 +35,7 @@ from fullshard.checkpoint.format.manifest import (
     parse_manifest,
     render_manifest,
 )
+from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.format.tiling import (
     Slicing,
     Tile,
@@ -47,7 +48,7 @@ from fullshard.checkpoint.format.tiling import (
     why_no_rule,
 )
 from fullshard.checkpoint.planning import Plans
-from fullshard.checkpoint.saving import About, save
+from fullshard.checkpoint.saving import save
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.core.boxes import Box, boxes_of_interval, intersection
 from fullshard.core.errors import CheckpointError

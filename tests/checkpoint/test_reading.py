@@ -9,10 +9,11 @@ import pytest
 from support.checkpoint_cases import FaultyFiles, arrays, run_ranks, save_spans, whole_box
 
 from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.loading import Checkpoint, Loading, Want, open_checkpoint
 from fullshard.checkpoint.reading import streams
 from fullshard.checkpoint.reading.streams import in_streams, thread_count
-from fullshard.checkpoint.saving import About, save
+from fullshard.checkpoint.saving import save
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError

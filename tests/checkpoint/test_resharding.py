@@ -25,11 +25,11 @@ from support.checkpoint_cases import (
 )
 
 from fullshard.checkpoint import open_checkpoint, reshard_checkpoint
-from fullshard.checkpoint.format.stored import StoredBox, StoredTensor
+from fullshard.checkpoint.format.stored import About, StoredBox, StoredTensor
 from fullshard.checkpoint.planning import assign
 from fullshard.checkpoint.reading.chunks import carry_out
 from fullshard.checkpoint.reading.reads import chunk_bytes, reads_for
-from fullshard.checkpoint.saving import About, save
+from fullshard.checkpoint.saving import save
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.core.boxes import Box, boxes_of_interval
 from fullshard.core.errors import CheckpointError, ConfigurationError

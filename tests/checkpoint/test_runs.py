@@ -33,12 +33,13 @@ from fullshard.checkpoint import (
 )
 from fullshard.checkpoint.background import save_in_background
 from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.format.stored import About, Ancestor
 from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.checkpoint.planning import Plans
 from fullshard.checkpoint.ranks import FolderRanks
-from fullshard.checkpoint.runs.commit import Ancestor, is_verified
+from fullshard.checkpoint.runs.commit import is_verified
 from fullshard.checkpoint.runs.retention import apply_retention, steps_to_remove
-from fullshard.checkpoint.saving import About, WrittenStep, save
+from fullshard.checkpoint.saving import WrittenStep, save
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks
 from fullshard.core.errors import CheckpointError, ConfigurationError

@@ -23,9 +23,10 @@ from support.checkpoint_cases import FaultyFiles, arrays, assert_holds, spans_of
 
 from fullshard.checkpoint import Keep, steps_in
 from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.ranks import SoloRanks
 from fullshard.checkpoint.runs.lock import LOCK
-from fullshard.checkpoint.saving import About, save
+from fullshard.checkpoint.saving import save
 
 WORLD = 2
 TIMEOUT_S = 5.0  # of the ranks; no rank may live longer than a few of these

@@ -9,10 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.planning import WritePlan
 from fullshard.checkpoint.ranks import CheckpointRanks, FolderRanks
 from fullshard.checkpoint.runs.retention import Keep
-from fullshard.checkpoint.saving import About, WrittenStep, write_step
+from fullshard.checkpoint.saving import WrittenStep, write_step
 from fullshard.checkpoint.streaming import Blocks, Conveyor
 from fullshard.core.errors import CheckpointError
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.envelope import checksum_of
-from fullshard.checkpoint.format.stored import Manifest, StoredTensor
+from fullshard.checkpoint.format.stored import About, Manifest, StoredTensor
 from fullshard.checkpoint.format.tiling import Slicing, Tiling, boxes_of_part
 from fullshard.checkpoint.loading import Checkpoint, Progress
 from fullshard.checkpoint.reading.chunks import read_boxes
@@ -19,7 +19,7 @@ from fullshard.checkpoint.runs.commit import Staging
 from fullshard.checkpoint.runs.folder import RunFolder
 from fullshard.checkpoint.runs.lock import lock_run
 from fullshard.checkpoint.runs.retention import remove_entry
-from fullshard.checkpoint.saving import About, publish, write_shard
+from fullshard.checkpoint.saving import publish, write_shard
 from fullshard.checkpoint.shards import Piece, ShardReader
 from fullshard.core.boxes import boxes_of_interval
 from fullshard.core.errors import CheckpointError, ConfigurationError

@@ -9,7 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,11 @@ import numpy
 
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.manifest import parse_manifest, render_manifest
-from fullshard.checkpoint.format.stored import Manifest, StoredFile, StoredTensor
+from fullshard.checkpoint.format.stored import About, Manifest, StoredFile, StoredTensor
 from fullshard.checkpoint.format.tiling import Run, Tiling, runs_of
 from fullshard.checkpoint.planning import Plans, WritePlan
 from fullshard.checkpoint.ranks import CheckpointRanks, failure_text
-from fullshard.checkpoint.runs.commit import Ancestor, Staging, left_overs
+from fullshard.checkpoint.runs.commit import Staging, left_overs
 from fullshard.checkpoint.runs.lock import lock_run
 from fullshard.checkpoint.runs.retention import Keep, apply_retention, remove_entry
 from fullshard.checkpoint.shards import Piece, ShardWriter
@@ -30,31 +30,12 @@ from fullshard.checkpoint.streaming import stream
 from fullshard.core.errors import CheckpointError
 
 __all__ = [
-    "About",
     "WrittenStep",
     "publish",
     "save",
     "write_shard",
     "write_step",
 ]
-
-
-@dataclass(frozen=True)
-class About:
-    """Everything in the manifest beside the tensors. Rank 0's counts, but for ``step``.
-
-    ``after`` is the step that was trained on, None if nobody knows; ``metrics`` the numbers by
-    which retention rates the step.
-    """
-
-    step: int
-    layout: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    state: Any = None
-    extra: Any = None
-    after: Ancestor | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -207,19 +188,12 @@ def _manifest(
     if len(files) < len(parts):
         tensors = _renumbered(tensors, [part["file"] is not None for part in parts])
     return Manifest(
-        step=about.step,
+        **vars(about),
         generation=staging.generation,
         world=len(parts),
         files=files,
         tensors=tensors,
         saved_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        layout=about.layout,
-        versions=about.versions,
-        aliases=about.aliases,
-        state=about.state,
-        extra=about.extra,
-        parent=(about.after.step, about.after.generation) if about.after else None,
-        metrics=about.metrics,
     )
 
 

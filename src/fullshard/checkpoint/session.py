@@ -12,17 +12,17 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fullshard.checkpoint.background import Saving, save_in_background
 from fullshard.checkpoint.format.manifest import MANIFEST
+from fullshard.checkpoint.format.stored import About, Ancestor
 from fullshard.checkpoint.loading import Checkpoint, Loading, Want
 from fullshard.checkpoint.planning import Plans
 from fullshard.checkpoint.ranks import CheckpointRanks, agree
 from fullshard.checkpoint.runs.commit import (
-    Ancestor,
     StepFolder,
     find_step,
     mark_verified,
@@ -30,7 +30,7 @@ from fullshard.checkpoint.runs.commit import (
     steps_off_line,
 )
 from fullshard.checkpoint.runs.folder import Background, RunFolder
-from fullshard.checkpoint.saving import About, write_step
+from fullshard.checkpoint.saving import write_step
 from fullshard.checkpoint.shards import Piece
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks, NewBlock, stream
 from fullshard.core.errors import CheckpointError, ConfigurationError
@@ -202,7 +202,7 @@ class SaveSession:
             off_line = steps_off_line(steps_in(run.files, run.path), about.step, after)
             if off_line and after is None:
                 _warn_of(run.path, off_line, f"step {about.step} is saved, and nothing was loaded")
-        return About(**{**vars(about), "after": after, "metrics": metrics})
+        return replace(about, after=after, metrics=metrics)
 
     def _blocks_of(self, background: Background, new_block: NewBlock | None) -> Blocks:
         """Host memory for an asynchronous save, the same as last time if the bound is."""

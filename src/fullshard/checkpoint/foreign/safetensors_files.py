@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint.format.stored import StoredTensor
+from fullshard.checkpoint.format.stored import About, StoredTensor
 from fullshard.checkpoint.loading import Checkpoint, Progress
 from fullshard.checkpoint.ranks import SoloRanks
 from fullshard.checkpoint.reading.chunks import read_boxes
-from fullshard.checkpoint.saving import About, save
+from fullshard.checkpoint.saving import save
 from fullshard.checkpoint.shards import Piece, ShardReader
 from fullshard.core.boxes import Box, boxes_of_interval
 from fullshard.core.errors import CheckpointError, ConfigurationError

@@ -17,7 +17,13 @@ from typing import Any, TypeVar
 
 from fullshard.checkpoint.format.envelope import unwrap, version_of, wrap
 from fullshard.checkpoint.format.index import CHUNK_BYTES, FileIndex, chunk_count, entry_name
-from fullshard.checkpoint.format.stored import Manifest, StoredBox, StoredFile, StoredTensor
+from fullshard.checkpoint.format.stored import (
+    Ancestor,
+    Manifest,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+)
 from fullshard.checkpoint.format.tiling import Slicing, Tiling, part_count, why_no_rule
 from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.core.boxes import Box
@@ -73,7 +79,7 @@ def _described(manifest: Manifest) -> dict[str, Any]:
         "aliases": dict(manifest.aliases),
         "state": manifest.state,
         "extra": manifest.extra,
-        "parent": manifest.parent,
+        "parent": manifest.after and astuple(manifest.after),
         "metrics": to_json(manifest.metrics),
     }
 
@@ -151,7 +157,7 @@ class _Parser:
             aliases=aliases,
             state=body.get("state"),
             extra=body.get("extra"),
-            parent=_parent(body.get("parent")),
+            after=_parent(body.get("parent")),
             metrics=_metrics(from_json(body.get("metrics", {}))),
         )
 
@@ -342,12 +348,13 @@ def _checksum(value: Any, what: str) -> str:
     return value
 
 
-def _parent(value: Any) -> tuple[int, str] | None:
+def _parent(value: Any) -> Ancestor | None:
     if value is None:
         return None
     if not isinstance(value, list) or len(value) != 2:
         raise _Wrong(f"parent is {value!r:.50}")
-    return _number(value[0], "parent"), _typed(value[1], str, "generation of the parent")
+    generation = _typed(value[1], str, "generation of the parent")
+    return Ancestor(_number(value[0], "parent"), generation)
 
 
 def _metrics(value: Any) -> dict[str, float]:

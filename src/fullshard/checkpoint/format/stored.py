@@ -20,7 +20,7 @@ from fullshard.checkpoint.format.tiling import Tiling, boxes_of_part, part_count
 from fullshard.core.boxes import Box
 from fullshard.core.safetensors_format import DTYPE_BYTES
 
-__all__ = ["Manifest", "StoredBox", "StoredFile", "StoredTensor"]
+__all__ = ["About", "Ancestor", "Manifest", "StoredBox", "StoredFile", "StoredTensor"]
 
 
 @dataclass(frozen=True)
@@ -97,29 +97,42 @@ class StoredFile:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """All that is known of one checkpoint.
+class Ancestor:
+    """The step after which another one was trained: its number, and the name of its very save."""
 
-    ``generation`` is a random name of this very save, ``layout`` free text about how the run was
-    sharded, ``aliases`` other names of tensors (tied weights), ``state`` what the engines keep
-    beside tensors, and ``extra`` the user's, both as `fullshard.checkpoint.format.values` has it.
-    ``parent`` is the step that was trained on, by number and generation, and ``metrics`` are the
-    numbers by which retention rates the step.
+    step: int
+    generation: str = ""
+
+
+@dataclass(frozen=True)
+class About:
+    """Everything in a manifest beside the tensors. Rank 0's counts, but for ``step``.
+
+    ``layout`` is free text about how the run was sharded, ``aliases`` other names of tensors (tied
+    weights), ``state`` what the engines keep beside tensors, and ``extra`` the user's, both as
+    `fullshard.checkpoint.format.values` has it. ``after`` is the step that was trained on, None if
+    nobody knows, and ``metrics`` are the numbers by which retention rates the step.
     """
 
     step: int
-    generation: str
-    world: int
-    files: tuple[StoredFile, ...]
-    tensors: Mapping[str, StoredTensor]
-    saved_at: str = ""
     layout: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     state: Any = None
     extra: Any = None
-    parent: tuple[int, str] | None = None
+    after: Ancestor | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(About):
+    """All that is known of one checkpoint; ``generation`` is a random name of this very save."""
+
+    generation: str
+    world: int
+    files: tuple[StoredFile, ...]
+    tensors: Mapping[str, StoredTensor]
+    saved_at: str = ""
 
     @property
     def size_bytes(self) -> int:

@@ -44,11 +44,10 @@ from fullshard.checkpoint.format.manifest import (
     MANIFEST,
     parse_manifest,
 )
-from fullshard.checkpoint.format.stored import Manifest
+from fullshard.checkpoint.format.stored import Ancestor, Manifest
 from fullshard.core.errors import CheckpointError
 
 __all__ = [
-    "Ancestor",
     "Staging",
     "StepFolder",
     "find_step",
@@ -64,14 +63,6 @@ VERIFIED = "verified"
 _STEP = re.compile(r"step-(\d{12,18})(?:\.([1-9]\d{0,8}))?")
 _LEFT_OVER = re.compile(r"\.(staging|trash)-[0-9a-f]{32}")
 _ASIDE = re.compile(r"aside-([1-9]\d{0,8})")
-
-
-@dataclass(frozen=True)
-class Ancestor:
-    """The step after which another one was trained: its number, and the name of its very save."""
-
-    step: int
-    generation: str = ""
 
 
 @dataclass(frozen=True, order=True)

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from fullshard.checkpoint import Background, Checkpoint, RunFolder, Saving
 from fullshard.checkpoint.conversion import is_narrower, other_kind, refuse_lost_numbers
+from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.format.tiling import grid_tile
 from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.runs.folder import run_folder
-from fullshard.checkpoint.saving import About
 from fullshard.checkpoint.session import Content, Loaded, SaveSession, check_step
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.core.boxes import Box

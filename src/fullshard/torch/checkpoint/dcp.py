@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from fullshard.checkpoint import Checkpoint, SoloRanks
-from fullshard.checkpoint.saving import About, save
+from fullshard.checkpoint.format.stored import About
+from fullshard.checkpoint.saving import save
 from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.torch.checkpoint.tensors import DTYPES, local_part, piece_of
 from fullshard.torch.checkpoint.values import decode, encode

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint import RunFolder, Saving
+from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.runs.folder import run_folder
-from fullshard.checkpoint.saving import About
 from fullshard.checkpoint.session import Content, SaveSession, check_step
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.torch.checkpoint.collecting import (

@@ -18,7 +18,7 @@ from fullshard.torch.step.managed import managed_units
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["Bytes", "MemorySummary", "memory_summary", "resting_bytes"]
+__all__ = ["Bytes", "MemorySummary", "beside", "memory_summary", "resting_bytes"]
 
 _STEP_COUNT_BYTES = 4  # AdamW counts the steps of each parameter in a float32
 _MOMENTS = 2
@@ -57,6 +57,23 @@ class Bytes:
         return self.at_rest_bytes + self.transient_bytes
 
 
+def beside(
+    rank: Bytes, unsharded: Bytes, state: str = "optimizer state"
+) -> list[tuple[str, int, int]]:
+    """Return the bytes of a rank by purpose, beside those of one process without shards."""
+    return [
+        (name, getattr(rank, f"{field}_bytes"), getattr(unsharded, f"{field}_bytes"))
+        for name, field in (
+            ("parameters", "parameters"),
+            ("gradients", "gradients"),
+            (state, "optimizer"),
+            ("at rest", "at_rest"),
+            ("full units in a step, at most", "transient"),
+            ("peak, without activations", "total"),
+        )
+    ]
+
+
 @dataclass(frozen=True)
 class MemorySummary:
     """Bytes of one rank and of one process without shards; ``str()`` is a table.
@@ -73,20 +90,12 @@ class MemorySummary:
     @property
     def savings(self) -> float:
         """The share of bytes at rest that a rank is spared, 0 to 1."""
-        return (
-            1 - self.rank.at_rest_bytes / self.unsharded.at_rest_bytes
-            if self.unsharded.at_rest_bytes
-            else 0.0
-        )
+        return _spared(self.rank.at_rest_bytes, self.unsharded.at_rest_bytes)
 
     @property
     def peak_savings(self) -> float:
         """The share of the peak that a rank is spared; below 0 if few units hold all."""
-        return (
-            1 - self.rank.total_bytes / self.unsharded.total_bytes
-            if self.unsharded.total_bytes
-            else 0.0
-        )
+        return _spared(self.rank.total_bytes, self.unsharded.total_bytes)
 
     @property
     def times_larger(self) -> float:
@@ -95,31 +104,13 @@ class MemorySummary:
         Without shards over with shards, both at rest: parameters, gradients and optimizer state. Of
         a larger model the full units and activations are larger too; they are not in this figure.
         """
-        return (
-            self.unsharded.at_rest_bytes / self.rank.at_rest_bytes
-            if self.rank.at_rest_bytes
-            else 1.0
-        )
+        mine, whole = self.rank.at_rest_bytes, self.unsharded.at_rest_bytes
+        return whole / mine if mine else 1.0
 
     def __str__(self) -> str:
         state = "measured" if self.measured else "AdamW's"
         rows: list[tuple[object, ...]] = [("bytes", "this rank", "without shards", "share")]
-        for name, mine, whole in (
-            ("parameters", self.rank.parameters_bytes, self.unsharded.parameters_bytes),
-            ("gradients", self.rank.gradients_bytes, self.unsharded.gradients_bytes),
-            (
-                f"optimizer state ({state})",
-                self.rank.optimizer_bytes,
-                self.unsharded.optimizer_bytes,
-            ),
-            ("at rest", self.rank.at_rest_bytes, self.unsharded.at_rest_bytes),
-            (
-                "full units in a step, at most",
-                self.rank.transient_bytes,
-                self.unsharded.transient_bytes,
-            ),
-            ("peak, without activations", self.rank.total_bytes, self.unsharded.total_bytes),
-        ):
+        for name, mine, whole in beside(self.rank, self.unsharded, f"optimizer state ({state})"):
             rows.append((name, mine, whole, f"{mine / whole:.1%}" if whole else ""))
         lines = [in_columns(rows, right=(1, 2, 3))]
         if self.on_host:
@@ -160,6 +151,10 @@ def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> Memo
         mine = _adamw_bytes(list(model.parameters()))
     rank = Bytes(parameters, gradients, mine, forecast_step(units).peak_bytes)
     return MemorySummary(rank, whole, measured, _bytes_on_host(all_units))
+
+
+def _spared(mine: int, whole: int) -> float:
+    return 1 - mine / whole if whole else 0.0
 
 
 def _global_bytes(tensor: Tensor) -> int:

@@ -158,7 +158,7 @@ class JaxRun(TrainingRun):
         peak = told.argument_size_in_bytes + written_apart + temporary
         return [
             *at_rest,
-            ("all of these, at rest", sum(mine), sum(whole)),
+            ("at rest", sum(mine), sum(whole)),
             ("full units and activations in a step, at most", temporary, None),
             ("peak, with activations", peak, None),
         ]

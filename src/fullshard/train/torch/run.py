@@ -19,13 +19,14 @@ from fullshard.host_memory import host_total_bytes
 from fullshard.torch import load_checkpoint, save_checkpoint, save_full_weights, tracing, using
 from fullshard.torch.inspection import Bytes, recording, resting_bytes
 from fullshard.torch.inspection.last_words import is_out_of_memory
+from fullshard.torch.inspection.memory_summary import beside
 from fullshard.train.data import Batch
 from fullshard.train.fits import way_to_fit
 from fullshard.train.metrics import writing
 from fullshard.train.run import BytesRow, StepOutcome, TrainingRun
 from fullshard.train.torch.world import RankWorld
 
-__all__ = ["TorchRun", "agree", "table_rows"]
+__all__ = ["TorchRun", "agree"]
 
 _TEMPERATURE = 0.7  # of the sample of text
 
@@ -166,7 +167,8 @@ class TorchRun(TrainingRun):
     def bytes_rows(self) -> list[BytesRow]:
         """See `TrainingRun.bytes_rows`. Gradients of the last step are still there."""
         at_rest = resting_bytes(self.model, self.optimizer)
-        return table_rows(replace(at_rest, transient_bytes=self.trace.peak_bytes), self.unsharded)
+        at_most = replace(at_rest, transient_bytes=self.trace.peak_bytes)
+        return [*beside(at_most, self.unsharded)]
 
     @torch.no_grad()
     def write_text(self, prompt: bytes, count: int) -> bytes:
@@ -200,15 +202,3 @@ def agree(world: RankWorld, loss: Tensor, norm: Tensor) -> tuple[float, list[int
     total, *flags = world.total(values).tolist()
     bad_loss, bad_norm = ([r for r in range(size) if flags[2 * r + k]] for k in (0, 1))
     return total / size, bad_loss or bad_norm
-
-
-def table_rows(rank: Bytes, unsharded: Bytes) -> list[BytesRow]:
-    """Return the bytes of a rank by purpose, beside those of one process without shards."""
-    return [
-        ("parameters", rank.parameters_bytes, unsharded.parameters_bytes),
-        ("gradients", rank.gradients_bytes, unsharded.gradients_bytes),
-        ("optimizer state", rank.optimizer_bytes, unsharded.optimizer_bytes),
-        ("all of these, at rest", rank.at_rest_bytes, unsharded.at_rest_bytes),
-        ("full units in a step, at most", rank.transient_bytes, unsharded.transient_bytes),
-        ("peak, without activations", rank.total_bytes, unsharded.total_bytes),
-    ]

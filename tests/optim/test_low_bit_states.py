@@ -9,7 +9,7 @@ from support.owned_matrices import kind_of
 from torch import nn
 
 import fullshard.torch as fs
-from fullshard.core.errors import NotSupportedError
+from fullshard.core.errors import CheckpointError, NotSupportedError
 from fullshard.testing import LocalWorld
 
 TORCHAO = [f"torchao.optim.{name}" for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")]
@@ -41,7 +41,8 @@ def inner(value):
     """Flat tensors of a value: its bits and its scales."""
     value = getattr(value, "local", value)
     if hasattr(value, "__tensor_flatten__"):
-        return [getattr(value, name).flatten() for name in value.__tensor_flatten__()[0]]
+        parts = [getattr(value, name).flatten() for name in value.__tensor_flatten__()[0]]
+        return [part.view(torch.uint8) if part.itemsize == 1 else part for part in parts]
     return [value.flatten()]
 
 
@@ -97,14 +98,221 @@ def test_states_of_all_worlds_are_equal_bit_by_bit(path):
             assert all(map(torch.equal, seen[key], value)), (world, key)
 
 
-def test_state_of_torchao_is_refused_in_state_dicts_over_owned_matrices():
-    kind = kind_of(TORCHAO[0])
+class Rows8(torch.Tensor):
+    """Numbers in 8 bits, with one scale a row."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, dtype):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, codes.shape, device=codes.device, dtype=dtype
+        )
+
+    def __init__(self, codes, scale, dtype):
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], (self.dtype,)
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, context, size, stride):
+        assert isinstance(context, tuple)
+        return cls(parts["codes"], parts["scale"], *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("detach", "clone", "_to_copy"):
+            kwargs = {k: v for k, v in (kwargs or {}).items() if k != "dtype"}
+            return cls(func(args[0].codes, **kwargs), func(args[0].scale, **kwargs), args[0].dtype)
+        raise NotImplementedError(func)
+
+    @classmethod
+    def rounded(cls, value):
+        scale = value.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+        return cls((value / scale).round().to(torch.int8), scale, value.dtype)
+
+    def value(self):
+        return self.codes * self.scale
+
+
+class Momentum8(torch.optim.Optimizer):
+    """SGD with momentum in 8 bits."""
+
+    def __init__(self, params, lr, kept=Rows8):
+        super().__init__(params, {"lr": lr})
+        self.kept = kept
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if state:
+                    buffer = state["buffer"].value() * 0.9 + param.grad
+                else:
+                    buffer = param.grad
+                state["buffer"] = self.kept.rounded(buffer)
+                param.sub_(group["lr"] * state["buffer"].value())
+
+
+class Unlisted(Rows8):
+    """A class that is not on the list of safe ones."""
+
+
+@pytest.fixture
+def _listed():
+    with torch.serialization.safe_globals([Rows8]):
+        yield
+
+
+def numbered(optimizer):
+    """All inner tensors by parameter and kind."""
+    return {
+        (number, key): [each.clone() for each in inner(value)]
+        for number, param in enumerate(optimizer.param_groups[0]["params"])
+        for key, value in optimizer.state[param].items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def copied(saved):
+    """A state dict with memory of its own: torchao's tensors cannot be cloned."""
+
+    def copy_of(value):
+        if not hasattr(value, "__tensor_flatten__"):
+            return copy.deepcopy(value)
+        names, context = value.__tensor_flatten__()
+        parts = {name: getattr(value, name).clone() for name in names}
+        return type(value).__tensor_unflatten__(parts, context, value.shape, value.stride())
+
+    state = {n: {k: copy_of(v) for k, v in of.items()} for n, of in saved["state"].items()}
+    return {**copy.deepcopy({k: v for k, v in saved.items() if k != "state"}), "state": state}
+
+
+def go_on(model, optimizer, first=True):
+    for number in (7, 8):
+        step(model, optimizer, number, float(first))
+
+
+KINDS = pytest.mark.parametrize("path", [None, *TORCHAO])
+
+
+def one_process(path):
+    """A model and its optimizer behind three steps, and the weights and state behind two more."""
+    kind = kind_of(path) if path else Momentum8
+    model = copy.deepcopy(TEMPLATE)
+    optimizer = kind(matrices(model), lr=1e-2)
+    for number in range(3):
+        step(model, optimizer, number)
+    later = copy.deepcopy(model)
+    optimizer_later = kind(matrices(later), lr=1e-2)
+    optimizer_later.load_state_dict(copied(optimizer.state_dict()))
+    go_on(later, optimizer_later)
+    return kind, model, optimizer, later
+
+
+@KINDS
+@pytest.mark.usefixtures("_listed")
+def test_state_dicts_are_those_of_one_process_and_load_on_any_number_of_ranks(path):
+    kind, model, optimizer, later = one_process(path)
+    saved, expected = optimizer.state_dict(), numbered(optimizer)
 
     def body(comm):
+        ours = sharded(comm)
+        ours.load_state_dict(model.state_dict())
+        optimizer = kind(matrices(ours), lr=1e-2)
+        optimizer.load_state_dict(copied(saved))
+        told = copied(optimizer.state_dict())
+        go_on(ours, optimizer, comm.rank == 0)
+        again = optimizer.state_dict()
+        state = numbered(optimizer)
+        optimizer.load_state_dict(again)
+        return (
+            {
+                (n, k): inner(v)
+                for n, of in told["state"].items()
+                for k, v in of.items()
+                if k in kept
+            },
+            state,
+            {name: param.full_tensor() for name, param in ours.named_parameters()},
+        )
+
+    kept = {key for _, key in expected}
+    for world in (1, 2, 3, 5):
+        results = LocalWorld(world).run(body)
+        for told, state, values in results:
+            for key, parts in expected.items():
+                assert all(map(torch.equal, told[key], parts)), (world, key)
+                assert all(map(torch.equal, state[key], results[0][1][key])), (world, key)
+            for name, value in later.named_parameters():
+                if value.dim() == 2:
+                    assert torch.equal(values[name], value), (world, name)
+
+
+@KINDS
+@pytest.mark.usefixtures("_listed")
+def test_checkpoints_load_on_other_numbers_of_ranks_and_in_one_process(path, tmp_path):
+    kind, _, optimizer, later = one_process(path)
+    expected = numbered(optimizer)
+
+    def make(comm):
+        ours = sharded(comm)
+        return ours, kind(matrices(ours), lr=1e-2)
+
+    def save(comm):
+        ours, optimizer = make(comm)
+        for number in range(3):
+            step(ours, optimizer, number, float(comm.rank == 0))
+        fs.save_checkpoint(tmp_path, ours, optimizer, step=3)
+
+    def load(comm):
+        ours, optimizer = make(comm)
+        fs.load_checkpoint(tmp_path, ours, optimizer)
+        loaded = numbered(optimizer)
+        go_on(ours, optimizer, comm.rank == 0)
+        return loaded, {name: param.full_tensor() for name, param in ours.named_parameters()}
+
+    LocalWorld(3).run(save)
+    for world in (1, 2, 5):
+        for loaded, values in LocalWorld(world).run(load):
+            for key, parts in expected.items():
+                assert all(map(torch.equal, loaded[key], parts)), (world, key)
+            for name, value in later.named_parameters():
+                if value.dim() == 2:
+                    assert torch.equal(values[name], value), (world, name)
+    plain = copy.deepcopy(TEMPLATE)
+    optimizer = kind(matrices(plain), lr=1e-2)
+    fs.load_checkpoint(tmp_path, plain, optimizer)
+    loaded = numbered(optimizer)
+    assert all(all(map(torch.equal, loaded[key], parts)) for key, parts in expected.items())
+
+
+@pytest.mark.usefixtures("_listed")
+def test_a_checkpoint_of_such_state_is_refused_where_matrices_are_cut(tmp_path):
+    _, model, optimizer, _ = one_process(None)
+    fs.save_checkpoint(tmp_path, model, optimizer, step=3)
+
+    def load(comm):
+        model = fs.fully_shard(copy.deepcopy(TEMPLATE), mesh=comm)
+        optimizer = Momentum8(matrices(model), lr=1e-2)
+        before = model[0].weight.full_tensor()
+        with pytest.raises(CheckpointError, match=r"never cut, and '0.weight' is cut here"):
+            fs.load_checkpoint(tmp_path, model, optimizer)
+        assert torch.equal(model[0].weight.full_tensor(), before)
+        assert not optimizer.state
+
+    LocalWorld(2).run(load)
+
+
+@pytest.mark.usefixtures("_listed")
+def test_state_of_a_class_that_is_not_listed_is_refused_on_all_ranks():
+    def body(comm):
         model = sharded(comm)
-        optimizer = kind(matrices(model), lr=1e-2)
+        optimizer = Momentum8(matrices(model), lr=1e-2, kept=Unlisted)
         step(model, optimizer, 0)
-        with pytest.raises(NotSupportedError, match="OptimState8bit"):
+        with pytest.raises(NotSupportedError, match=r"is a Unlisted.*add_safe_globals"):
             optimizer.state_dict()
 
     LocalWorld(2).run(body)

@@ -5,7 +5,8 @@
 A model's tensors are ``model/<name>``, with the name that the plain model's ``state_dict()`` has.
 Of several models, given as a mapping, ``model`` is each one's key. An optimizer's are
 ``optimizer/<kind>/<full name of the parameter>``, such as
-``optimizer/exp_avg/model/layers.0.weight``. Groups, and state that is no tensor, are JSON beside
+``optimizer/exp_avg/model/layers.0.weight``; parts of a tensor class as torchao's have the kinds
+``exp_avg.codes`` and the like. Groups, and state that is no tensor, are JSON beside
 them, with full names of parameters in place of numbers.
 """
 
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.checkpoint.tensors import KnownBoxes, LocalPart, local_part
 from fullshard.torch.state.owned import complete_state
+from fullshard.torch.state.tensor_classes import taken_apart
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.sites import clean_name
 
@@ -142,7 +144,13 @@ def _collect_optimizer(
         for param, name in zip(group["params"], params, strict=True):
             others = {}
             for kind, value in optimizer.state.get(param, {}).items():
-                if isinstance(value, Tensor):
+                described, parts = taken_apart(value) or (None, {})
+                if described is not None:
+                    others[kind] = described
+                    for part, plain in parts.items():
+                        full = f"{key}/{kind}.{part}/{name}"
+                        collected.parts[full] = local_part(full, plain, boxes)
+                elif isinstance(value, Tensor):
                     full = f"{key}/{kind}/{name}"
                     collected.parts[full] = local_part(full, value, boxes)
                 else:

@@ -15,6 +15,7 @@ from fullshard.core.errors import CheckpointError
 from fullshard.torch.checkpoint.collecting import name_of
 from fullshard.torch.checkpoint.tensors import DTYPES, KnownBoxes, LocalPart, local_part
 from fullshard.torch.state.owned import NUMBERS
+from fullshard.torch.state.tensor_classes import names_of_parts, put_together
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = ["OptimizerLoad"]
@@ -48,7 +49,11 @@ class OptimizerLoad:
                 name = name_of(param, names, key)
                 stored_name = checkpoint.manifest.aliases.get(name, name)
                 state = dict(values.get(stored_name, {}))
-                for kind, full in self.unused.pop(stored_name, {}).items():
+                stored = self.unused.pop(stored_name, {})
+                for kind, value in state.items():
+                    if names_of_parts(value):
+                        state[kind] = self._put_together(checkpoint, param, kind, value, stored)
+                for kind, full in stored.items():
                     state[kind] = self._prepare(checkpoint, group, param, kind, full)
                 self._new.append((param, state))
 
@@ -79,6 +84,30 @@ class OptimizerLoad:
             else:
                 self._optimizer.state.pop(param, None)
         return told
+
+    def _put_together(
+        self,
+        checkpoint: Checkpoint,
+        param: Tensor,
+        kind: str,
+        described: Mapping[str, Any],
+        stored: dict[str, str],
+    ) -> Tensor:
+        """Memory for a value of a tensor class, whose parts are taken out of ``stored``."""
+        if isinstance(param, ShardedParameter) and param.ownership.owner is None:
+            raise CheckpointError(
+                f"{kind!r} in {self._key!r} is a {described['class']}, which is never cut, and "
+                f'{param.ownership.name!r} is cut here; shard it with align="matrix", or load '
+                "without the optimizer"
+            )
+        parts = []
+        for part in names_of_parts(described):
+            full = stored.pop(f"{kind}.{part}")
+            held = checkpoint.stored(full)
+            parts.append(torch.empty(held.shape, dtype=DTYPES[held.dtype], device=param.device))
+            filled = local_part(full, parts[-1], self._boxes)
+            self._targets.append((full, replace(filled, fresh=True)))
+        return put_together(described, parts)
 
     def _prepare(
         self,

@@ -31,6 +31,7 @@ from fullshard.torch.state.forms import (
     in_agreed_order,
 )
 from fullshard.torch.state.owned import NUMBERS, comms_of_owned, complete_state
+from fullshard.torch.state.tensor_classes import put_together, taken_apart
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = [
@@ -195,6 +196,12 @@ def _cut(name: str, value: Any, param: ShardedParameter) -> Any:
     value = without_sharded_tensor(value, param.device)
     if value.shape != param.shape or (name in NUMBERS and not isinstance(value, DTensor)):
         return value
+    described, parts = taken_apart(value) or (None, {})
+    if param.ownership.owner is not None and described is not None:
+        # Whole with its owner, see `shown_state`; not the memory of what was loaded.
+        return put_together(
+            described, [part.to(param.device, copy=True) for part in parts.values()]
+        )
     if isinstance(value, DTensor) and _is_cut_alike(value, param):
         return value  # of blocks that torchao's optimizers made: nobody else takes them apart
     local = param.ownership.cut(value.detach())

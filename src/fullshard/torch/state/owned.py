@@ -5,7 +5,8 @@
 What has the shape of its parameter is shown as sharded like it, and is empty on other ranks; the
 rest (a step, statistics of rows and columns) is plain. Other ranks hold none of it. Whoever reads
 the state of all ranks, as ``optimizer.state_dict()``, first lets the owners tell what there is:
-ranks that own nothing then have the empty parts, and a copy of the plain ones until the next step.
+ranks that own nothing then have the empty parts, and a copy of the plain ones until the next step,
+tensors of other classes (torchao's in 8 bits) among them.
 """
 
 import json
@@ -29,6 +30,7 @@ from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.comm.texts import share_bytes
 from fullshard.torch.state.apart import steps_apart
 from fullshard.torch.state.forms import in_agreed_order
+from fullshard.torch.state.tensor_classes import put_together, taken_apart
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import dtype_name, dtype_of
 
@@ -86,7 +88,8 @@ def complete_state(optimizer: Optimizer) -> None:
     """Let every rank know the state of the matrices that others own. Collective.
 
     See [Note: State of an owner]. Raises `NotSupportedError`, on all ranks, for state that is
-    neither a tensor nor a number or text.
+    neither a tensor, plain or of a class in [Note: Classes that are made from descriptions], nor a
+    number or text.
     """
     by_comm: dict[Comm, list[ShardedParameter]] = {}
     for param in _owned(optimizer):
@@ -128,9 +131,15 @@ def _described(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, A
 def _described_value(value: Any, param: ShardedParameter) -> list[Any]:
     if isinstance(value, ShardedParameter):
         return [_SPAN, dtype_name(value.dtype)]
-    if type(value) is Tensor:
-        here = value.device.type == param.device.type
-        return [_PLAIN, dtype_name(value.dtype), list(value.shape), here]
+    apart = taken_apart(value)
+    if apart is not None:
+        described, parts = apart
+        here = param.device.type
+        rooms = [
+            [dtype_name(part.dtype), list(part.shape), part.device.type == here]
+            for part in parts.values()
+        ]
+        return [_PLAIN, described, rooms]
     if value is None or isinstance(value, bool | int | float | str):
         return [_VALUE, value]
     return [type(value).__name__]
@@ -142,7 +151,8 @@ def _check(described: Iterable[Mapping[str, Any]], kind: str) -> None:
             if what not in (_SPAN, _PLAIN, _VALUE):
                 raise NotSupportedError(
                     f"the state {name} of {kind} is a {what}, which cannot be told to the ranks "
-                    "that do not own its matrix; save it on each rank by yourself"
+                    "that do not own its matrix; save it on each rank by yourself, or, for a class "
+                    "of tensors with __tensor_flatten__, call torch.serialization.add_safe_globals"
                 )
 
 
@@ -154,8 +164,11 @@ def _blank(described: Mapping[str, Any], param: ShardedParameter) -> dict[str, A
             local = param.local.new_empty(0, dtype=dtype_of(first))
             leaves.append(ShardedParameter.value(local, param.ownership))
         elif what == _PLAIN:
-            device = param.device if rest[1] else torch.device("cpu")
-            leaves.append(torch.empty(rest[0], dtype=dtype_of(first), device=device))
+            parts = [
+                torch.empty(shape, dtype=dtype_of(dtype), device=param.device if here else "cpu")
+                for dtype, shape, here in rest[0]
+            ]
+            leaves.append(put_together(first, parts))
         else:
             leaves.append(first)
     state: dict[str, Any] = tree_unflatten(leaves, treespec_loads(described["tree"]))
@@ -174,6 +187,8 @@ def _broadcast(
             values = tree_leaves(optimizer.state[param])
             for (_, what, *rest), value in zip(told[str(number)]["leaves"], values, strict=True):
                 if what == _PLAIN:
-                    by_device.setdefault(rest[2], []).append(value)
+                    _, parts = taken_apart(value) or (None, {})
+                    for part, (_, _, here) in zip(parts.values(), rest[1], strict=True):
+                        by_device.setdefault(here, []).append(part)
         for tensors in by_device.values():
             comm.broadcast(tensors, rank).wait()

@@ -12,6 +12,7 @@ from support.optional_parts import (
     MixtureOfExperts,
     Model,
     Part,
+    add_gradients,
     mark_differently,
     of_one_process,
     patterns,
@@ -221,6 +222,67 @@ def test_parts_run_different_numbers_of_times(again):
 def test_micro_batches_use_different_parts(no_sync):
     steps = [[patterns(2, 10 * seed + batch) for batch in range(3)] for seed in range(4)]
     check(2, steps, "fully_shard", no_sync=no_sync)
+
+
+OF_USERS = {
+    "fully_shard": lambda comm: sharded(comm, "fully_shard", mean_over="users"),
+    "wrapper": lambda comm: sharded(comm, "wrapper", mean_over="users"),
+    "hybrid": lambda comm: sharded(hybrid(comm), "fully_shard", mean_over="users"),
+    "recomputed": lambda comm: sharded(comm, "fully_shard", again=True, mean_over="users"),
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "no_sync"), [*((way, False) for way in OF_USERS), ("fully_shard", True)]
+)
+def test_gradients_are_means_over_users(way, no_sync):
+    steps = [[patterns(4, 10 * s + batch, most=2) for batch in range(2)] for s in range(4)]
+    expected = of_one_process(4, steps, way == "recomputed", mean_over="users")
+
+    def body(comm):
+        return train(OF_USERS[way](comm), comm.rank, 4, steps, no_sync)
+
+    for history in LocalWorld(4).run(body):
+        compare(history, expected)
+
+
+def test_a_mean_over_users_is_refused_of_forwards_with_other_users():
+    def body(comm):
+        model = sharded(comm, "fully_shard", mean_over="users")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(batch, eye):
+            return model(texts(2, batch)[comm.rank], {"eye": eye}).square().mean()
+
+        with pytest.raises(UsageError, match="'eye.*used by different numbers of ranks"):
+            (loss(0, 1) + loss(1, comm.rank)).backward()
+        (loss(0, comm.rank) + loss(1, 0)).backward()  # what nobody uses counts nothing
+        first, second = loss(0, 1), loss(1, comm.rank)
+        first.backward()
+        second.backward()
+        return update(model, optimizer)
+
+    model = Model()
+    for rank in range(2):
+        # Both parts of gradients of the eye that rank 1 alone has used count twice.
+        for batch, eye, weight in [(0, rank, 2), (1, 0, 1), (0, 1, 1), (1, rank, 2)]:
+            loss = model(texts(2, batch)[rank], {"eye": eye}).square().mean() / 2
+            add_gradients(model, loss, {"eye": weight})
+    expected = update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for history in LocalWorld(2).run(body):
+        compare([history], [expected])
+
+
+def test_marks_of_another_mean_are_refused():
+    def body(comm):
+        model = sharded(comm, "fully_shard", mark=False)
+        with pytest.raises(ConfigurationError, match='expected "ranks" or "users"'):
+            mark_optional(model.eye, mean_over="all")
+        mark_optional(model.eye, mean_over=("ranks", "users")[comm.rank])
+        with pytest.raises(ConfigurationError, match="means over users of"):
+            model(texts(2, 0)[comm.rank], {})
+
+    LocalWorld(2).run(body)
 
 
 BACKWARDS = {

@@ -55,13 +55,13 @@ class Model(nn.Module):
         return x
 
 
-def sharded(comm, door, again=False, mark=True, drawn=True, **options):
+def sharded(comm, door, again=False, mark=True, drawn=True, mean_over="ranks", **options):
     """The model with a unit for each layer, part and block; ``options`` are the function's."""
     model = Model(again, drawn)
     if door == "wrapper":
         policy = ModuleWrapPolicy({nn.Linear, Part})
         wrapped = FullyShardedDataParallel(model, comm, auto_wrap_policy=policy)
-        mark_optional(*(getattr(wrapped, name) for name in PARTS))
+        mark_optional(*(getattr(wrapped, name) for name in PARTS), mean_over=mean_over)
         return wrapped
     for part in (model.eye, model.ear, model.hand):
         for layer in (part.first, part.second, part):
@@ -69,7 +69,7 @@ def sharded(comm, door, again=False, mark=True, drawn=True, **options):
     for unit in (model.embed, *model.blocks, model):
         fully_shard(unit, mesh=comm, **options)
     if mark:
-        mark_optional(model.eye, model.ear, model.hand)
+        mark_optional(model.eye, model.ear, model.hand, mean_over=mean_over)
     return model
 
 
@@ -94,7 +94,17 @@ def update(model, optimizer):
     return grads
 
 
-def of_one_process(ranks, steps, again=False, model=None):
+def add_gradients(model, loss, weights):
+    """Run backward, with the gradients of parts in ``weights`` counted so many times."""
+    names, params = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad(loss, params, allow_unused=True)
+    for name, param, grad in zip(names, params, grads, strict=True):
+        if grad is not None:
+            grad = grad * weights.get(name.partition(".")[0], 1)
+            param.grad = grad if param.grad is None else param.grad + grad
+
+
+def of_one_process(ranks, steps, again=False, model=None, mean_over="ranks"):
     """Return the gradients that `train` has to give, trained in one process."""
     model = Model(again) if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -103,7 +113,11 @@ def of_one_process(ranks, steps, again=False, model=None):
         for batch, pattern in enumerate(patterns):
             inputs = texts(ranks, 10 * number + batch)
             losses = [model(inputs[r], pattern[r]).square().mean() for r in range(ranks)]
-            (sum(losses) / ranks).backward()
+            weights = {}
+            if mean_over == "users":
+                users = {part: sum(map(bool, (u.get(part, 0) for u in pattern))) for part in PARTS}
+                weights = {part: ranks / count for part, count in users.items() if count}
+            add_gradients(model, sum(losses) / ranks, weights)
         history.append(update(model, optimizer))
     return history
 

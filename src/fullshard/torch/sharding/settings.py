@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -93,17 +93,28 @@ def keep_for_double_backward(module: nn.Module, keep: bool = True) -> None:
         managed.change("reshard_after_backward", not keep)
 
 
-def mark_optional(*modules: nn.Module) -> None:
+def mark_optional(*modules: nn.Module, mean_over: Literal["ranks", "users"] = "ranks") -> None:
     """Let ranks leave the units of ``modules`` and below out of a forward, each as it likes.
 
     Ranks ask each other who runs one, and those that do not take part in what the others need: a
-    gather, and a reduce of zeros. So a gradient is the mean over all ranks, and None where no rank
-    used the parameter. Between steps; all ranks must mark the same.
+    gather, and a reduce of zeros. A gradient is None where no rank used the parameter. Between
+    steps; all ranks must mark the same.
+
+    Args:
+        modules: sharded modules, or ones with sharded modules inside.
+        mean_over: what a gradient is: the mean over all "ranks", those that have not run the unit
+            counting as zero, as in DDP; or the mean over its "users" alone, the ranks whose
+            backward may reach it in the same forward of the root.
 
     Raises:
+        ConfigurationError: ``mean_over`` is neither.
         UsageError: a module holds no unit, is the root of a model, or is in the middle of a step.
         NotSupportedError: at the next forward, if ranks have no group that carries host memory.
     """
+    if mean_over not in ("ranks", "users"):
+        raise ConfigurationError(
+            f'mark_optional: mean_over is {mean_over!r}; expected "ranks" or "users"'
+        )
     for module in modules:
         chosen = list(managed_units(module))
         if not chosen:
@@ -118,6 +129,7 @@ def mark_optional(*modules: nn.Module) -> None:
                 )
             if managed.tracker is not None and not managed.tracker.idle:
                 raise UsageError("units can only be marked between steps, not in the middle of one")
+            managed.change("mean_over", mean_over)
             managed.change("optional", True)
 
 

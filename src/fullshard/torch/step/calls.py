@@ -19,6 +19,9 @@ class WatchedCall(UnitCall):
     managed: ManagedUnit
     version: int  # of the unit's shards, which backward must find as they were
     first_node: int  # the number that autograd gives the first node made inside it
+    # What gradients of optional units count, if that depends on how many ranks used them; in the
+    # root's calls.
+    weights: dict[ManagedUnit, float] | None = None
 
     def watch_inputs(self, tensors: Sequence[Tensor]) -> None:
         """Hear when the gradients of ``tensors``, inputs of the unit, are there."""

@@ -16,6 +16,11 @@ With its vote each rank says how many runs of optional units it will still begin
 it knows: by ``using``, or since it only takes part. Once the sum over the ranks is zero, nobody can
 want one any more, and nothing is asked until that forward ends. A rank that does not know says
 infinity.
+
+[Note: Mean over users]
+A reduce divides by all ranks. Where a gradient shall be the mean over the ranks that used a unit in
+a forward, those ranks multiply theirs by ranks / users as autograd delivers them. Ranks count the
+users when the root's forward ends; the root's call carries the weights until its backward begins.
 """
 
 import math
@@ -30,6 +35,7 @@ from fullshard.core.schedule.step import StepMachine
 from fullshard.core.schedule.unit_step import Phase, UnitStep
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.protocol import Comm
+from fullshard.torch.step.calls import WatchedCall
 from fullshard.torch.step.executor import Executor
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of
 from fullshard.torch.step.usage import carries_host_memory
@@ -120,6 +126,8 @@ class OptionalUnits:
         self._asked, self._machine, self._executor = asked, machine, executor
         self._uneven = False  # some rank has left out a unit that another one has run
         self._alike = False  # ranks have compared what they have marked
+        self._by_users = [m for m in executor.units if m.step.optional and m.mean_over == "users"]
+        self._weighed: dict[ManagedUnit, float] = {}  # in the backward that runs
 
     def before(self, managed: ManagedUnit, *, recomputing: bool) -> None:
         """Take part in what other ranks run before ``managed`` begins its forward here."""
@@ -174,6 +182,8 @@ class OptionalUnits:
             )
             for question in self._asked.values()
         }
+        users = ", ".join(repr(managed.unit.name) for managed in self._by_users)
+        marks["gradients are means over users of"] = users
         for comm in _several(self._executor.units[0]):
             verify_agreement(comm, marks, torch.device("cpu"), "the units that are optional")
         self._alike = True
@@ -210,25 +220,52 @@ class OptionalUnits:
         """Let all ranks know which units' backward may come on any rank, at a forward's end.
 
         Returns True if this one's may come on another rank only. Collective, unless all ranks have
-        run the same.
+        run the same and no gradient is a mean over users.
         """
         by_ranks: dict[tuple[Comm, ...], list[ManagedUnit]] = {}
         for managed in units:
             by_ranks.setdefault(_several(managed), []).append(managed)
-        uneven, self._uneven = self._uneven, False
+        uneven, self._uneven = self._uneven or bool(self._by_users), False
         may_come = False
+        root = self._executor.units[0].step.call
+        weights: dict[ManagedUnit, float] = {}
+        if self._by_users and isinstance(root, WatchedCall):
+            root.weights = weights
         for comms, together in by_ranks.items():
             mine = [self._machine.leads_back(managed.step) for managed in together]
             leads = torch.tensor(mine, dtype=torch.float64)
             if uneven:
                 for comm in comms:
                     label = "which units a backward may reach"
-                    comm.all_reduce([leads], "max", label=label).wait()
-            for managed, leads_back in zip(together, leads.tolist(), strict=True):
+                    comm.all_reduce([leads], label=label).wait()
+            for managed, users in zip(together, leads.tolist(), strict=True):
                 if managed.step.partial:
-                    self._machine.settle(managed.step, leads_back=bool(leads_back))
-                    may_come |= bool(leads_back)
+                    self._machine.settle(managed.step, leads_back=bool(users))
+                    may_come |= bool(users)
+                if users and managed in self._by_users:
+                    weights[managed] = managed.unit.ranks.size / users
         return may_come
+
+    def begin_backward(self) -> None:
+        """Forget what the gradients of another backward counted."""
+        self._weighed = {}
+
+    def weigh(self, weights: dict[ManagedUnit, float]) -> None:
+        """Let gradients count as in the forward of the root whose backward begins now.
+
+        Raises `UsageError`, on all ranks, if it differs from that of another one in this backward:
+        autograd adds up gradients from both before anybody sees them.
+        """
+        weighed, self._weighed = self._weighed, self._weighed | weights
+        for managed, weight in weights.items():
+            if weighed.get(managed, weight) != weight:
+                raise UsageError(
+                    f"optional unit {managed.unit.name!r}, whose gradients are means over the "
+                    "ranks that used it, was used by different numbers of ranks in two forwards "
+                    "that one backward goes through; run a backward for each forward, or mark it "
+                    'with mean_over="ranks"'
+                )
+            managed.gradient_weight = weight
 
 
 def optional_units(

@@ -268,10 +268,14 @@ class Tracker:
                 check_backward(begun, failed=failed)
             if not self._in_backward:
                 self._enter_backward()
+            if begun.weights is not None and self.optional is not None:
+                self.optional.weigh(begun.weights)
             self._carry_out(self._machine.call_begins(begun, task))
 
     def _enter_backward(self) -> None:
         self._in_backward = True
+        if self.optional is not None:
+            self.optional.begin_backward()
         for recorder in self.executor.recorders:
             recorder.begins("backward", None)
         self.executor.go_on(training=True)
@@ -291,7 +295,8 @@ class Tracker:
         if recorders:
             recorders = tuple(recorder for recorder in recorders if recorder.notes_fills)
         before = unit.transient_bytes if recorders else 0
-        unit.deliver(index, grad)
+        weight = managed.gradient_weight  # autograd may have given others this memory, too
+        unit.deliver(index, grad if weight == 1 else grad * weight)
         if recorders and unit.transient_bytes != before:
             for recorder in recorders:
                 recorder.note("fill", unit, recorder.mark())

@@ -21,7 +21,7 @@ HELD_BY = {
     "schedules of pipelines": "test_a_backward_that_a_schedule_splits_is_refused_by_name",
     "`create_graph=True`": "test_double_backward_of_units_that_are_freed_is_named",
     "experts that ranks cannot": "test_mistakes_are_refused_with_the_way_out",
-    "optional parts": "test_a_part_with_units_inside_is_not_recomputed_as_a_whole",
+    "optional parts": "test_a_checkpoint_of_a_function_around_a_part_is_refused",
     "a backward that begins inside": (
         "test_a_backward_into_a_unit_that_nobody_has_announced_is_named"
     ),

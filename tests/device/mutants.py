@@ -102,7 +102,7 @@ def _gathered(then, *programs):
 
 
 _TAKES_PART = "self._executor.do({})"
-_BEGINS = _TAKES_PART.format("self._machine.forward_begins(managed.step, with_grad=training)")
+_BEGINS = _TAKES_PART.format("self._machine.forward_begins(managed.step, with_grad=with_grad)")
 _ENDS = _TAKES_PART.format("self._machine.forward_ends(managed.step, training=training)")
 
 
@@ -112,7 +112,8 @@ def _machine_only(told):
 
 def _optional(where, before, after=""):
     programs = "optional parts", "optional parts, again", "optional parts, forward twice"
-    programs += ("shared experts in recomputed blocks",)
+    programs += ("shared experts in recomputed blocks", "experts alone in recomputed blocks")
+    programs += ("frozen blocks, and parts recomputed as a whole",)
     return _edit(where, before, after, *programs, ranks=(0, 1, 2, 3))
 
 
@@ -353,7 +354,7 @@ MUTANTS = {
         "step.optional:OptionalUnits._take_part", _ENDS, _machine_only(_ENDS)
     ),
     "ranks that leave a unit out do not await its backward": _optional(
-        "step.optional:OptionalUnits._take_part", "with_grad=training", "with_grad=False"
+        "step.optional:OptionalUnits._take_part", "with_grad=with_grad", "with_grad=False"
     ),
     "ranks that leave a unit out forget it": _optional(
         "step.optional:OptionalUnits._take_part", "training=training))", "training=False))"
@@ -390,6 +391,12 @@ MUTANTS = {
     ),
     "with several forwards units end when they seem over": _optional(
         "core.schedule.step:StepMachine._is_over", " or self._several"
+    ),
+    "each rank recomputes where it first misses something": _optional(
+        "step.calls:WatchedCall.recompute", "if saved is not None:", "if False:"
+    ),
+    "ranks that follow a recomputation await its backward": _optional(
+        "step.optional:OptionalUnits._take_part", " and not self._following"
     ),
     # values
     "comparisons of what norms are of are not waited for": _edit(

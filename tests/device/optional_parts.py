@@ -10,7 +10,16 @@ from functools import cache
 from unittest import mock
 
 import torch
-from support.optional_parts import PARTS, MixtureOfExperts, announced, patterns, routes, sharded
+from support.optional_parts import (
+    PARTS,
+    MixtureOfExperts,
+    Residuals,
+    announced,
+    as_recomputing,
+    patterns,
+    routes,
+    sharded,
+)
 from torch import nn
 
 from device.network import is_question
@@ -177,6 +186,19 @@ def _(mesh, device):
     for name, param in model.named_parameters():
         param.requires_grad_(name.startswith(PARTS))
     return model
+
+
+@optional("frozen blocks, and parts recomputed as a whole", parts_twice)
+def _(mesh, device):
+    with torch.device(device):
+        return as_recomputing(mesh, frozen=True, drawn=False, check_values=False)
+
+
+@optional("experts alone in recomputed blocks", to_experts)
+def _(mesh, device):
+    with torch.device(device):
+        model = Residuals(saves=True, together=False, drawn=False)
+        return model.shard(mesh, check_values=False)
 
 
 def experts(mesh, device, **kinds):

@@ -12,7 +12,10 @@ from support.optional_parts import (
     MixtureOfExperts,
     Model,
     Part,
+    Recomputing,
+    Residuals,
     add_gradients,
+    as_recomputing,
     mark_differently,
     of_one_process,
     patterns,
@@ -254,7 +257,7 @@ def test_a_mean_over_users_is_refused_of_forwards_with_other_users():
         def loss(batch, eye):
             return model(texts(2, batch)[comm.rank], {"eye": eye}).square().mean()
 
-        with pytest.raises(UsageError, match="'eye.*used by different numbers of ranks"):
+        with pytest.raises(UsageError, match=r"'eye.*used by different numbers of ranks"):
             (loss(0, 1) + loss(1, comm.rank)).backward()
         (loss(0, comm.rank) + loss(1, 0)).backward()  # what nobody uses counts nothing
         first, second = loss(0, 1), loss(1, comm.rank)
@@ -388,21 +391,55 @@ def test_units_that_are_not_marked_must_run_on_all_ranks():
     LocalWorld(2).run(body)
 
 
-def test_a_part_with_units_inside_is_not_recomputed_as_a_whole():
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_parts_with_units_inside_are_recomputed_as_a_whole(frozen, prefetch):
+    steps = [[patterns(3, seed, most=2)] for seed in range(6)]
+    expected = of_one_process(3, steps, model=Recomputing().freeze() if frozen else Recomputing())
+
     def body(comm):
-        model = sharded(comm, "fully_shard")
-        eye = model.eye
+        model = as_recomputing(comm, frozen)
+        set_prefetch(model, prefetch, prefetch)
+        return train(model, comm.rank, 3, steps)
 
-        def forward(text):
-            x = model.embed(text)
-            seen = torch.cat([text, text[:, :2]], dim=1)
-            return model.blocks[0](x + checkpoint(eye, seen, use_reentrant=False))
+    for history in LocalWorld(3).run(body):
+        compare(history, expected)
 
-        model.forward = forward
-        with pytest.raises(NotSupportedError, match="'eye' is recomputed as a whole"):
-            model(texts(2, 0)[comm.rank])
+
+def test_a_checkpoint_of_a_function_around_a_part_is_refused():
+    def body(comm):
+        model = as_recomputing(comm, frozen=False)
+        model.function = lambda part: lambda x: part(x)
+        with pytest.raises(NotSupportedError, match="'eye' runs in a checkpoint of a function"):
+            model(texts(2, 0)[comm.rank], {"eye": 1})
 
     LocalWorld(2).run(body)
+
+
+def test_ranks_recompute_a_part_alike():
+    def body(comm):
+        model = as_recomputing(comm, frozen=False)
+        model.forward = (Recomputing if comm.rank else Model).forward.__get__(model)
+        model.again = False
+        with pytest.raises(UsageError, match="'eye' runs in a checkpoint on 1"):
+            model(texts(2, 0)[comm.rank], {"eye": 1})
+
+    LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(("saves", "prefetch"), [(False, 0), (True, 0), (True, 1)])
+def test_ranks_recompute_at_one_place_whatever_they_have_saved(saves, prefetch, together):
+    steps = [[routes(2, seed)] for seed in range(6)]
+    expected = of_one_process(2, steps, model=Residuals(saves, together))
+
+    def body(comm):
+        model = Residuals(saves, together).shard(comm)
+        set_prefetch(model, prefetch, prefetch)
+        return train(model, comm.rank, 2, steps)
+
+    for history in LocalWorld(2).run(body):
+        compare(history, expected)
 
 
 def test_blocks_of_a_part_are_recomputed_one_by_one():

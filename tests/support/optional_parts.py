@@ -73,6 +73,35 @@ def sharded(comm, door, again=False, mark=True, drawn=True, mean_over="ranks", *
     return model
 
 
+class Recomputing(Model):
+    """Parts are recomputed as a whole: by a call of their module, or of a function around."""
+
+    function = staticmethod(lambda part: part)
+    frozen = False  # but for the parts
+
+    def forward(self, text, used):
+        x = self.embed(text)
+        for name, block in zip(PARTS, [*self.blocks, None], strict=True):
+            part = self.function(getattr(self, name))
+            for _ in range(used.get(name, 0)):
+                seen = torch.cat([text, text[:, :2]], dim=1)
+                x = x + checkpoint(part, seen, use_reentrant=False).tanh()
+            x = x if block is None else torch.tanh(block(x))
+        return x
+
+    def freeze(self):
+        for name, param in self.named_parameters():
+            param.requires_grad_(name.startswith(PARTS))
+        return self
+
+
+def as_recomputing(comm, frozen=False, **options):
+    """The model of `sharded`, with parts that are recomputed."""
+    model = sharded(comm, "fully_shard", **options)
+    model.__class__ = type("FSDPRecomputing", (type(model).__mro__[1], Recomputing), {})
+    return model.freeze() if frozen else model
+
+
 def texts(ranks, batch):
     values = torch.Generator().manual_seed(100 + batch)
     return torch.randn(ranks, 2, 3, dtype=torch.float64, generator=values)
@@ -96,8 +125,11 @@ def update(model, optimizer):
 
 def add_gradients(model, loss, weights):
     """Run backward, with the gradients of parts in ``weights`` counted so many times."""
-    names, params = zip(*model.named_parameters(), strict=True)
-    grads = torch.autograd.grad(loss, params, allow_unused=True)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    names, params = zip(*trained, strict=True)
+    grads = (None,) * len(params)
+    if loss.requires_grad:
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
     for name, param, grad in zip(names, params, grads, strict=True):
         if grad is not None:
             grad = grad * weights.get(name.partition(".")[0], 1)
@@ -214,6 +246,41 @@ class MixtureOfExperts(nn.Module):
             for module in self.modules():
                 if type(module) is kind:
                     fully_shard(module, mesh=mesh, optional=kind is Expert, **options)
+        return fully_shard(self, mesh=mesh, **options)
+
+
+class Residual(Block):
+    """What it saves for backward depends on the experts that a rank runs."""
+
+    def forward(self, x, route):
+        x = torch.tanh(self.before(x)) if self.saves else x
+        return x + sum((self.experts[e](x) for e in route), x)
+
+
+class Residuals(MixtureOfExperts):
+    """Blocks recomputed each by a checkpoint, or all by one."""
+
+    def __init__(self, saves, together, drawn=True):
+        super().__init__(again=True, shared=False, drawn=drawn)
+        self.together = together
+        for block in self.blocks:
+            block.__class__, block.saves = Residual, saves
+
+    def forward(self, text, routes):
+        if not self.together:
+            return super().forward(text, routes)
+
+        def run(x):
+            for block, route in zip(self.blocks, routes, strict=True):
+                x = block(x, route)
+            return x
+
+        return checkpoint(run, self.embed(text), use_reentrant=False)
+
+    def shard(self, mesh, **options):
+        for module in [*self.modules()][::-1]:
+            if isinstance(module, (Residual, nn.Linear)):
+                fully_shard(module, mesh=mesh, optional=isinstance(module, Expert), **options)
         return fully_shard(self, mesh=mesh, **options)
 
 

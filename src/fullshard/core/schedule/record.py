@@ -26,6 +26,8 @@ class Moment(Enum):
     BACKWARD_BEGIN = auto()
     BACKWARD_END = auto()  # the backwards of all its calls are over, gradients are complete
     STEP_END = auto()  # end of backward, or of a forward without one
+    # Other ranks recompute the unit's forward now, for its backward; no schedule hears of it.
+    RECOMPUTATION = auto()
 
 
 class Event(NamedTuple):

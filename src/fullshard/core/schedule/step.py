@@ -299,6 +299,8 @@ class StepMachine:
                 self._end_what_is_over(unit)
             else:
                 self._come_to(call)
+                if call.recomputed:
+                    self._events.append(_event(Moment.RECOMPUTATION, unit.number))
 
     def _come_to(self, call: UnitCall) -> None:
         """Backward has come to where a call of a partial unit ended, be it reached or passed."""

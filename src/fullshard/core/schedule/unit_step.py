@@ -79,6 +79,7 @@ class UnitStep:
     partial: bool
     phase: Phase
     running: int  # in how many forwards it is now: its own, and those of modules that call it again
+    recomputed: bool  # the forward that runs now, or ran last, is recomputed in backward as a whole
     # The call that runs forward now, of the class that the feeder makes, if its backward may come.
     call: Any
     counts: bool  # the forward that runs now is one whose backward is waited for
@@ -105,7 +106,7 @@ class UnitStep:
         self.trained, self._ask = trained, absent
         self.number = -1
         self.ends_with_backward = self.counts = False
-        self.optional = self.partial = False
+        self.optional = self.partial = self.recomputed = False
         self.requires_gradient_sync = True
         self.first_begin = self.last_begin = self.last_end = self.began_at = 0
         self.last_reached = lambda: None
@@ -169,7 +170,7 @@ class UnitStep:
     def stand_in(self, made: tuple[int, int], ended_at: int) -> None:
         """Await the backward of a call that only other ranks may have made, or still keep."""
         call = UnitCall(self, None, made)
-        call.stands_in, call.ended_at = True, ended_at
+        call.stands_in, call.ended_at, call.recomputed = True, ended_at, self.recomputed
         call.await_backward()
         self.stand_ins.append(call)
 
@@ -260,6 +261,7 @@ class UnitCall:
         self.to_come = 0  # of these
         self.over_in = -1  # the graph task in which its backward has been over already
         self.stands_in = False  # for one that only other ranks may have made
+        self.recomputed = False  # in backward, as a whole
 
     def await_backward(self) -> None:
         """Some output of the call leads back into it."""

@@ -3,7 +3,9 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fullshard.core.schedule.unit_step import UnitCall
@@ -22,6 +24,8 @@ class WatchedCall(UnitCall):
     # What gradients of optional units count, if that depends on how many ranks used them; in the
     # root's calls.
     weights: dict[ManagedUnit, float] | None = None
+    # In a checkpoint, the node of a tensor that it has saved: to read that is to recompute.
+    saved: Any = None
 
     def watch_inputs(self, tensors: Sequence[Tensor]) -> None:
         """Hear when the gradients of ``tensors``, inputs of the unit, are there."""
@@ -54,6 +58,16 @@ class WatchedCall(UnitCall):
             base = tensor._base.grad_fn if tensor._is_view() else None  # type: ignore[union-attr]
             if base is not None and base is not node and base._sequence_nr() >= self.first_node:
                 base.register_prehook(self._on_output_gradient)
+
+    def save_for_recomputation(self) -> None:
+        """Let the checkpoint that runs save a tensor, by which `recompute` makes it recompute."""
+        self.saved = torch.zeros((), requires_grad=True).sin().grad_fn
+
+    def recompute(self) -> None:
+        """Recompute now what lies in the same checkpoint, in the backward that runs."""
+        saved, self.saved = self.saved, None
+        if saved is not None:
+            _ = saved._saved_self
 
     def watch_inside(self, tensors: Sequence[Tensor]) -> None:
         """Hear of gradients of those ``tensors`` too that this forward has made."""

@@ -228,6 +228,8 @@ class ManagedUnit:
             self._watch_features(_module)
         if ends:
             self.end_forward()
+            if call is not None and failure is None and self.step.recomputed:
+                call.save_for_recomputation()  # which may end a recomputation, by an exception
         return None if output is given else output
 
     def _apart_from_parameters(self, output: Tensor) -> Tensor:

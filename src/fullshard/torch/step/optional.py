@@ -8,8 +8,16 @@ forward ends. Each says in one small all-reduce in host memory which optional un
 next, if any. As long as one is wanted, all take part in the first of them: those that want it run
 it, the others gather it with them and drop it, and tell the same events to the schedule, which so
 stays the same on all ranks. Then they ask again. When nobody wants one, all are at the same place.
-A recomputation asks like a forward. What backward needs of a rank follows from its events:
-[Note: Left out] in `core/schedule/step.py`.
+What backward needs of a rank follows from its events: [Note: Left out] in
+`core/schedule/step.py`.
+
+[Note: Recomputing together]
+A recomputation asks like a forward, so all ranks must come to it at the same place: when backward
+comes to the unit that is recomputed as a whole. Autograd would begin it where it first misses a
+tensor, which on each rank is another place, or none. So such a unit saves a tensor of its own, and
+reads it when its backward begins. Ranks whose backward does not reach the unit, since they have
+left it out, or nothing leads there, are told with the votes or know by themselves that it is
+recomputed, and take part.
 
 [Note: Runs to come]
 With its vote each rank says how many runs of optional units it will still begin in this forward, if
@@ -23,8 +31,11 @@ a forward, those ranks multiply theirs by ranks / users as autograd delivers the
 users when the root's forward ends; the root's call carries the weights until its backward begins.
 """
 
+import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -89,15 +100,18 @@ class _Question:
 
         ``here`` is a number for what comes next on this rank if nobody wants one. Collective.
         """
-        votes = torch.zeros(len(self.inside) + 4, dtype=torch.float64)
-        for place, managed in enumerate(self.inside):
-            votes[place] = float(managed is wanted)
+        units = len(self.inside)
+        votes = torch.zeros(2 * units + 4, dtype=torch.float64)
+        if wanted is not None:
+            votes[self.inside.index(wanted)] = 1
+            votes[units + self.inside.index(wanted)] = float(wanted.step.recomputed)
         votes[-4] = sum(self.to_come.values())
         votes[-3], votes[-2], votes[-1] = uneven, here, here * here
         label = f"question for optional units in unit {self.around.unit.name!r}"
         for comm in self.comms:
             comm.all_reduce([votes], label=label).wait()
         *counts, to_come, parted, total, squares = votes.tolist()
+        counts, recomputed = counts[:units], counts[units:]
         size = self.ranks.size
         self.quiet = to_come == 0 and sum(map(bool, counts)) <= 1
         if not any(counts) and size * squares != total * total:
@@ -111,6 +125,14 @@ class _Question:
                 "optional units inside it have not come that ranks have announced by using(...); "
                 f"on this rank: {self._missing() or 'none'}"
             )
+        for managed, count, again in zip(self.inside, counts, recomputed, strict=True):
+            if 0 < again < count:
+                raise UsageError(
+                    f"optional unit {managed.unit.name!r} runs in a checkpoint on {again:.0f} of "
+                    f"the {count:.0f} ranks that run it now; recompute it on all of them or on none"
+                )
+            if count:
+                managed.step.recomputed = again > 0
         return [count > 0 for count in counts], bool(parted) or any(0 < c < size for c in counts)
 
     def _missing(self) -> str:
@@ -126,6 +148,7 @@ class OptionalUnits:
         self._asked, self._machine, self._executor = asked, machine, executor
         self._uneven = False  # some rank has left out a unit that another one has run
         self._alike = False  # ranks have compared what they have marked
+        self._following = False  # others recompute a unit, in a backward of all
         self._by_users = [m for m in executor.units if m.step.optional and m.mean_over == "users"]
         self._weighed: dict[ManagedUnit, float] = {}  # in the backward that runs
 
@@ -134,11 +157,14 @@ class OptionalUnits:
         running = self._machine.running
         place = self._asked.get(running[-1]) if running else None
         within = self._asked.get(managed.step)
+        again = _is_to_be_recomputed()
         if within is not None:
-            within.recomputed = _is_to_be_recomputed()
+            within.recomputed = again
             within.begin(math.inf if recomputing else None)
+        begins_here = again and (place is None or not place.recomputed)
+        managed.step.recomputed = begins_here and (within is not None or managed.step.optional)
         if managed.step.optional:
-            self._refuse_recomputation(managed, place, recomputing)
+            self._refuse_recomputation(managed, recomputing)
         if place is not None and (managed.step.optional <= (managed in place.inside)):
             self._meet(place, managed)
         elif managed.step.optional and not recomputing:
@@ -147,17 +173,14 @@ class OptionalUnits:
                 "around it, where no other rank is asked whether it runs it, too; call it there"
             )
 
-    def _refuse_recomputation(
-        self, managed: ManagedUnit, place: _Question | None, recomputing: bool
-    ) -> None:
+    def _refuse_recomputation(self, managed: ManagedUnit, recomputing: bool) -> None:
         """Refuse what other ranks could not follow: backward runs forwards that nobody foresees."""
-        inner = self._asked.get(managed.step)
-        began_here = inner is not None and inner.recomputed and not (place and place.recomputed)
-        if not recomputing and began_here:
+        if managed.step.recomputed and not recomputing and _checkpointed() is not managed:
             raise NotSupportedError(
-                f"optional unit {managed.unit.name!r} is recomputed as a whole (checkpoint), and "
-                "has units inside, which ranks that leave it out could not follow in backward: "
-                "recompute the units inside one by one, or the unit around it"
+                f"optional unit {managed.unit.name!r} runs in a checkpoint of a function around "
+                "it, which ranks that leave the unit out could not follow in backward: checkpoint "
+                "the unit's own module (checkpoint(module, x, use_reentrant=False)), or shard the "
+                "module whose forward that function is, too, and checkpoint that"
             )
         if recomputing and managed.step.phase is Phase.AT_REST:
             raise NotSupportedError(
@@ -170,6 +193,14 @@ class OptionalUnits:
         place = self._asked.get(managed.step)
         if place is not None and self._machine.running[-1] is managed.step:
             self._meet(place, None)
+
+    def follow_recomputation(self, managed: ManagedUnit) -> None:
+        """Take part in what other ranks run while they recompute ``managed``. Collective."""
+        self._following = True
+        try:
+            self._take_part(managed)
+        finally:
+            self._following = False
 
     def _compare_marks(self) -> None:
         """Raise `ConfigurationError` on all ranks if they have marked different units. Collective.
@@ -209,10 +240,11 @@ class OptionalUnits:
         if managed.unit.on_meta:
             take_over(managed.unit)
         training = not self._executor.evaluating
+        with_grad = training and not self._following  # its backward has been foreseen
         within = self._asked.get(managed.step)
         if within is not None:
             within.begin(0)
-        self._executor.do(self._machine.forward_begins(managed.step, with_grad=training))
+        self._executor.do(self._machine.forward_begins(managed.step, with_grad=with_grad))
         self.before_end(managed)
         self._executor.do(self._machine.forward_ends(managed.step, training=training))
 
@@ -320,6 +352,20 @@ def _is_to_be_recomputed() -> bool:
     """True in what a checkpoint without reentrance runs."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+
+
+def _checkpointed() -> ManagedUnit | None:
+    """Return the unit whose module is what the innermost `checkpoint` on the stack runs."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back
+    while frame is not None and "function" not in frame.f_locals:
+        frame = frame.f_back
+    function = None if frame is None else frame.f_locals["function"]
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = getattr(function, "__self__", function)
+    return managed_unit_of(module) if isinstance(module, nn.Module) else None
 
 
 def _several(managed: ManagedUnit) -> tuple[Comm, ...]:

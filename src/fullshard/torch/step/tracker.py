@@ -271,6 +271,7 @@ class Tracker:
             if begun.weights is not None and self.optional is not None:
                 self.optional.weigh(begun.weights)
             self._carry_out(self._machine.call_begins(begun, task))
+            begun.recompute()
 
     def _enter_backward(self) -> None:
         self._in_backward = True
@@ -342,7 +343,10 @@ class Tracker:
             if managed is None:
                 continue
             unit = managed.unit
-            if moment is Moment.BACKWARD_BEGIN:
+            if moment is Moment.RECOMPUTATION:
+                assert self.optional is not None
+                self.optional.follow_recomputation(managed)
+            elif moment is Moment.BACKWARD_BEGIN:
                 if profiler_runs():
                     self._marks.begin("backward", unit)
                 self.executor.do(event)

@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,15 @@ from fullshard.core.errors import (
     NotSupportedError,
 )
 
-__all__ = ["CheckpointRanks", "FolderRanks", "SoloRanks", "agree", "failure_text"]
+__all__ = [
+    "CheckpointRanks",
+    "FolderRanks",
+    "SoloRanks",
+    "agree",
+    "failure_text",
+    "packed",
+    "unpacked",
+]
 
 _FOLDER = re.compile(r"\.ranks-[0-9a-f]{32}")
 _LEFT = "left"
@@ -113,9 +122,7 @@ class FolderRanks:
 
     def share(self, data: bytes) -> list[bytes]:
         """See `CheckpointRanks`."""
-        parts = [each.hex() for each in self.gather(data)]
-        told = json.loads(self.broadcast(json.dumps(parts).encode()))
-        return [bytes.fromhex(each) for each in told]
+        return unpacked(self.broadcast(packed(self.gather(data))))
 
     def duplicate(self, run: Path, files: Files) -> "FolderRanks":
         """Itself: it is made for one thread."""
@@ -152,6 +159,21 @@ class FolderRanks:
                 raise TimeoutError(f"rank {rank} has left no message for {self._timeout_s} s")
             time.sleep(pause_s)
             pause_s = min(0.1, 1.5 * pause_s)
+
+
+def packed(parts: Sequence[bytes]) -> bytes:
+    """Put messages behind each other, for `unpacked`."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def unpacked(data: bytes) -> list[bytes]:
+    """Take apart what `packed` has joined."""
+    parts, start = [], 0
+    while start < len(data):
+        stop = start + 8 + int.from_bytes(data[start : start + 8], "little")
+        parts.append(data[start + 8 : stop])
+        start = stop
+    return parts
 
 
 def failure_text(error: BaseException) -> str:

@@ -33,20 +33,6 @@ def files_needed(world_size: int) -> int:
 
 
 def _versions(machine: Machine) -> Iterator[Finding]:
-    if machine.python < (3, 11):
-        yield Finding(
-            "severe",
-            f"Python {machine.python[0]}.{machine.python[1]}",
-            "fullshard is written for 3.11 and above.",
-            "Make the environment with Python 3.11 or newer.",
-        )
-    if not machine.packages.get("numpy"):
-        yield Finding(
-            "severe",
-            "numpy is not installed",
-            "Weights cannot be written or read.",
-            "pip install -e '.[torch]'",
-        )
     version = machine.packages.get("torch") or ""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:

@@ -81,91 +81,74 @@ def _is_off(value: str) -> bool:
 
 
 class _Switch(NamedTuple):
-    """A variable, the values that are worth a finding, and the finding's texts."""
+    """A variable, by its names, the values that are worth a finding, and the finding's texts."""
 
-    names: tuple[str, ...]
-    is_bad: Callable[[str], bool]
-    severity: Severity
+    names: str
     means: str
+    is_bad: Callable[[str], bool] = _is_on
+    severity: Severity = "warning"
     fix: str = ""  # default: unset it
     needs_gpu: bool = True
 
 
 _SWITCHES = (
     _Switch(
-        ("NCCL_P2P_DISABLE",),
-        _is_on,
-        "warning",
+        "NCCL_P2P_DISABLE",
         "GPUs of one host exchange data through host memory, at a fraction of the bandwidth.",
     ),
     _Switch(
-        ("NCCL_SHM_DISABLE",),
-        _is_on,
-        "warning",
+        "NCCL_SHM_DISABLE",
         "GPUs without peer access exchange data through sockets.",
     ),
     _Switch(
-        ("NCCL_IB_DISABLE",),
-        _is_on,
-        "warning",
+        "NCCL_IB_DISABLE",
         "Hosts exchange data over TCP, even where there is InfiniBand or RoCE.",
     ),
     _Switch(
-        ("CUDA_LAUNCH_BLOCKING",),
-        _is_on,
-        "warning",
+        "CUDA_LAUNCH_BLOCKING",
         "The host waits for every kernel: communication no longer runs beside computation.",
     ),
     _Switch(
-        ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
-        _is_on,
-        "warning",
+        "TORCH_NCCL_BLOCKING_WAIT NCCL_BLOCKING_WAIT",
         "wait() blocks the host until the collective is done, so nothing is issued ahead.",
     ),
     _Switch(
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"),
-        _is_off,
-        "warning",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING NCCL_ASYNC_ERROR_HANDLING",
         "A collective that fails or times out leaves the other ranks hanging for ever.",
+        _is_off,
     ),
     _Switch(
-        ("CUDA_DEVICE_MAX_CONNECTIONS",),
-        lambda value: value.strip() == "1",
-        "warning",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
         "All streams share one queue to the GPU: gathers wait behind computation.",
-        "Unset it, except with tensor parallelism that asks for it.",
+        lambda value: value.strip() == "1",
+        fix="Unset it, except with tensor parallelism that asks for it.",
     ),
     _Switch(
-        ("PYTORCH_NO_CUDA_MEMORY_CACHING",),
-        _is_on,
-        "warning",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
         "Every gather allocates and frees device memory, which stops the device.",
     ),
     _Switch(
-        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+        "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF",
+        "Units of different sizes fragment the allocator's memory over time.",
         lambda value: "expandable_segments:true" not in value.replace(" ", "").lower(),
         "note",
-        "Units of different sizes fragment the allocator's memory over time.",
         "Add expandable_segments:True to it.",
     ),
     _Switch(
-        ("TORCH_DISTRIBUTED_DEBUG",),
-        lambda value: value.strip().upper() == "DETAIL",
-        "warning",
+        "TORCH_DISTRIBUTED_DEBUG",
         "Every collective is preceded by a check over all ranks: training is much slower.",
+        lambda value: value.strip().upper() == "DETAIL",
         needs_gpu=False,
     ),
     _Switch(
-        ("NCCL_DEBUG",),
+        "NCCL_DEBUG",
+        "NCCL writes much, TRACE for every call.",
         lambda value: value.strip().upper() in ("INFO", "TRACE"),
         "note",
-        "NCCL writes much, TRACE for every call.",
         "export NCCL_DEBUG=WARN",
     ),
     _Switch(
-        ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",),
-        _is_on,
-        "warning",
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
         "torch.load runs whatever code a file holds, even where the script forbids it.",
         needs_gpu=False,
     ),
@@ -174,7 +157,7 @@ _SWITCHES = (
 
 def _switches(machine: Machine) -> Iterator[Finding]:
     for switch in _SWITCHES:
-        for name in switch.names:
+        for name in switch.names.split():
             value = machine.environ.get(name)
             applies = bool(machine.gpus) or not switch.needs_gpu
             if value is not None and applies and switch.is_bad(value):

@@ -4,6 +4,7 @@
 import importlib.metadata
 import platform
 import re
+import resource
 import shutil
 import socket
 import sys
@@ -16,13 +17,6 @@ import torch
 import torch.distributed as dist
 
 from fullshard.launchers import usable_cores
-
-try:
-    import resource
-except ModuleNotFoundError:  # not on Windows
-    RESOURCE_LIMITS = False
-else:
-    RESOURCE_LIMITS = True
 
 __all__ = ["PACKAGES", "Gpu", "Machine", "Space", "facts", "read_machine"]
 
@@ -221,9 +215,7 @@ def _space(path: str) -> Space | None:
 
 
 def _limit(name: str) -> tuple[int | None, int | None]:
-    """Return the soft and the hard limit of this process; None: unlimited or unknown."""
-    if not RESOURCE_LIMITS:
-        return None, None
+    """Return the soft and the hard limit of this process; None: unlimited."""
     limits = resource.getrlimit(getattr(resource, name))
     soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in limits)
     return soft, hard

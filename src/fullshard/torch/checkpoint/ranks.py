@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.checkpoint.files import Files
-from fullshard.checkpoint.ranks import CheckpointRanks, SoloRanks
+from fullshard.checkpoint.ranks import CheckpointRanks, SoloRanks, packed, unpacked
 from fullshard.torch.comm.process_group import ProcessGroupComm
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.comm.texts import broadcast_bytes, gather_bytes, share_bytes
@@ -40,8 +40,8 @@ class CommRanks:
         """See `fullshard.checkpoint.CheckpointRanks.gather`."""
         parts = [data]
         for comm in self._comms:
-            joined = _packed(parts)
-            parts = [part for each in gather_bytes(comm, joined) for part in _unpacked(each)]
+            joined = packed(parts)
+            parts = [part for each in gather_bytes(comm, joined) for part in unpacked(each)]
         return parts if self.rank == 0 else []
 
     def broadcast(self, data: bytes) -> bytes:
@@ -54,7 +54,7 @@ class CommRanks:
         """See `fullshard.checkpoint.CheckpointRanks.share`."""
         if len(self._comms) == 1:
             return share_bytes(self._comms[0], data)
-        return _unpacked(self.broadcast(_packed(self.gather(data))))
+        return unpacked(self.broadcast(packed(self.gather(data))))
 
     def duplicate(self, run: Path, files: Files) -> "CommRanks":
         """See `fullshard.checkpoint.CheckpointRanks.duplicate`; one for all of this one's saves."""
@@ -64,19 +64,6 @@ class CommRanks:
 
 def _on_host(comm: Comm) -> Comm:
     return comm.on_host() if isinstance(comm, ProcessGroupComm) else comm.duplicate()
-
-
-def _packed(parts: Sequence[bytes]) -> bytes:
-    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-
-
-def _unpacked(data: bytes) -> list[bytes]:
-    parts, start = [], 0
-    while start < len(data):
-        stop = start + 8 + int.from_bytes(data[start : start + 8], "little")
-        parts.append(data[start + 8 : stop])
-        start = stop
-    return parts
 
 
 def comms_of(models: Sequence[nn.Module]) -> list[Comm]:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from fullshard.core.errors import CheckpointError
 
-__all__ = ["is_narrower", "other_kind", "refuse_lost_numbers"]
+__all__ = ["change_of_kind", "is_narrower", "refuse_lost_numbers"]
 
 # The largest number that is finite.
 _LARGEST = {
@@ -31,10 +31,21 @@ def _kind(dtype: str) -> str:
     return "truth" if dtype == "BOOL" else "fractions" if dtype in _LARGEST else "whole numbers"
 
 
-def other_kind(stored: str, wanted: str) -> str:
-    """Tell in what kind two dtypes differ ("whole numbers to fractions"); empty if in none."""
+def change_of_kind(name: str, stored: str, wanted: str, strict: bool) -> str:
+    """Tell how the kind of a tensor's numbers changes from one dtype to another; empty if it stays.
+
+    Raises `CheckpointError` if it does and ``strict`` is true.
+    """
     there, here = _kind(stored), _kind(wanted)
-    return "" if there == here else f"{there} to {here}"
+    if there == here:
+        return ""
+    if strict:
+        raise CheckpointError(
+            f"{name!r} is {stored} in it and {wanted} here, and {there} to {here} are not "
+            "converted unless strict=False",
+            tensor=name,
+        )
+    return f"{name}: {stored} to {wanted}"
 
 
 def is_narrower(stored: str, wanted: str) -> bool:

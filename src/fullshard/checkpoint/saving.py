@@ -5,7 +5,9 @@ Who writes what is decided before: [Note: Who writes what] in `planning.py`.
 """
 
 import contextlib
+import importlib.metadata
 import json
+import platform
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +35,7 @@ __all__ = [
     "WrittenStep",
     "publish",
     "save",
+    "versions_of",
     "write_shard",
     "write_step",
 ]
@@ -44,6 +47,13 @@ class WrittenStep:
 
     folder: Path
     generation: str
+
+
+@cache
+def versions_of(*packages: str) -> dict[str, str]:
+    """Return the versions of fullshard, of ``packages`` and of Python, for a manifest."""
+    versions = {name: importlib.metadata.version(name) for name in ("fullshard", *packages)}
+    return {**versions, "python": platform.python_version()}
 
 
 Feed = Callable[[Sequence[Piece], ShardWriter], None]

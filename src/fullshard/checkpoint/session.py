@@ -221,13 +221,16 @@ class SaveSession:
         prepare: Callable[[Checkpoint], Delivery],
         fallback: bool,
         owner: Any,
-    ) -> Loaded:
+        if_any: bool = False,
+    ) -> Loaded | None:
         """Load the newest complete step, or ``step``; with ``fallback`` the one before damage.
 
         A fallback, and newer steps, are warned of on rank 0. The run folder may also be a step's
         folder itself. Raises `CheckpointError` on all ranks: there is no such step, or it cannot be
-        loaded; then nothing has changed.
+        loaded; then nothing has changed. With ``if_any`` returns None if there is no step yet.
         """
+        if if_any and step is None and not self._any_step(run):
+            return None
         self.settle()
         steps = self._agreed_steps(run, step)
         newer: list[StepFolder] = []
@@ -260,7 +263,7 @@ class SaveSession:
             later += [each for each in damaged if each.step > folder.step]
             return delivery.finish(checkpoint, tuple(sorted({each.step for each in later})))
 
-    def any_step(self, run: RunFolder) -> bool:
+    def _any_step(self, run: RunFolder) -> bool:
         """True if rank 0 sees a complete step. Collective; raises `CheckpointError` on all."""
         there, failure = b"", None
         if self.ranks.rank == 0:

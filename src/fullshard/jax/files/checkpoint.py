@@ -6,9 +6,7 @@ A leaf is called by its path, as ``params.blocks.0.kernel``, and stored as ``sta
 the torch engine stores of the same model and AdamW.
 """
 
-import importlib.metadata
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -18,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.checkpoint import Background, Checkpoint, RunFolder, Saving
-from fullshard.checkpoint.conversion import is_narrower, other_kind, refuse_lost_numbers
+from fullshard.checkpoint.conversion import change_of_kind, is_narrower, refuse_lost_numbers
 from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.format.tiling import grid_tile
 from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.runs.folder import run_folder
+from fullshard.checkpoint.saving import versions_of
 from fullshard.checkpoint.session import Content, Loaded, SaveSession, check_step
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.core.boxes import Box
@@ -89,7 +88,7 @@ def save_checkpoint(
         told = About(
             step,
             f"fullshard.jax, {jax.device_count()} devices of {jax.process_count()} processes",
-            _versions(),
+            versions_of("jax", "numpy"),
             {alias: leaf.stored.name for leaf in leaves for alias in leaf.stored.aliases},
             to_json({**(about or {"parts": {"state": "pytree"}})}, None, "about"),
             to_json(extra, _plain_value, "extra"),
@@ -147,13 +146,6 @@ def _plain_value(value: Any) -> Any:
     return np.asarray(value).tolist() if hasattr(value, "dtype") else value
 
 
-@cache
-def _versions() -> dict[str, str]:
-    names = ("fullshard", "jax", "numpy")
-    versions = {name: importlib.metadata.version(name) for name in names}
-    return {**versions, "python": platform.python_version()}
-
-
 # -- loading -------------------------------------------------------------------------------------
 
 
@@ -183,13 +175,11 @@ def load_checkpoint(
     run, session = run_folder(path), _session()
     if step is not None:
         check_step(step)
-    if if_any and step is None and not session.any_step(run):
-        return None
 
     def prepare(checkpoint: Checkpoint) -> _StateDelivery:
         return _StateDelivery(checkpoint, state, names, strict)
 
-    return session.load(run, step, prepare, fallback, _process)
+    return session.load(run, step, prepare, fallback, _process, if_any)
 
 
 class _StateDelivery:
@@ -232,15 +222,10 @@ class _StateDelivery:
                 tensor=name,
             )
         here = STORED_DTYPES[np.dtype(leaf.data.dtype).name]
-        change = other_kind(stored.dtype, here)
-        if change and strict and leaf.stored.dtype is None:
-            raise CheckpointError(
-                f"{name!r} is {stored.dtype} in it and {here} here, and {change} are not converted "
-                "unless strict=False",
-                tensor=name,
-            )
-        if change and leaf.stored.dtype is None:
-            self._converted.append(f"{name}: {stored.dtype} to {here}")
+        if leaf.stored.dtype is None and (
+            change := change_of_kind(name, stored.dtype, here, strict)
+        ):
+            self._converted.append(change)
         boxes = dict.fromkeys(box for index in _indices(leaf) if (box := leaf.box(index)))
         inspect = strict and is_narrower(stored.dtype, here)
         return [Want(name, (box,), key=(number, box), inspect=inspect) for box in boxes]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.checkpoint import Checkpoint, CheckpointRanks, RunFolder
-from fullshard.checkpoint.conversion import is_narrower, other_kind
+from fullshard.checkpoint.conversion import change_of_kind, is_narrower
 from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.ranks import failure_text
 from fullshard.checkpoint.rewriting import same_content
@@ -106,13 +106,11 @@ def load_checkpoint(
     refuse_inside_forward(models, "load_checkpoint()")
     call_all(comms_of(list(models.values())), "load_checkpoint()")
     session = session_of(list(models.values()))
-    if if_any and step is None and not session.any_step(run):
-        return None
 
     def prepare(checkpoint: Checkpoint) -> _ModelDelivery:
         return _ModelDelivery(checkpoint, models, optimizers, strict, session.ranks)
 
-    return session.load(run, step, prepare, fallback, line_of(models))
+    return session.load(run, step, prepare, fallback, line_of(models), if_any)
 
 
 class _ModelDelivery:
@@ -169,15 +167,8 @@ class _ModelDelivery:
     def _want(self, number: int, target: tuple[str, LocalPart]) -> Want:
         name, part = target
         stored = self._checkpoint.stored(name).dtype
-        change = other_kind(stored, part.dtype)
-        if change and self._strict:
-            raise CheckpointError(
-                f"{name!r} is {stored} in it and {part.dtype} here, and {change} are not converted "
-                "unless strict=False",
-                tensor=name,
-            )
-        if change:
-            self._converted.append(f"{name}: {stored} to {part.dtype}")
+        if change := change_of_kind(name, stored, part.dtype, self._strict):
+            self._converted.append(change)
         narrower = self._strict and is_narrower(stored, part.dtype)
         return Want(name, part.boxes, part.memory(stored), number, part.fresh, narrower)
 

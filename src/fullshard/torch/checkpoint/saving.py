@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``save_checkpoint``: models and optimizers into a run folder, now or while training goes on."""
 
-import importlib.metadata
 import os
-import platform
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ from torch import nn
 from fullshard.checkpoint import RunFolder, Saving
 from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.runs.folder import run_folder
+from fullshard.checkpoint.saving import versions_of
 from fullshard.checkpoint.session import Content, SaveSession, check_step
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.torch.checkpoint.collecting import (
@@ -162,7 +160,7 @@ def _about(
     return About(
         step,
         _layout_text(list(models.values()), world),
-        _versions(),
+        versions_of("torch"),
         collected.aliases,
         encode(collected.state, "state"),
         encode(extra, "extra"),
@@ -181,12 +179,3 @@ def _layout_text(models: Sequence[nn.Module], world: int) -> str:
         for unit in (managed.unit for managed in managed_units(model))
     }
     return f"fullshard.torch, {' and '.join(sorted(kinds)) or 'plain'} over {world} ranks"
-
-
-@cache
-def _versions() -> dict[str, str]:
-    return {
-        "fullshard": importlib.metadata.version("fullshard"),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }

@@ -75,6 +75,19 @@ def test_sources_that_no_constant_is_fitted_to_are_inside(rows):
     assert sum(inside) >= 0.85 * len(inside)
 
 
+def test_published_runs_with_experts_on_their_own_axis(rows):
+    """8 to 128 devices: what shrinks with their number is state, what does not are activations."""
+    published = rows.read_rows(DATA / "unseen/expert_parallel.csv")
+    assert {each.run.expert_parallel for each in published} == {1, 8}
+    for row in published:
+        found = predict(row.model, row.run, row.cluster)
+        step_s = found.step_s * found.tokens_per_s / row.tokens
+        assert found.low_s <= step_s <= found.high_s, row.label
+        if row.memory_gib is not None:
+            told = found.memory.reserved_bytes / 2**30
+            assert told == pytest.approx(row.memory_gib, rel=0.06), row.label
+
+
 @pytest.mark.parametrize(
     ("changes", "read"),
     [

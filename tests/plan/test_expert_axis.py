@@ -92,6 +92,16 @@ def test_what_arrives_at_the_fullest_rank_takes_memory_and_time():
     assert other.step_s > one.step_s
 
 
+def test_selective_recomputation_keeps_rows_that_arrived_but_no_grouped_product():
+    model, cluster = named_model("qwen3-30b-a3b"), cluster_of(H100, 8)
+    run = Run(expert_parallel=8, sequence=4096, recompute=Recompute.SELECTIVE, loss=Loss.CHUNKED)
+    peaks = [predict(model, replace(run, micro_batch=n), cluster).memory.peak for n in (4, 5)]
+    more = peaks[1]["activations"] - peaks[0]["activations"]
+    # Block inputs, attention (with a float32 a head), queries, values, router, rows that arrived.
+    kept = 2 * (2048 + 4096 + 4096 + 512 + 128 + 8 * 2048) + 4 * 32
+    assert kept * 48 * 4096 < more < 1.15 * kept * 48 * 4096  # and one block's, computed again
+
+
 def test_tokens_that_leave_their_host_take_longer():
     cluster, constants = cluster_of(H100, 16), fitted_constants()
     near, far = (exchange_s(8e9, Group(8, n), cluster, constants) for n in (8, 4))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A finished run's record: corrects a device by what it and its loop reached."""
 
-import math
 import tomllib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,11 +9,12 @@ from typing import Any
 from fullshard.core.errors import ConfigurationError
 from fullshard.plan.choose.settings import Setup, with_setting
 from fullshard.plan.cluster.cluster import Cluster, Constants, Device
-from fullshard.plan.cluster.read import cluster_of, fitted_constants, named_device
+from fullshard.plan.cluster.read import cluster_of, fitted_constants, fitted_spread, named_device
 from fullshard.plan.model.config_json import read_model
 from fullshard.plan.model.model import Model
 from fullshard.plan.predict import predict
 from fullshard.plan.run import Run
+from fullshard.plan.step.interval import half_width
 
 __all__ = ["Record", "corrected", "device_toml", "read_record"]
 
@@ -61,18 +61,21 @@ def read_record(path: Path) -> Record:
 
 
 def corrected(record: Record) -> Device:
-    """The record's device with constants of its own: its run is predicted as it was measured.
+    """The record's device with constants of its own: its run is predicted nearly as measured.
 
-    Everything takes as much longer or shorter as the run did, the loop included; the allocator's
-    slack is what makes the peak right, if the record has one. A run whose memory was almost full
-    may have waited for the allocator instead, which others do not: half of its difference counts.
+    Everything takes longer or shorter as the run did, the loop included, but for the part of the
+    difference that is expected of one run beside others like it: the fitted rows' spread, squared,
+    over all that was uncertain. The allocator's slack is what makes the peak right, if the record
+    has one. A run whose memory was almost full may have waited for the allocator instead, which
+    others do not: half of its difference counts.
     """
     device = record.cluster.device
     before = device.constants or fitted_constants()
     found = predict(record.model, record.run, record.cluster, before)
     faster = record.tokens_per_s / found.tokens_per_s
-    if found.almost_full:
-        faster = math.sqrt(faster)
+    spread = fitted_spread()
+    shared = 1 - (spread / half_width(spread, found.unknowns)) ** 2
+    faster **= shared / 2 if found.almost_full else shared
     rates = ("matmul_share", "attention_share", "memory_share", "inside_share", "between_share")
     times = ("kernel_s", "step_s", "straggle_s")
     constants = replace(

@@ -153,7 +153,7 @@ def _kept_in_turns(operations: tuple[Operation, ...]) -> int:
     """
     kept = products = 0
     for each in operations:
-        if each.kind is Kind.MATMUL:
+        if each.kind is Kind.MATMUL and not each.cheap:
             products += 1
             kept += each.output_bytes if products % 2 else 0
         elif not each.cheap:

@@ -69,9 +69,13 @@ class Pricer:
         return replace(made, saved_bytes=made.saved_bytes + self.item * self.tokens * into)
 
     def experts(self, name: str, into: int, out: int, active: int, count: int) -> Operation:
-        """Products with ``active`` of ``count`` experts a token: all weights are read."""
+        """Products with ``active`` of ``count`` experts a token: all weights are read.
+
+        Grouped products are not on the lists of what selective recomputation keeps (torchtitan's).
+        """
         rows = self.tokens * active
-        return self._products(name, (rows, out, into), count, 2 if self.trained else 1, out)
+        made = self._products(name, (rows, out, into), count, 2 if self.trained else 1, out)
+        return replace(made, cheap=True)
 
     def _products(
         self, name: str, shape: tuple[int, int, int], count: int, times: int, saved: int

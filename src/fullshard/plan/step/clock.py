@@ -280,7 +280,7 @@ def _kept_in_turns(operations: tuple[Operation, ...]) -> Iterator[Operation]:
     """Cheap operations, and of the matrix products the second, fourth and so on."""
     products = 0
     for each in operations:
-        products += each.kind is Kind.MATMUL
+        products += each.kind is Kind.MATMUL and not each.cheap
         if each.cheap or (each.kind is Kind.MATMUL and products % 2 == 0):
             yield each
 

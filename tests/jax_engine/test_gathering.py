@@ -100,7 +100,8 @@ def test_a_scan_over_time_in_a_layer_gathers_once():
     assert {each.count for each in found.collectives} == {1}
     assert step.outside == {}
     plain, batch = in_step(lambda w, x: (recurrent(w, x) ** 2).mean(), xs, params=params)
-    assert set(plain.outside) == {"x", "h"}
+    assert set(plain.outside.values()) == {"gathered(layer)(weights, x) around the loop"}
+    assert [note.partition(",")[0] for note in plain.notes] == ["h", "x"]
 
 
 def test_methods_and_keywords_of_layers():

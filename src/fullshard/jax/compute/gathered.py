@@ -147,6 +147,10 @@ class _Call:
 
     def carried_out(self, plain: Callable[..., Any]) -> Any:
         """The layer's results; ``plain`` is the layer for all examples, as it was given."""
+        with jax.named_scope(self.name):  # profiles and compiled programs tell layers by it
+            return self._carried_out(plain)
+
+    def _carried_out(self, plain: Callable[..., Any]) -> Any:
         weights, args, kwargs = self.given
         axes = self.now.axes
         if axes.parts == 1:

@@ -6,14 +6,17 @@ from typing import Any
 
 from fullshard.jax.compute.gathered import jaxprs_in
 
-__all__ = ["used_outside"]
+__all__ = ["AROUND_LOOP", "used_outside"]
+
+AROUND_LOOP = "gathered(layer)(weights, x) around the loop"
+"""The call for weights that every turn of a loop uses: XLA sums their gradients in each."""
 
 _CALLS = {
     "gather": "embed(table, tokens)",
     "conv_general_dilated": "gathered(layer)(weights, x)",
     "dot_general": "gathered(layer)(weights, x), or of a head cross_entropy(hidden, head, targets)",
     "ragged_dot_general": "gathered(layer)(weights, x)",
-    "while": "gathered(layer)(weights, x) around the loop",
+    "while": AROUND_LOOP,
 }
 
 
@@ -46,6 +49,8 @@ def _walk(jaxpr: Any, named: dict[Any, str], outside: dict[str, str]) -> list[st
                 theirs = weights[max(0, len(weights) - len(one.invars)) :]
                 pairs = zip(one.invars, theirs, strict=False)
                 results = _walk(one, {a: b for a, b in pairs if b}, outside)
+            constants = weights[: eqn.params["num_consts"]] if kind == "scan" else ()
+            outside.update((each, AROUND_LOOP) for each in constants if each in outside)
         elif not any(x.aval.shape for x in eqn.invars if not name(x)):
             results = [next(filter(None, weights))] * len(eqn.outvars)
         named.update((x, n) for x, n in zip(eqn.outvars, results, strict=False) if n)

@@ -23,6 +23,7 @@ from fullshard.jax.arrays.rule import (
     refuse_idle_axes,
     refuse_low_coverage,
 )
+from fullshard.jax.compute.outside import AROUND_LOOP
 from fullshard.jax.training.model import ModelArrays, read_model
 from fullshard.jax.training.options import StepOptions, is_whole, read_options
 from fullshard.jax.training.program import KEY, StepProgram
@@ -226,7 +227,9 @@ class TrainStep:
             f"{each.name}, {bytes_text(each.spec.bytes)}, is gathered where XLA likes: "
             f"write {self.outside[each.name]}"
             for each in self.placements
-            if each.spec.bytes >= _LARGE_BYTES and each.sharded and each.name in self.outside
+            if each.sharded
+            and each.name in self.outside
+            and (each.spec.bytes >= _LARGE_BYTES or self.outside[each.name] == AROUND_LOOP)
         )
         for note in self.notes:
             _log.warning("%s", note)

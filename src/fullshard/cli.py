@@ -3,11 +3,13 @@
 
 import argparse
 import difflib
+import importlib
 import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from fullshard.core.errors import ConfigurationError, FullshardError
 from fullshard.core.text import HelpFormatter
@@ -139,46 +141,10 @@ def _train(argv: Sequence[str]) -> int:
     return launch(config, given.nproc)
 
 
-def _run(argv: Sequence[str]) -> int:
-    with _needing("torch"):
-        from fullshard.run import main as run  # noqa: PLC0415
-    return run(argv)
-
-
-def _plan(argv: Sequence[str]) -> int:
-    with _needing("plan"):
-        from fullshard.plan.command.main import main as plan  # noqa: PLC0415
-    return plan(argv)
-
-
-def _calibrate(argv: Sequence[str]) -> int:
-    with _needing("torch"):
-        from fullshard.doctor.calibration.command import main as calibrate  # noqa: PLC0415
-    return calibrate(argv)
-
-
-def _doctor(argv: Sequence[str]) -> int:
-    with _needing("torch,train"):
-        from fullshard.doctor import main as doctor  # noqa: PLC0415
-    return doctor(argv)
-
-
-def _prove(argv: Sequence[str]) -> int:
-    with _needing("torch,train,prove"):
-        from fullshard.prove import main as prove  # noqa: PLC0415
-    return prove(argv)
-
-
-def _report(argv: Sequence[str]) -> int:
-    with _needing("report"):
-        from fullshard.report.command import main as report  # noqa: PLC0415
-    return report(argv)
-
-
-def _ckpt(argv: Sequence[str]) -> int:
-    with _needing("checkpoint"):
-        from fullshard.checkpoint.command import main as ckpt  # noqa: PLC0415
-    return ckpt(argv)
+def _delegate(extras: str, module: str, argv: Sequence[str]) -> int:
+    with _needing(extras):
+        main: Callable[[Sequence[str]], int] = importlib.import_module(module).main
+    return main(argv)
 
 
 @contextmanager
@@ -200,11 +166,11 @@ def _version() -> str:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
-    "run": _run,
-    "plan": _plan,
-    "calibrate": _calibrate,
-    "doctor": _doctor,
-    "prove": _prove,
-    "report": _report,
-    "ckpt": _ckpt,
+    "run": partial(_delegate, "torch", "fullshard.run"),
+    "plan": partial(_delegate, "plan", "fullshard.plan.command.main"),
+    "calibrate": partial(_delegate, "torch", "fullshard.doctor.calibration.command"),
+    "doctor": partial(_delegate, "torch,train", "fullshard.doctor"),
+    "prove": partial(_delegate, "torch,train,prove", "fullshard.prove"),
+    "report": partial(_delegate, "report", "fullshard.report.command"),
+    "ckpt": partial(_delegate, "checkpoint", "fullshard.checkpoint.command"),
 }

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.core.errors import ConfigurationError, UsageError
-from fullshard.launchers import launcher_environment, local_rank_of, rank_of
+from fullshard.launchers import check_nproc, launcher_environment, local_rank_of, rank_of
 
 __all__ = [
     "cleanup",
@@ -31,6 +31,7 @@ __all__ = [
     "get_device",
     "initialize_distributed_training",
     "join",
+    "local_nproc",
     "log",
 ]
 
@@ -102,6 +103,17 @@ def join(backend: str | None = None, timeout_s: float | None = None) -> None:
 def default_nproc() -> int:
     """Return the number of ranks to start on this host: one for each GPU, or two without GPUs."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
+
+
+def local_nproc(nproc: int | None) -> int:
+    """Return ``nproc``, or the default if it is None.
+
+    Raises `ConfigurationError` for a number that is absurd, or more than there are GPUs.
+    """
+    nproc = default_nproc() if nproc is None else check_nproc(nproc)
+    if torch.cuda.is_available() and nproc > (gpus := torch.cuda.device_count()):
+        raise ConfigurationError(f"--nproc {nproc} ranks need a GPU each, but there are {gpus}")
+    return nproc
 
 
 def get_device() -> torch.device:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from fullshard.core.errors import CommunicationError, ConfigurationError
-from fullshard.distributed import cleanup, get_device, join
+from fullshard.core.errors import CommunicationError
+from fullshard.distributed import cleanup, get_device, join, local_nproc
 from fullshard.doctor.links.measure import Links, measure_links
 from fullshard.local_ranks import run_local_ranks
 from fullshard.torch.comm.process_group import ProcessGroupComm
@@ -59,12 +59,9 @@ def measure_locally(
 
     Raises `CommunicationError` if a rank fails, with its words, or if it takes ``timeout_s``.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else nproc
-    if nproc > gpus:
-        raise ConfigurationError(f"--nproc {nproc} ranks need a GPU each, but there are {gpus}")
-    if nproc < 2:
-        raise ConfigurationError(f"links need at least 2 ranks, got --nproc {nproc}")
-    text = run_local_ranks(_measure_here, (tuple(sizes_bytes), threads), nproc, timeout_s)
+    text = run_local_ranks(
+        _measure_here, (tuple(sizes_bytes), threads), local_nproc(nproc), timeout_s
+    )
     assert text is not None  # rank 0 returns it, or fails
     return Links.of_json(text)
 

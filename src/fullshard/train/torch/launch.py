@@ -6,9 +6,9 @@ import sys
 
 import torch
 
-from fullshard.core.errors import CommunicationError, ConfigurationError
-from fullshard.distributed import default_nproc
-from fullshard.launchers import check_nproc, launcher_environment, threads_per_rank, usable_cores
+from fullshard.core.errors import CommunicationError
+from fullshard.distributed import local_nproc
+from fullshard.launchers import launcher_environment, threads_per_rank, usable_cores
 from fullshard.local_ranks import run_local_ranks
 from fullshard.train.config import Config
 from fullshard.train.data import load
@@ -35,10 +35,7 @@ def launch(config: Config, nproc: int | None = None) -> int:
         check_run(config, size, int(os.environ.get("LOCAL_WORLD_SIZE", size)), _gpu_bytes())
         _train_here(config)
         return 0
-    nproc = default_nproc() if nproc is None else check_nproc(nproc)
-    gpus = torch.cuda.device_count()
-    if torch.cuda.is_available() and nproc > gpus:
-        raise ConfigurationError(f"--nproc {nproc} ranks need a GPU each, but there are {gpus}")
+    nproc = local_nproc(nproc)
     check_run(config, nproc, nproc, _gpu_bytes())
     load(config)  # only to see that it can be: a missing corpus is refused here, once
     return _start_local(config, nproc)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A finished run's record: corrects a device by what it and its loop reached."""
 
+import math
 import tomllib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from fullshard.plan.model.config_json import read_model
 from fullshard.plan.model.model import Model
 from fullshard.plan.predict import predict
 from fullshard.plan.run import Run
-from fullshard.plan.step.interval import half_width
 
 __all__ = ["Record", "corrected", "device_toml", "read_record"]
 
@@ -73,8 +73,8 @@ def corrected(record: Record) -> Device:
     before = device.constants or fitted_constants()
     found = predict(record.model, record.run, record.cluster, before)
     faster = record.tokens_per_s / found.tokens_per_s
-    spread = fitted_spread()
-    shared = 1 - (spread / half_width(spread, found.unknowns)) ** 2
+    uncertain = math.log(found.step_s / found.low_s)
+    shared = 1 - (fitted_spread() / uncertain) ** 2
     faster **= shared / 2 if found.almost_full else shared
     rates = ("matmul_share", "attention_share", "memory_share", "inside_share", "between_share")
     times = ("kernel_s", "step_s", "straggle_s")

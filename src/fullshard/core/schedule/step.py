@@ -42,7 +42,7 @@ ranks have run a unit in one or in both; all units then end when autograd has fi
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
 from fullshard.core.schedule.record import Event, Moment
@@ -239,7 +239,8 @@ class StepMachine:
         self._events = []
         self._pass_over(after=-1)
         self._several = False
-        for unit in sorted(self._due, key=self._first_begin, reverse=True):
+        begin = attrgetter("began_at" if self.partial else "first_begin")
+        for unit in sorted(self._due, key=begin, reverse=True):
             if unit.phase.open if self.partial else unit.phase.due:
                 self._end(unit)
         for unit in list(self._active):
@@ -326,7 +327,8 @@ class StepMachine:
         if not self._is_over(unit):
             return
         self._end(unit)
-        self._end_others()
+        if self._active:
+            self._end_others()
 
     def _end_others(self) -> None:
         still_open = [other for other in self._active if other.phase.open]
@@ -360,15 +362,11 @@ class StepMachine:
             left += [call for call in again if call.made_in in self._reached]
         return any(call.began_at > unit.began_at for call in left)
 
-    def _first_begin(self, unit: UnitStep) -> int:
-        """When the first forward began that backward has come to."""
-        return unit.began_at if self.partial else unit.first_begin
-
     def _end(self, unit: UnitStep) -> None:
         """A unit's backward is over."""
         self._active.pop(unit, None)
         if unit.phase.due:
-            self._pass_over(after=self._first_begin(unit))
+            self._pass_over(after=unit.began_at if self.partial else unit.first_begin)
         unit.end_backward(self._task)
         if self.partial and unit.calls():  # of other forwards
             unit.move("await other calls")

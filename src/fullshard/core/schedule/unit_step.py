@@ -197,8 +197,7 @@ class UnitStep:
 
     def reach(self, call: "UnitCall", task: int) -> bool:
         """Note that graph task ``task`` has reached ``call``; False if backward was open."""
-        self.add_call(call)
-        self.last_reached = weakref.ref(call)
+        self.last_reached = self._calls[id(call)] = weakref.ref(call)
         self.came.setdefault(task, set())
         if self.phase.open:
             self.began_at = min(self.began_at, call.began_at)

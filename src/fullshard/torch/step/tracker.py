@@ -7,6 +7,7 @@ and the executor carries out the ops that the schedule asks for then.
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -271,7 +272,8 @@ class Tracker:
             if begun.weights is not None and self.optional is not None:
                 self.optional.weigh(begun.weights)
             self._carry_out(self._machine.call_begins(begun, task))
-            begun.recompute()
+            if begun.saved is not None:
+                begun.recompute()
 
     def _enter_backward(self) -> None:
         self._in_backward = True
@@ -282,9 +284,7 @@ class Tracker:
         self.executor.go_on(training=True)
 
         # Autograd runs it at the end of the backward, and forgets it if that fails.
-        def ending() -> None:
-            self._backward_ends()
-
+        ending = partial(self._backward_ends)
         self._ending = weakref.ref(ending)
         Variable._execution_engine.queue_callback(ending)
 

@@ -82,6 +82,44 @@ def stack_loss(params, batch):
     return cross_entropy(x, params["head"], batch["y"]).mean()
 
 
+def encoder_decoder():
+    keys = jax.random.split(jax.random.key(5), 3)
+    drawn = [jax.random.normal(key, (3, WIDTH, WIDTH)) / 4 for key in keys]
+    return {"reader": {"w": drawn[0]}, "writer": {"ask": drawn[1], "w": drawn[2]}, **stack()}
+
+
+def translated(params, batch):
+    """Layers of a decoder look at what an encoder read, where it is no padding; tied tables."""
+
+    def reader(weights, x, there):
+        return x + jnp.tanh((x * there[..., None]) @ weights["w"])
+
+    def writer(weights, x, memory, there):
+        scores = (x @ weights["ask"]) @ memory.swapaxes(1, 2)
+        chances = jax.nn.softmax(jnp.where(there[:, None], scores, -1e9))
+        return x + jnp.tanh(chances @ memory @ weights["w"])
+
+    table, there = params["embed"], batch["x"] > 1
+    memory = scan_layers(params["reader"], reader)(embed(table, batch["x"]), there)
+    x = embed(table, jnp.roll(batch["y"], 1, 1))
+    x = scan_layers(params["writer"], writer)(x, memory, there)
+    losses = cross_entropy(x, table, batch["y"], classes_first=True)
+    return (losses * there).sum() / there.sum() + (params["layers"]["w"] ** 2).mean()
+
+
+def recurrent(params, batch):
+    """A scan over time inside of a layer, whose weights are constants of it."""
+
+    def layer(weights, x):
+        def turn(h, now):
+            return jnp.tanh(now @ weights["w"][0] + h @ weights["w"][1] + weights["b"][2]), None
+
+        return jax.lax.scan(turn, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[0]
+
+    last = gathered(layer)(params["layers"], batch["x"])
+    return ((last - batch["y"]) ** 2).mean() + (params["embed"] ** 2).mean()
+
+
 def masked(params, batch):
     counts = batch["y"] % 3 == 0
     hidden = jnp.tanh(params["embed"][batch["x"]] @ params["layers"]["w"][0])
@@ -187,6 +225,8 @@ CASES = {
     "masked": (stack, masked, TOKENS, 6, {}),
     "contrastive": (models.make_tree, contrastive, lambda n: VECTORS(n, 12), 6, {}),
     "experts": (experts, experts_loss, lambda n: VECTORS(n, 12), 4, {"check": True}),
+    "encoder, decoder": (encoder_decoder, translated, TOKENS, 4, {"check": True}),
+    "recurrent": (stack, recurrent, lambda n: VECTORS(n, 5, WIDTH), 4, {"check": True}),
     "accumulated": (stack, stack_loss, TOKENS, 4, {"accumulate": 3}),
     "gathered once": (
         models.make_tree, models.tree_error, lambda n: VECTORS(n, 12), 2,

@@ -52,6 +52,7 @@ HELD_BY = {
     "optimizers that need whole": "test_optimizers_that_need_whole_tensors_are_refused_by_name",
     "the same over `align=": "test_optimizers_that_look_beyond_a_matrix_are_refused",
     '`align="matrix"` with': "test_refused_is_what_needs_equal_slices",
+    "`exchange_matrices` of": "test_refused_is_what_owners_cannot_step",
     "state that is neither": "test_state_that_cannot_be_told_is_refused_on_all_ranks",
     "torchao's optimizers": "test_state_in_blocks_needs_rows",
     "`Shard(d)`": "test_what_is_no_placement_is_refused",
@@ -111,6 +112,7 @@ RAISED_FOR = {
     "measuring/record.py:record_step": ["recording a step"],
     "optim/checks.py:_refuse_parts": ["optimizers that need whole"],
     "optim/checks.py:_check_low_bit": ["torchao's optimizers"],
+    "optim/exchange.py:exchange_matrices": ["`exchange_matrices` of", "`exchange_matrices` of"],
     "optim/overlap_optimizer.py:overlap_optimizer": ["`overlap_optimizer`", "`overlap_optimizer`"],
     "sharding/options.py:MixedPrecisionPolicy.__post_init__": [
         "`MixedPrecisionPolicy(param_dtype_override_fn"

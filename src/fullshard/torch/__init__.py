@@ -20,6 +20,7 @@ from fullshard.torch.fsdp2.fully_shard import fully_shard
 from fullshard.torch.fsdp2.module import FSDPModule
 from fullshard.torch.inspection.traffic import tracing
 from fullshard.torch.optim.clipping import clip_grad_norm_
+from fullshard.torch.optim.exchange import exchange_matrices
 from fullshard.torch.optim.grad_scaler import ShardedGradScaler
 from fullshard.torch.optim.overlap_optimizer import overlap_optimizer
 from fullshard.torch.sharding.memory_pool import use_memory_pool
@@ -114,6 +115,7 @@ __all__ = [
     "ShardingStrategy",
     "WholeMatrices",
     "clip_grad_norm_",
+    "exchange_matrices",
     "fully_shard",
     "inspection",
     "keep_for_double_backward",

@@ -14,8 +14,9 @@ from fullshard.checkpoint.format.stored import StoredTensor
 from fullshard.core.errors import CheckpointError
 from fullshard.torch.checkpoint.collecting import name_of
 from fullshard.torch.checkpoint.tensors import DTYPES, KnownBoxes, LocalPart, local_part
-from fullshard.torch.state.owned import NUMBERS
+from fullshard.torch.state.owned import NUMBERS, place_in
 from fullshard.torch.state.tensor_classes import names_of_parts, put_together
+from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = ["OptimizerLoad"]
@@ -94,10 +95,11 @@ class OptimizerLoad:
         stored: dict[str, str],
     ) -> Tensor:
         """Memory for a value of a tensor class, whose parts are taken out of ``stored``."""
-        if isinstance(param, ShardedParameter) and param.ownership.owner is None:
+        cut = isinstance(param, ShardedParameter) and place_in(self._optimizer, param)
+        if cut and cut.owner is None:
             raise CheckpointError(
                 f"{kind!r} in {self._key!r} is a {described['class']}, which is never cut, and "
-                f'{param.ownership.name!r} is cut here; shard it with align="matrix", or load '
+                f'{cut.name!r} is cut here; shard it with align="matrix", or load '
                 "without the optimizer"
             )
         parts = []
@@ -124,7 +126,10 @@ class OptimizerLoad:
         if isinstance(there, Tensor) and tuple(there.shape) == stored.shape:
             value, fresh = there, False
         else:
-            value = _new_value(param, kind, stored, dtype, _device_of(group, param, kind))
+            place = (
+                place_in(self._optimizer, param) if isinstance(param, ShardedParameter) else None
+            )
+            value = _new_value(param, place, kind, stored, dtype, _device_of(group, param, kind))
             fresh = True
         held = local_part(full, value, self._boxes)
         self._targets.append((full, replace(held, fresh=fresh)))
@@ -132,12 +137,17 @@ class OptimizerLoad:
 
 
 def _new_value(
-    param: Tensor, kind: str, stored: StoredTensor, dtype: torch.dtype, device: torch.device
+    param: Tensor,
+    place: Ownership | None,
+    kind: str,
+    stored: StoredTensor,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     if stored.shape == tuple(param.shape) and kind not in NUMBERS:
-        if isinstance(param, ShardedParameter):
-            local = torch.empty_like(param.local, dtype=dtype)
-            return ShardedParameter.value(local, param.ownership)
+        if isinstance(param, ShardedParameter) and place is not None:
+            local = param.local.new_empty(place.span.numel, dtype=dtype)
+            return ShardedParameter.value(local, place)
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
     return torch.empty(stored.shape, dtype=dtype, device=device)
 

@@ -18,10 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.torch.optim.exchange import CHECKED
 from fullshard.torch.optim.merged_step import MergedStep
 from fullshard.torch.optim.owned_step import OwnedStep
 from fullshard.torch.state.apart import looks_beyond, steps_apart
 from fullshard.torch.state.optimizers import refuse_state_of_another, shard_state, translate
+from fullshard.torch.state.owned import place_in
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.guards.optimizer_steps import count_step
@@ -41,7 +43,6 @@ NEEDS_WHOLE_TENSORS = {
 """Classes of optimizers, by name, that use rows, matrices or norms of whole parameters. Others of
 their kind are stopped by the operations that they call on a `ShardedParameter`."""
 
-_CHECKED = "_fullshard_checked"
 _EAGER = "_fullshard_steps_eagerly"
 _COMMS = "_fullshard_comms"  # that share its parameters
 _OWNED = "_fullshard_owned"  # it steps matrices that one rank has whole
@@ -76,7 +77,7 @@ def look_at(optimizer: Optimizer) -> None:
     """
     groups = optimizer.param_groups
     seen = (last_replacement(), sum(len(group["params"]) for group in groups))
-    if getattr(optimizer, _CHECKED, None) == seen:
+    if getattr(optimizer, CHECKED, None) == seen:
         _count(optimizer)
         return
     kind = type(optimizer).__name__
@@ -92,11 +93,11 @@ def look_at(optimizer: Optimizer) -> None:
     held = [param for param in params if isinstance(param, ShardedParameter)]
     # The first that is cut by element, if there is one.
     sharded = next(iter(sorted(held, key=lambda each: isinstance(each, DTensor))), None)
-    owned = [each for each in held if each.ownership.owner is not None]
+    owned = [each for each in held if place_in(optimizer, each).owner is not None]
     apart = bool(owned) and steps_apart(optimizer)
     cut = [each for each in held if not isinstance(each, DTensor)]
     if apart:
-        cut = [each for each in cut if each.ownership.owner is None]
+        cut = [each for each in cut if place_in(optimizer, each).owner is None]
     _refuse_parts(optimizer, cut)
     if sharded is not None:
         _check_low_bit(optimizer, cut)
@@ -107,7 +108,7 @@ def look_at(optimizer: Optimizer) -> None:
     setattr(optimizer, _COMMS, list(dict.fromkeys(each.ownership.comm for each in held)))
     setattr(optimizer, _EMPTY, [each for each in held if each.span.numel == 0])
     setattr(optimizer, _OWNED, apart)
-    setattr(optimizer, _CHECKED, seen)
+    setattr(optimizer, CHECKED, seen)
     _count(optimizer)
 
 
@@ -125,7 +126,7 @@ def _refuse_parts(optimizer: Optimizer, cut: list[ShardedParameter]) -> None:
         + (
             f", and {reason}. Use"
             if reason
-            else '. Use align="matrix", which leaves matrices whole,'
+            else '. Use align="matrix", which leaves matrices whole, exchange_matrices(optimizer),'
         )
         + " an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...), or leave these "
         "parameters out of sharding"

@@ -19,7 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard.torch.state.owned import plain_state, shown_state
+from fullshard.core.errors import UsageError
+from fullshard.torch.optim.exchange import sent
+from fullshard.torch.state.forms import in_agreed_order
+from fullshard.torch.state.owned import exchanged, is_cut, place_in, plain_state, shown_state
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 
@@ -36,6 +39,7 @@ class OwnedStep:
         self._optimizer = weakref.ref(optimizer)
         self._twin: Optimizer | None = None
         self._pairs: list[tuple[ShardedParameter, nn.Parameter]] = []
+        self._moved: dict[ShardedParameter, nn.Parameter] = {}  # by an exchange, on all ranks
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "OwnedStep":
@@ -60,10 +64,16 @@ class OwnedStep:
         assert optimizer is not None
         if args[0] is self._twin:
             return args, kwargs
+        if exchanged(optimizer) and (len(args) > 1 or kwargs):
+            raise UsageError(
+                "step(closure) makes gradients within the step, before which exchange_matrices "
+                "sends them; call backward() first, and step() without arguments"
+            )
         twin = object.__new__(type(optimizer))
         twin.__dict__.update(optimizer.__dict__)
         twin.state = defaultdict(dict, optimizer.state)
         self._pairs = []
+        self._moved = self._to_owners(optimizer, twin)
         twin.param_groups = [
             {**group, "params": [self._stand_in(param, twin) for param in group["params"]]}
             for group in optimizer.param_groups
@@ -76,8 +86,41 @@ class OwnedStep:
             kwargs["closure"] = self._following(kwargs["closure"])
         return args, kwargs
 
+    def _to_owners(
+        self, optimizer: Optimizer, twin: Optimizer
+    ) -> dict[ShardedParameter, nn.Parameter]:
+        """Move what has gradients to its owners, see [Note: An exchange]; return stand-ins."""
+        places = exchanged(optimizer)
+        params = [p for p in in_agreed_order({p: p for p in places}).values() if p.grad is not None]
+        moves, kinds = [], []
+        for param in params:
+            place, state = places[param], twin.state.get(param, {})
+            grad = param.grad.local if isinstance(param.grad, ShardedParameter) else param.grad
+            cut = {name: each.local for name, each in state.items() if is_cut(each, place)}
+            for name, local in {"": param.local.detach(), "grad of": grad, **cut}.items():
+                held = state[name].ownership if name in cut else param.ownership
+                moves.append((param, local, held, place))
+                kinds.append((param, name))
+        values = dict(zip(kinds, sent(moves, "values and gradients"), strict=True))
+        moved = {}
+        for param in params:
+            if places[param].owner != param.ownership.comm.rank:
+                twin.state.pop(param, None)
+                moved[param] = nn.Parameter(torch.empty_like(_meta(param)), param.requires_grad)
+                continue
+            whole = {n: v.view(param.shape) for (p, n), v in values.items() if p is param}
+            moved[param] = nn.Parameter(whole.pop(""), param.requires_grad)
+            moved[param].grad = whole.pop("grad of")
+            if param in twin.state:
+                state = {**twin.state.pop(param), **whole}
+                twin.state[moved[param]] = plain_state(state, param)
+            self._pairs.append((param, moved[param]))
+        return moved
+
     def _stand_in(self, param: Any, twin: Optimizer) -> Any:
         """Return the plain tensor that ``twin`` steps; without memory where another rank does."""
+        if param in self._moved:
+            return self._moved[param]
         if not isinstance(param, ShardedParameter) or param.ownership.owner is None:
             return param
         if param.ownership.owner != param.ownership.comm.rank:
@@ -110,16 +153,28 @@ class OwnedStep:
             return
         for param, stand_in in self._pairs:
             if stand_in in twin.state:
-                twin.state[param] = shown_state(twin.state.pop(stand_in), param)
-            if stand_in.grad is not None:
+                place = place_in(optimizer, param)
+                twin.state[param] = shown_state(twin.state.pop(stand_in), param, place)
+            if stand_in.grad is not None and param not in self._moved:
                 count_change(param.local)
-        self._pairs = []
+        self._from_owners(optimizer)
+        self._pairs, self._moved = [], {}
         for group, changed in zip(optimizer.param_groups, twin.param_groups, strict=True):
             group.update({name: value for name, value in changed.items() if name != "params"})
         optimizer.state.clear()
         optimizer.state.update(twin.state)
         changed_attributes = {k: v for k, v in twin.__dict__.items() if k not in _OWN}
         optimizer.__dict__.update(changed_attributes)
+
+    def _from_owners(self, optimizer: Optimizer) -> None:
+        """Let all ranks have their parts of what owners have stepped."""
+        moves = []
+        for param, stand_in in self._moved.items():
+            value = param.local.new_empty(0) if stand_in.is_meta else stand_in.detach()
+            moves.append((param, value, place_in(optimizer, param), param.ownership))
+        for (param, *_), value in zip(moves, sent(moves, "new values"), strict=True):
+            param.local.detach().copy_(value.view(param.local.shape))
+            count_change(param.local)
 
 
 def _meta(param: ShardedParameter) -> Tensor:

@@ -31,6 +31,7 @@ from fullshard.torch.comm.texts import share_bytes
 from fullshard.torch.state.apart import steps_apart
 from fullshard.torch.state.forms import in_agreed_order
 from fullshard.torch.state.tensor_classes import put_together, taken_apart
+from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import dtype_name, dtype_of
 
@@ -38,6 +39,9 @@ __all__ = [
     "NUMBERS",
     "comms_of_owned",
     "complete_state",
+    "exchanged",
+    "is_cut",
+    "place_in",
     "plain_state",
     "shown_state",
 ]
@@ -47,6 +51,23 @@ NUMBERS = {"step", "mu_product", "mu", "eta"}
 ASGD."""
 
 _SPAN, _PLAIN, _VALUE = "span", "plain", "value"
+_EXCHANGED = "_fullshard_exchanged"
+
+
+def exchanged(optimizer: Optimizer) -> dict[Tensor, Ownership]:
+    """Return where the state of parameters is that are stepped by owners but cut."""
+    places: dict[Tensor, Ownership] = optimizer.__dict__.setdefault(_EXCHANGED, {})
+    return places
+
+
+def place_in(optimizer: Optimizer, param: ShardedParameter) -> Ownership:
+    """Return where ``optimizer`` has the state of ``param``: as that is, or with its owner."""
+    return exchanged(optimizer).get(param, param.ownership)
+
+
+def is_cut(value: Any, place: Ownership) -> bool:
+    """Return True for state that is not where ``place`` says, as it was loaded."""
+    return isinstance(value, ShardedParameter) and not value.ownership.agrees_with(place)
 
 
 def plain_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, Any]:
@@ -57,13 +78,15 @@ def plain_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, 
     }
 
 
-def shown_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, Any]:
-    """Return that state with what has the shape of its parameter sharded like it.
+def shown_state(
+    state: Mapping[str, Any], param: ShardedParameter, place: Ownership
+) -> dict[str, Any]:
+    """Return that state with what has the shape of its parameter sharded as ``place`` says.
 
     But tensors of other classes, as torchao's in 8 bits, which need not be cut: they stay whole.
     """
     return {
-        name: ShardedParameter.value(value.detach().reshape(-1), param.ownership)
+        name: ShardedParameter.value(value.detach().reshape(-1), place)
         if type(value) is Tensor and value.shape == param.shape and name not in NUMBERS
         else value
         for name, value in state.items()
@@ -73,7 +96,12 @@ def shown_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, 
 def _owned(optimizer: Optimizer) -> list[ShardedParameter]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     held = [param for param in params if isinstance(param, ShardedParameter)]
-    numbered = {i: param for i, param in enumerate(held) if param.ownership.owner is not None}
+    numbered = {
+        i: param
+        for i, param in enumerate(held)
+        if (place := place_in(optimizer, param)).owner is not None
+        and not any(is_cut(value, place) for value in optimizer.state.get(param, {}).values())
+    }
     if not numbered or not steps_apart(optimizer):
         return []
     return list(in_agreed_order(numbered).values())
@@ -98,17 +126,18 @@ def complete_state(optimizer: Optimizer) -> None:
         mine = {
             str(number): _described(optimizer.state[param], param)
             for number, param in enumerate(params)
-            if param.ownership.owner == comm.rank and optimizer.state.get(param)
+            if place_in(optimizer, param).owner == comm.rank and optimizer.state.get(param)
         }
         told: dict[str, Any] = {}
         for text in share_bytes(comm, json.dumps(mine).encode(), params[0].device):
             told.update(json.loads(text))
         _check(told.values(), type(optimizer).__name__)
         for number, param in enumerate(params):
-            if param.ownership.owner != comm.rank:
+            place = place_in(optimizer, param)
+            if place.owner != comm.rank:
                 optimizer.state.pop(param, None)
                 if str(number) in told:
-                    optimizer.state[param] = _blank(told[str(number)], param)
+                    optimizer.state[param] = _blank(told[str(number)], param, place)
         _broadcast(comm, optimizer, params, told)
     if by_comm:  # in one order on all ranks: whoever reads it may gather in that
         state = dict(optimizer.state)
@@ -156,13 +185,15 @@ def _check(described: Iterable[Mapping[str, Any]], kind: str) -> None:
                 )
 
 
-def _blank(described: Mapping[str, Any], param: ShardedParameter) -> dict[str, Any]:
+def _blank(
+    described: Mapping[str, Any], param: ShardedParameter, place: Ownership
+) -> dict[str, Any]:
     """Make room for the state of a matrix of another rank."""
     leaves: list[Any] = []
     for _, what, first, *rest in described["leaves"]:
         if what == _SPAN:
             local = param.local.new_empty(0, dtype=dtype_of(first))
-            leaves.append(ShardedParameter.value(local, param.ownership))
+            leaves.append(ShardedParameter.value(local, place))
         elif what == _PLAIN:
             parts = [
                 torch.empty(shape, dtype=dtype_of(dtype), device=param.device if here else "cpu")
@@ -182,7 +213,7 @@ def _broadcast(
     for rank in range(comm.size):
         by_device: dict[bool, list[Tensor]] = {}
         for number, param in enumerate(params):
-            if param.ownership.owner != rank or str(number) not in told:
+            if place_in(optimizer, param).owner != rank or str(number) not in told:
                 continue
             values = tree_leaves(optimizer.state[param])
             for (_, what, *rest), value in zip(told[str(number)]["leaves"], values, strict=True):

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole-matrix optimizers over parameters that stay cut: values go to owners and come back."""
+
+import copy
+
+import pytest
+import torch
+from support.owned_matrices import (
+    alone,
+    assert_equal,
+    batch,
+    full,
+    loss_of,
+    muon_and_adamw,
+    sharded,
+    train,
+    wrapped,
+)
+from torch import nn
+
+import fullshard.torch as fs
+from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.testing import LocalComm, LocalWorld
+
+DOORS = {"fully_shard": (sharded, "row"), "wrapper": (wrapped, "element")}
+
+
+def made(comm, door, make=muon_and_adamw):
+    shard, align = DOORS[door]
+    model = shard(comm, align=align)
+    optimizers = make(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))
+    fs.exchange_matrices(optimizers[0])
+    return model, optimizers
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_muon_is_that_of_one_process_by_two_calls_a_unit(world, door, monkeypatch):
+    labels, issue = [], LocalComm._issue
+
+    def counting(comm, name, label, *rest):
+        if name == "all_to_all" and comm.rank == 0:
+            labels.append(label)
+        return issue(comm, name, label, *rest)
+
+    monkeypatch.setattr(LocalComm, "_issue", counting)
+
+    def body(comm):
+        model, optimizers = made(comm, door)
+        train(model, optimizers, comm.rank)
+        return full(model)
+
+    for values in LocalWorld(world).run(body):
+        assert_equal(values, alone(world))
+    calls = [label for label in labels if "of the unit of" in label]
+    assert len(calls) == (5 * 3 * 2 if world > 1 else 0)
+
+
+def test_bytes_of_a_step_are_those_of_values_gradients_and_new_values(monkeypatch):
+    bytes_sent, call = [], LocalComm.all_to_all
+
+    def counting(comm, received, sent, label=""):
+        if "of the unit of" in label:
+            mine = sent.numels[comm.rank]
+            bytes_sent.append((sum(sent.numels) - mine) * sent.flat.element_size())
+        return call(comm, received, sent, label)
+
+    monkeypatch.setattr(LocalComm, "all_to_all", counting)
+
+    def body(comm):
+        model, optimizers = made(comm, "wrapper")
+        train(model, optimizers[:1], comm.rank, steps=range(1))
+        return sum(p.numel() * 4 for p in optimizers[0].param_groups[0]["params"])
+
+    matrices = LocalWorld(4).run(body)[0]
+    assert sum(bytes_sent) <= 3 * 3 / 4 * matrices * 4  # of all four ranks; some parts stay
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_accumulation_clipping_and_a_matrix_without_a_gradient(door):
+    def body(comm):
+        model, optimizers = made(comm, door)
+        for number in range(3):
+            for part in range(2):
+                loss_of(model, batch(number, 0, part)).backward()
+            fs.clip_grad_norm_(model.parameters(), 0.1)
+            if number == 1:
+                optimizers[0].param_groups[0]["params"][2].grad = None
+                optimizers[0].state_dict()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return full(model)
+
+    expected = LocalWorld(1).run(body)[0]
+    for world in (2, 4):
+        for values in LocalWorld(world).run(body):
+            for name, value in values.items():
+                torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=2e-3)
+
+
+def by_name(optimizers):
+    return dict(zip(("muon", "adamw"), optimizers, strict=True))
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_state_goes_on_from_state_dicts_and_checkpoints(door, tmp_path):
+    def run(comm, how=None):
+        model, optimizers = made(comm, door)
+        train(model, optimizers, comm.rank, steps=range(2))
+        if how == "state dict":
+            saved = copy.deepcopy(optimizers[0].state_dict())
+            optimizers[0].state.clear()
+            optimizers[0].load_state_dict(saved)
+            assert len(optimizers[0].state_dict()["state"]) == 9  # before the next step, too
+        if how is not None and how != "state dict":
+            fs.save_checkpoint(how, model, by_name(optimizers), step=2)
+            train(model, optimizers, comm.rank, steps=range(2, 3))  # what is left of it must go
+            fs.load_checkpoint(how, model, by_name(optimizers))
+        train(model, optimizers, comm.rank, steps=range(2, 4))
+        return full(model)
+
+    def resumed(comm):
+        model, optimizers = made(comm, door)
+        fs.load_checkpoint(tmp_path / "3", model, by_name(optimizers))
+        return [
+            optimizers[0].state_dict()["state"][n]["momentum_buffer"].full_tensor()
+            for n in range(9)
+        ]
+
+    for world in (1, 3):
+        expected = LocalWorld(world).run(run)[0]
+        for how in ("state dict", tmp_path / str(world)):
+            values = LocalWorld(world).run(lambda comm, how=how: run(comm, how))[0]
+            for name, value in values.items():
+                assert torch.equal(value, expected[name]), (world, how, name)
+    first = LocalWorld(1).run(resumed)[0]
+    for world in (2, 5):
+        assert all(map(torch.equal, LocalWorld(world).run(resumed)[0], first))
+
+
+def test_adafactor_steps_vectors_beside_matrices_on_more_ranks_than_there_are():
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 3))
+
+    start = net()
+    inputs = torch.randn(4, 6)
+
+    def trained(model, optimizer, factor=1.0):
+        for _ in range(3):
+            (model(inputs).square().sum() * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    plain = copy.deepcopy(start)
+    trained(plain, torch.optim.Adafactor(plain.parameters(), lr=0.1))
+
+    def body(comm):
+        model = fs.fully_shard(copy.deepcopy(start), mesh=comm)
+        model.set_gradient_divide_factor(1.0)
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        fs.exchange_matrices(optimizer)
+        trained(model, optimizer, float(comm.rank == 0))
+        return full(model)
+
+    for world in (2, 8):
+        for values in LocalWorld(world).run(body):
+            for name, value in plain.named_parameters():
+                assert torch.equal(values[name], value), (world, name)
+
+
+def test_refused_is_what_owners_cannot_step():
+    def body(comm):
+        model = wrapped(comm, align="element")
+        params = list(model.parameters())
+        with pytest.raises(ConfigurationError, match="needs no whole matrices"):
+            fs.exchange_matrices(torch.optim.AdamW(params))
+        with pytest.raises(NotSupportedError, match="cannot step parameters one by one"):
+            fs.exchange_matrices(torch.optim.LBFGS(params))
+        muon = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))[0]
+        with pytest.raises(NotSupportedError, match=r"exchange_matrices\(optimizer\)"):
+            muon.step()
+        fs.exchange_matrices(muon)
+        with pytest.raises(UsageError, match="call backward"):
+            muon.step(lambda: None)
+        loss_of(model, batch(0, comm.rank)).backward()
+        muon.step()
+
+    LocalWorld(2).run(body)
+
+
+def test_ranks_that_give_other_parameters_are_refused():
+    def body(comm):
+        model = sharded(comm, align="row")
+        muon = muon_and_adamw(model)[0]
+        if comm.rank:
+            del muon.param_groups[0]["params"][3]
+        with pytest.raises(ConfigurationError, match="exchange_matrices"):
+            fs.exchange_matrices(muon)
+
+    LocalWorld(2).run(body)

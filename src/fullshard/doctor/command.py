@@ -53,11 +53,11 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().parse_args(argv)
     sizes_bytes = [parse_size(text) for text in arguments.size or ()] or list(SIZES_BYTES)
-    found = _launched(arguments.nproc)
+    launcher = _launched(arguments.nproc)
     # Read before ranks are started, so that a wrong path is reported at once.
     findings = check_scripts(arguments.scripts) if rank_of(os.environ) == 0 else []
-    if found is not None:
-        os.environ.update(found)
+    if launcher is not None:
+        os.environ.update(launcher)
         report, status = _among_launched(arguments.links, sizes_bytes)
     else:
         report, status = _alone(arguments.nproc, arguments.links, sizes_bytes), 0

@@ -31,32 +31,35 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--record", type=Path, metavar="RUN.toml", help="of a finished run")
     parser.add_argument("--nproc", type=int, default=1, help="ranks to start on this machine")
     parser.add_argument("--threads", type=int, default=0, help="of each rank on a CPU")
-    given = parser.parse_args(argv)
-    check_nproc(given.nproc)
-    if not 0 <= given.threads <= 4096:
+    arguments = parser.parse_args(argv)
+    check_nproc(arguments.nproc)
+    if not 0 <= arguments.threads <= 4096:
         raise ConfigurationError(
-            f"--threads must be 0 (torch's choice) to 4096, got {given.threads}"
+            f"--threads must be 0 (torch's choice) to 4096, got {arguments.threads}"
         )
-    if given.out.is_dir() or not given.out.absolute().parent.is_dir():
-        raise ConfigurationError(f"--out must be a file in a folder that is there, got {given.out}")
-    check_new("--out", given.out)
+    target: Path = arguments.out
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        raise ConfigurationError(
+            f"--out must be a file in a folder that is there, got {arguments.out}"
+        )
+    check_new("--out", target)
     text: str | None
     environment = launcher_environment(os.environ)
-    if given.record is not None:
+    if arguments.record is not None:
         text = device_toml(
-            corrected(read_record(given.record)), f"corrected by {given.record.name}"
+            corrected(read_record(arguments.record)), f"corrected by {arguments.record.name}"
         )
     elif environment is not None:
         os.environ.update(environment)
-        text = _measured(given.threads)
-    elif given.nproc > 1:
-        text = run_local_ranks(_measured, (given.threads,), given.nproc, 300.0)
+        text = _measured(arguments.threads)
+    elif arguments.nproc > 1:
+        text = run_local_ranks(_measured, (arguments.threads,), arguments.nproc, 300.0)
     else:
-        _set_threads(given.threads)
+        _set_threads(arguments.threads)
         text = calibrate(get_device()).toml("this-machine", 1)
     if text is not None:
-        given.out.write_text(text, encoding="utf-8")
-        print(f"{text}\nwritten to {given.out}: fullshard plan MODEL --device {given.out}")
+        target.write_text(text, encoding="utf-8")
+        print(f"{text}\nwritten to {target}: fullshard plan MODEL --device {target}")
     return 0
 
 
@@ -69,5 +72,5 @@ def _measured(threads: int) -> str | None:
     """Measure on all ranks together; None on all but the first."""
     _set_threads(threads)
     with joined() as (comm, device, backend):
-        found = calibrate(device, comm, backend)
-        return found.toml("this-machine", comm.size) if comm.rank == 0 else None
+        calibration = calibrate(device, comm, backend)
+        return calibration.toml("this-machine", comm.size) if comm.rank == 0 else None

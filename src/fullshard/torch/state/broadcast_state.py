@@ -21,11 +21,11 @@ _TENSOR = "tensor"
 
 
 def broadcast_state(
-    ranks: Ranks, given: Mapping[str, Any], params: Mapping[str, Any], device: torch.device
+    ranks: Ranks, saved: Mapping[str, Any], params: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any]:
-    """Send the first rank's ``given`` to all ranks, which keep their spans of it. Collective.
+    """Send the first rank's ``saved`` to all ranks, which keep their spans of it. Collective.
 
-    ``given`` has ``state`` (by the names of ``params``) and ``param_groups``, made of tensors,
+    ``saved`` has ``state`` (by the names of ``params``) and ``param_groups``, made of tensors,
     numbers, texts, dicts, lists and tuples. One tensor at a time is whole, on ``device``; nothing
     is pickled. Raises `ConfigurationError` on all ranks for values of another kind.
     """
@@ -40,7 +40,7 @@ def broadcast_state(
     text, failure = "", None
     if ranks.first:
         try:
-            text = json.dumps(to_json(given, note, "state"))
+            text = json.dumps(to_json(saved, note, "state"))
         except ConfigurationError as error:
             failure = error
     if ranks.any(failure is not None, device):
@@ -62,9 +62,9 @@ def broadcast_state(
         return tensor
 
     state: dict[str, Any] = {}
-    for name, each in described["state"].items():
+    for name, values in described["state"].items():
         state[name] = {}
-        for key, value in each.items():
+        for key, value in values.items():
             one = {key: _restored(value, receive)}
             param = params.get(name)
             state[name] |= cut_state(one, param) if isinstance(param, ShardedParameter) else one

@@ -7,7 +7,9 @@ A row is turned into a configuration by what it says alone, never by what was me
 """
 
 import csv
+import math
 import re
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -106,6 +108,7 @@ def _mosaic(source: str, record: dict[str, str]) -> Row:
 
 
 def _published(source: str, record: dict[str, str]) -> Row:
+    record = defaultdict(str, {name: text or "" for name, text in record.items() if name})
     try:
         value = float(record["value"])
     except ValueError:
@@ -143,7 +146,7 @@ def _published(source: str, record: dict[str, str]) -> Row:
         f"{record['model']} s{length} {record['n_gpu']}x {record['gpu'].split(',')[0]} b{batch} "
         f"{record['act_ckpt']} {record['precision']} {note.split(',')[0][:12]}"
     )
-    memory = float(record["peak_mem"]) if record["peak_mem"] else None
+    memory = _number(r"^(\d+(?:\.\d+)?)", record["peak_mem"].strip(), 0.0) or None
     return Row(
         source, record["id"], label, model, run, cluster, tokens, memory, "allocated" in told
     )
@@ -251,11 +254,15 @@ def _device(name: str) -> Device:
         (r"a100.*40", "a100-40"),
         (r"a100", "a100-80"),
         (r"h100.*9[46]", "h100-96"),
+        (r"h100.*pcie", "h100-pcie"),
+        (r"h100.?nvl\b", "h100-nvl"),
         (r"h100", "h100"),
         (r"h200", "h200"),
         (r"b200", "b200"),
         (r"mi300", "mi300x"),
         (r"a6000", "rtx-a6000"),
+        (r"l40s", "l40s"),
+        (r"\bl4\b", "l4"),
     )
     key = next((key for pattern, key in known if re.search(pattern, name.lower())), name)
     return named_device(key)
@@ -268,7 +275,10 @@ def _cluster(gpu: str, devices: int) -> Cluster:
     between = None
     if link:
         between = float(link.group(1)) * GIGABIT / (1 if link.group(2) else device.per_host)
-    return cluster_of(device, devices, between_bandwidth=between)
+    per_host = None
+    if devices > device.per_host and devices % device.per_host:
+        per_host = math.gcd(devices, device.per_host)  # as evenly as can be
+    return cluster_of(device, devices, per_host=per_host, between_bandwidth=between)
 
 
 _FORMATS = (

@@ -102,6 +102,19 @@ def test_what_a_row_says_of_its_trainer_is_read(rows, tmp_path, changes, read):
     assert read(changed_row(rows, tmp_path, changes).run) in expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "devices", "per_host"),
+    [({"n_gpu": "12"}, 12, 4), ({"peak_mem": "n/a", "note": "", "act_ckpt": ""}, 8, 8)],
+)
+def test_a_row_that_says_little_or_fills_no_hosts_is_predicted(
+    rows, tmp_path, changes, devices, per_host
+):
+    row = changed_row(rows, tmp_path, changes)
+    assert (row.cluster.devices, row.cluster.per_host) == (devices, per_host)
+    assert predict(row.model, row.run, row.cluster).tokens_per_s > 0
+    assert "peak_mem" not in changes or row.memory_gib is None
+
+
 def test_the_benchmark_takes_any_file_in_these_formats(tmp_path):
     few = tmp_path / "others.csv"
     few.write_text("".join(PUBLISHED.read_text().splitlines(keepends=True)[:6]))

@@ -272,6 +272,14 @@ def test_blocks_that_differ_are_refused(blocks, where):
         scan_layers(blocks, lambda block, x: x)(jnp.ones((2, 6)))
 
 
+def test_what_is_no_layer_or_remat_is_refused():
+    with pytest.raises(ConfigurationError, match="gathered\\(layer\\)\\(weights, x\\)"):
+        gathered(np.ones((8, 8)))
+    for wrong in (lambda: gathered(len, remat="matmul"), lambda: scan_layers([{}], len, remat=2)):
+        with pytest.raises(ConfigurationError, match="is none of True, False, 'matmuls'"):
+            wrong()
+
+
 def test_modules_that_differ_are_refused():
     rngs = nnx.Rngs(0)
     blocks = [nnx.Dropout(rate, rngs=rngs) for rate in (0.1, 0.2)]

@@ -35,6 +35,7 @@ from fullshard.jax.compute.context import Tracing, current, tracing
 __all__ = ["gathered", "jaxprs_in", "reduced_gather", "scan_layers"]
 
 _ALONE_BYTES = 1 << 19
+_KEPT = ("block", "matmuls", "none")  # as a step calls them
 _POLICIES = {"matmuls": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
@@ -50,7 +51,11 @@ def gathered(layer: Any, *, remat: Any = None) -> Callable[..., Any]:
     ``remat`` says what backward finds of forward: True (unless the step says otherwise) only what
     goes in, "matmuls" also products, False everything, full weights too; or a policy of
     `jax.checkpoint`. Outside of a step of `fullshard.jax.make_train_step` this is the layer itself.
+
+    Raises:
+        ConfigurationError: for what cannot be called, or another ``remat``.
     """
+    _refuse_unknown(layer, remat)
     module = layer if isinstance(layer, nnx.Module) else getattr(layer, "__self__", None)
     if isinstance(module, nnx.Module):
         method = type(module).__call__ if layer is module else layer.__func__
@@ -79,7 +84,7 @@ def scan_layers(
 
     Raises:
         ConfigurationError: for blocks that differ in more than the values of their arrays: call
-            ``gathered(block)(x)`` for each of them then.
+            ``gathered(block)(x)`` for each of them then. As `gathered` for ``layer``, ``remat``.
     """
     listed = isinstance(blocks, list | tuple | nnx.List)
     items = list(blocks) if listed else [blocks]
@@ -87,6 +92,7 @@ def scan_layers(
         raise ConfigurationError("scan_layers has no blocks")
     modules = items if isinstance(items[0], nnx.Module) else []
     function = layer or (lambda block, x, *args, **kwargs: block(x, *args, **kwargs))
+    _refuse_unknown(function, remat)
 
     def through(x: Any, *args: Any, **kwargs: Any) -> Any:
         splits = [nnx.split(item) if modules else (None, item) for item in items]
@@ -111,6 +117,18 @@ def scan_layers(
         return x
 
     return through
+
+
+def _refuse_unknown(layer: Any, remat: Any) -> None:
+    if not callable(layer):
+        raise ConfigurationError(
+            "a layer is a function of (weights, x, ...) or an nnx.Module, got "
+            f"{type(layer).__name__}; weights come in the call: gathered(layer)(weights, x)"
+        )
+    if not (remat is None or callable(remat) or remat in (True, False, *_KEPT)):
+        raise ConfigurationError(
+            f"remat={remat!r} is none of True, False, 'matmuls', or a policy of jax.checkpoint"
+        )
 
 
 def _call_module(method: Any, module: nnx.Module, remat: Any, *args: Any, **kwargs: Any) -> Any:

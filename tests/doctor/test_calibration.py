@@ -40,9 +40,12 @@ def test_a_record_corrects_its_device_and_measures_nothing(tmp_path, monkeypatch
     record.write_text('model = "llama2-7b"\ndevice = "a100"\ndevices = 8\ntokens_per_s = 3000.0\n')
     assert main(["calibrate", "--record", str(record), "--out", str(out)]) == 0
     assert "corrected by run.toml" in capsys.readouterr().out
-    device = named_device(str(out))
-    found = predict(named_model("llama2-7b"), Run(), cluster_of(device, 8))
-    assert found.tokens_per_s == pytest.approx(3000, rel=0.01)
+    before, after = (
+        predict(named_model("llama2-7b"), Run(), cluster_of(named_device(name), 8)).tokens_per_s
+        for name in ("a100", str(out))
+    )
+    # The part of the difference by which runs differ anyhow is not taken over.
+    assert 3000 < after < before
 
 
 def test_a_line_through_two_sizes_is_bandwidth_and_latency():

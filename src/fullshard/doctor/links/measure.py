@@ -108,7 +108,8 @@ class RankClock:
     """Times work on a device from a moment at which all ranks of ``comm``, if any, are there."""
 
     def __init__(self, device: torch.device, comm: Comm | None = None):
-        self.device, self._comm = device, comm
+        self.device: torch.device = device
+        self._comm = comm
 
     def settle(self) -> None:
         """Wait until the device is done."""

@@ -103,7 +103,7 @@ class ManagedUnit:
         # How often this rank runs it in a forward of the unit around, if it has said so.
         self.declared_runs: float = math.inf
         self.mean_over: str = "ranks"  # what the gradient of an optional unit is: or "users"
-        self.gradient_weight = 1.0  # of this rank's part in that mean, in the backward that runs
+        self.gradient_weight: float = 1.0  # of this rank's part in that mean, in this backward
         self.summoned = False  # modules show full parameters that are not the unit's own
         self.number = -1
         self.tracker: StepWatcher | None = None

@@ -55,7 +55,7 @@ class MemorySource:
 
     _of: "dict[torch.device, MemorySource]" = {}  # noqa: RUF012 - the devices' own, not a default
 
-    is_set = False  # for any device
+    is_set: bool = False  # for any device
 
     def __init__(self, pool: Any, *, everything: bool):
         self.pool = pool

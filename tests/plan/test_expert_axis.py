@@ -10,7 +10,17 @@ from support.planned_experts import rows_sent, units_and_ops
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Precision, ShardingStrategy
-from fullshard.plan import Cluster, Loss, Recompute, Run, Wrap, cluster_of, named_device, predict
+from fullshard.plan import (
+    Cluster,
+    Loss,
+    Recompute,
+    Run,
+    SearchSpace,
+    Wrap,
+    cluster_of,
+    named_device,
+    predict,
+)
 from fullshard.plan.cluster.read import fitted_constants
 from fullshard.plan.memory import planned_trace
 from fullshard.plan.model.decoder import Decoder
@@ -131,6 +141,12 @@ def test_what_cannot_be_dealt_out_is_refused(model, settings, devices, said):
 def test_runs_that_make_no_sense_are_refused(settings):
     with pytest.raises(ConfigurationError):
         Run(**settings)
+
+
+def test_a_search_leaves_out_replicas_that_experts_do_not_fit():
+    space = SearchSpace(Run(expert_parallel=64), frozenset({"strategy", "replicas"}))
+    found = list(space.structures(cluster_of(named_device("b200"), 512)))
+    assert {each.replicas for each in found} == {1, 4}
 
 
 @pytest.mark.parametrize("strategy", ShardingStrategy)

@@ -154,6 +154,15 @@ def test_parameters_of_transformers_own_models(tmp_path):
         assert names.issuperset(told.classes), kind
 
 
+@pytest.mark.parametrize(
+    "field", ["n_shared_experts", "first_k_dense_replace", "moe_intermediate_size"]
+)
+def test_sizes_of_experts_that_cannot_be_are_refused(field):
+    told = {**LLAMA, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    with pytest.raises(ConfigurationError, match=field):
+        model_from_config({**told, "model_type": "deepseek_v3", field: "two"}, "x")
+
+
 def test_an_unknown_architecture_is_refused_with_the_nearest():
     with pytest.raises(ConfigurationError, match="did you mean 'mistral'"):
         model_from_config({"model_type": "mistrall"}, "x")

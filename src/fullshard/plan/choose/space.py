@@ -117,7 +117,7 @@ def _replicas(cluster: Cluster, base: Run) -> list[int]:
     found = {1}
     replicas = cluster.hosts
     while replicas > 1 and len(found) < 5:
-        if ranks % replicas == 0:
+        if ranks % (replicas * base.expert_parallel) == 0:
             found.add(replicas)
         replicas //= 4
     return sorted(found)

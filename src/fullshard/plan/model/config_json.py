@@ -32,11 +32,13 @@ class _Fields:
                 return self.config[name]
         return default
 
-    def whole(self, *names: str, default: int | None = None) -> int:
-        """A whole number above 0; raises `ConfigurationError` if it is missing or is not one."""
+    def whole(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number from ``least``; raises `ConfigurationError` if it is missing or not."""
         value: int = self.get(*names, default=default)
         check_whole(
-            f"config.json of a {self.config.get('model_type')}: {' or '.join(names)}", value
+            f"config.json of a {self.config.get('model_type')}: {' or '.join(names)}",
+            value,
+            least,
         )
         return value
 
@@ -88,25 +90,28 @@ def _experts(fields: _Fields, hidden: str, shared: int = 0, dense_blocks: int = 
     )
 
 
+def _dense_layers(fields: _Fields) -> int:
+    layers = fields.get("mlp_only_layers", default=[])
+    return len(layers) if isinstance(layers, list) else 0
+
+
 def _qwen2_moe(fields: _Fields) -> Shape:
     shared = fields.whole("shared_expert_intermediate_size")
-    dense = len(fields.get("mlp_only_layers", default=()))
-    experts = _experts(fields, "moe_intermediate_size", shared, dense)
+    experts = _experts(fields, "moe_intermediate_size", shared, _dense_layers(fields))
     experts = replace(experts, gated_shared=True)
     return _llama_like(fields, qkv_bias=True, experts=experts)
 
 
 def _qwen3_moe(fields: _Fields) -> Shape:
-    dense = len(fields.get("mlp_only_layers", default=()))
-    experts = _experts(fields, "moe_intermediate_size", 0, dense)
+    experts = _experts(fields, "moe_intermediate_size", 0, _dense_layers(fields))
     return _llama_like(fields, query_key_norm=True, experts=experts)
 
 
 def _deepseek(fields: _Fields) -> Shape:
     """Version 1 with plain attention, later ones with latent."""
     hidden = fields.whole("moe_intermediate_size")
-    shared = hidden * int(fields.get("n_shared_experts", default=0))
-    dense = int(fields.get("first_k_dense_replace", default=0))
+    shared = hidden * fields.whole("n_shared_experts", default=0, least=0)
+    dense = fields.whole("first_k_dense_replace", default=0, least=0)
     told: dict[str, Any] = {
         "experts": _experts(fields, "moe_intermediate_size", shared, dense),
     }
@@ -116,7 +121,7 @@ def _deepseek(fields: _Fields) -> Shape:
             "kv_heads": fields.whole("num_attention_heads"),
             "head_width": fields.whole("qk_nope_head_dim") + turned,
             "latent": Latent(
-                int(fields.get("q_lora_rank", default=0)),
+                fields.whole("q_lora_rank", default=0, least=0),
                 fields.whole("kv_lora_rank"),
                 turned,
                 fields.whole("v_head_dim"),

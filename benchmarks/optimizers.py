@@ -5,8 +5,9 @@
 
 A small transformer on two hosts, one rank and one thread on each: network namespaces of this
 machine (see `netlab`). Matrices are stepped by `torch.optim.Muon` and the rest by AdamW, or all by
-AdamW. Over fullshard each matrix has one owner (`WholeMatrices`). Over FSDP2 the same class steps
-DTensors, which gather each matrix on all ranks as often as its operations ask for it. Alone is one
+AdamW. Over fullshard each matrix has one owner (`WholeMatrices`). Exchanged is fullshard cut by
+rows, with `exchange_matrices`. Over FSDP2 the same class steps DTensors, which gather each matrix
+on all ranks as often as its operations ask for it. Alone is one
 process with the whole model and one rank's examples. Seconds are medians, and `step of ours` is the
 median over rounds of a step's time over that of fullshard with Muon; sent is what a host sends
 in a step, and in `optimizer.step()`. Ends with status 2 where there can be no such hosts.
@@ -30,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from fullshard.torch import WholeMatrices, fully_shard
+from fullshard.torch import WholeMatrices, exchange_matrices, fully_shard
 
 HOSTS, WIDTH, BLOCKS, TOKENS = 2, 256, 4, 128
 WARM_UP_ROUNDS = 2
@@ -64,6 +65,7 @@ def rows(shard):
 ENGINES = {
     ("fullshard", MUON): owned,
     ("fullshard", ADAMW): rows(fully_shard),
+    ("exchanged", MUON): rows(fully_shard),
     ("FSDP2", MUON): rows(torch_fsdp.fully_shard),
     ("FSDP2", ADAMW): rows(torch_fsdp.fully_shard),
     ("alone", MUON): lambda model: model,
@@ -107,6 +109,8 @@ def rank_main(rank, options):
     for key, make in ENGINES.items():
         model = make(build())
         running[key] = model, optimizers(model, key[1])
+        if key[0] == "exchanged":
+            exchange_matrices(running[key][1][0])
     steps = {key: [] for key in running}
     turns = list(running.items())
     for number in range(WARM_UP_ROUNDS + options.rounds):

@@ -177,7 +177,7 @@ def test_refused_is_what_owners_cannot_step():
         params = list(model.parameters())
         with pytest.raises(ConfigurationError, match="needs no whole matrices"):
             fs.exchange_matrices(torch.optim.AdamW(params))
-        with pytest.raises(NotSupportedError, match="cannot step parameters one by one"):
+        with pytest.raises(NotSupportedError, match="on their owners: it takes dot products"):
             fs.exchange_matrices(torch.optim.LBFGS(params))
         muon = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))[0]
         with pytest.raises(NotSupportedError, match=r"exchange_matrices\(optimizer\)"):

@@ -95,7 +95,7 @@ def matrices():
         (Gathering, "communicates"),
         (Keeping, "leaves them as they are"),
         (Exploding, "no finite numbers"),
-        (torch.optim.LBFGS, "raises TypeError: .*closure"),
+        (torch.optim.LBFGS, "dot products over all parameters"),
     ],
 )
 def test_what_looks_beyond_a_matrix_is_found(kind, said):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import (
     ASGD,
+    LBFGS,
     SGD,
     Adadelta,
     Adagrad,
@@ -89,6 +90,8 @@ def looks_beyond(optimizer: Optimizer) -> str | None:
     if known is not None and known[0] == count:
         return known[1]
     try:
+        if isinstance(optimizer, LBFGS):  # its step cannot be tried: it wants a closure
+            raise _LooksBeyondError("it takes dot products over all parameters together")
         with _lock:
             reason = _try(optimizer)
     except _LooksBeyondError as error:

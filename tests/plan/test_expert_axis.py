@@ -157,3 +157,10 @@ def test_every_strategy_is_told(strategy, recompute):
     found = predict(TINY, run, cluster_of(H100, 16))
     assert 0 < found.low_s < found.step_s < found.high_s
     assert found.memory.peak_bytes > 0
+
+
+def test_speed_is_unsure_by_how_tokens_are_sent():
+    found = predict(
+        named_model("mixtral-8x7b"), Run(expert_parallel=8, sequence=4096), cluster_of(H100, 16)
+    )
+    assert any("tokens are sent" in each.name for each in found.unknowns)  # one expert on each

@@ -115,7 +115,9 @@ def predict(
     step_s = timeline.step_s
     samples = run.micro_batch * run.accumulate / run.tensor_parallel  # a device's share
     share = memory.peak_bytes / cluster.device.memory_bytes
-    experts = any(each.forward.count > 1 for call in script.calls for each in call.operations)
+    experts = run.expert_parallel > 1 or any(
+        each.forward.count > 1 for call in script.calls for each in call.operations
+    )
     away = _away(script, model, run, cluster)
     found = unknowns(timeline, run, cluster, share, away=away, experts=experts)
     width = math.exp(half_width(fitted_spread(), found))

@@ -34,6 +34,8 @@ def describe(run: Run) -> str:
         said.append(f"{run.recompute.value} recompute")
     if run.wrap is not Wrap.BLOCK:
         said.append(f"units by {run.wrap.value}")
+    if run.expert_parallel > 1:
+        said.append(f"experts over {run.expert_parallel}")
     if run.offload.to_host:
         said.append(f"{offload_name(run.offload)} on the host")
     if run.offload_activations:

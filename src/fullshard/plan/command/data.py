@@ -74,6 +74,8 @@ def _run_data(run: Run) -> dict[str, Any]:
         "loss": run.loss.value,
         "attention": run.attention.value,
         "engine": run.engine.value,
+        "expert_parallel": run.expert_parallel,
+        "imbalance": run.imbalance,
         "overhead_s": run.overhead_s,
         "compiled": run.compiled,
     }

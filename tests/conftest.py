@@ -32,6 +32,17 @@ SLOW_PATHS = (
     "test_documents",
     "test_examples",
 )
+# Half a minute and more each. They begin, so that no process is left alone with one in the end.
+LONGEST = (
+    "test_tutorial.py",
+    "libraries/test_training_libraries.py",
+    "test_examples.py",
+    "drop_in/test_scripts.py",
+    "plan/test_peaks.py",
+    "device/test_device.py",
+    "drop_in/test_run.py",
+    "test_cli.py",
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -40,6 +51,7 @@ def pytest_collection_modifyitems(items):
         path = item.path.relative_to(here).as_posix()
         if path.startswith(SLOW_PATHS) or SLOW_FIXTURES.intersection(item.fixturenames):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.relative_to(here).as_posix() not in LONGEST)
 
 
 def pytest_collection_finish():

@@ -437,6 +437,23 @@ MUTANTS = {
         "comm.all_gather([(Parts(gathered, held), mine)], label=label)",
         "whole state dicts of whole matrices",
     ),
+    # exchanges with owners
+    "an exchange is not waited for": _edit(
+        "tensor.reslice:reslice", "comm.all_to_all(received, sent, label).wait()",
+        "comm.all_to_all(received, sent, label)", "exchanged matrices",
+    ),
+    "matrices are exchanged one by one": _edit(
+        "optim.exchange:sent", "key = held.comm, held.unit,", "key = held.comm, number,",
+        "exchanged matrices",
+    ),
+    "an owner keeps what was exchanged": _edit(
+        "optim.owned_step:OwnedStep._finish", "self._pairs, self._moved = [], {}",
+        "self._pairs = []", "exchanged matrices",
+    ),
+    "owners keep the new values": _edit(
+        "optim.owned_step:OwnedStep._finish", "self._from_owners(optimizer)", "pass",
+        "exchanged matrices",
+    ),
     # groups
     "a rank alone gathers what it has": _edit(
         _UNIT + "__init__", "self._ranks.gather.size == 1 and self._as_they_rest", "False",

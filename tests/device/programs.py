@@ -160,6 +160,22 @@ _simple("full over 3", shape=(3,))
 _simple("kept after forward", reshard_after_forward=False)
 _simple("whole matrices", align="matrix")
 _simple("blocks of 2", reshard_after_forward=2)
+
+
+@program("exchanged matrices")
+def _(job):
+    model = shard(gpt(), job.mesh)
+    matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
+    others = set(model.parameters()).difference(matrices)
+    muon = torch.optim.Muon(matrices, lr=1e-2)
+    muon._fullshard_looks_beyond = (1, None)  # tensors here have no values to try it with
+    ours.exchange_matrices(muon)
+    job.train(model, muon, before_step=lambda _: [setattr(each, "grad", None) for each in others])
+    calls = [kind for _, kind, *_ in job.machine.collectives]
+    if calls.count("all_to_all") != 2 * len(model.blocks) * job.steps:
+        job.machine.find(f"exchanges take {calls}")
+
+
 _simple("hybrid", shape=(2, 2))
 _simple("replicas only", shape=(4, 1))
 _simple("bf16", mp_policy=ours.MixedPrecisionPolicy(**BF16))

@@ -317,6 +317,36 @@ def test_two_forwards_before_their_backwards(backwards, seed):
         compare([grads], [expected])
 
 
+@pytest.mark.parametrize("recomputing", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_backward_goes_through_a_kept_graph_again(seed, recomputing):
+    """In any order with that of another forward, and a forward between."""
+    used = [patterns(2, 3 * seed + forward, most=2) for forward in range(3)]
+    turns = [*random.Random(seed).sample([0, 0, 1, 1], 4), 2]
+
+    def backwards(model, rank):
+        outputs = [model(texts(2, n)[rank], used[n][rank]) for n in range(2)]
+        for place, n in enumerate(turns):
+            if n == 2:
+                outputs.append(model(texts(2, n)[rank], used[n][rank]))
+            loss = ((place + 1) * outputs[n]).square().mean()
+            loss.backward(retain_graph=n in turns[place + 1 :])
+
+    def body(comm):
+        model = as_recomputing(comm) if recomputing else sharded(comm, "fully_shard")
+        set_prefetch(model, seed % 2, seed % 2)
+        backwards(model, comm.rank)
+        return update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    model = Recomputing() if recomputing else Model()
+    for rank in range(2):
+        backwards(model, rank)
+    grads = update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    expected = {name: None if grad is None else grad / 2 for name, grad in grads.items()}
+    for history in LocalWorld(2).run(body):
+        compare([history], [expected])
+
+
 def test_all_patterns_of_two_parts_on_two_ranks():
     uses = [dict(zip(PARTS, use, strict=False)) for use in itertools.product((0, 1), repeat=2)]
     steps = [[[here, there]] for here in uses for there in uses]

@@ -36,7 +36,8 @@ the rank's own call, that takes its place, else it is passed over: the unit begi
 ended, and awaits it until where it began. When the root's forward ends, ranks tell each other which
 units' backward may come on any of them; `settle` forgets what stands in for the others. If several
 forwards wait for their backward, a parameter's gradient may be complete in one or the other, as
-ranks have run a unit in one or in both; all units then end when autograd has finished.
+ranks have run a unit in one or in both; all units then end when autograd has finished. A backward
+through a graph that was kept awaits what stood in the first time once more.
 """
 
 import weakref
@@ -95,7 +96,7 @@ class StepMachine:
     def root_begins(self) -> None:
         """A forward of the root begins that is no recomputation."""
         self._forwards += 1
-        if self.partial and self._due:
+        if self.partial:
             self._forget_unreachable()
 
     def _waiting(self) -> set[int]:
@@ -106,6 +107,10 @@ class StepMachine:
     def _forget_unreachable(self) -> None:
         """Forget what stands in for calls of forwards whose outputs are gone."""
         alive = self._waiting()
+        root = self._units[0]()
+        kept = alive if root is None else alive | {call.made_in for call in root.calls_over()}
+        for unit in self._alive():
+            unit.passed = [call for call in unit.passed if call.made_in in kept]
         for unit in list(self._due):
             for call in [call for call in unit.stand_ins if call.made_in not in alive]:
                 unit.pass_over(call, -1)
@@ -173,7 +178,10 @@ class StepMachine:
             return ()
         chain: list[Any] = [call]
         parent = call.parent
-        while parent is not None and not parent.begun and parent.unit.awaits(parent):
+        while parent is not None and not parent.begun:
+            again = self.partial and parent.over_in not in (-1, task)  # through a kept graph
+            if not again and not parent.unit.awaits(parent):
+                break
             chain.insert(0, parent)
             parent = parent.parent
         return chain
@@ -188,6 +196,8 @@ class StepMachine:
         self._reached.add(call.made_in)
         self._recomputed = call.made_in
         unit = call.unit
+        if self.partial and not unit.partial:
+            self._await_again(call.made_in)
         if self.partial:
             stand_in = unit.stand_in_of(call, self._reached)
             ended_at = call.ended_at if stand_in is None else stand_in.ended_at
@@ -202,6 +212,13 @@ class StepMachine:
             if not unit.phase.open:  # as it is if a later call of the unit was passed over
                 self._begin(unit)
         return self._events
+
+    def _await_again(self, forward: int) -> None:
+        """Await again what an earlier backward through this forward of the root has passed."""
+        for unit in self._alive():
+            if unit.await_again(forward) and not unit.phase.due:
+                unit.move("await other calls")
+                self._due[unit] = None
 
     def gradient_arrives(self, unit: UnitStep, index: int, task: int) -> Sequence[Event]:
         """A parameter has its gradient, or a part of it."""

@@ -100,6 +100,7 @@ class UnitStep:
     here: set[int]
     came: dict[int, set[int]]
     stand_ins: list["UnitCall"]  # see [Note: Left out]
+    passed: list["UnitCall"]  # of these, what backward has passed or reached, and may come to again
     _absent: dict[int, Set[int]]
 
     def __init__(self, trained: Collection[int], absent: Callable[[], Set[int]]):
@@ -120,7 +121,7 @@ class UnitStep:
         self.begun = self.held_back = False
         self._calls, self._over = {}, {}
         self.here, self.came, self._absent = set(), {}, {}
-        self.stand_ins = []
+        self.stand_ins, self.passed = [], []
 
     def move(self, what: str) -> None:
         """Make one of the legal moves."""
@@ -188,6 +189,17 @@ class UnitStep:
         if call.stands_in:
             call.over_in = task
             self.stand_ins.remove(call)
+            if task >= 0:
+                self.passed.append(call)
+
+    def await_again(self, forward: int) -> bool:
+        """Await again what stood in for calls made in a ``forward`` of the root; False if none."""
+        again = [call for call in self.passed if call.made_in == forward]
+        for call in again:
+            self.passed.remove(call)
+            self.stand_ins.append(call)
+            self.add_call(call)
+        return bool(again)
 
     def calls_over(self) -> list["UnitCall"]:
         """The calls whose backward was over before and may come again, in a graph that is kept."""

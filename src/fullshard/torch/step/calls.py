@@ -65,9 +65,8 @@ class WatchedCall(UnitCall):
 
     def recompute(self) -> None:
         """Recompute now what lies in the same checkpoint, in the backward that runs."""
-        saved, self.saved = self.saved, None
-        if saved is not None:
-            _ = saved._saved_self
+        if self.saved is not None:
+            _ = self.saved._saved_self
 
     def watch_inside(self, tensors: Sequence[Tensor]) -> None:
         """Hear of gradients of those ``tensors`` too that this forward has made."""

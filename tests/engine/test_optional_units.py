@@ -4,6 +4,7 @@
 import itertools
 import os
 import random
+import weakref
 
 import pytest
 import torch
@@ -345,6 +346,54 @@ def test_backward_goes_through_a_kept_graph_again(seed, recomputing):
     expected = {name: None if grad is None else grad / 2 for name, grad in grads.items()}
     for history in LocalWorld(2).run(body):
         compare([history], [expected])
+
+
+def test_what_would_be_recomputed_goes_with_its_graph():
+    def body(comm):
+        model = Residuals(saves=False, together=False).shard(comm)
+        gone = []
+        model.embed.register_forward_hook(lambda _m, _i, out: gone.append(weakref.ref(out)))
+        for backward in (False, True):
+            loss = model(texts(2, 0)[comm.rank], [[comm.rank], []]).sum()
+            if backward:
+                loss.backward()
+            del loss
+        return [each() for each in gone]
+
+    assert LocalWorld(2).run(body) == [[None, None], [None, None]]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("embed", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_one_backward_goes_through_two_roots(seed, embed, beside):
+    """One behind the other or side by side; a rank may leave out all that it would run first."""
+    used = [[patterns(2, 4 * seed + 2 * step + n, most=2) for n in range(2)] for step in range(2)]
+
+    def backward(low, high, rank, step):
+        text = texts(2, 10 * seed + step)[rank]
+        below = low(text, used[step][0][rank])
+        above = high(text if beside else text + below[:, :3], used[step][1][rank])
+        (above.square().mean() + (below.mean() if beside else 0)).backward()
+
+    def body(comm):
+        roots = [sharded(comm, "fully_shard", embed=embed) for _ in range(2)]
+        for root in roots:
+            set_prefetch(root, seed % 2, seed % 2)
+        for step in range(2):
+            backward(*roots, comm.rank, step)
+        return [update(r, torch.optim.SGD(r.parameters(), lr=0.1)) for r in roots]
+
+    roots = [Model(), Model()]
+    for step in range(2):
+        for rank in range(2):
+            backward(*roots, rank, step)
+    for root in roots:
+        for param in root.parameters():
+            param.grad = None if param.grad is None else param.grad / 2
+    expected = [update(root, torch.optim.SGD(root.parameters(), lr=0.1)) for root in roots]
+    for history in LocalWorld(2).run(body):
+        compare(history, expected)
 
 
 def test_all_patterns_of_two_parts_on_two_ranks():

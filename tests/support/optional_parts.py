@@ -55,7 +55,9 @@ class Model(nn.Module):
         return x
 
 
-def sharded(comm, door, again=False, mark=True, drawn=True, mean_over="ranks", **options):
+def sharded(
+    comm, door, again=False, mark=True, drawn=True, mean_over="ranks", embed=True, **options
+):
     """The model with a unit for each layer, part and block; ``options`` are the function's."""
     model = Model(again, drawn)
     if door == "wrapper":
@@ -66,7 +68,8 @@ def sharded(comm, door, again=False, mark=True, drawn=True, mean_over="ranks", *
     for part in (model.eye, model.ear, model.hand):
         for layer in (part.first, part.second, part):
             fully_shard(layer, mesh=comm, **options)
-    for unit in (model.embed, *model.blocks, model):
+    first = (model.embed,) if embed else ()
+    for unit in (*first, *model.blocks, model):
         fully_shard(unit, mesh=comm, **options)
     if mark:
         mark_optional(model.eye, model.ear, model.hand, mean_over=mean_over)

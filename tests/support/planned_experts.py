@@ -57,6 +57,7 @@ def rows_sent(experts, shards):
     """Bytes of rows that this rank sends in a step in which all experts get equally many."""
     mesh = init_device_mesh("cpu", (shards, experts), mesh_dim_names=("shard", "experts"))
     group = mesh.get_group("experts")
+    torch.manual_seed(0)
     stack = example()["Experts"](EXPERTS, WIDTH, WIDTH)
     block = example()["MixtureOfExperts"](stack, WIDTH, active=2, count=EXPERTS, group=group)
     block.router = nn.Linear(WIDTH, EXPERTS, bias=False)

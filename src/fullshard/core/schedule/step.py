@@ -250,8 +250,13 @@ class StepMachine:
         self._end_what_is_over(call.unit)
         return self._events
 
-    def backward_ends(self, task: int) -> Sequence[Event]:
-        """Autograd has nothing left to do: what is still due is over."""
+    @property
+    def may_be_over(self) -> bool:
+        """True in a backward that goes through one forward of the root, of partial units."""
+        return self.partial and self.in_backward and not self._several
+
+    def rest_is_over(self, task: int) -> Sequence[Event]:
+        """End what backward has come to, and pass over the rest, of which nothing will come."""
         self._task = task
         self._events = []
         self._pass_over(after=-1)
@@ -262,9 +267,17 @@ class StepMachine:
                 self._end(unit)
         for unit in list(self._active):
             self._end(unit)
+        return self._events
+
+    def backward_ends(self, task: int) -> Sequence[Event]:
+        """Autograd has nothing left to do: what is still due is over."""
+        self.rest_is_over(task)
         self._due = {unit: None for unit in self._due if self.partial and unit.phase.due}
         self._recomputed = 0
-        for unit in self._alive():
+        for reference in self._units:
+            unit = reference()
+            if unit is None:
+                continue
             unit.begun = False
             if unit.held_back and unit.requires_gradient_sync:
                 self._end(unit)  # this micro-batch did not use it, earlier ones did

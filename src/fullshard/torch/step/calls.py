@@ -24,8 +24,9 @@ class WatchedCall(UnitCall):
     # What gradients of optional units count, if that depends on how many ranks used them; in the
     # root's calls.
     weights: dict[ManagedUnit, float] | None = None
-    # In a checkpoint, the node of a tensor that it has saved: to read that is to recompute.
-    saved: Any = None
+    # In a checkpoint, the node of a tensor that it has saved: to read that is to recompute. Weak,
+    # since a checkpoint keeps the inputs that it recomputes from, whose hooks keep the call.
+    saved: "weakref.ref[Any] | None" = None
 
     def watch_inputs(self, tensors: Sequence[Tensor]) -> None:
         """Hear when the gradients of ``tensors``, inputs of the unit, are there."""
@@ -59,14 +60,24 @@ class WatchedCall(UnitCall):
             if base is not None and base is not node and base._sequence_nr() >= self.first_node:
                 base.register_prehook(self._on_output_gradient)
 
-    def save_for_recomputation(self) -> None:
-        """Let the checkpoint that runs save a tensor, by which `recompute` makes it recompute."""
-        self.saved = torch.zeros((), requires_grad=True).sin().grad_fn
+    def save_for_recomputation(self, outputs: Sequence[Tensor]) -> None:
+        """Let the checkpoint that runs save a tensor, by which `recompute` makes it recompute.
+
+        It lives as long as the graph behind the ``outputs`` of the call.
+        """
+        lead = torch.zeros((), requires_grad=True)
+        saved = _Saved.apply(lead).grad_fn  # type: ignore[no-untyped-call]
+        self.saved = weakref.ref(saved)
+        for tensor in outputs:
+            node: Any = tensor.grad_fn
+            if node is not None:
+                node.metadata.setdefault(_Saved, []).append(saved)
 
     def recompute(self) -> None:
         """Recompute now what lies in the same checkpoint, in the backward that runs."""
-        if self.saved is not None:
-            _ = self.saved._saved_self
+        saved = None if self.saved is None else self.saved()
+        if saved is not None:
+            _ = saved.saved_tensors
 
     def watch_inside(self, tensors: Sequence[Tensor]) -> None:
         """Hear of gradients of those ``tensors`` too that this forward has made."""
@@ -89,6 +100,19 @@ class WatchedCall(UnitCall):
         tracker = self.managed.tracker
         if tracker is not None:
             tracker.input_has_gradient(self)
+
+
+class _Saved(torch.autograd.Function):
+    """A node that saves its input."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(_ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> Tensor:
+        return grads[0]
 
 
 def _weakly(

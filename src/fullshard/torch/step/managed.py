@@ -229,7 +229,9 @@ class ManagedUnit:
         if ends:
             self.end_forward()
             if call is not None and failure is None and self.step.recomputed:
-                call.save_for_recomputation()  # which may end a recomputation, by an exception
+                call.save_for_recomputation(
+                    outputs
+                )  # which may end a recomputation, by an exception
         return None if output is given else output
 
     def _apart_from_parameters(self, output: Tensor) -> Tensor:

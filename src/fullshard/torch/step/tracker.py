@@ -8,6 +8,7 @@ and the executor carries out the ops that the schedule asks for then.
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -35,6 +36,10 @@ from fullshard.torch.unit.sites import clean_name
 
 __all__ = ["Tracker", "ensure_tracker", "tracker_of"]
 
+_forwards = count(1)
+_roots_in_backward: "dict[int, list[Tracker]]" = {}
+"""Those with optional parts, by graph task, as backward has come to them."""
+
 
 class Tracker:
     """Runs the units below one root module.
@@ -60,6 +65,8 @@ class Tracker:
         self.structure: Callable[[], paths.Structure | None] = lambda: None
         self.executor: Executor = Executor(units, prefetch)
         self.optional: OptionalUnits | None = None
+        self._forward_at = 0  # of all forwards of roots, the number of this one's latest
+        self._backward = -1  # the graph task for which `_roots_in_backward` has this one
 
     @classmethod
     def adopt(cls, root: nn.Module) -> "Tracker":
@@ -169,6 +176,7 @@ class Tracker:
         if self._in_backward and in_autograd:
             return  # recomputation: it belongs to the step whose backward is running
         self._machine.root_begins()
+        self._forward_at = next(_forwards)
         if self._running or self._in_backward:
             self.recover()
         structure = self.structure()
@@ -252,6 +260,7 @@ class Tracker:
             managed.forget_step()
         self.executor.finish_step()
         self._machine.forget()
+        _roots_in_backward.pop(self._backward, None)
         self._in_backward = False
         self._marks.forget()
         for recorder in self.executor.recorders:
@@ -276,9 +285,9 @@ class Tracker:
                 begun.recompute()
 
     def _enter_backward(self) -> None:
+        if _roots_in_backward or self.optional is not None:
+            self._take_turns()
         self._in_backward = True
-        if self.optional is not None:
-            self.optional.begin_backward()
         for recorder in self.executor.recorders:
             recorder.begins("backward", None)
         self.executor.go_on(training=True)
@@ -287,6 +296,24 @@ class Tracker:
         ending = partial(self._backward_ends)
         self._ending = weakref.ref(ending)
         Variable._execution_engine.queue_callback(ending)
+
+    def _take_turns(self) -> None:
+        """End roots with optional parts whose forward came later: autograd is done with them.
+
+        Ranks that left out their first units would else come to those when autograd has ended.
+        """
+        task = torch._C._current_graph_task_id()
+        for other in _roots_in_backward.get(task, ()):
+            if other._forward_at > self._forward_at:
+                other._end_rest(task)
+        if self.optional is not None:
+            self.optional.begin_backward()
+            self._backward = task
+            _roots_in_backward.setdefault(task, []).append(self)
+
+    def _end_rest(self, task: int) -> None:
+        if self._machine.may_be_over:
+            self._carry_out(self._machine.rest_is_over(task))
 
     def gradient_arrives(self, managed: ManagedUnit, index: int, grad: Tensor) -> None:
         """A parameter has its gradient."""
@@ -313,7 +340,10 @@ class Tracker:
 
     def _backward_ends(self) -> None:
         """Autograd has nothing left to do: reduce what is still due, free everything."""
-        self._carry_out(self._machine.backward_ends(torch._C._current_graph_task_id()))
+        task = torch._C._current_graph_task_id()
+        for root in _roots_in_backward.pop(self._backward, ()):
+            root._end_rest(task)  # before ranks ask what this one has used
+        self._carry_out(self._machine.backward_ends(task))
         self._in_backward = False
         if self.executor.is_last_backward:  # else reduces may be in flight
             settle_usage(self.executor.units)

@@ -485,6 +485,32 @@ def test_parts_with_units_inside_are_recomputed_as_a_whole(frozen, prefetch):
         compare(history, expected)
 
 
+def test_a_part_may_checkpoint_what_is_inside_and_evaluation_come_between():
+    """A function around its units, in a wrapper or in a part of the part's forward."""
+    used = [[{"eye": 1}, {"ear": 1}], [{"eye": 1, "hand": 1}, {}]]
+
+    def body(comm):
+        model = sharded(comm, "fully_shard")
+        for part in (model.eye, model.ear, model.hand):
+            inside = part.forward
+            part.forward = lambda x, run=inside: checkpoint(run, x, use_reentrant=False)
+        for step in range(2):
+            loss = model(texts(2, step)[comm.rank], used[step][comm.rank]).square().mean()
+            with torch.no_grad():
+                model(texts(2, 7)[comm.rank], used[1 - step][comm.rank])
+            loss.backward()
+        return update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    model = Model()
+    for step in range(2):
+        for rank in range(2):
+            loss = model(texts(2, step)[rank], used[step][rank]).square().mean() / 2
+            loss.backward()
+    expected = update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for history in LocalWorld(2).run(body):
+        compare([history], [expected])
+
+
 def test_a_checkpoint_of_a_function_around_a_part_is_refused():
     def body(comm):
         model = as_recomputing(comm, frozen=False)

@@ -104,7 +104,8 @@ class _Question:
         votes = torch.zeros(2 * units + 4, dtype=torch.float64)
         if wanted is not None:
             votes[self.inside.index(wanted)] = 1
-            votes[units + self.inside.index(wanted)] = float(wanted.step.recomputed)
+            again = wanted.step.recomputed and torch.is_grad_enabled()
+            votes[units + self.inside.index(wanted)] = float(again)
         votes[-4] = sum(self.to_come.values())
         votes[-3], votes[-2], votes[-1] = uneven, here, here * here
         label = f"question for optional units in unit {self.around.unit.name!r}"
@@ -131,7 +132,7 @@ class _Question:
                     f"optional unit {managed.unit.name!r} runs in a checkpoint on {again:.0f} of "
                     f"the {count:.0f} ranks that run it now; recompute it on all of them or on none"
                 )
-            if count:
+            if count and torch.is_grad_enabled():
                 managed.step.recomputed = again > 0
         return [count > 0 for count in counts], bool(parted) or any(0 < c < size for c in counts)
 
@@ -161,10 +162,19 @@ class OptionalUnits:
         if within is not None:
             within.recomputed = again
             within.begin(math.inf if recomputing else None)
-        begins_here = again and (place is None or not place.recomputed)
-        managed.step.recomputed = begins_here and (within is not None or managed.step.optional)
-        if managed.step.optional:
-            self._refuse_recomputation(managed, recomputing)
+        if torch.is_grad_enabled() and not recomputing:  # which does as its forward did
+            begins_here = again and (place is None or not place.recomputed)
+            whole = within is not None
+            if begins_here and managed.step.optional:
+                whole = _checkpointed() is managed
+                if not whole:
+                    self._refuse_part_of_checkpoint(managed, place)
+            managed.step.recomputed = begins_here and whole
+        if recomputing and managed.step.optional and managed.step.phase is Phase.AT_REST:
+            raise NotSupportedError(
+                f"optional unit {managed.unit.name!r} is recomputed by a reentrant checkpoint, in "
+                "whose backward the other ranks take no part: pass use_reentrant=False"
+            )
         if place is not None and (managed.step.optional <= (managed in place.inside)):
             self._meet(place, managed)
         elif managed.step.optional and not recomputing:
@@ -173,19 +183,16 @@ class OptionalUnits:
                 "around it, where no other rank is asked whether it runs it, too; call it there"
             )
 
-    def _refuse_recomputation(self, managed: ManagedUnit, recomputing: bool) -> None:
+    @staticmethod
+    def _refuse_part_of_checkpoint(managed: ManagedUnit, place: _Question | None) -> None:
         """Refuse what other ranks could not follow: backward runs forwards that nobody foresees."""
-        if managed.step.recomputed and not recomputing and _checkpointed() is not managed:
+        # The units of a part are run by all ranks that run the part.
+        if place is None or not place.around.step.optional:
             raise NotSupportedError(
                 f"optional unit {managed.unit.name!r} runs in a checkpoint of a function around "
                 "it, which ranks that leave the unit out could not follow in backward: checkpoint "
                 "the unit's own module (checkpoint(module, x, use_reentrant=False)), or shard the "
                 "module whose forward that function is, too, and checkpoint that"
-            )
-        if recomputing and managed.step.phase is Phase.AT_REST:
-            raise NotSupportedError(
-                f"optional unit {managed.unit.name!r} is recomputed by a reentrant checkpoint, in "
-                "whose backward the other ranks take no part: pass use_reentrant=False"
             )
 
     def before_end(self, managed: ManagedUnit) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark writes beside its table: rows, versions, commit, day and command."""
+"""Write what every benchmark leaves beside its table: rows, versions, commit, day and command."""
 
 import datetime
 import json

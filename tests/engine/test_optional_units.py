@@ -277,6 +277,22 @@ def test_a_mean_over_users_is_refused_of_forwards_with_other_users():
         compare([history], [expected])
 
 
+def test_a_mark_may_go_back_to_the_mean_over_ranks():
+    def grads(model, rank):
+        model(texts(2, 0)[rank], {"eye": rank}).square().mean().backward()
+        return update(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def body(comm):
+        model = sharded(comm, "fully_shard", mean_over="users")
+        first = grads(model, comm.rank)
+        mark_optional(model.eye)
+        return first["eye.first.weight"], grads(model, comm.rank)["eye.first.weight"]
+
+    for users, ranks in LocalWorld(2).run(body):
+        assert users.norm() > 0
+        torch.testing.assert_close(users, 2 * ranks, rtol=0, atol=1e-12)
+
+
 def test_marks_of_another_mean_are_refused():
     def body(comm):
         model = sharded(comm, "fully_shard", mark=False)
@@ -485,15 +501,15 @@ def test_parts_with_units_inside_are_recomputed_as_a_whole(frozen, prefetch):
         compare(history, expected)
 
 
-def test_a_part_may_checkpoint_what_is_inside_and_evaluation_come_between():
-    """A function around its units, in a wrapper or in a part of the part's forward."""
+def test_a_part_may_checkpoint_around_one_unit_and_evaluation_come_between():
     used = [[{"eye": 1}, {"ear": 1}], [{"eye": 1, "hand": 1}, {}]]
 
     def body(comm):
         model = sharded(comm, "fully_shard")
         for part in (model.eye, model.ear, model.hand):
-            inside = part.forward
-            part.forward = lambda x, run=inside: checkpoint(run, x, use_reentrant=False)
+            part.forward = lambda x, part=part: part.second(
+                checkpoint(lambda y: torch.tanh(part.first(y)), x, use_reentrant=False)
+            )
         for step in range(2):
             loss = model(texts(2, step)[comm.rank], used[step][comm.rank]).square().mean()
             with torch.no_grad():
@@ -509,6 +525,17 @@ def test_a_part_may_checkpoint_what_is_inside_and_evaluation_come_between():
     expected = update(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for history in LocalWorld(2).run(body):
         compare([history], [expected])
+
+
+def test_a_checkpoint_around_two_units_of_a_part_is_refused():
+    def body(comm):
+        model = sharded(comm, "fully_shard")
+        inside = model.eye.forward
+        model.eye.forward = lambda x: checkpoint(inside, x, use_reentrant=False)
+        with pytest.raises(NotSupportedError, match=r"'eye\.second' runs in a checkpoint of a"):
+            model(texts(2, 0)[comm.rank], {"eye": 1})
+
+    LocalWorld(2).run(body)
 
 
 def test_a_checkpoint_of_a_function_around_a_part_is_refused():

@@ -253,7 +253,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Residual(Block):
-    """What it saves for backward depends on the experts that a rank runs."""
+    """Experts decide what a rank saves for backward: nothing stands behind them."""
 
     def forward(self, x, route):
         x = torch.tanh(self.before(x)) if self.saves else x

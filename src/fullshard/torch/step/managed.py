@@ -103,7 +103,6 @@ class ManagedUnit:
         # How often this rank runs it in a forward of the unit around, if it has said so.
         self.declared_runs: float = math.inf
         self.mean_over: str = "ranks"  # what the gradient of an optional unit is: or "users"
-        self.gradient_weight: float = 1.0  # of this rank's part in that mean, in this backward
         self.summoned = False  # modules show full parameters that are not the unit's own
         self.number = -1
         self.tracker: StepWatcher | None = None
@@ -229,9 +228,8 @@ class ManagedUnit:
         if ends:
             self.end_forward()
             if call is not None and failure is None and self.step.recomputed:
-                call.save_for_recomputation(
-                    outputs
-                )  # which may end a recomputation, by an exception
+                # Last, since it may end a recomputation by an exception.
+                call.save_for_recomputation(outputs)
         return None if output is given else output
 
     def _apart_from_parameters(self, output: Tensor) -> Tensor:

@@ -34,8 +34,10 @@ users when the root's forward ends; the root's call carries the weights until it
 import functools
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +63,7 @@ class _Question:
     def __init__(self, around: ManagedUnit, inside: Sequence[ManagedUnit]):
         self.around, self.inside = around, list(inside)
         self.recomputed = False  # the forward of the unit around that runs now
+        self.checkpoint: Callable[[], object] = lambda: None  # in which a unit ran last
         self.to_come: dict[ManagedUnit, float] = {}  # runs that this rank will begin in it
         self.quiet = False  # nobody will want one any more
         self.ranks = (self.inside or [around])[0].unit.ranks
@@ -158,7 +161,7 @@ class OptionalUnits:
         running = self._machine.running
         place = self._asked.get(running[-1]) if running else None
         within = self._asked.get(managed.step)
-        again = _is_to_be_recomputed()
+        again = _checkpoint_around() is not None
         if within is not None:
             within.recomputed = again
             within.begin(math.inf if recomputing else None)
@@ -185,15 +188,20 @@ class OptionalUnits:
 
     @staticmethod
     def _refuse_part_of_checkpoint(managed: ManagedUnit, place: _Question | None) -> None:
-        """Refuse what other ranks could not follow: backward runs forwards that nobody foresees."""
-        # The units of a part are run by all ranks that run the part.
-        if place is None or not place.around.step.optional:
+        """Refuse what other ranks could not follow: backward runs forwards that nobody foresees.
+
+        One unit of a part may run so, as all ranks run it that run the part.
+        """
+        around = _checkpoint_around()
+        inside_part = place is not None and place.around.step.optional
+        if place is None or not inside_part or place.checkpoint() is around:
             raise NotSupportedError(
                 f"optional unit {managed.unit.name!r} runs in a checkpoint of a function around "
                 "it, which ranks that leave the unit out could not follow in backward: checkpoint "
                 "the unit's own module (checkpoint(module, x, use_reentrant=False)), or shard the "
                 "module whose forward that function is, too, and checkpoint that"
             )
+        place.checkpoint = weakref.ref(around)
 
     def before_end(self, managed: ManagedUnit) -> None:
         """Take part in what other ranks run before the forward of ``managed`` ends here."""
@@ -304,7 +312,11 @@ class OptionalUnits:
                     "that one backward goes through; run a backward for each forward, or mark it "
                     'with mean_over="ranks"'
                 )
-            managed.gradient_weight = weight
+
+    def weighed(self, managed: ManagedUnit, grad: Tensor) -> Tensor:
+        """Return a gradient of a unit as it counts in the mean over ranks."""
+        weight = self._weighed.get(managed, 1.0)
+        return grad if weight == 1 else grad * weight  # others may have this memory, too
 
 
 def optional_units(
@@ -355,10 +367,10 @@ def _enclosed(
         yield from _enclosed(child, around, seen)
 
 
-def _is_to_be_recomputed() -> bool:
-    """True in what a checkpoint without reentrance runs."""
+def _checkpoint_around() -> Any:
+    """Return a hook of the innermost checkpoint without reentrance that runs; None if none does."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+    return hooks[0] if hooks is not None and hooks[0].__module__ == checkpoint.__name__ else None
 
 
 def _checkpointed() -> ManagedUnit | None:

@@ -323,8 +323,9 @@ class Tracker:
         if recorders:
             recorders = tuple(recorder for recorder in recorders if recorder.notes_fills)
         before = unit.transient_bytes if recorders else 0
-        weight = managed.gradient_weight  # autograd may have given others this memory, too
-        unit.deliver(index, grad if weight == 1 else grad * weight)
+        if self.optional is not None:
+            grad = self.optional.weighed(managed, grad)
+        unit.deliver(index, grad)
         if recorders and unit.transient_bytes != before:
             for recorder in recorders:
                 recorder.note("fill", unit, recorder.mark())

@@ -24,9 +24,9 @@ class WatchedCall(UnitCall):
     # What gradients of optional units count, if that depends on how many ranks used them; in the
     # root's calls.
     weights: dict[ManagedUnit, float] | None = None
-    # In a checkpoint, the node of a tensor that it has saved: to read that is to recompute. Weak,
+    # In a checkpoint, a tensor whose node has saved something: to read that is to recompute. Weak,
     # since a checkpoint keeps the inputs that it recomputes from, whose hooks keep the call.
-    saved: "weakref.ref[Any] | None" = None
+    saved: "weakref.ref[Tensor] | None" = None
 
     def watch_inputs(self, tensors: Sequence[Tensor]) -> None:
         """Hear when the gradients of ``tensors``, inputs of the unit, are there."""
@@ -66,18 +66,19 @@ class WatchedCall(UnitCall):
         It lives as long as the graph behind the ``outputs`` of the call.
         """
         lead = torch.zeros((), requires_grad=True)
-        saved = _Saved.apply(lead).grad_fn  # type: ignore[no-untyped-call]
+        saved: Tensor = _Saved.apply(lead)  # type: ignore[no-untyped-call]
         self.saved = weakref.ref(saved)
         for tensor in outputs:
             node: Any = tensor.grad_fn
             if node is not None:
+                # The tensor, not its node: in torch 2.11 a node in Python does not keep itself.
                 node.metadata.setdefault(_Saved, []).append(saved)
 
     def recompute(self) -> None:
         """Recompute now what lies in the same checkpoint, in the backward that runs."""
         saved = None if self.saved is None else self.saved()
         if saved is not None:
-            _ = saved.saved_tensors
+            _ = saved.grad_fn.saved_tensors  # type: ignore[union-attr]
 
     def watch_inside(self, tensors: Sequence[Tensor]) -> None:
         """Hear of gradients of those ``tensors`` too that this forward has made."""

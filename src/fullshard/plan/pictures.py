@@ -70,8 +70,15 @@ def _figure(title: str, width: float, height: float) -> "Figure":
 
 
 def write_picture(figure: "Figure", path: str | Path) -> None:
-    """Write a picture as what the ending of ``path`` says: SVG, PNG or PDF."""
-    figure.savefig(path, dpi=150)
+    """Write a picture as what the ending of ``path`` says: SVG, PNG or PDF.
+
+    An SVG of one plan has the same bytes each time.
+    """
+    from matplotlib import rc_context  # noqa: PLC0415 - optional
+
+    undated = {"Date": None} if Path(path).suffix == ".svg" else None
+    with rc_context({"svg.hashsalt": "fullshard"}):
+        figure.savefig(path, dpi=150, metadata=undated)
 
 
 def draw_memory(

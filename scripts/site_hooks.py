@@ -24,6 +24,13 @@ def on_page_markdown(markdown, page, config, files):
     return re.sub(r"^```python file=(\S+)$", r'```python title="\1"', plain, flags=re.M)
 
 
+def on_post_template(output_content, template_name, config):
+    """Let the sitemap have the first page by its folder: from that the switch finds other pages."""
+    if template_name == "sitemap.xml":
+        return output_content.replace("/index.html</loc>", "/</loc>")
+    return output_content
+
+
 def on_post_build(config):
     """Write twins and llms.txt into the site."""
     site = Path(config["site_dir"])

@@ -11,6 +11,7 @@ import inspect
 import re
 import threading
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -37,22 +38,11 @@ from fullshard.torch import (
 from fullshard.torch.step.managed import managed_units
 
 DOCS = Path(__file__).parent.parent / "docs"
-MORE_PAGES = [
-    DOCS / f"{name}.md"
-    for name in (
-        *("data", "joining", "migration", "monitoring", "testing"),
-        *(
-            "howto/experts",
-            "howto/lora",
-            "howto/memory_budget",
-            "howto/optional_parts",
-            "howto/pipelines",
-            "howto/record_a_run",
-        ),
-    )
-]
-PAGES = [*sorted((DOCS / "modes").glob("*.md")), *MORE_PAGES]
 ALL_PAGES = sorted(DOCS.rglob("*.md"))
+RUNNABLE = "```python runnable\n"  # those on JAX: tests/jax_engine/test_page.py
+PAGES = [
+    page for page in ALL_PAGES if RUNNABLE in page.read_text() and not page.name.startswith("jax")
+]
 
 LAYERS, WIDTH, RANK = 4, 64, 16
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -69,7 +59,6 @@ def name_of(path):
 def examples():
     for path in PAGES:
         blocks = re.findall(r"^```python runnable\n(.*?)^```", path.read_text(), re.M | re.S)
-        assert blocks, f"{path.name} has no runnable example"
         before = ""
         for number, source in enumerate(blocks, 1):
             if "import torch\n" not in source:  # it goes on with the one before
@@ -81,6 +70,20 @@ def examples():
 @pytest.mark.parametrize(("page", "source"), list(examples()))
 def test_example(gloo_world, page, source):
     gloo_world.run(4, run_example, page, source)
+
+
+def test_every_python_block_is_tried():
+    # By this file, by tests/plan/test_pages.py, or as lines of an example that is run.
+    tried = {"index.md", "planner.md", "planner_statements.md", "howto/experts.md"}
+    for page in ALL_PAGES:
+        assert "```python\n" not in page.read_text() or name_of(page) in tried, page
+
+
+def test_the_block_of_a_mixture_is_that_of_the_example():
+    (lines,) = re.findall(
+        r"^```python\n(.*?)^```", (DOCS / "howto/experts.md").read_text(), re.M | re.S
+    )
+    assert indent(lines, " " * 8) in (DOCS.parent / "examples/experts.py").read_text()
 
 
 YOUR_MODEL = """\

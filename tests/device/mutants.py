@@ -439,20 +439,22 @@ MUTANTS = {
     ),
     # exchanges with owners
     "an exchange is not waited for": _edit(
-        "tensor.reslice:reslice", "comm.all_to_all(received, sent, label).wait()",
-        "comm.all_to_all(received, sent, label)", "exchanged matrices",
+        "tensor.reslice:start_reslice", "work.wait()", "pass", "exchanged matrices",
     ),
     "matrices are exchanged one by one": _edit(
-        "optim.exchange:sent", "key = held.comm, held.unit,", "key = held.comm, number,",
+        "optim.exchange:_start", "calls.setdefault((", "calls.setdefault((key, ",
         "exchanged matrices",
     ),
     "an owner keeps what was exchanged": _edit(
-        "optim.owned_step:OwnedStep._finish", "self._pairs, self._moved = [], {}",
-        "self._pairs = []", "exchanged matrices",
+        "optim.owned_step:OwnedStep._finish", "self._pairs, self._units,", "_, self._units,",
+        "exchanged matrices", ranks=(1,),
     ),
     "owners keep the new values": _edit(
-        "optim.owned_step:OwnedStep._finish", "self._from_owners(optimizer)", "pass",
-        "exchanged matrices",
+        "optim.owned_step:OwnedStep._finish", "self._give_back(optimizer, stepped, state)",
+        "pass", "exchanged matrices",
+    ),
+    "new values of the last unit are not waited for": _edit(
+        "optim.owned_step:OwnedStep._give_back", "finish()\n", "pass\n", "exchanged matrices",
     ),
     # groups
     "a rank alone gathers what it has": _edit(

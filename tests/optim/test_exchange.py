@@ -2,10 +2,12 @@
 """Whole-matrix optimizers over parameters that stay cut: values go to owners and come back."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from support.owned_matrices import (
+    TEMPLATE,
     alone,
     assert_equal,
     batch,
@@ -33,18 +35,29 @@ def made(comm, door, make=muon_and_adamw):
     return model, optimizers
 
 
+@pytest.fixture
+def sent(monkeypatch):
+    """Each exchange: the rank, its kind, and how many bytes go to other ranks."""
+    calls, call = [], LocalComm.all_to_all
+
+    def counting(comm, received, sent, label=""):
+        kind, _, unit = label.partition(" of the unit of ")
+        if unit:
+            numel = sum(sent.numels) - sent.numels[comm.rank]
+            calls.append((comm.rank, kind, numel * sent.flat.element_size()))
+        return call(comm, received, sent, label)
+
+    monkeypatch.setattr(LocalComm, "all_to_all", counting)
+    return calls
+
+
+def kinds(sent):
+    return [kind for rank, kind, _ in sent if rank == 0]
+
+
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_muon_is_that_of_one_process_by_two_calls_a_unit(world, door, monkeypatch):
-    labels, issue = [], LocalComm._issue
-
-    def counting(comm, name, label, *rest):
-        if name == "all_to_all" and comm.rank == 0:
-            labels.append(label)
-        return issue(comm, name, label, *rest)
-
-    monkeypatch.setattr(LocalComm, "_issue", counting)
-
+def test_muon_is_that_of_one_process_by_two_calls_a_unit(world, door, sent):
     def body(comm):
         model, optimizers = made(comm, door)
         train(model, optimizers, comm.rank)
@@ -52,28 +65,86 @@ def test_muon_is_that_of_one_process_by_two_calls_a_unit(world, door, monkeypatc
 
     for values in LocalWorld(world).run(body):
         assert_equal(values, alone(world))
-    calls = [label for label in labels if "of the unit of" in label]
-    assert len(calls) == (5 * 3 * 2 if world > 1 else 0)
+    calls = {kind: kinds(sent).count(kind) for kind in kinds(sent)}
+    assert calls == ({"gradients": 15, "values": 3, "new values": 15} if world > 1 else {})
 
 
-def test_bytes_of_a_step_are_those_of_values_gradients_and_new_values(monkeypatch):
-    bytes_sent, call = [], LocalComm.all_to_all
-
-    def counting(comm, received, sent, label=""):
-        if "of the unit of" in label:
-            mine = sent.numels[comm.rank]
-            bytes_sent.append((sum(sent.numels) - mine) * sent.flat.element_size())
-        return call(comm, received, sent, label)
-
-    monkeypatch.setattr(LocalComm, "all_to_all", counting)
-
+@pytest.mark.parametrize("world", [2, 4, 5])
+def test_bytes_of_a_step_are_those_of_gradients_and_new_values(world, sent):
     def body(comm):
         model, optimizers = made(comm, "wrapper")
-        train(model, optimizers[:1], comm.rank, steps=range(1))
+        train(model, optimizers[:1], comm.rank, steps=range(2))
         return sum(p.numel() * 4 for p in optimizers[0].param_groups[0]["params"])
 
-    matrices = LocalWorld(4).run(body)[0]
-    assert sum(bytes_sent) <= 3 * 3 / 4 * matrices * 4  # of all four ranks; some parts stay
+    matrices = LocalWorld(world).run(body)[0]
+    of_ranks = [[size for at, _, size in sent if at == rank][-6:] for rank in range(world)]
+    votes = 4 * (world - 1)
+    most = 2 * (world - 1) / world * matrices + votes
+    assert sum(map(sum, of_ranks)) <= world * most  # some parts stay
+
+
+@pytest.mark.parametrize("write", ["in place", "unseen"])
+def test_what_is_written_between_steps_is_sent_again(write, sent):
+    def body(comm):
+        model, optimizers = made(comm, "wrapper")
+        train(model, optimizers, comm.rank, steps=range(2))
+        matrix = optimizers[0].param_groups[0]["params"][4]
+        if write == "in place":
+            with torch.no_grad():
+                matrix.mul_(0.5)
+        elif matrix.span.start <= 300 < matrix.span.stop:  # on one rank, and no counter sees it
+            matrix.local.data[300 - matrix.span.start] = 7.0
+        train(model, optimizers, comm.rank, steps=range(2))
+        return full(model)
+
+    model = copy.deepcopy(TEMPLATE)
+    optimizers = muon_and_adamw(model)
+    alone(3, model=model, optimizers=optimizers, steps=2)
+    with torch.no_grad():
+        matrix = optimizers[0].param_groups[0]["params"][4]
+        if write == "in place":
+            matrix.mul_(0.5)
+        else:
+            matrix.view(-1)[300] = 7.0
+    expected = alone(3, model=model, optimizers=optimizers, steps=2)
+    for values in LocalWorld(3).run(body):
+        assert_equal(values, expected)
+    assert kinds(sent).count("values") == 2 * 3
+
+
+class Counting(torch.optim.Muon):
+    """Counts its steps in three ways."""
+
+    steps, seen = 0, staticmethod(lambda: None)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.param_groups[0].update(in_place=torch.zeros(()), anew=0)
+
+    @torch.no_grad()
+    def step(self):
+        self.seen()
+        self.steps += 1
+        self.param_groups[0]["in_place"] += 1
+        self.param_groups[0]["anew"] += 1
+        super().step()
+
+
+def test_units_are_stepped_while_gradients_of_the_next_travel_and_counted_once(sent):
+    def body(comm):
+        model, optimizers = made(comm, "wrapper", partial(muon_and_adamw, muon=Counting))
+        optimizers[0].seen = lambda: sent.append((comm.rank, "step", 0))
+        train(model, optimizers, comm.rank, steps=range(3))
+        group = optimizers[0].param_groups[0]
+        assert (optimizers[0].steps, group["anew"], float(group["in_place"])) == (3, 3, 3.0)
+        return full(model)
+
+    values = LocalWorld(2).run(body)[0]
+    assert_equal(values, alone(2, steps=3))
+    assert kinds(sent)[-9:] == [
+        *("gradients", "gradients", "step", "new values"),
+        *("gradients", "step", "new values", "step", "new values"),
+    ]
 
 
 @pytest.mark.parametrize("door", DOORS)

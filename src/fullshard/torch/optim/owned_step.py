@@ -10,9 +10,10 @@ back. The optimizer of the user has the sharded parameters at all times, also af
 fails.
 """
 
+import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.core.errors import UsageError
-from fullshard.torch.optim.exchange import sent
-from fullshard.torch.state.forms import in_agreed_order
-from fullshard.torch.state.owned import exchanged, is_cut, place_in, plain_state, shown_state
+from fullshard.torch.optim.exchange import MatrixExchange
+from fullshard.torch.state.apart import plain_step
+from fullshard.torch.state.owned import exchanged, place_in, plain_state, shown_state
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 
@@ -39,7 +40,10 @@ class OwnedStep:
         self._optimizer = weakref.ref(optimizer)
         self._twin: Optimizer | None = None
         self._pairs: list[tuple[ShardedParameter, nn.Parameter]] = []
-        self._moved: dict[ShardedParameter, nn.Parameter] = {}  # by an exchange, on all ranks
+        self._exchange = MatrixExchange(exchanged(optimizer))
+        self._units: list[tuple[ShardedParameter, ...]] = []  # exchanged in this step
+        self._receive: Callable[[], dict[ShardedParameter, dict[str, Tensor]]] | None = None
+        self._before: tuple[dict[str, Any], list[dict[str, Any]]] = ({}, [])  # for more twins
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "OwnedStep":
@@ -69,13 +73,18 @@ class OwnedStep:
                 "step(closure) makes gradients within the step, before which exchange_matrices "
                 "sends them; call backward() first, and step() without arguments"
             )
+        self._units = self._exchange.begin()
+        if self._units:
+            self._receive = self._exchange.send(self._units[0], optimizer.state)
+            self._before = dict(optimizer.__dict__), copy.deepcopy(_options(optimizer))
+        moved = {param for unit in self._units for param in unit}
         twin = object.__new__(type(optimizer))
         twin.__dict__.update(optimizer.__dict__)
-        twin.state = defaultdict(dict, optimizer.state)
+        twin.state = defaultdict(dict, {k: v for k, v in optimizer.state.items() if k not in moved})
         self._pairs = []
-        self._moved = self._to_owners(optimizer, twin)
+        owned = self._received(0, optimizer, twin)
         twin.param_groups = [
-            {**group, "params": [self._stand_in(param, twin) for param in group["params"]]}
+            {**group, "params": [self._stand_in(p, twin, owned, moved) for p in group["params"]]}
             for group in optimizer.param_groups
         ]
         self._twin = twin
@@ -86,46 +95,40 @@ class OwnedStep:
             kwargs["closure"] = self._following(kwargs["closure"])
         return args, kwargs
 
-    def _to_owners(
-        self, optimizer: Optimizer, twin: Optimizer
+    def _received(
+        self, number: int, optimizer: Optimizer, twin: Optimizer
     ) -> dict[ShardedParameter, nn.Parameter]:
-        """Move what has gradients to its owners, see [Note: An exchange]; return stand-ins."""
-        places = exchanged(optimizer)
-        params = [p for p in in_agreed_order({p: p for p in places}).values() if p.grad is not None]
-        moves, kinds = [], []
-        for param in params:
-            place, state = places[param], twin.state.get(param, {})
-            grad = param.grad.local if isinstance(param.grad, ShardedParameter) else param.grad
-            cut = {name: each.local for name, each in state.items() if is_cut(each, place)}
-            for name, local in {"": param.local.detach(), "grad of": grad, **cut}.items():
-                held = state[name].ownership if name in cut else param.ownership
-                moves.append((param, local, held, place))
-                kinds.append((param, name))
-        values = dict(zip(kinds, sent(moves, "values and gradients"), strict=True))
-        moved = {}
-        for param in params:
-            if places[param].owner != param.ownership.comm.rank:
-                twin.state.pop(param, None)
-                moved[param] = nn.Parameter(torch.empty_like(_meta(param)), param.requires_grad)
-                continue
-            whole = {n: v.view(param.shape) for (p, n), v in values.items() if p is param}
-            moved[param] = nn.Parameter(whole.pop(""), param.requires_grad)
-            moved[param].grad = whole.pop("grad of")
-            if param in twin.state:
-                state = {**twin.state.pop(param), **whole}
-                twin.state[moved[param]] = plain_state(state, param)
-            self._pairs.append((param, moved[param]))
-        return moved
+        """Return stand-ins for what this rank owns of a unit; gradients of the next are sent."""
+        owned: dict[ShardedParameter, nn.Parameter] = {}
+        receive, self._receive = self._receive, None
+        if receive is None:
+            return owned
+        if number + 1 < len(self._units):
+            self._receive = self._exchange.send(self._units[number + 1], optimizer.state)
+        for param, values in receive().items():
+            owned[param] = stand_in = nn.Parameter(values.pop(""), param.requires_grad)
+            stand_in.grad = values.pop("grad of")
+            state = {**optimizer.state.get(param, {}), **values}
+            if state:
+                twin.state[stand_in] = plain_state(state, param)
+            self._pairs.append((param, stand_in))
+        return owned
 
-    def _stand_in(self, param: Any, twin: Optimizer) -> Any:
+    def _stand_in(
+        self,
+        param: Any,
+        twin: Optimizer,
+        owned: Mapping[ShardedParameter, nn.Parameter],
+        moved: Container[Tensor],
+    ) -> Any:
         """Return the plain tensor that ``twin`` steps; without memory where another rank does."""
-        if param in self._moved:
-            return self._moved[param]
+        if param in moved:
+            return owned[param] if param in owned else _without_memory(param)
         if not isinstance(param, ShardedParameter) or param.ownership.owner is None:
             return param
         if param.ownership.owner != param.ownership.comm.rank:
             twin.state.pop(param, None)
-            return nn.Parameter(torch.empty_like(_meta(param)), param.requires_grad)
+            return _without_memory(param)
         stand_in = nn.Parameter(param.local.view(param.shape), param.requires_grad)
         if param in twin.state:
             twin.state[stand_in] = plain_state(twin.state.pop(param), param)
@@ -144,41 +147,87 @@ class OwnedStep:
 
         return follow
 
-    def _finish(self, stepped: Optimizer, *_: Any) -> None:
+    def _finish(self, of: Optimizer, *_: Any) -> None:
         """Hand back what the step has changed beside the parameters."""
-        if stepped is self._twin:
+        if of is self._twin:
             return
         optimizer, twin, self._twin = self._optimizer(), self._twin, None
         if optimizer is None or twin is None:
             return
-        for param, stand_in in self._pairs:
-            if stand_in in twin.state:
-                place = place_in(optimizer, param)
-                twin.state[param] = shown_state(twin.state.pop(stand_in), param, place)
-            if stand_in.grad is not None and param not in self._moved:
+        state = twin.state
+        stepped = self._collect(optimizer, twin, state)
+        moved = {param for unit in self._units for param in unit}
+        for param, stand_in in stepped.items():
+            if stand_in.grad is not None and param not in moved:
                 count_change(param.local)
-        self._from_owners(optimizer)
-        self._pairs, self._moved = [], {}
+        self._give_back(optimizer, stepped, state)
+        self._pairs, self._units, self._before = [], [], ({}, [])
         for group, changed in zip(optimizer.param_groups, twin.param_groups, strict=True):
             group.update({name: value for name, value in changed.items() if name != "params"})
         optimizer.state.clear()
-        optimizer.state.update(twin.state)
+        optimizer.state.update(state)
         changed_attributes = {k: v for k, v in twin.__dict__.items() if k not in _OWN}
         optimizer.__dict__.update(changed_attributes)
 
-    def _from_owners(self, optimizer: Optimizer) -> None:
-        """Let all ranks have their parts of what owners have stepped."""
-        moves = []
-        for param, stand_in in self._moved.items():
-            value = param.local.new_empty(0) if stand_in.is_meta else stand_in.detach()
-            moves.append((param, value, place_in(optimizer, param), param.ownership))
-        for (param, *_), value in zip(moves, sent(moves, "new values"), strict=True):
-            param.local.detach().copy_(value.view(param.local.shape))
-            count_change(param.local)
+    def _collect(
+        self, optimizer: Optimizer, twin: Optimizer, state: dict[Any, Any]
+    ) -> dict[ShardedParameter, nn.Parameter]:
+        """Let ``state`` have what a step has left of each stand-in; return these."""
+        for param, stand_in in self._pairs:
+            if stand_in in twin.state:
+                place = place_in(optimizer, param)
+                state[param] = shown_state(twin.state.pop(stand_in), param, place)
+        return dict(self._pairs)
+
+    def _give_back(
+        self,
+        optimizer: Optimizer,
+        stepped: Mapping[ShardedParameter, nn.Parameter],
+        state: dict[Any, Any],
+    ) -> None:
+        """Send new values of the first unit, and step the others, one behind the other.
+
+        By a twin for each, made as the first one was, so that what a step counts it counts once.
+        """
+        finish = None
+        for number, unit in enumerate(self._units):
+            if number:
+                stepped = self._step_another(number, optimizer, state)
+            before, finish = finish, self._exchange.give_back(unit, stepped)
+            if before is not None:
+                before()
+        if finish is not None:
+            finish()
+
+    def _step_another(
+        self, number: int, optimizer: Optimizer, state: dict[Any, Any]
+    ) -> dict[ShardedParameter, nn.Parameter]:
+        """Step what this rank owns of a unit, beside parameters without memory and gradients."""
+        attributes, options = self._before
+        twin = self._twin = object.__new__(type(optimizer))
+        twin.__dict__.update(attributes)
+        twin.state = defaultdict(dict)
+        self._pairs = []
+        owned = self._received(number, optimizer, twin)
+        twin.param_groups = [
+            {
+                **copy.deepcopy(of_group),
+                "params": [owned[p] if p in owned else _without_memory(p) for p in group["params"]],
+            }
+            for group, of_group in zip(optimizer.param_groups, options, strict=True)
+        ]
+        plain_step(optimizer)(twin)
+        self._twin = None
+        return self._collect(optimizer, twin, state)
 
 
-def _meta(param: ShardedParameter) -> Tensor:
-    return torch.empty(param.shape, dtype=param.dtype, device="meta")
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def _without_memory(param: Tensor) -> nn.Parameter:
+    empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    return nn.Parameter(empty, param.requires_grad)
 
 
 def _give_grad(param: ShardedParameter, stand_in: nn.Parameter) -> None:

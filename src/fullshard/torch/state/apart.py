@@ -15,7 +15,7 @@ trial takes some milliseconds, sends nothing, and changes nothing of the optimiz
 import copy
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -38,7 +38,7 @@ from torch.optim import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ELEMENTWISE", "looks_beyond", "steps_apart"]
+__all__ = ["ELEMENTWISE", "looks_beyond", "plain_step", "steps_apart"]
 
 ELEMENTWISE = frozenset(
     {SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, ASGD, Rprop}
@@ -129,6 +129,12 @@ def _try(optimizer: Optimizer) -> str | None:
     return None
 
 
+def plain_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Return the ``step`` of the class, without the hooks around it."""
+    step: Callable[..., Any] = type(optimizer).step
+    return getattr(step, "__wrapped__", step)
+
+
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """Return what a group has beside parameters, with a step that shows in any dtype."""
     options = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
@@ -163,7 +169,7 @@ def _stepped(
         {**copy.deepcopy(group), "params": params[2 * number : 2 * number + 2]}
         for number, group in enumerate(groups)
     ]
-    step = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)  # without hooks
+    step = plain_step(optimizer)
     device = start[0].device
     devices = [] if device.type == "cpu" else [device]
     with (

@@ -2,7 +2,7 @@
 """Exchange between ranks that cut flat tensors one way and want them cut another way."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from fullshard.core.layout import Span, SpansOfRanks
 from fullshard.torch.comm.protocol import Comm, Parts
 
-__all__ = ["Cut", "longest", "overlaps", "reslice", "rows_of_ranks"]
+__all__ = ["Cut", "longest", "overlaps", "reslice", "rows_of_ranks", "start_reslice"]
 
 _order = itemgetter(0, 1)  # of pieces: rank, number of the cut
 
@@ -74,6 +74,11 @@ def reslice(comm: Comm, cuts: Sequence[Cut], label: str = "") -> list[Tensor]:
     All tensors have one dtype and one device. Each element is sent at most once to each rank that
     wants it; beside the results this takes the memory of what is sent and received.
     """
+    return start_reslice(comm, cuts, label)()
+
+
+def start_reslice(comm: Comm, cuts: Sequence[Cut], label: str = "") -> Callable[[], list[Tensor]]:
+    """Start `reslice`; return what waits for it and gives its results. To be called once."""
     outgoing: list[tuple[int, int, Tensor]] = []
     incoming: list[tuple[int, int, Tensor]] = []
     results = []
@@ -88,12 +93,17 @@ def reslice(comm: Comm, cuts: Sequence[Cut], label: str = "") -> list[Tensor]:
     sent = _joined(comm, outgoing, cuts[0].local)
     numels = _numels(comm, incoming)
     received = Parts(cuts[0].local.new_empty(sum(numels)), numels)
-    comm.all_to_all(received, sent, label).wait()
+    work = comm.all_to_all(received, sent, label)
     incoming.sort(key=_order)
-    parts = torch.split(received.flat, [place.numel() for _, _, place in incoming])
-    for (_, _, place), part in zip(incoming, parts, strict=True):
-        place.copy_(part)
-    return results
+
+    def finish() -> list[Tensor]:
+        work.wait()
+        parts = torch.split(received.flat, [place.numel() for _, _, place in incoming])
+        for (_, _, place), part in zip(incoming, parts, strict=True):
+            place.copy_(part)
+        return results
+
+    return finish
 
 
 def _joined(comm: Comm, pieces: list[tuple[int, int, Tensor]], like: Tensor) -> Parts:

@@ -21,7 +21,7 @@ HELD_BY = {
     "schedules of pipelines": "test_a_backward_that_a_schedule_splits_is_refused_by_name",
     "`create_graph=True`": "test_double_backward_of_units_that_are_freed_is_named",
     "experts that ranks cannot": "test_mistakes_are_refused_with_the_way_out",
-    "optional parts": "test_a_checkpoint_of_a_function_around_a_part_is_refused",
+    "optional parts": "test_what_ranks_could_not_recompute_together_is_refused",
     "a backward that begins inside": (
         "test_a_backward_into_a_unit_that_nobody_has_announced_is_named"
     ),
@@ -127,11 +127,11 @@ RAISED_FOR = {
     "sharding/owners.py:matrices_owned": ['`align="matrix"` with'],
     "state/dtensors.py:without_sharded_tensor": ["a `ShardedTensor`"],
     "state/owned.py:_check": ["state that is neither"],
-    "step/optional.py:OptionalUnits._refuse_part_of_checkpoint": ["optional parts"],
+    "step/optional.py:OptionalUnits._look_for_checkpoint": ["optional parts", "optional parts"],
     "step/optional.py:OptionalUnits.before": ["optional parts"],
     "step/optional.py:_Question.__init__": ["optional parts", "optional parts"],
     "step/autograd_calls.py:_refuse_split_backward": ["schedules of pipelines"],
-    "step/refusals.py:check_backward": ["`create_graph=True`"],
+    "step/calls.py:check_backward": ["`create_graph=True`"],
     "tensor/parameter.py:ShardedParameter.data": ["`.half()`"],
     "tensor/placements.py:_joined": ["state dicts of a parameter"],
     "tensor/tensor_parallel.py:tensor_parallel_of": ["parameters that are DTensors"],

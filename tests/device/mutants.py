@@ -114,6 +114,8 @@ def _optional(where, before, after=""):
     programs = "optional parts", "optional parts, again", "optional parts, forward twice"
     programs += ("shared experts in recomputed blocks", "experts alone in recomputed blocks")
     programs += ("frozen blocks, and parts recomputed as a whole",)
+    programs += ("optional parts in functions", "experts in a unit around a checkpoint")
+    programs += ("optional parts before functions",)
     return _edit(where, before, after, *programs, ranks=(0, 1, 2, 3))
 
 
@@ -360,8 +362,8 @@ MUTANTS = {
         "step.optional:OptionalUnits._take_part", "training=training))", "training=False))"
     ),
     "ranks run what they want first": _optional(
-        "step.optional:OptionalUnits._meet", "chosen = place.inside[asked.index(True)]",
-        "chosen = wanted or place.inside[asked.index(True)]",
+        "step.optional:OptionalUnits._meet", "if number < 0 or (wanted is not None and number",
+        "if wanted or number < 0 or (wanted is not None and number",
     ),
     "ranks settle by themselves what backward may reach": _optional(
         "step.optional:OptionalUnits.settle", "leads.tolist(), strict", "mine, strict"
@@ -393,7 +395,10 @@ MUTANTS = {
         "core.schedule.step:StepMachine._is_over", " or self._several"
     ),
     "each rank recomputes where it first misses something": _optional(
-        "step.calls:WatchedCall.recompute", "if saved is not None:", "if False:"
+        "step.optional:OptionalUnits.recompute", "tensor := reference()", "tensor := None"
+    ),
+    "a function is recomputed before what came behind it is over": _optional(
+        "core.schedule.step:StepMachine.runs_again", "if again:", "if False:"
     ),
     "ranks that follow a recomputation await its backward": _optional(
         "step.optional:OptionalUnits._take_part", " and not self._following"

@@ -20,6 +20,7 @@ from support.optional_parts import (
     routes,
     sharded,
 )
+from support.recomputed_parts import WrappedInside, as_in_functions
 from torch import nn
 
 from device.network import is_question
@@ -199,6 +200,24 @@ def _(mesh, device):
     with torch.device(device):
         model = Residuals(saves=True, together=False, drawn=False)
         return model.shard(mesh, check_values=False)
+
+
+@optional("experts in a unit around a checkpoint", to_experts)
+def _(mesh, device):
+    with torch.device(device):
+        return WrappedInside(True, together=False, drawn=False).shard(mesh, check_values=False)
+
+
+@optional("optional parts in functions", parts_twice)
+def _(mesh, device):
+    with torch.device(device):
+        return as_in_functions(mesh, "by part", drawn=False, check_values=False)
+
+
+@optional("optional parts before functions", parts_twice)
+def _(mesh, device):
+    with torch.device(device):
+        return as_in_functions(mesh, "blocks", drawn=False, check_values=False)
 
 
 def experts(mesh, device, **kinds):

@@ -303,3 +303,44 @@ def test_parameters_keep_the_plain_models_names(tmp_path):
 
     for found in LocalWorld(2).run(body):
         assert found == [list(plain)] * 7
+
+
+class Borrower(nn.Module):
+    """Calls a unit that it shares with others, and drops what that gives."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.own, self.shared = nn.Linear(4, 4), [shared]
+
+    def forward(self, x):
+        self.shared[0](x)
+        return self.own(x).sin()
+
+
+class Lender(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.run, self.shared = run, nn.Linear(4, 4)
+        self.part = Borrower(self.shared)
+
+    def forward(self, x):
+        return self.shared(self.run(self.part, x))
+
+
+@pytest.mark.parametrize("outer", ["not", "not reentrant"])
+@pytest.mark.parametrize("inner", ["not", "not reentrant"])
+def test_a_unit_that_is_recomputed_in_vain_is_reduced_once(outer, inner):
+    """Its gradients have gone by then; what a checkpoint runs again has no backward of its own."""
+
+    def run(part, x):
+        return RUNS[outer](partial(RUNS[inner], part), x)
+
+    def body(comm):
+        model = seeded(lambda: Lender(run))
+        for module in (model.shared, model.part, model):
+            fully_shard(module, mesh=comm)
+        with tracing(model) as trace:
+            model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+        return [record.unit for record in trace if record.op == "reduce"]
+
+    assert LocalWorld(2).run(body) == 2 * [["shared", "part"]]

@@ -31,7 +31,7 @@ from support.optional_parts import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import (
     CPUOffloadPolicy,
@@ -525,27 +525,6 @@ def test_a_part_may_checkpoint_around_one_unit_and_evaluation_come_between():
     expected = update(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for history in LocalWorld(2).run(body):
         compare([history], [expected])
-
-
-def test_a_checkpoint_around_two_units_of_a_part_is_refused():
-    def body(comm):
-        model = sharded(comm, "fully_shard")
-        inside = model.eye.forward
-        model.eye.forward = lambda x: checkpoint(inside, x, use_reentrant=False)
-        with pytest.raises(NotSupportedError, match=r"'eye\.second' runs in a checkpoint of a"):
-            model(texts(2, 0)[comm.rank], {"eye": 1})
-
-    LocalWorld(2).run(body)
-
-
-def test_a_checkpoint_of_a_function_around_a_part_is_refused():
-    def body(comm):
-        model = as_recomputing(comm, frozen=False)
-        model.function = lambda part: lambda x: part(x)
-        with pytest.raises(NotSupportedError, match="'eye' runs in a checkpoint of a function"):
-            model(texts(2, 0)[comm.rank], {"eye": 1})
-
-    LocalWorld(2).run(body)
 
 
 def test_ranks_recompute_a_part_alike():

@@ -26,8 +26,10 @@ class Moment(Enum):
     BACKWARD_BEGIN = auto()
     BACKWARD_END = auto()  # the backwards of all its calls are over, gradients are complete
     STEP_END = auto()  # end of backward, or of a forward without one
-    # Other ranks recompute the unit's forward now, for its backward; no schedule hears of it.
+    # Other ranks recompute the unit's forward now, for its backward, or only functions inside it
+    # that run units; no schedule hears of it.
     RECOMPUTATION = auto()
+    RECOMPUTATION_INSIDE = auto()
 
 
 class Event(NamedTuple):

@@ -147,7 +147,7 @@ class StepMachine:
             self._now += 1
             unit.last_end = self._now
             if call is not None:
-                call.ended_at = self._now
+                call.ended_at, call.recomputed = self._now, unit.recomputed
             if unit.partial:
                 unit.stand_in((self._recomputed or self._forwards, unit.last_begin), self._now)
             elif not (call is not None and call.leads_back) and not unit.calls():
@@ -219,6 +219,19 @@ class StepMachine:
             if unit.await_again(forward) and not unit.phase.due:
                 unit.move("await other calls")
                 self._due[unit] = None
+
+    def runs_again(self, unit: UnitStep, task: int) -> Sequence[Event]:
+        """A recomputation runs ``unit``; backward may come to it later on, but is past what came
+        behind the function that is recomputed.
+        """
+        calls = unit.calls({self._recomputed}) if self.partial else ()
+        again = [call.function for call in calls if call.function is not None]
+        again = [function for function in again if function.again_in != task]
+        self._events = []
+        if again:
+            again[-1].again_in = self._task = task
+            self._pass_over(after=again[-1].ended_at)
+        return self._events
 
     def gradient_arrives(self, unit: UnitStep, index: int, task: int) -> Sequence[Event]:
         """A parameter has its gradient, or a part of it."""
@@ -330,8 +343,8 @@ class StepMachine:
                 self._end_what_is_over(unit)
             else:
                 self._come_to(call)
-                if call.recomputed:
-                    self._events.append(_event(Moment.RECOMPUTATION, unit.number))
+                if call.recomputed is not None:
+                    self._events.append(_event(call.recomputed, unit.number))
 
     def _come_to(self, call: UnitCall) -> None:
         """Backward has come to where a call of a partial unit ended, be it reached or passed."""

@@ -7,8 +7,9 @@ from enum import Enum
 from typing import Any
 
 from fullshard.core.errors import UsageError
+from fullshard.core.schedule.record import Moment
 
-__all__ = ["Phase", "UnitCall", "UnitStep"]
+__all__ = ["CheckpointedFunction", "Phase", "UnitCall", "UnitStep"]
 
 
 class Phase(Enum):
@@ -79,7 +80,8 @@ class UnitStep:
     partial: bool
     phase: Phase
     running: int  # in how many forwards it is now: its own, and those of modules that call it again
-    recomputed: bool  # the forward that runs now, or ran last, is recomputed in backward as a whole
+    # How backward recomputes the forward that runs now, or ran last, together with other ranks.
+    recomputed: Moment | None
     # The call that runs forward now, of the class that the feeder makes, if its backward may come.
     call: Any
     counts: bool  # the forward that runs now is one whose backward is waited for
@@ -107,7 +109,8 @@ class UnitStep:
         self.trained, self._ask = trained, absent
         self.number = -1
         self.ends_with_backward = self.counts = False
-        self.optional = self.partial = self.recomputed = False
+        self.optional = self.partial = False
+        self.recomputed = None
         self.requires_gradient_sync = True
         self.first_begin = self.last_begin = self.last_end = self.began_at = 0
         self.last_reached = lambda: None
@@ -254,6 +257,13 @@ class UnitStep:
         return self._absent[of]
 
 
+class CheckpointedFunction:
+    """A function that backward runs again: when its last unit ended, and in which graph task."""
+
+    def __init__(self) -> None:
+        self.ended_at = self.again_in = -1
+
+
 class UnitCall:
     """One forward of a unit whose backward may come; lives as long as a backward can reach it.
 
@@ -272,7 +282,8 @@ class UnitCall:
         self.to_come = 0  # of these
         self.over_in = -1  # the graph task in which its backward has been over already
         self.stands_in = False  # for one that only other ranks may have made
-        self.recomputed = False  # in backward, as a whole
+        self.recomputed: Moment | None = None  # in backward, together with other ranks
+        self.function: CheckpointedFunction | None = None  # that ran it
 
     def await_backward(self) -> None:
         """Some output of the call leads back into it."""

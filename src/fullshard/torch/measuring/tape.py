@@ -22,6 +22,7 @@ from fullshard.plan.measured.recording import (
     WatchedInput,
 )
 from fullshard.torch.measuring.workspace import workspace_bytes
+from fullshard.torch.step.checkpoints import is_recomputation
 from fullshard.torch.step.structures import map_tensors, tensors_in
 
 __all__ = ["CallToken", "OpsMode", "Tape", "watch_module"]
@@ -145,7 +146,8 @@ class CallToken:
         self._tape = tape
         self._first_node = torch._C._autograd._get_sequence_nr()
         self._begun = False
-        tape.calls.append(RecordedCall(module, False, torch.is_grad_enabled()))
+        self.counts: bool = torch.is_grad_enabled() and not is_recomputation()
+        tape.calls.append(RecordedCall(module, False, self.counts))
         gone = weakref.finalize(self, tape.mark, MarkKind.OUTPUTS_GONE, self.number)
         gone.atexit = False
 
@@ -206,13 +208,13 @@ def watch_module(tape: Tape, module: nn.Module, path: str) -> list[Callable[[], 
         tape.mark(MarkKind.FORWARD_BEGIN, token.number)
         tokens.append(token)
         tape.running.append(token)
-        return token.watch_inputs((args, kwargs)) if torch.is_grad_enabled() else None
+        return token.watch_inputs((args, kwargs)) if token.counts else None
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
         token = tokens.pop()
         while tape.running.pop() is not token:
             pass
-        if torch.is_grad_enabled():
+        if token.counts:
             token.watch_outputs(output)
         tape.mark(MarkKind.FORWARD_END, token.number)
 

@@ -3,16 +3,16 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.core.schedule.unit_step import UnitCall
 from fullshard.torch.step.managed import ManagedUnit
 from fullshard.torch.step.structures import WATCHED
 
-__all__ = ["WatchedCall"]
+__all__ = ["WatchedCall", "check_backward"]
 
 
 class WatchedCall(UnitCall):
@@ -24,9 +24,9 @@ class WatchedCall(UnitCall):
     # What gradients of optional units count, if that depends on how many ranks used them; in the
     # root's calls.
     weights: dict[ManagedUnit, float] | None = None
-    # In a checkpoint, a tensor whose node has saved something: to read that is to recompute. Weak,
-    # since a checkpoint keeps the inputs that it recomputes from, whose hooks keep the call.
-    saved: "weakref.ref[Tensor] | None" = None
+    # Tensors whose nodes checkpoints have saved: to read those is to recompute. Weak, since a
+    # checkpoint keeps the inputs that it recomputes from, whose hooks keep the call.
+    saved: "Sequence[weakref.ref[Tensor]]" = ()
 
     def watch_inputs(self, tensors: Sequence[Tensor]) -> None:
         """Hear when the gradients of ``tensors``, inputs of the unit, are there."""
@@ -60,26 +60,6 @@ class WatchedCall(UnitCall):
             if base is not None and base is not node and base._sequence_nr() >= self.first_node:
                 base.register_prehook(self._on_output_gradient)
 
-    def save_for_recomputation(self, outputs: Sequence[Tensor]) -> None:
-        """Let the checkpoint that runs save a tensor, by which `recompute` makes it recompute.
-
-        It lives as long as the graph behind the ``outputs`` of the call.
-        """
-        lead = torch.zeros((), requires_grad=True)
-        saved: Tensor = _Saved.apply(lead)  # type: ignore[no-untyped-call]
-        self.saved = weakref.ref(saved)
-        for tensor in outputs:
-            node: Any = tensor.grad_fn
-            if node is not None:
-                # The tensor, not its node: in torch 2.11 a node in Python does not keep itself.
-                node.metadata.setdefault(_Saved, []).append(saved)
-
-    def recompute(self) -> None:
-        """Recompute now what lies in the same checkpoint, in the backward that runs."""
-        saved = None if self.saved is None else self.saved()
-        if saved is not None:
-            _ = saved.grad_fn.saved_tensors  # type: ignore[union-attr]
-
     def watch_inside(self, tensors: Sequence[Tensor]) -> None:
         """Hear of gradients of those ``tensors`` too that this forward has made."""
         made_here = [tensor for tensor in tensors if self._has_made(tensor)]
@@ -103,19 +83,6 @@ class WatchedCall(UnitCall):
             tracker.input_has_gradient(self)
 
 
-class _Saved(torch.autograd.Function):
-    """A node that saves its input."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, tensor: Tensor) -> Tensor:
-        ctx.save_for_backward(tensor)
-        return tensor.clone()
-
-    @staticmethod
-    def backward(_ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 def _weakly(
     method: "weakref.WeakMethod[Callable[[object], None]]",
 ) -> Callable[[object], None]:
@@ -125,3 +92,34 @@ def _weakly(
             target(value)
 
     return call
+
+
+def check_backward(call: WatchedCall, *, failed: bool) -> None:
+    """Refuse a backward that reaches ``call`` of a unit too late or in a way that is not known.
+
+    Raises:
+        UsageError: the backward before this one ``failed``, or the unit's parameters have been
+            changed since the forward.
+        NotSupportedError: ``create_graph=True``, and the unit's parameters will be freed.
+    """
+    unit = call.managed.unit
+    if failed:
+        raise UsageError(
+            f"backward has reached unit {unit.name!r} again after a backward that failed: units "
+            "that had delivered their gradients then would deliver them twice. Call zero_grad() "
+            "and run forward again"
+        )
+    if call.version != unit.full.at_rest._version:
+        raise UsageError(
+            f"the parameters of unit {unit.name!r} have been changed between its forward and this "
+            "backward, as by an optimizer's step: gradients would be neither those of the old nor "
+            "of the new values. Run forward again after each step"
+        )
+    # Autograd computes with gradients on if it is to make a graph of the backward.
+    if torch.is_grad_enabled() and not unit.resident and call.managed.reshard_after_backward:
+        raise NotSupportedError(
+            f"backward with create_graph=True (a gradient penalty, forces, hvp) goes through unit "
+            f"{unit.name!r}, whose parameters are freed after backward, while the second backward "
+            "needs them. Call fullshard.torch.keep_for_double_backward(model) before the first "
+            "forward, which keeps all parameters full from forward to the optimizer's step"
+        )

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
 
 from fullshard.core.errors import CommunicationError, UsageError
 from fullshard.core.schedule.unit_step import UnitStep
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.step.arrivals import Arrivals
+from fullshard.torch.step.checkpoints import is_early_stop
 from fullshard.torch.step.structures import (
     WATCHED,
     AttributePlace,
@@ -147,12 +147,13 @@ class ManagedUnit:
         if torch.is_grad_enabled():
             if self.step.call is None:
                 tracker.new_call(self)
-            inputs = tensors_with_gradients(changed)
+            call = self.step.call  # None in what a checkpoint runs again
+            inputs = tensors_with_gradients(changed) if call is not None else ()
             if inputs:
                 if any(WATCHED in tensor.__dict__ for tensor in inputs):
                     changed = self._swap(changed, _own_views())
                     inputs = tensors_with_gradients(changed)
-                self.step.call.watch_inputs(inputs)
+                call.watch_inputs(inputs)
         self._modules_run += 1
         return None if changed is given else changed
 
@@ -202,7 +203,7 @@ class ManagedUnit:
         if tracker is not None and self._modules_run:  # not if the pre-hook has raised
             ends = self._modules_run == self._modules_to_run or tracker.runs_alone(self)
         if tracker is not None and ends and tracker.optional is not None:
-            ours = failure is None or id(failure) == self._handled_outside or _is_early(failure)
+            ours = failure is None or id(failure) == self._handled_outside or is_early_stop(failure)
             output = tracker.before_end(self, output) if ours else output
         # A weight, or a view of one, would be read after its memory has gone.
         if type(output) is not Tensor:
@@ -215,21 +216,24 @@ class ManagedUnit:
         if wanted is not None:
             dtype = dtype_of(wanted)
             output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
-        call = self.step.call
+        call, outputs = self.step.call, []
         if call is not None:
             if isinstance(output, Tensor):  # as most are
                 outputs, hidden = ([output] if output.requires_grad else []), False
             else:
                 outputs, hidden = outputs_with_gradients(output)
+            if any(WATCHED in tensor.__dict__ for tensor in outputs):  # an input that comes out
+                output = map_tensors(output, _own_views())
+                outputs = tensors_with_gradients(output)
             self._unseen = self.unit.trainable and hidden
             if outputs:
                 call.watch_outputs(outputs)
             self._watch_features(_module)
-        if ends:
+        if ends and tracker is not None:
             self.end_forward()
-            if call is not None and failure is None and self.step.recomputed:
+            if failure is None and tracker.optional is not None and torch.is_grad_enabled():
                 # Last, since it may end a recomputation by an exception.
-                call.save_for_recomputation(outputs)
+                tracker.optional.save_for_recomputation(self, call, outputs)
         return None if output is given else output
 
     def _apart_from_parameters(self, output: Tensor) -> Tensor:
@@ -303,11 +307,6 @@ class ManagedUnit:
         self.unit.hide_full()
 
 
-def _is_early(failure: BaseException) -> bool:
-    """True for what ends a recomputation once all is there that backward needs."""
-    return type(failure).__module__ == checkpoint.__name__
-
-
 def _receiver(managed: ManagedUnit) -> Callable[[int, Tensor], None]:
     """A function that takes gradients of a unit's parameters, which do not keep the unit."""
     reference = weakref.ref(managed)
@@ -327,10 +326,11 @@ def _receiver(managed: ManagedUnit) -> Callable[[int, Tensor], None]:
 
 
 def _own_views() -> Callable[[Tensor], Tensor]:
-    """A function that replaces each tensor that another unit watches by a view of it.
+    """A function that replaces each tensor that is watched as an input by a view of it.
 
     The gradient of an input that several units share is complete only when all of them are over,
-    and each would stay full until then. A view's gradient is that of its own unit alone.
+    and each would stay full until then. A view's gradient is that of its own unit alone. So is the
+    gradient of an output; that of an input that comes out as it went in is told as the input's.
     """
     views: dict[int, Tensor] = {}  # what was one tensor stays one
 

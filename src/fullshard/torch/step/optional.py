@@ -13,11 +13,13 @@ What backward needs of a rank follows from its events: [Note: Left out] in
 
 [Note: Recomputing together]
 A recomputation asks like a forward, so all ranks must come to it at the same place: when backward
-comes to the unit that is recomputed as a whole. Autograd would begin it where it first misses a
-tensor, which on each rank is another place, or none. So such a unit saves a tensor of its own, and
-reads it when its backward begins. Ranks whose backward does not reach the unit, since they have
-left it out, or nothing leads there, are told with the votes or know by themselves that it is
-recomputed, and take part.
+comes to the unit that is recomputed as a whole, or, where a checkpoint is of a function that runs
+optional units, to the unit in whose forward that is. Autograd would begin it where it first misses
+a tensor, which on each rank is another place, or none. So units save tensors of their own at the
+end of forwards in a checkpoint, which are read when that backward begins. Ranks whose backward does
+not reach the unit, since they have left it out, or nothing leads there, are told with the votes or
+know by themselves that it is recomputed, and take part; also in units that they run, but without
+gradients, and so not again.
 
 [Note: Runs to come]
 With its vote each rank says how many runs of optional units it will still begin in this forward, if
@@ -31,24 +33,26 @@ a forward, those ranks multiply theirs by ranks / users as autograd delivers the
 users when the root's forward ends; the root's call carries the weights until its backward begins.
 """
 
-import functools
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import checkpoint
 
 from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.core.schedule import Moment
 from fullshard.core.schedule.step import StepMachine
-from fullshard.core.schedule.unit_step import Phase, UnitStep
+from fullshard.core.schedule.unit_step import CheckpointedFunction, Phase, UnitStep
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.step.calls import WatchedCall
+from fullshard.torch.step.checkpoints import (
+    checkpoint_around,
+    checkpointed_module,
+    recompute,
+    save_in_checkpoint,
+)
 from fullshard.torch.step.executor import Executor
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of
 from fullshard.torch.step.usage import carries_host_memory
@@ -62,8 +66,10 @@ class _Question:
 
     def __init__(self, around: ManagedUnit, inside: Sequence[ManagedUnit]):
         self.around, self.inside = around, list(inside)
-        self.recomputed = False  # the forward of the unit around that runs now
-        self.checkpoint: Callable[[], object] = lambda: None  # in which a unit ran last
+        self.in_checkpoint = False  # the forward of the unit around that runs now
+        self.recomputing = False  # it, or functions inside it
+        self.runs_in_function = False  # a checkpoint of a function inside has run optional units
+        self.checkpoint: Callable[[], object] = lambda: None  # in which it does, or a unit inside
         self.to_come: dict[ManagedUnit, float] = {}  # runs that this rank will begin in it
         self.quiet = False  # nobody will want one any more
         self.ranks = (self.inside or [around])[0].unit.ranks
@@ -85,8 +91,15 @@ class _Question:
 
     def begin(self, runs: float | None = None) -> None:
         """Begin a forward of the unit around, with so many ``runs`` of each, or those declared."""
-        self.quiet = False
+        self.quiet = self.runs_in_function = False
         self.to_come = {m: m.declared_runs if runs is None else runs for m in self.inside}
+
+    def enter(self, around: object) -> None:
+        """Begin a forward in the checkpoint ``around`` it, if there is one."""
+        self.in_checkpoint = around is not None
+        self.checkpoint = lambda: None
+        if around is not None:
+            self.checkpoint = weakref.ref(around)
 
     def run(self, managed: ManagedUnit) -> None:
         """Count a run that begins on this rank; refuse one more than were declared."""
@@ -98,27 +111,34 @@ class _Question:
                 "it runs here (True means once), or leave it out of using(...) on this rank"
             )
 
-    def ask(self, wanted: ManagedUnit | None, here: int, uneven: bool) -> tuple[list[bool], bool]:
-        """Return which units inside are wanted by some rank, and if ranks have parted before.
+    def ask(self, wanted: ManagedUnit | None, here: int, uneven: bool) -> tuple[int, bool]:
+        """Return the number of the unit that all run now, and if ranks have parted before.
 
-        ``here`` is a number for what comes next on this rank if nobody wants one. Collective.
+        ``here`` is a number for what comes next on this rank if nobody wants one, 0 for the end of
+        the forward; -1 is returned if nobody does. Collective.
         """
         units = len(self.inside)
-        votes = torch.zeros(2 * units + 4, dtype=torch.float64)
+        votes = torch.zeros(2 * units + 6, dtype=torch.float64)
         if wanted is not None:
             votes[self.inside.index(wanted)] = 1
-            again = wanted.step.recomputed and torch.is_grad_enabled()
+            again = wanted.step.recomputed is Moment.RECOMPUTATION and torch.is_grad_enabled()
             votes[units + self.inside.index(wanted)] = float(again)
+        votes[-6], votes[-5] = self.runs_in_function, here > 0
         votes[-4] = sum(self.to_come.values())
         votes[-3], votes[-2], votes[-1] = uneven, here, here * here
         label = f"question for optional units in unit {self.around.unit.name!r}"
         for comm in self.comms:
             comm.all_reduce([votes], label=label).wait()
-        *counts, to_come, parted, total, squares = votes.tolist()
+        *counts, in_functions, before_end, to_come, parted, total, squares = votes.tolist()
         counts, recomputed = counts[:units], counts[units:]
         size = self.ranks.size
         self.quiet = to_come == 0 and sum(map(bool, counts)) <= 1
-        if not any(counts) and size * squares != total * total:
+        if in_functions:
+            self.around.step.recomputed = Moment.RECOMPUTATION_INSIDE
+        # In a recomputation some ranks may come to nothing, as their graph does not lead there.
+        expected = (0, before_end) if self.recomputing else (0, size)
+        together = before_end in expected and before_end * squares == total * total
+        if not any(counts) and not together:
             raise UsageError(
                 f"inside unit {self.around.unit.name!r} ranks have come to different units, and "
                 "none of them is optional; mark those that ranks may leave out (mark_optional)"
@@ -136,8 +156,11 @@ class _Question:
                     f"the {count:.0f} ranks that run it now; recompute it on all of them or on none"
                 )
             if count and torch.is_grad_enabled():
-                managed.step.recomputed = again > 0
-        return [count > 0 for count in counts], bool(parted) or any(0 < c < size for c in counts)
+                managed.step.recomputed = Moment.RECOMPUTATION if again else None
+        chosen = next((m.number for m, c in zip(self.inside, counts, strict=True) if c), -1)
+        if chosen < 0 and before_end and not here:
+            chosen = round(total / before_end) - 1
+        return chosen, bool(parted) or any(0 < c < size for c in counts)
 
     def _missing(self) -> str:
         return ", ".join(f"{m.unit.name!r}" for m, runs in self.to_come.items() if runs)
@@ -153,6 +176,11 @@ class OptionalUnits:
         self._uneven = False  # some rank has left out a unit that another one has run
         self._alike = False  # ranks have compared what they have marked
         self._following = False  # others recompute a unit, in a backward of all
+        # What a checkpoint ran last, with one of its hooks.
+        self._function: tuple[Callable[[], object], CheckpointedFunction] = (
+            lambda: None,
+            CheckpointedFunction(),
+        )
         self._by_users = [m for m in executor.units if m.step.optional and m.mean_over == "users"]
         self._weighed: dict[ManagedUnit, float] = {}  # in the backward that runs
 
@@ -161,47 +189,59 @@ class OptionalUnits:
         running = self._machine.running
         place = self._asked.get(running[-1]) if running else None
         within = self._asked.get(managed.step)
-        again = _checkpoint_around() is not None
+        first = torch.is_grad_enabled() and not recomputing  # which does as its forward did
+        if first and managed.step.optional:
+            self._look_for_checkpoint(managed, place)
         if within is not None:
-            within.recomputed = again
+            within.enter(checkpoint_around())
+            within.recomputing = recomputing
             within.begin(math.inf if recomputing else None)
-        if torch.is_grad_enabled() and not recomputing:  # which does as its forward did
-            begins_here = again and (place is None or not place.recomputed)
-            whole = within is not None
-            if begins_here and managed.step.optional:
-                whole = _checkpointed() is managed
-                if not whole:
-                    self._refuse_part_of_checkpoint(managed, place)
-            managed.step.recomputed = begins_here and whole
         if recomputing and managed.step.optional and managed.step.phase is Phase.AT_REST:
             raise NotSupportedError(
                 f"optional unit {managed.unit.name!r} is recomputed by a reentrant checkpoint, in "
                 "whose backward the other ranks take no part: pass use_reentrant=False"
             )
-        if place is not None and (managed.step.optional <= (managed in place.inside)):
+        asked_here = place is not None and managed.step.optional <= (managed in place.inside)
+        if place is not None and asked_here:
             self._meet(place, managed)
-        elif managed.step.optional and not recomputing:
+        if first and not managed.step.optional:
+            self._look_for_checkpoint(managed, place)  # now that all know what others have run
+        if managed.step.optional and not asked_here and not recomputing:
             raise UsageError(
                 f"optional unit {managed.unit.name!r} runs outside of the forward of the unit "
                 "around it, where no other rank is asked whether it runs it, too; call it there"
             )
 
-    @staticmethod
-    def _refuse_part_of_checkpoint(managed: ManagedUnit, place: _Question | None) -> None:
-        """Refuse what other ranks could not follow: backward runs forwards that nobody foresees.
+    def _look_for_checkpoint(self, managed: ManagedUnit, place: _Question | None) -> None:
+        """Note who recomputes a unit whose forward begins: itself, the unit around, or autograd.
 
-        One unit of a part may run so, as all ranks run it that run the part.
+        See [Note: Recomputing together].
         """
-        around = _checkpoint_around()
-        inside_part = place is not None and place.around.step.optional
-        if place is None or not inside_part or place.checkpoint() is around:
+        around = checkpoint_around()
+        managed.step.recomputed = None
+        asks = managed.step in self._asked
+        if around is None or not _concerns(managed, asks):
+            return
+        if place is not None and place.in_checkpoint:
+            if place.checkpoint() is around:
+                return
             raise NotSupportedError(
-                f"optional unit {managed.unit.name!r} runs in a checkpoint of a function around "
-                "it, which ranks that leave the unit out could not follow in backward: checkpoint "
-                "the unit's own module (checkpoint(module, x, use_reentrant=False)), or shard the "
-                "module whose forward that function is, too, and checkpoint that"
+                f"optional unit {managed.unit.name!r}, or one inside it, runs in a checkpoint that "
+                f"is inside another one, around unit {place.around.unit.name!r}, so it would be "
+                "recomputed twice, and other ranks know of one time; keep one of the checkpoints"
             )
-        place.checkpoint = weakref.ref(around)
+        if place is None or _is_checkpointed(managed):
+            managed.step.recomputed = Moment.RECOMPUTATION
+        elif managed.step.optional:
+            if place.checkpoint() is around:
+                raise NotSupportedError(
+                    f"optional unit {managed.unit.name!r} runs in a checkpoint of a function that "
+                    "also runs a unit with optional units inside; checkpoint them apart"
+                )
+            place.runs_in_function = True
+        elif place.around.step.recomputed is not Moment.RECOMPUTATION_INSIDE:
+            managed.step.recomputed = Moment.RECOMPUTATION
+            place.checkpoint = weakref.ref(around)
 
     def before_end(self, managed: ManagedUnit) -> None:
         """Take part in what other ranks run before the forward of ``managed`` ends here."""
@@ -209,13 +249,63 @@ class OptionalUnits:
         if place is not None and self._machine.running[-1] is managed.step:
             self._meet(place, None)
 
-    def follow_recomputation(self, managed: ManagedUnit) -> None:
+    def save_for_recomputation(
+        self, managed: ManagedUnit, call: WatchedCall | None, outputs: Sequence[Tensor]
+    ) -> None:
+        """Let the checkpoint in which a unit's forward has ended save what `recompute` reads."""
+        around = checkpoint_around()
+        if around is None:
+            return
+        if not _concerns(managed, managed.step in self._asked) and _is_checkpointed(managed):
+            return
+        saved = save_in_checkpoint(outputs)
+        if call is None:  # it is recomputed, and has saved what its forward has
+            return
+        if self._function[0]() is not around:
+            self._function = weakref.ref(around), CheckpointedFunction()
+        call.function = self._function[1]
+        call.function.ended_at = call.ended_at
+        running = self._machine.running
+        place = self._asked.get(running[-1]) if running else None
+        if managed.step.recomputed is Moment.RECOMPUTATION:
+            call.saved = [saved]
+        elif place is not None and not place.in_checkpoint and place.checkpoint() is not around:
+            outer = running[-1].call
+            if outer is not None:
+                outer.saved = [*outer.saved, saved]
+
+    def recompute(self, call: WatchedCall) -> None:
+        """Recompute a call that backward has come to, together with other ranks. Collective."""
+        saved = [tensor for reference in call.saved if (tensor := reference()) is not None]
+        if call.recomputed is Moment.RECOMPUTATION:
+            recompute(saved)
+        else:
+            self._recompute_inside(call.managed, saved)
+
+    def follow_recomputation(self, managed: ManagedUnit, moment: Moment) -> None:
         """Take part in what other ranks run while they recompute ``managed``. Collective."""
+        if moment is Moment.RECOMPUTATION_INSIDE:
+            self._recompute_inside(managed, ())
+            return
         self._following = True
         try:
             self._take_part(managed)
         finally:
             self._following = False
+
+    def _recompute_inside(self, managed: ManagedUnit, saved: Sequence[Tensor]) -> None:
+        """Run again what checkpoints of functions inside a unit ran, and what others run there."""
+        place, running = self._asked[managed.step], self._machine.running
+        place.begin(math.inf if saved else 0)
+        place.in_checkpoint, place.recomputing = False, True
+        running.append(managed.step)
+        following, self._following = self._following, True
+        try:
+            recompute(saved)
+            self._meet(place, None)
+        finally:
+            self._following = following
+            running.pop()
 
     def _compare_marks(self) -> None:
         """Raise `ConfigurationError` on all ranks if they have marked different units. Collective.
@@ -242,13 +332,10 @@ class OptionalUnits:
         if wanted is not None:
             place.run(wanted)
         while not place.quiet:
-            asked, self._uneven = place.ask(wanted, here, self._uneven)
-            if True not in asked:
+            number, self._uneven = place.ask(wanted, here, self._uneven)
+            if number < 0 or (wanted is not None and number == wanted.number):
                 return
-            chosen = place.inside[asked.index(True)]
-            if chosen is wanted:
-                return
-            self._take_part(chosen)
+            self._take_part(self._executor.units[number])
 
     def _take_part(self, managed: ManagedUnit) -> None:
         """Do for a unit's forward on other ranks what they need of this one. Collective."""
@@ -258,6 +345,7 @@ class OptionalUnits:
         with_grad = training and not self._following  # its backward has been foreseen
         within = self._asked.get(managed.step)
         if within is not None:
+            within.recomputing = self._following
             within.begin(0)
         self._executor.do(self._machine.forward_begins(managed.step, with_grad=with_grad))
         self.before_end(managed)
@@ -367,24 +455,14 @@ def _enclosed(
         yield from _enclosed(child, around, seen)
 
 
-def _checkpoint_around() -> Any:
-    """Return a hook of the innermost checkpoint without reentrance that runs; None if none does."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks[0] if hooks is not None and hooks[0].__module__ == checkpoint.__name__ else None
+def _concerns(managed: ManagedUnit, asks: bool) -> bool:
+    """True if other ranks must know that a unit is recomputed, which ``asks`` them or not."""
+    return asks or managed.step.optional
 
 
-def _checkpointed() -> ManagedUnit | None:
-    """Return the unit whose module is what the innermost `checkpoint` on the stack runs."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
-        frame = frame.f_back
-    while frame is not None and "function" not in frame.f_locals:
-        frame = frame.f_back
-    function = None if frame is None else frame.f_locals["function"]
-    while isinstance(function, functools.partial):
-        function = function.func
-    module = getattr(function, "__self__", function)
-    return managed_unit_of(module) if isinstance(module, nn.Module) else None
+def _is_checkpointed(managed: ManagedUnit) -> bool:
+    module = checkpointed_module()
+    return module is not None and managed_unit_of(module) is managed
 
 
 def _several(managed: ManagedUnit) -> tuple[Comm, ...]:

@@ -20,12 +20,12 @@ from fullshard.core.schedule import Event, Moment
 from fullshard.core.schedule.step import StepMachine
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.step import paths
-from fullshard.torch.step.calls import WatchedCall
+from fullshard.torch.step.calls import WatchedCall, check_backward
+from fullshard.torch.step.checkpoints import is_recomputation
 from fullshard.torch.step.executor import Executor
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.optional import OptionalUnits, optional_units, reachable
 from fullshard.torch.step.profiling import UnitMarks, profiler_runs
-from fullshard.torch.step.refusals import check_backward
 from fullshard.torch.step.structures import map_tensors, tensors_with_gradients
 from fullshard.torch.step.usage import settle_usage
 from fullshard.torch.unit.changes import check_initialised, follow_requires_grad, take_over
@@ -153,20 +153,27 @@ class Tracker:
             self._begin_at_the_top()
         with_grad = torch.is_grad_enabled()
         if self.optional is not None:
-            recomputing = self._in_backward and torch._C._current_graph_task_id() != -1
+            task = torch._C._current_graph_task_id()
+            recomputing = self._in_backward and task != -1
+            if recomputing and not self._running:
+                self._carry_out(self._machine.runs_again(managed.step, task))
             self.optional.before(managed, recomputing=recomputing)
-        awaited = with_grad or (managed.step.partial and not self.executor.evaluating)
+        again = with_grad and self._in_backward and is_recomputation()
+        may_come = with_grad or (managed.step.partial and not self.executor.evaluating)
+        awaited = may_come and not again
         self.executor.do(self._machine.forward_begins(managed.step, with_grad=awaited))
         managed.unit.begin_forward()
         if profiler_runs():
             self._marks.begin("forward", managed.unit)
         for recorder in self.executor.recorders:
             recorder.begins("forward", managed.unit)
-        if with_grad:
+        if with_grad and not again:
             self.new_call(managed)
 
     def new_call(self, managed: ManagedUnit) -> None:
         """The backward of the unit's forward that runs already may come."""
+        if self._in_backward and is_recomputation():
+            return
         call = self._machine.new_call(managed.step, WatchedCall)
         call.managed, call.version = managed, managed.unit.full.at_rest._version
         call.first_node = torch._C._autograd._get_sequence_nr()
@@ -281,8 +288,8 @@ class Tracker:
             if begun.weights is not None and self.optional is not None:
                 self.optional.weigh(begun.weights)
             self._carry_out(self._machine.call_begins(begun, task))
-            if begun.saved is not None:
-                begun.recompute()
+            if begun.recomputed is not None and self.optional is not None:
+                self.optional.recompute(begun)
 
     def _enter_backward(self) -> None:
         if _roots_in_backward or self.optional is not None:
@@ -374,9 +381,9 @@ class Tracker:
             if managed is None:
                 continue
             unit = managed.unit
-            if moment is Moment.RECOMPUTATION:
+            if moment in (Moment.RECOMPUTATION, Moment.RECOMPUTATION_INSIDE):
                 assert self.optional is not None
-                self.optional.follow_recomputation(managed)
+                self.optional.follow_recomputation(managed, moment)
             elif moment is Moment.BACKWARD_BEGIN:
                 if profiler_runs():
                     self._marks.begin("backward", unit)

@@ -98,6 +98,35 @@ def test_functional_call_with_full_tensors(comm, door):
 
 
 @pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_values_are_assigned_after_functional_call(comm, door):
+    """What it has lent is no longer lent: modules show parameters, not what was assigned."""
+    model, plain = shard(seeded(net), comm, door), seeded(net, 1)
+    names = dict(zip(plain.state_dict(), dict(nn.Module.named_parameters(model)), strict=True))
+    lent = {names[name]: torch.zeros_like(value) for name, value in plain.named_parameters()}
+    functional_call(model, lent, (X,))
+    model.load_state_dict(plain.state_dict(), assign=True)
+    assert all(type(param) is not nn.Parameter for param in model.parameters())
+    model(X).sum().backward()
+    plain(X).sum().backward()
+    assert_grads(model, plain)
+
+
+class Keeping(nn.Linear):
+    def forward(self, x):
+        self.kept = super().forward(x)
+        return self.kept
+
+
+@pytest.mark.parametrize("training", [True, False])
+@on_ranks(2)
+def test_outputs_are_not_copied(comm, training):
+    model = fully_shard(Keeping(3, 3), mesh=comm, check_values=False)
+    with torch.set_grad_enabled(training):
+        assert model(torch.ones(1, 3)) is model.kept
+
+
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     "replace",
     [
@@ -842,3 +871,15 @@ def test_replicas_that_ranks_initialise_differently_are_named(comm, align, kind,
     for _ in range(2):
         with pytest.raises(UsageError, match=r"replicas of '0\.weight'"):
             model(X)
+
+
+def test_a_switch_lets_replicas_differ(monkeypatch):
+    monkeypatch.setenv("FULLSHARD_CHECK_VALUES", "0")
+
+    def body(comm):
+        model = FullyShardedDataParallel(seeded(net), comm, ShardingStrategy.NO_SHARD)
+        with torch.no_grad():
+            model.module[0].bias.fill_(float(comm.rank))
+        model(X).sum().backward()
+
+    LocalWorld(2).run(body)

@@ -120,6 +120,33 @@ def test_gradients_that_share_memory(comm, nothing_packed, hooked):
         assert torch.equal(grad, torch.full_like(grad, 6.0 if hooked else 3.0))
 
 
+def test_what_travels_is_conjugated_before(nothing_packed, monkeypatch):
+    class Conjugated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 3, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (self.weight.conj() * x).sum().real
+
+    sent, reduce_scatter = [], LocalComm.reduce_scatter
+
+    def noted(comm, pairs, label=""):
+        sent.extend(full for _, full in pairs)
+        return reduce_scatter(comm, pairs, label)
+
+    monkeypatch.setattr(LocalComm, "reduce_scatter", noted)
+
+    def body(comm):
+        model = fully_shard(Conjugated(), mesh=comm)
+        model(torch.full((4, 3), 1 + 2j)).backward()
+        assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 3), 1 + 2j))
+
+    LocalWorld(2).run(body)
+    assert len(sent) == 2
+    assert not any(full.is_conj() for full in sent)
+
+
 def test_elements_that_do_not_lie_as_they_travel():
     plain = torch.arange(6.0).view(2, 3)
     is_plain = full_gradients._is_plain

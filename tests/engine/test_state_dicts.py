@@ -183,6 +183,19 @@ def test_a_state_of_another_optimizer_is_refused(comm):
         FSDP.scatter_full_optim_state_dict(strange, model, optim=optimizer)
 
 
+@on_ranks(2)
+def test_a_learning_rate_that_is_a_tensor_is_sent(comm):
+    model = FSDP(nn.Linear(3, 2), comm)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5), betas=(0.8, 0.9))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    full = FSDP.full_optim_state_dict(model, optimizer)  # the first rank has it
+    other = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+    other.load_state_dict(FSDP.scatter_full_optim_state_dict(full, model, optim=other))
+    assert torch.equal(other.param_groups[0]["lr"], torch.tensor(0.5))
+    assert other.param_groups[0]["betas"] == (0.8, 0.9)
+
+
 @pytest.mark.parametrize("ignored", [False, True])  # by the root wrapper; else there is none
 @on_ranks(2)
 def test_states_of_nested_wrappers_and_of_parameters_that_none_has(comm, ignored):

@@ -211,13 +211,12 @@ def _index_put(func: OpOverload) -> Rule:
         target, indices, value = args[:3]
         owner = leading_ownership(func, args, kwargs)
         mask: Any = indices[0] if len(indices) == 1 else None
-        plain_number = not isinstance(value, ShardedParameter) and value.numel() == 1
         if not (
             isinstance(target, ShardedParameter)
             and isinstance(mask, ShardedParameter)
             and mask.dtype is torch.bool
             and owner.agrees_with(mask.ownership)
-            and plain_number
+            and value.numel() == 1
             and not any(args[3:])
         ):
             need_whole(func, owner)

@@ -60,17 +60,30 @@ def matrices(model):
     return [param for param in model.parameters() if param.dim() == 2]
 
 
-def sharded(comm):
+def sharded(comm, align="matrix"):
     model = copy.deepcopy(TEMPLATE)
     for layer in (model[0], model[2], model[3]):
-        fs.fully_shard(layer, mesh=comm, align="matrix")
+        fs.fully_shard(layer, mesh=comm, align=align)
         layer.set_gradient_divide_factor(1.0)
     return fs.fully_shard(model, mesh=comm)
 
 
-@pytest.mark.parametrize("path", TORCHAO + BITSANDBYTES)
-def test_states_of_all_worlds_are_equal_bit_by_bit(path):
-    kind = kind_of(path)
+ALIGNED = pytest.mark.parametrize("align", ["matrix", "row", "element"])
+
+
+def made(comm, kind, align):
+    """A sharded model, and an optimizer that steps its matrices whole."""
+    model = sharded(comm, align)
+    optimizer = kind(matrices(model), lr=1e-2)
+    if align != "matrix":
+        fs.exchange_matrices(optimizer)
+    return model, optimizer
+
+
+@ALIGNED
+@pytest.mark.parametrize("path", [None, *TORCHAO, *BITSANDBYTES])
+def test_states_of_all_worlds_are_equal_bit_by_bit(path, align):
+    kind = kind_of(path) if path else Momentum8
     model = copy.deepcopy(TEMPLATE)
     optimizer = kind(matrices(model), lr=1e-2)
     for number in range(5):
@@ -79,13 +92,11 @@ def test_states_of_all_worlds_are_equal_bit_by_bit(path):
     assert any(len(value) > 1 or value[0].dtype == torch.uint8 for value in expected.values())
 
     def body(comm):
-        ours = sharded(comm)
-        optimizer = kind(matrices(ours), lr=1e-2)
+        ours, optimizer = made(comm, kind, align)
         for number in range(5):  # the others' gradients are zeros
             step(ours, optimizer, number, float(comm.rank == 0))
-        owned = {n for n, p in ours.named_parameters() if p.dim() == 2 and p.local.numel()}
         values = {n: p.full_tensor() for n, p in ours.named_parameters() if p.dim() == 2}
-        return values, {k: v for k, v in states(ours, optimizer).items() if k[0] in owned}
+        return values, states(ours, optimizer)
 
     for world in (1, 2, 3, 4, 5, 8):
         seen = {}
@@ -213,15 +224,15 @@ def one_process(path):
 
 
 @KINDS
+@ALIGNED
 @pytest.mark.usefixtures("_listed")
-def test_state_dicts_are_those_of_one_process_and_load_on_any_number_of_ranks(path):
+def test_state_dicts_are_those_of_one_process_and_load_on_any_number_of_ranks(path, align):
     kind, model, optimizer, later = one_process(path)
     saved, expected = optimizer.state_dict(), numbered(optimizer)
 
     def body(comm):
-        ours = sharded(comm)
+        ours, optimizer = made(comm, kind, align)
         ours.load_state_dict(model.state_dict())
-        optimizer = kind(matrices(ours), lr=1e-2)
         optimizer.load_state_dict(copied(saved))
         told = copied(optimizer.state_dict())
         go_on(ours, optimizer, comm.rank == 0)
@@ -252,23 +263,20 @@ def test_state_dicts_are_those_of_one_process_and_load_on_any_number_of_ranks(pa
 
 
 @KINDS
+@ALIGNED
 @pytest.mark.usefixtures("_listed")
-def test_checkpoints_load_on_other_numbers_of_ranks_and_in_one_process(path, tmp_path):
+def test_checkpoints_load_on_other_numbers_of_ranks_and_in_one_process(path, align, tmp_path):
     kind, _, optimizer, later = one_process(path)
     expected = numbered(optimizer)
 
-    def make(comm):
-        ours = sharded(comm)
-        return ours, kind(matrices(ours), lr=1e-2)
-
     def save(comm):
-        ours, optimizer = make(comm)
+        ours, optimizer = made(comm, kind, align)
         for number in range(3):
             step(ours, optimizer, number, float(comm.rank == 0))
         fs.save_checkpoint(tmp_path, ours, optimizer, step=3)
 
     def load(comm):
-        ours, optimizer = make(comm)
+        ours, optimizer = made(comm, kind, align)
         fs.load_checkpoint(tmp_path, ours, optimizer)
         loaded = numbered(optimizer)
         go_on(ours, optimizer, comm.rank == 0)

@@ -30,8 +30,9 @@ from fullshard.torch.state.forms import (
     change_form,
     in_agreed_order,
 )
-from fullshard.torch.state.owned import NUMBERS, comms_of_owned, complete_state
+from fullshard.torch.state.owned import NUMBERS, comms_of_owned, complete_state, place_in
 from fullshard.torch.state.tensor_classes import put_together, taken_apart
+from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 __all__ = [
@@ -73,7 +74,8 @@ def translate(optimizer: Optimizer) -> None:
 def shard_state(optimizer: Optimizer) -> None:
     """Shard optimizer state that is still whole. Collective if any is a DTensor."""
     for param in in_agreed_order({param: param for param in optimizer.state}).values():
-        optimizer.state[param] = cut_state(optimizer.state[param], param)
+        place = place_in(optimizer, param)
+        optimizer.state[param] = cut_state(optimizer.state[param], param, place)
 
 
 # What a step of torch's own optimizers reads of a parameter's state that is not empty.
@@ -132,7 +134,7 @@ def _cut_before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dic
     ask_before_loading(values, params, "optimizer.load_state_dict() of DTensors")
     held = {key: param for key, param in _params_by_key(optimizer, state_dict) if key in state}
     for key, param in in_agreed_order(held).items():
-        state[key] = cut_state(state[key], param)
+        state[key] = cut_state(state[key], param, place_in(optimizer, param))
     return {**state_dict, "state": state}
 
 
@@ -181,32 +183,36 @@ def _params_by_key(
         yield from zip(saved["params"], group["params"], strict=False)
 
 
-def cut_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, Any]:
+def cut_state(
+    state: Mapping[str, Any], param: ShardedParameter, place: Ownership | None = None
+) -> dict[str, Any]:
     """Cut the state of one parameter to this rank's span. Collective for DTensors.
 
-    A tensor of the parameter's shape belongs to its elements and is cut; others are not. ``step``
-    and other numbers are never cut, even beside a parameter without dims.
+    ``place`` says where it is to be, if that is not where the parameter is. A tensor of the
+    parameter's shape belongs to its elements and is cut; others are not. ``step`` and other numbers
+    are never cut, even beside a parameter without dims.
     """
-    return {name: _cut(name, value, param) for name, value in state.items()}
+    place = place or param.ownership
+    return {name: _cut(name, value, param, place) for name, value in state.items()}
 
 
-def _cut(name: str, value: Any, param: ShardedParameter) -> Any:
+def _cut(name: str, value: Any, param: ShardedParameter, place: Ownership) -> Any:
     if not isinstance(value, Tensor) or isinstance(value, ShardedParameter):
         return value
     value = without_sharded_tensor(value, param.device)
     if value.shape != param.shape or (name in NUMBERS and not isinstance(value, DTensor)):
         return value
     described, parts = taken_apart(value) or (None, {})
-    if param.ownership.owner is not None and described is not None:
+    if place.owner is not None and described is not None:
         # Whole with its owner, see `shown_state`; not the memory of what was loaded.
         return put_together(
             described, [part.to(param.device, copy=True) for part in parts.values()]
         )
     if isinstance(value, DTensor) and _is_cut_alike(value, param):
         return value  # of blocks that torchao's optimizers made: nobody else takes them apart
-    local = param.ownership.cut(value.detach())
+    local = place.cut(value.detach())
     # What is kept must not hold the memory of the whole, nor be the memory of what was loaded.
-    return ShardedParameter.value(local.clone(), param.ownership)
+    return ShardedParameter.value(local.clone(), place)
 
 
 def _is_cut_alike(value: DTensor, param: ShardedParameter) -> bool:

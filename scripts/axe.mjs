@@ -23,9 +23,12 @@ const tell = (path, scheme, text) => {
   findings += 1;
   console.log(`${path} (${scheme}): ${text}`);
 };
-for (const path of pages) {
-  for (const scheme of ["light", "dark"]) {
-    const page = await browser.newPage();
+for (const scheme of ["light", "dark"]) {
+  // A context of its own: the theme keeps what it showed first, whatever is preferred later.
+  const context = await browser.createBrowserContext();
+  const wanted = { light: "default", dark: "slate" }[scheme];
+  for (const path of pages) {
+    const page = await context.newPage();
     page.on("pageerror", (error) => tell(path, scheme, `error: ${error.message}`));
     page.on("console", (said) => {
       if (said.type() === "error") tell(path, scheme, `console: ${said.text()}`);
@@ -41,6 +44,8 @@ for (const path of pages) {
     await page.setViewport({ width: 1600, height: 900 });
     await page.reload({ waitUntil: "load" });
     await new Promise((done) => setTimeout(done, 600)); // the theme makes what scrolls a stop of the Tab key
+    const shown = await page.evaluate(() => document.body.dataset.mdColorScheme);
+    if (shown !== wanted) tell(path, scheme, `shown as ${shown}`);
     await page.evaluate(axe);
     const { violations } = await page.evaluate(() =>
       axe.run(document, { runOnly: ["wcag2a", "wcag2aa", "wcag21aa"] }),

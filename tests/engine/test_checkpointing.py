@@ -147,6 +147,12 @@ def selective(comm, door, reentrant):
     return shard(comm, seeded(lambda: CheckpointedGPT(run)), door)
 
 
+def selective_around_units(comm, door, reentrant):
+    contexts = partial(create_selective_checkpoint_contexts, save_products)
+    run = partial(each_checkpointed, use_reentrant=False, context_fn=contexts)
+    return shard(comm, seeded(lambda: CheckpointedGPT(run)), door, (Block, *PARTS))
+
+
 WAYS = [
     not_at_all,
     around_units,
@@ -202,6 +208,20 @@ def test_a_step_is_that_of_one_process(way, door, reentrant, world):
             assert torch.equal(params[name], value), name
         assert (trace.count("gather"), trace.count("reduce")) == (gathers, 3)
         assert {record.unit for record in trace} == {"(root)", "blocks.0", "blocks.1"}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_selective_checkpoints_around_units_do_not_see_what_the_engine_does(door):
+    expected = split("gpt", torch.float32, 2)
+
+    def body(comm):
+        norms, params, _ = train(comm, selective_around_units, door, reentrant=False)
+        return norms, params
+
+    for norms, params in LocalWorld(2).run(body):
+        assert norms == expected.norms
+        for name, value in expected.params.items():
+            assert torch.equal(params[name], value), name
 
 
 class Chain(nn.Module):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Units that ranks leave out, in checkpoints of functions and modules: ranks recompute together."""
 
+from functools import partial
+
 import pytest
 import torch
 from support.optional_parts import (
@@ -15,7 +17,7 @@ from support.optional_parts import (
 )
 from support.recomputed_parts import InFunctions, RandomParts, WrappedInside, as_in_functions
 from support.sampling import FULL
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fullshard.core.errors import NotSupportedError
 from fullshard.testing import LocalWorld
@@ -61,13 +63,19 @@ def test_random_trees_of_parts_and_checkpoints(seed, frozen):
         compare(history, expected)
 
 
+SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+
+@pytest.mark.parametrize("options", [{}, {"context_fn": SELECTIVE}], ids=["all", "selective"])
 @pytest.mark.parametrize("saves", [False, True])
-def test_a_unit_around_a_checkpoint_wrapper_has_experts_inside(saves):
+def test_a_unit_around_a_checkpoint_wrapper_has_experts_inside(saves, options):
     steps = [[routes(3, seed)] for seed in range(6)]
     expected = of_one_process(3, steps, model=Residuals(saves, together=False))
 
     def body(comm):
-        return train(WrappedInside(saves, together=False).shard(comm), comm.rank, 3, steps)
+        model = WrappedInside(saves, together=False)
+        model.options = options
+        return train(model.shard(comm), comm.rank, 3, steps)
 
     for history in LocalWorld(3).run(body):
         compare(history, expected)

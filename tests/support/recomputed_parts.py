@@ -2,6 +2,7 @@
 """Trees of units: ranks leave some out, and checkpoints of modules or functions run some again."""
 
 import random
+from types import MappingProxyType
 
 import torch
 from support.optional_parts import PARTS, Expert, Model, Residuals, draw, sharded
@@ -114,10 +115,12 @@ def _optional_places(branch, path):
 class WrappedInside(Residuals):
     """The blocks of `Residuals` as torchtitan shards them: a unit around a `CheckpointWrapper`."""
 
+    options = MappingProxyType({})  # of the wrapper
+
     def shard(self, mesh, **options):
         self.again = False
         for number, block in enumerate(self.blocks):
-            self.blocks[number] = checkpoint_wrapper(block)
+            self.blocks[number] = checkpoint_wrapper(block, **self.options)
         for module in [*self.modules()][::-1]:
             if isinstance(module, nn.Linear):
                 fully_shard(module, mesh=mesh, optional=isinstance(module, Expert), **options)

@@ -29,6 +29,7 @@ ENGINE: Names = dict.fromkeys(
         "torch:_C._autograd._get_sequence_nr",
         "torch:_C._autograd._profiler_enabled",
         "torch:_C._autograd._top_saved_tensors_default_hooks",
+        "torch:_C._len_torch_dispatch_stack",
         "torch.autograd:Variable._execution_engine",
         "torch.autograd.graph:Node._sequence_nr",
         # Tensors: versions, views, hooks, classes of our own.
@@ -64,6 +65,9 @@ ENGINE: Names = dict.fromkeys(
         "torch:ops.aten.add.Tensor._schema",
         "torch._ops:OpOverload",
         "torch.utils._python_dispatch:TorchDispatchMode",
+        "torch.utils._python_dispatch:_get_current_dispatch_mode",
+        "torch.utils._python_dispatch:_pop_mode",
+        "torch.utils._python_dispatch:_push_mode",
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
         "torch.utils._pytree:keystr",
         "torch.utils._pytree:tree_flatten",

@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of `torch.utils.checkpoint`: if one runs around a forward, and how it recomputes."""
 
+import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 __all__ = [
     "checkpoint_around",
     "checkpointed_module",
+    "counts_operations",
     "is_early_stop",
     "is_recomputation",
     "recompute",
     "save_in_checkpoint",
+    "uncounted",
 ]
 
 
@@ -52,6 +56,27 @@ def checkpointed_module() -> nn.Module | None:
         function = function.func
     module = getattr(function, "__self__", function)
     return module if isinstance(module, nn.Module) else None
+
+
+def counts_operations() -> bool:
+    """True if a selective checkpoint looks at each operation, to keep or to find its result."""
+    return type(_get_current_dispatch_mode()).__module__ == checkpoint.__name__
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Run operations unseen by selective checkpoints.
+
+    A recomputation need not do what its forward did, as a unit may be gathered already.
+    """
+    modes = []
+    while counts_operations():
+        modes.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 def is_early_stop(failure: BaseException) -> bool:

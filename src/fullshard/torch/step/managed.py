@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 
 from fullshard.core.errors import CommunicationError, UsageError
 from fullshard.core.schedule.unit_step import UnitStep
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.step.arrivals import Arrivals
-from fullshard.torch.step.checkpoints import is_early_stop
+from fullshard.torch.step.checkpoints import counts_operations, is_early_stop, uncounted
 from fullshard.torch.step.structures import (
     WATCHED,
     AttributePlace,
@@ -132,6 +133,9 @@ class ManagedUnit:
         return self._modules_run > 0
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if _len_torch_dispatch_stack() and counts_operations():
+            with uncounted():
+                return self._before_forward(module, args, kwargs)
         if self._modules_run == self._modules_to_run:
             self._inside_itself += 1
             return None
@@ -186,6 +190,9 @@ class ManagedUnit:
         return convert
 
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        if _len_torch_dispatch_stack() and counts_operations():
+            with uncounted():
+                return self._after_forward(_module, _args, output)
         failure = sys.exception()
         if self._swapped and not self._inside_itself:
             swaps = self._swapped.pop()

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long do checkpoints take, beside torch.distributed.checkpoint? Same model, disk and ranks.
 
-    python benchmarks/checkpoint.py [--ranks 2] [--rounds 4] [--width 1536] [--folder FOLDER]
+    python benchmarks/checkpoint.py [--ranks 2] [--rounds 4] [--width 1536] [--nap 0]
+                                    [--folder FOLDER]
 
 The model is sharded by PyTorch's own fully_shard, so that both save the same DTensors. Ours has all
-checks on; theirs has none to turn on. They take turns (A B A B). Before a cold load the files are
-dropped from the page cache, before a warm one they are read once. A resume loads cold files into a
-new optimizer, which has no state yet. What bounds them is measured beside them: the same files read
-in order by a thread of each rank, the copy of a rank's shards, and their checksums. Writes JSON to
-standard output.
+checks on; theirs has none to turn on. They take turns, and in each round the other one is first
+(A B B A): on a virtual machine whoever comes first after a save pays for memory that the machine
+below has taken back. ``--nap`` waits after files were dropped, until all of it is taken back; then
+both pay. Before a cold load the files are dropped from the page cache, before a warm one they are
+read once. A resume loads cold files into a new optimizer, which has no state yet. What bounds them
+is measured beside them: the same files read in order by a thread of each rank, once more past the
+page cache into memory that was used before, the copy of a rank's shards, and their checksums.
+Writes JSON to standard output.
 """
 
 import argparse
 import importlib.metadata
 import json
+import mmap
 import os
 import shutil
 import statistics
@@ -93,8 +98,8 @@ def blocked(start):
     return blocked_s, time.perf_counter() - begin
 
 
-def touch_cache(folder, keep):
-    """Read the folder's files into the page cache; unless ``keep``, drop them from it then.
+def touch_cache(folder, keep, nap_s):
+    """Read the folder's files into the page cache; unless ``keep``, drop them then, and wait.
 
     They are read in both cases: on a virtual machine memory that was just freed is much faster to
     get than other memory, and both libraries should find the same.
@@ -110,18 +115,28 @@ def touch_cache(folder, keep):
                 if not keep:
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
                 os.close(descriptor)
+        if not keep:
+            time.sleep(nap_s)
     dist.barrier()
 
 
-def read_alone(folder):
+def used_memory(size_bytes):
+    """Aligned memory in huge pages, where there are, that was written to."""
+    memory = mmap.mmap(-1, size_bytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory[:] = bytes(size_bytes)
+    return memory
+
+
+def read_alone(folder, buffer, flags=0):
     """Read this rank's files in order, and do nothing with them."""
-    buffer = bytearray(2**20)
     for path in sorted(Path(folder).rglob("*.safetensors"))[
         dist.get_rank() :: dist.get_world_size()
     ]:
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+        descriptor = os.open(path, os.O_RDONLY | flags)
+        while os.readv(descriptor, [buffer]) == len(buffer):
+            pass
+        os.close(descriptor)
 
 
 def resume_ours(folder, model):
@@ -147,7 +162,7 @@ def fresh(folder):
     dist.barrier()
 
 
-def measure(folder, rounds, width):
+def measure(folder, rounds, width, nap_s):
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     model, optimizer = build(width)
@@ -159,6 +174,7 @@ def measure(folder, rounds, width):
         found.setdefault(name, []).append(round(seconds, 4))
 
     buffers = [torch.empty_like(each).zero_() for each in locals_]
+    buffer, wide = bytearray(2**20), used_memory(2**22)
     state = state_of(model, optimizer)
     for turn in range(rounds + 1):  # the first turn warms up, and is not counted
         if turn == 1:
@@ -167,20 +183,24 @@ def measure(folder, rounds, width):
         note("dcp save", timed(lambda: dcp.save(state, checkpoint_id=theirs))[0])
         fresh(ours)
         note("fullshard save", timed(lambda: save_checkpoint(ours, model, optimizer, step=1))[0])
-        for keep, name in ((False, "cold"), (True, "warm")):
-            touch_cache(theirs, keep)
-            note(f"dcp {name} load", timed(lambda: dcp.load(state, checkpoint_id=theirs))[0])
-            touch_cache(ours, keep)
-            note(
-                f"fullshard {name} load", timed(lambda: load_checkpoint(ours, model, optimizer))[0]
-            )
-        touch_cache(theirs, False)
-        note("dcp resume", timed(lambda: resume_theirs(theirs, model))[0])
-        touch_cache(ours, False)
-        note("fullshard resume", timed(lambda: resume_ours(ours, model))[0])
-        touch_cache(ours, False)
-        note("reading alone, cold", timed(lambda: read_alone(ours))[0])
-        note("reading alone, warm", timed(lambda: read_alone(ours))[0])
+        loads = {"dcp": (theirs, lambda: dcp.load(state, checkpoint_id=theirs))}
+        loads["fullshard"] = (ours, lambda: load_checkpoint(ours, model, optimizer))
+        resumes = {"dcp": (theirs, lambda: resume_theirs(theirs, model))}
+        resumes["fullshard"] = (ours, lambda: resume_ours(ours, model))
+        for keep, what, works in (
+            (False, "cold load", loads),
+            (True, "warm load", loads),
+            (False, "resume", resumes),
+        ):
+            for engine in sorted(works, reverse=turn % 2 == 1):
+                path, work = works[engine]
+                touch_cache(path, keep, nap_s)
+                note(f"{engine} {what}", timed(work)[0])
+        touch_cache(ours, False, nap_s)
+        note("reading alone, cold", timed(lambda: read_alone(ours, buffer))[0])
+        note("reading alone, warm", timed(lambda: read_alone(ours, buffer))[0])
+        touch_cache(ours, False, nap_s)
+        note("reading past the cache", timed(lambda: read_alone(ours, wide, os.O_DIRECT))[0])
         note("checksums alone", timed(lambda: [_checksum(each) for each in locals_])[0])
         begin = time.perf_counter()
         for source, target in zip(locals_, buffers, strict=True):
@@ -227,16 +247,18 @@ def main():
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--width", type=int, nargs="+", default=[1536])
+    parser.add_argument("--nap", type=float, default=0.0, help="seconds between drop and load")
     parser.add_argument("--folder", default=None, help="where to write (default: a temporary one)")
     given = parser.parse_args()
     reports = []
     for width in given.width:
         with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-            text = run_local_ranks(measure, (folder, given.rounds, width), given.ranks)
+            text = run_local_ranks(measure, (folder, given.rounds, width, given.nap), given.ranks)
         report = json.loads(text)
         reports.append({"width": width, **report, "ratios": summary(report)})
     versions = {name: importlib.metadata.version(name) for name in ("torch", "xxhash")}
-    print(json.dumps({"ranks": given.ranks, "versions": versions, "runs": reports}, indent=1))
+    found = {"ranks": given.ranks, "nap_s": given.nap, "versions": versions, "runs": reports}
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

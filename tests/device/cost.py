@@ -3,7 +3,8 @@
 
 A model, not a measurement. A kernel takes its floating-point work or its bytes at the device's
 rates (`machine.Costs`), whichever is longer; streams run side by side and do not slow each other;
-collectives take the link in the order in which they are issued; the host takes no time.
+collectives take the link in the order in which they are issued; the host takes no time, but for an
+optimizer's step where parameters are offloaded.
 """
 
 from dataclasses import asdict, dataclass
@@ -166,6 +167,65 @@ def orders(names=tuple(ORDERS)):
         for engine in DOORS:
             (step,) = steps_of(engine, 4, "bf16", (100.0,), ORDERS[name])
             yield {"order": name, **asdict(step)}
+
+
+# Blocks, tokens, width and inner width of models whose parameters rest on the host, and how many
+# bytes a second its AdamW reads and writes for a rank.
+OFFLOADED = (
+    (8, 1024, 4096, 14336, 50e9),
+    (16, 512, 4096, 14336, 25e9),
+    (4, 1024, 8192, 28672, 25e9),
+)
+
+
+def offloaded(shapes=OFFLOADED):
+    """A dict for each of ``shapes`` and way to step: its third step, and what bounds it, in ms."""
+    for blocks, tokens, width, inner, rate in shapes:
+        for overlapped in (False, True):
+            costs = Costs(link_bytes_per_s=300e9, update_bytes_per_s=rate)
+            with rank_of_job(0, RANKS, Machine(costs=costs)) as machine:
+                mesh = init_device_mesh("cuda", (RANKS,), mesh_dim_names=("shard",))
+                ranks.ranks_of(mesh, FULL_SHARD)
+                with on_device(machine):
+                    model = Blocks(*(Block(torch.float32, width, inner) for _ in range(blocks)))
+                    model.order = range(blocks)
+                    optimizer = _offloaded(model, mesh, overlapped)
+                    for _ in range(3):
+                        begin_s, first = machine.now_s, len(machine.launches)
+                        x = torch.zeros(1, tokens, width, dtype=torch.bfloat16, device="cuda")
+                        model(x).float().square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    step_ms = (machine.now_s - begin_s) * 1e3
+            assert not machine.findings, machine.findings
+            launches = machine.launches[first:]
+            update = sum(each.size for each in launches if each.timeline == HOST) / rate
+            copies = {each.timeline: 0.0 for each in launches if each.crosses}
+            for each in launches:
+                if each.crosses:
+                    copies[each.timeline] += each.size / 2 / costs.host_bytes_per_s
+            yield {
+                "offloaded": "in backward" if overlapped else "after backward",
+                "shape": [blocks, tokens, width, inner, rate],
+                "step_ms": round(float(step_ms), 2),
+                "update_ms": round(update * 1e3, 2),
+                "copies_ms": round(max(copies.values()) * 1e3, 2),
+            }
+
+
+def _offloaded(model, mesh, overlapped):
+    options = {
+        "mp_policy": ours.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
+        "offload_policy": ours.CPUOffloadPolicy(),
+        "check_values": False,
+        "mesh": mesh,
+    }
+    for block in model:
+        ours.fully_shard(block, **options)
+    optimizer = torch.optim.AdamW(ours.fully_shard(model, **options).parameters(), fused=True)
+    if overlapped:
+        ours.overlap_optimizer(model, optimizer)
+    return optimizer
 
 
 def lines(cases):

@@ -35,7 +35,8 @@ class Costs:
     flops_per_s: float = 550e12
     memory_bytes_per_s: float = 2.6e12
     link_bytes_per_s: float = 100e9
-    host_bytes_per_s: float = 50e9
+    host_bytes_per_s: float = 50e9  # between the host and the device, each way
+    update_bytes_per_s: float = float("inf")  # of what the host itself computes
     kernel_s: float = 2e-6
 
     def kernel(self, size, flops):
@@ -48,6 +49,7 @@ class Launch:
     what: str
     size: int  # bytes read and written, or sent
     flops: int = 0
+    crosses: bool = False  # between the host and the device
 
 
 @dataclass
@@ -184,11 +186,14 @@ class Machine:
 
     def launch(self, timeline, what, size, flops=0, *, crosses=False):
         """Let the step just made take time on its timeline, whatever others do meanwhile."""
-        self.launches.append(Launch(timeline, what, size, flops))
-        if timeline != HOST:
+        self.launches.append(Launch(timeline, what, size, flops, crosses))
+        if timeline == HOST:
+            took_s = size / self.costs.update_bytes_per_s
+        else:
             bus_s = size / 2 / self.costs.host_bytes_per_s if crosses else 0.0
-            clock = self.clock(timeline)
-            clock[TIME] = clock.get(TIME, 0.0) + max(bus_s, self.costs.kernel(size, flops))
+            took_s = max(bus_s, self.costs.kernel(size, flops))
+        clock = self.clock(timeline)
+        clock[TIME] = clock.get(TIME, 0.0) + took_s
 
     def send(self, timeline, what, size, ranks):
         """A collective of ``size`` bytes takes time: behind all that this rank sends already."""

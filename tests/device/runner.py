@@ -254,6 +254,9 @@ def main(kind, *, seeds=100_000, seed=0, count=30):
     if kind in ("orders", "sample"):
         for line in cost.orders(*([("two models in turn",)] if kind == "sample" else [])):
             print(json.dumps(line), flush=True)
+    if kind in ("offloaded", "sample"):
+        for line in cost.offloaded(cost.OFFLOADED if kind == "offloaded" else cost.OFFLOADED[2:]):
+            print(json.dumps(line), flush=True)
     if kind in ("memory", "sample"):
         for case in memory.CASES if kind == "memory" else memory.FEW_CASES:
             print(json.dumps(memory.memory_of(*case)), flush=True)

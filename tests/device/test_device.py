@@ -42,7 +42,7 @@ def ask(kind):
 
 @pytest.fixture(scope="module")
 def answers():
-    everything = ("programs", "mutants", "cost", "orders", "memory", "schedules")
+    everything = ("programs", "mutants", "cost", "orders", "offloaded", "memory", "schedules")
     return [each for kind in everything for each in ask(kind)] if FULL else ask("sample")
 
 
@@ -155,6 +155,18 @@ def test_two_models_in_turn_cost_no_more_than_fsdp2s(answers):
     costs = [each for each in answers if each.get("order") == "two models in turn"]
     step_ms = {each["engine"]: each["step_ms"] for each in costs}
     assert step_ms["fullshard"] <= step_ms["FSDP2"]
+
+
+def test_a_step_in_backward_hides_a_quarter_of_what_the_host_does_not_update(answers):
+    """Where updates on the host take most of a step; see `device.cost.OFFLOADED`."""
+    steps = {(c["offloaded"], *c["shape"]): c for c in answers if "offloaded" in c}
+    shapes = {key[1:] for key in steps}
+    assert shapes
+    for shape in shapes:
+        early, late = (steps[way, *shape] for way in ("in backward", "after backward"))
+        assert early["update_ms"] == late["update_ms"]
+        beside, exposed = (each["step_ms"] - each["update_ms"] for each in (early, late))
+        assert beside <= 0.75 * exposed
 
 
 # Units beyond what rests, at the peak of a step, see `device.memory`. What rises needs a reason.

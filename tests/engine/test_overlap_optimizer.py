@@ -5,6 +5,8 @@ import gc
 import weakref
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
+from itertools import accumulate
 
 import pytest
 import torch
@@ -196,6 +198,43 @@ def test_few_gradients_are_alive_together(comm, plain):
     assert resting_bytes(model, optimizer).gradients_bytes == 0
     optimizer.step()
     assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_units_that_rest_on_the_host_step_one_later_and_all_in_backward(plain, behind, monkeypatch):
+    if behind:  # no CPU rank has such units: their place is feigned, and their copies are there
+        module = import_module("fullshard.torch.optim.overlap_optimizer")
+        monkeypatch.setattr(module, "_rests_elsewhere", lambda unit: True)
+
+    def body(comm):
+        expected = function(comm, copy_of(plain))
+        ordinary = torch.optim.AdamW(expected.parameters(), lr=0.1)
+        model, optimizer = overlapped(comm, plain)
+        params, applied = list(model.parameters()), []
+        units = list(managed_units(model))
+        for managed in units:
+            managed.unit.settings.on_delivered.append(
+                lambda: applied.append(sum("used in" in repr(param.grad) for param in params))
+            )
+        sizes = [len(managed.unit.sharded) for managed in units]
+        for _ in range(STEPS):
+            backward(expected)
+            ordinary.step()
+            ordinary.zero_grad()
+            backward(model)
+            assert sum("used in" in repr(param.grad) for param in params) == len(params)
+            optimizer.step()
+            optimizer.zero_grad()
+            done = list(accumulate(reversed(sizes), initial=0))
+            assert applied == [done[max(0, n - behind)] for n in range(1, len(units) + 1)]
+            applied.clear()
+        assert all(map(torch.equal, wholes(model), wholes(expected)))
+
+    LocalWorld(2).run(body)
+
+
+def wholes(model):
+    return [param.full_tensor() for param in model.parameters()]
 
 
 # ---- what is left for step(), and what is refused -----------------------------------------------

@@ -5,9 +5,16 @@
 A parameter that was stepped in backward has no gradient when the loop clips, unscales or steps.
 With ``grad = None`` clipping would find a norm of zero and go on. So until ``optimizer.step()``
 its gradient is an object without memory that raises whenever somebody reads it or adds to it.
+
+[Note: Units that rest on the host]
+Their gradients are copied there, and a host that waited for each copy at once would launch nothing
+meanwhile. So such a unit is stepped when the one behind it is reduced, whose backward the device
+has under way while the host waits and steps. The last is stepped when backward ends.
 """
 
 import weakref
+from collections import deque
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +28,7 @@ from fullshard.torch.state.apart import ELEMENTWISE
 from fullshard.torch.step.managed import ManagedUnit, managed_units
 from fullshard.torch.step.tracker import Tracker, tracker_of
 from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.unit.unit import Unit
 
 __all__ = ["overlap_optimizer"]
 
@@ -83,6 +91,7 @@ class _Overlap:
         self._optimizer = weakref.ref(optimizer)
         self._group_of: dict[int, int] = {}  # by identity of the parameter
         self._counted: list[int] = []  # parameters in each group, when last looked at
+        self._waiting: deque[weakref.ref[ManagedUnit]] = deque()  # for their copies to the host
         merged.prepare = _drop_applied
         optimizer.register_step_pre_hook(_refuse_closure)
 
@@ -96,9 +105,23 @@ class _Overlap:
         def step() -> None:
             overlap, unit = this(), reference()
             if overlap is not None and unit is not None:
-                overlap.step(unit)
+                overlap.deliver(unit)
 
         managed.unit.settings.on_delivered.append(step)
+
+    def deliver(self, managed: ManagedUnit) -> None:
+        """Step a unit whose gradients are reduced; see [Note: Units that rest on the host]."""
+        if not _rests_elsewhere(managed.unit):
+            self.step(managed)
+            return
+        self._waiting.append(weakref.ref(managed))
+        self._step_waiting(1)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._step_waiting, 0))
+
+    def _step_waiting(self, left: int) -> None:
+        while len(self._waiting) > left:
+            if (managed := self._waiting.popleft()()) is not None:
+                self.step(managed)
 
     def step(self, managed: ManagedUnit) -> None:
         """Step the parameters of the unit that the optimizer has, and drop their gradients."""
@@ -125,7 +148,7 @@ class _Overlap:
             )
         # In a step that is new to the schedule the unit may be gathered ahead though it is over.
         unit.await_gather()
-        if unit.plan.resting_device != unit.device:
+        if _rests_elsewhere(unit):
             unit.synchronize()  # gradients are still on their way to the host
         optimizer.param_groups = [{**groups[i], "params": mine} for i, mine in chosen.items()]
         try:
@@ -137,6 +160,10 @@ class _Overlap:
         for params in chosen.values():
             for param in params:
                 param.grad = _applied_gradient(param)
+
+
+def _rests_elsewhere(unit: Unit) -> bool:
+    return unit.plan.resting_device != unit.device
 
 
 class _AppliedGradient(torch.Tensor):

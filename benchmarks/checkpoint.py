@@ -155,6 +155,19 @@ def resume_theirs(folder, model):
     )
 
 
+def loads_in_turn(theirs, ours, model, optimizer, state):
+    """(name, True if files stay in the page cache, the folder and load of each engine)."""
+    loads = {
+        "dcp": (theirs, lambda: dcp.load(state, checkpoint_id=theirs)),
+        "fullshard": (ours, lambda: load_checkpoint(ours, model, optimizer)),
+    }
+    resumes = {
+        "dcp": (theirs, lambda: resume_theirs(theirs, model)),
+        "fullshard": (ours, lambda: resume_ours(ours, model)),
+    }
+    return ("cold load", False, loads), ("warm load", True, loads), ("resume", False, resumes)
+
+
 def fresh(folder):
     dist.barrier()
     if dist.get_rank() == 0:
@@ -183,17 +196,8 @@ def measure(folder, rounds, width, nap_s):
         note("dcp save", timed(lambda: dcp.save(state, checkpoint_id=theirs))[0])
         fresh(ours)
         note("fullshard save", timed(lambda: save_checkpoint(ours, model, optimizer, step=1))[0])
-        loads = {"dcp": (theirs, lambda: dcp.load(state, checkpoint_id=theirs))}
-        loads["fullshard"] = (ours, lambda: load_checkpoint(ours, model, optimizer))
-        resumes = {"dcp": (theirs, lambda: resume_theirs(theirs, model))}
-        resumes["fullshard"] = (ours, lambda: resume_ours(ours, model))
-        for keep, what, works in (
-            (False, "cold load", loads),
-            (True, "warm load", loads),
-            (False, "resume", resumes),
-        ):
-            for engine in sorted(works, reverse=turn % 2 == 1):
-                path, work = works[engine]
+        for what, keep, engines in loads_in_turn(theirs, ours, model, optimizer, state):
+            for engine, (path, work) in sorted(engines.items(), reverse=turn % 2 == 1):
                 touch_cache(path, keep, nap_s)
                 note(f"{engine} {what}", timed(work)[0])
         touch_cache(ours, False, nap_s)

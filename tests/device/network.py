@@ -7,6 +7,7 @@ kept until then. One that is issued to block runs on the current stream.
 """
 
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from device.machine import COMPUTE, HOST, where
 
@@ -21,6 +22,7 @@ class Network:
 
     def __init__(self, machine, memories):
         self.machine, self.memories = machine, memories
+        self._awaited = {}  # tensors by tag, of which others send what this rank does
         single = {
             "all_gather_single": self._method("all_gather", lambda o, i, *_: ([o], [i])),
             "reduce_scatter_single": self._method("reduce_scatter", lambda o, i, *_: ([o], [i])),
@@ -35,6 +37,8 @@ class Network:
             "allgather": self._method("all_gather", lambda os, i, *_: (os[0], i)),
             "reduce_scatter": self._method("reduce_scatter", lambda o, of, *_: (o, of[0])),
             "scatter": self._method("scatter", lambda ts, of, *_: (ts, of[0] if of else [])),
+            "send": self._method("send", self._sent),
+            "recv": self._method("recv", self._awaits),
             "barrier": self._method("barrier", lambda *_: ([], [])),
         }
         older = {
@@ -56,6 +60,18 @@ class Network:
             return self.issue(kind, group, outputs, inputs, getattr(options, "asyncOp", True))
 
         return call
+
+    def _awaits(self, tensors, _source, tag):
+        self._awaited.setdefault(tag, []).extend(tensors)
+        return tensors, []
+
+    def _sent(self, tensors, _target, tag):
+        for awaited in self._awaited.pop(tag, ()):
+            if isinstance(awaited, FakeTensor):
+                self.memories.derive(tensors, [awaited])
+            else:
+                awaited.copy_(tensors[0])
+        return [], tensors
 
     def _answer(self, tensors):
         """Give the host what other ranks have answered in a rehearsal, if it asks them."""
@@ -105,7 +121,8 @@ class Network:
         received = sum(t.numel() * t.element_size() for t in outputs)
         ways = 2 if kind == "all_reduce" else 1
         machine.send(timeline, kind, ways * max(sent, received), group.size())
-        return Work(machine, machine.position(timeline), (outputs, inputs))
+        kind_of_work = Work if on_device else WorkOnHost
+        return kind_of_work(machine, machine.position(timeline), (outputs, inputs))
 
 
 class Work(dist.Work):
@@ -122,6 +139,13 @@ class Work(dist.Work):
 
     def is_completed(self):
         return self._machine.ask(self._position)
+
+
+class WorkOnHost(Work):
+    """Of Gloo: no question to a device, but one whose answer depends on time as well."""
+
+    def is_completed(self):
+        return self._kept is None or self._machine.answer()
 
 
 def _listed(tensors):

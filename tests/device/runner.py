@@ -19,6 +19,7 @@ from device import (
     memory,
     mutations,
     optional_parts,  # noqa: F401 - has programs
+    peers,  # noqa: F401 - has programs
     values,  # noqa: F401 - has programs
 )
 from device.interleavings import Recorder, Trace
@@ -33,6 +34,7 @@ OTHERWISE = (
     "blocks dropped and in changing order",
     "blocks of 2",
     "several forwards",
+    "two stages between hosts",
     "offload",
 )
 ANSWERS = ("at once", "seed 1", "seed 2")

@@ -202,7 +202,12 @@ class ProcessGroupComm:
         reachable, done = tensors, finish
         route = self._route_of(tensors[0])
         if route.carrier is not None:
-            reachable = [tensor.to(route.carrier, copy=True) for tensor in tensors]
+            reachable = [
+                torch.empty_like(tensor, device=route.carrier)
+                if inputs_between and place % 2 == 0  # which is written whole
+                else tensor.to(route.carrier, copy=True)
+                for place, tensor in enumerate(tensors)
+            ]
 
             def done() -> None:
                 if finish is not None:

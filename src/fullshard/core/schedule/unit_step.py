@@ -270,20 +270,21 @@ class UnitCall:
     It was ``made`` in a forward of the root, by number, and at a time of its step, in ``parent``.
     """
 
+    ended_at: int = -1  # in events; never in a forward that backward has recomputed
+    begun: bool = False  # backward has reached it, and not left it
+    leads_back: bool = False  # some output needs gradients
+    watched: int = 0  # inputs that need gradients
+    to_come: int = 0  # of these
+    over_in: int = -1  # the graph task in which its backward has been over already
+    stands_in: bool = False  # for one that only other ranks may have made
+    recomputed: Moment | None = None  # in backward, together with other ranks
+    function: CheckpointedFunction | None = None  # that ran it
+
     def __init__(self, unit: UnitStep, parent: "UnitCall | None", made: tuple[int, int]):
         self.unit = unit
         self.parent = parent
         self.made_in: int = made[0]
         self.began_at: int = made[1]
-        self.ended_at = -1  # in events; never in a forward that backward has recomputed
-        self.begun = False  # backward has reached it, and not left it
-        self.leads_back: bool = False  # some output needs gradients
-        self.watched = 0  # inputs that need gradients
-        self.to_come = 0  # of these
-        self.over_in = -1  # the graph task in which its backward has been over already
-        self.stands_in = False  # for one that only other ranks may have made
-        self.recomputed: Moment | None = None  # in backward, together with other ranks
-        self.function: CheckpointedFunction | None = None  # that ran it
 
     def await_backward(self) -> None:
         """Some output of the call leads back into it."""

@@ -145,7 +145,7 @@ RAISED_FOR = {
     ],
     "unit/full_gradients.py:FullGradients.put": ["sparse gradients"],
     "unit/plan.py:Plan.__post_init__": ["CPU offload on a device"],
-    "unit/guards/lent.py:refuse_transforms": ["`torch.func.grad`"],
+    "unit/guards/lent.py:refuse_transform": ["`torch.func.grad`"],
 }
 
 

@@ -41,7 +41,7 @@ through a graph that was kept awaits what stood in the first time once more.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
@@ -356,14 +356,12 @@ class StepMachine:
             self._begin(unit)
         self._end_others()
 
-    def _due_after(self, begin: int) -> list[UnitStep]:
+    def _due_after(self, begin: int) -> Iterator[UnitStep]:
         """The units that are due and whose latest forward began after ``begin``, latest first."""
-        later: list[UnitStep] = []
         for unit in reversed(self._due):
             if unit.last_begin <= begin:
-                break
-            later.append(unit)
-        return later
+                return
+            yield unit
 
     def _end_what_is_over(self, unit: UnitStep) -> None:
         """End the backward of ``unit`` if it is over, then of the units that waited for it."""

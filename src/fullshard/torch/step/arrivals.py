@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard.core.errors import UsageError
+
 __all__ = ["Arrivals"]
 
 
 class Arrivals:
     """The trainable parameters of a unit by their index in it, whose gradients are taken.
 
-    Every gradient that autograd accumulates goes to ``receive``, which must not keep the unit.
+    Every gradient that autograd accumulates goes to the tracker of ``managed``, the unit, which
+    they do not keep.
 
     [Note: Asking autograd]
     Autograd knows which nodes a backward will execute, including those that accumulate into
@@ -25,8 +28,8 @@ class Arrivals:
     incomplete.
     """
 
-    def __init__(self, receive: Callable[[int, Tensor], None]):
-        self._receive = receive
+    def __init__(self, managed: Callable[[], Any]):
+        self._managed = managed
         self.watched: dict[int, nn.Parameter] = {}
 
     def begin_anew(self) -> None:
@@ -36,12 +39,20 @@ class Arrivals:
     def watch(self, index: int, param: nn.Parameter) -> None:
         """Take the gradients of ``param``, the full parameter with this index, from now on."""
         self.watched[index] = param
-        receive = self._receive
+        reference = self._managed
 
         def take(param: Tensor) -> None:
             grad, param.grad = param.grad, None
-            if grad is not None:
-                receive(index, grad.detach() if grad.requires_grad else grad)
+            managed = reference()
+            if grad is None or managed is None:
+                return
+            if managed.tracker is None:
+                raise UsageError(
+                    "a sharded parameter got a gradient before the first forward of its root; call "
+                    "the root module first, so that all ranks know the order of units"
+                )
+            grad = grad.detach() if grad.requires_grad else grad
+            managed.tracker.gradient_arrives(managed, index, grad)
 
         param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 

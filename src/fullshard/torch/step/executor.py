@@ -132,7 +132,7 @@ class Executor:
         """Carry out the ops that follow ``event``."""
         ends = event.moment is Moment.STEP_END
         put_off = ends and not self.is_last_backward
-        recorders = self.recorders
+        recorders, profiled = self.recorders, profiler_runs()
         for kind, number in self._active.on(event):
             owner = self.references[number]()
             if owner is None or (put_off and kind in _ENDS_OF_REDUCES):
@@ -140,12 +140,11 @@ class Executor:
             unit = owner.unit
             if kind is OpKind.AWAIT_REDUCE and unit not in self._reducing:
                 continue
-            profiled = profiler_runs() and kind in _NAMED
-            if profiled:
+            if profiled and kind in _NAMED:
                 self._marks.begin(kind.value, unit)
             begins = [recorder.mark() for recorder in recorders] if recorders else ()
             done = unit.do(kind)
-            if profiled:
+            if profiled and kind in _NAMED:
                 self._marks.end(kind.value, unit)
             if not done:
                 continue
@@ -155,7 +154,7 @@ class Executor:
                 self._let_go_before(unit)
             elif kind is OpKind.REDUCE:
                 self._reducing.append(unit)
-            for recorder, begin in zip(recorders, begins, strict=True):
+            for recorder, begin in zip(recorders, begins, strict=True) if recorders else ():
                 waiter = None if ends else self.references[event.unit]()
                 recorder.note(kind.value, unit, begin, waiter and waiter.unit)
         if self._reducing:

@@ -92,7 +92,7 @@ class ManagedUnit:
         plan: Plan,
         adopt: Callable[[nn.Module], StepWatcher],
     ):
-        arrivals = Arrivals(_receiver(self))
+        arrivals = Arrivals(weakref.ref(self))
         self.step: UnitStep = UnitStep(arrivals.watched, arrivals.absent)
         self.unit: Unit = Unit(type(modules[0]).__name__, params, plan, arrivals)
         # What `change` may change; the units of lists are gathered when this one begins.
@@ -312,24 +312,6 @@ class ManagedUnit:
         self._swapped.clear()
         self.unit.drop_gradients()
         self.unit.hide_full()
-
-
-def _receiver(managed: ManagedUnit) -> Callable[[int, Tensor], None]:
-    """A function that takes gradients of a unit's parameters, which do not keep the unit."""
-    reference = weakref.ref(managed)
-
-    def receive(index: int, grad: Tensor) -> None:
-        managed = reference()
-        if managed is None:
-            return
-        if managed.tracker is None:
-            raise UsageError(
-                "a sharded parameter got a gradient before the first forward of its root; call "
-                "the root module first, so that all ranks know the order of units"
-            )
-        managed.tracker.gradient_arrives(managed, index, grad)
-
-    return receive
 
 
 def _own_views() -> Callable[[Tensor], Tensor]:

@@ -29,7 +29,7 @@ from fullshard.torch.step.profiling import UnitMarks, profiler_runs
 from fullshard.torch.step.structures import map_tensors, tensors_with_gradients
 from fullshard.torch.step.usage import settle_usage
 from fullshard.torch.unit.changes import check_initialised, follow_requires_grad, take_over
-from fullshard.torch.unit.guards.lent import refuse_transforms
+from fullshard.torch.unit.guards.lent import refuse_transform
 from fullshard.torch.unit.guards.replicas import check_replicas
 from fullshard.torch.unit.guards.sources import check_sources
 from fullshard.torch.unit.sites import clean_name
@@ -143,7 +143,8 @@ class Tracker:
                 f"unit {managed.unit.name!r} cannot run forward within summon_full_params, which "
                 "shows its parameters to you; leave the context first"
             )
-        refuse_transforms(managed.unit.name)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            refuse_transform(managed.unit.name)
         if self.unchecked and not self._running:
             self._before_first_step()
         if managed.unit.on_meta:

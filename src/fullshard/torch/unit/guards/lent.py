@@ -3,16 +3,15 @@
 
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["check_lent", "refuse_transforms"]
+__all__ = ["check_lent", "refuse_transform"]
 
 _LENDERS = ("functional_call", "_functional_call")
 
@@ -49,14 +48,13 @@ def check_lent(ours: ShardedParameter, shown: Any, *, missing: bool) -> None:
         )
 
 
-def refuse_transforms(name: str) -> None:
+def refuse_transform(name: str) -> NoReturn:
     """Raise `NotSupportedError` for the unit ``name`` inside a transform of `torch.func`."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotSupportedError(
-            f"unit {name!r} cannot run inside torch.func.grad, vjp, jvp or vmap: gathers and "
-            "reduces would be traced as part of the function. Call torch.func.functional_call with "
-            "full tensors and torch.autograd.grad over these, or loss.backward()"
-        )
+    raise NotSupportedError(
+        f"unit {name!r} cannot run inside torch.func.grad, vjp, jvp or vmap: gathers and "
+        "reduces would be traced as part of the function. Call torch.func.functional_call with "
+        "full tensors and torch.autograd.grad over these, or loss.backward()"
+    )
 
 
 def _is_lending() -> bool:

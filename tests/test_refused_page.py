@@ -39,7 +39,7 @@ HELD_BY = {
     "norms, sums, extremes": "test_norms_and_sums_of_different_parameters_are_not_mixed",
     "`optimizer.state_dict()`": "test_states_of_optimizers_go_by_name_behind_the_function",
     "loading a whole optimizer": "test_states_of_optimizers_go_by_name_behind_the_function",
-    "tensor classes with `": "test_two_inner_tensors_are_refused_by_name",
+    "trained tensor classes": "test_two_inner_tensors_are_refused_by_name",
     "tensor classes whose": "test_classes_that_decide_what_travels_send_an_element_for_each",
     "parameters with `fsdp_pre_all_gather`": "test_classes_that_decide_what_travels_need_all_ranks",
     "the same in a unit": "test_what_decides_itself_what_is_gathered_is_not_compressed",
@@ -138,7 +138,7 @@ RAISED_FOR = {
     "unit/changes.py:rest_on": ["moving shards"],
     "unit/unit.py:Unit.refuse_unequal": ['`align="matrix"` with'],
     "unit/changes.py:tie": ["weights tied after"],
-    "unit/extensions.py:_inner_name": ["tensor classes with `"],
+    "unit/extensions.py:_inner_name": ["trained tensor classes"],
     "unit/extensions.py:Extension.send": ["tensor classes whose"],
     "unit/full_parameters.py:FullParameters._find_extensions": [
         "parameters with `fsdp_pre_all_gather`"

@@ -98,7 +98,10 @@ class LocalWorld:
         self._waiting.clear()
         self._ended.clear()
 
+        cores = torch.get_num_threads()
+
         def rank_main(rank: int) -> None:
+            torch.set_num_threads(cores)  # MKL knows it by thread, and rounds otherwise with others
             try:
                 # Autograd has one thread for each GPU, in which ranks would wait for each other.
                 with torch.autograd.set_multithreading_enabled(False):

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from support.owned_matrices import kind_of
+from support.tensor_classes import Rows8
 from torch import nn
 
 import fullshard.torch as fs
@@ -107,42 +108,6 @@ def test_states_of_all_worlds_are_equal_bit_by_bit(path, align):
         assert seen.keys() == expected.keys()
         for key, value in expected.items():
             assert all(map(torch.equal, seen[key], value)), (world, key)
-
-
-class Rows8(torch.Tensor):
-    """Numbers in 8 bits, with one scale a row."""
-
-    @staticmethod
-    def __new__(cls, codes, scale, dtype):
-        return torch.Tensor._make_wrapper_subclass(
-            cls, codes.shape, device=codes.device, dtype=dtype
-        )
-
-    def __init__(self, codes, scale, dtype):
-        self.codes, self.scale = codes, scale
-
-    def __tensor_flatten__(self):
-        return ["codes", "scale"], (self.dtype,)
-
-    @classmethod
-    def __tensor_unflatten__(cls, parts, context, size, stride):
-        assert isinstance(context, tuple)
-        return cls(parts["codes"], parts["scale"], *context)
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in ("detach", "clone", "_to_copy"):
-            kwargs = {k: v for k, v in (kwargs or {}).items() if k != "dtype"}
-            return cls(func(args[0].codes, **kwargs), func(args[0].scale, **kwargs), args[0].dtype)
-        raise NotImplementedError(func)
-
-    @classmethod
-    def rounded(cls, value):
-        scale = value.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
-        return cls((value / scale).round().to(torch.int8), scale, value.dtype)
-
-    def value(self):
-        return self.codes * self.scale
 
 
 class Momentum8(torch.optim.Optimizer):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.comm.agreement import verify_agreement
@@ -25,6 +25,7 @@ from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_u
 from fullshard.torch.step.paths import note_left_out
 from fullshard.torch.step.tracker import Tracker
 from fullshard.torch.unit.changes import give_up, take_over
+from fullshard.torch.unit.extensions import plain_data, resting_bytes
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites, device_of
 from fullshard.torch.unit.unit import Unit
@@ -163,9 +164,14 @@ def _mark_managed(module: nn.Module) -> None:
 
 
 def _before_loading(
-    module: nn.Module, _state: object, _prefix: object, about: Mapping[str, Any], *_: object
+    module: nn.Module, state: dict[str, Any], prefix: str, about: Mapping[str, Any], *_: object
 ) -> None:
     module.__dict__[_ASSIGNS] = about.get("assign_to_params_buffers", False)
+    managed = managed_unit_of(module)
+    for each in () if managed is None else managed.unit.params:
+        value = state.get(key := prefix + each.spec.name)
+        if resting_bytes(each.param) and isinstance(value, Tensor) and resting_bytes(value):
+            state[key] = plain_data(value)  # as one process has saved it
 
 
 def _after_loading(module: nn.Module, _incompatible: object) -> None:

@@ -137,8 +137,7 @@ def notes_on(param: Tensor) -> dict[str, Any]:
     """Return the attributes that users have put on a parameter; not what holds its values."""
     flatten = getattr(param, "__tensor_flatten__", None)  # of a class that wraps others
     inner = [] if flatten is None else flatten()[0]
-    values = {key for key in inner if getattr(param, key).shape == param.shape}
-    return {k: v for k, v in param.__dict__.items() if "_fullshard" not in k and k not in values}
+    return {k: v for k, v in param.__dict__.items() if "_fullshard" not in k and k not in inner}
 
 
 def device_of(sites: Sequence[ParamSites]) -> torch.device | None:

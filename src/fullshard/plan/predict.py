@@ -60,7 +60,7 @@ class Prediction:
         The least is without what the caller of a plain loss may not keep, and without slack.
         """
         peak = self.memory.peak
-        spared = peak["logits and loss"] // 3 if self.run.loss is Loss.PLAIN else 0
+        spared = 5 * peak["logits and loss"] // 11 if self.run.loss is Loss.PLAIN else 0
         slack = peak["allocator slack"]
         return self.memory.peak_bytes - spared - 2 * slack, self.memory.peak_bytes + slack // 2
 

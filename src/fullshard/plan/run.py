@@ -32,8 +32,9 @@ class Recompute(Enum):
 class Loss(Enum):
     """The way to compute the last projection and the cross-entropy."""
 
-    PLAIN = "plain"  # logits and a float32 copy for the loss, both of which the caller keeps
-    FREED = "freed"  # the same, but nobody keeps what backward does not read
+    PLAIN = "plain"  # logits, a float32 copy, a shifted one: the caller keeps all three
+    KEPT = "kept"  # the caller keeps float32 logits, as transformers' outputs do
+    FREED = "freed"  # nobody keeps what backward does not read
     COMPILED = "compiled"  # one graph with the model: no float32 in memory
     FUSED = "fused"  # one kernel over the logits, gradient in place
     FUSED_FLOAT32 = "fused-float32"  # the same over float32 logits, as transformers' models make

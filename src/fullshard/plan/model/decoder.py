@@ -168,8 +168,12 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
             ]
         else:
             calls.append(ModelCall(path, _joined(pieces), kept, cache))
-    head = price.head(shape.width, shape.vocab, run.loss, trained=run.lora_rank == 0)
-    calls.append(ModelCall(names.final_norm, (apart.norm("norm", shape.width),)))
+    degree = run.tensor_parallel
+    head = price.head(
+        shape.width, shape.vocab, run.loss, trained=run.lora_rank == 0, cut=degree > 1
+    )
+    norm = apart.norm("norm", shape.width, gathered=degree)
+    calls.append(ModelCall(names.final_norm, (norm,)))
     if shape.tied:  # its weight is the embedding's, which a unit around both owns
         calls.append(ModelCall("", head))
     else:
@@ -197,7 +201,8 @@ def _block(
     names, width, degree = shape.naming, shape.width, run.tensor_parallel
     query, kv = shape.query_width, shape.kv_width
     wire = (_wire("sum", price, width, degree),) if degree > 1 else ()
-    yield "", (apart.norm("norm", width),)
+    norm = apart.norm("norm", width, gathered=degree)
+    yield "", (norm,)
     attention = _from_latent(shape, price) if shape.latent else _projections(shape, price)
     attention += _adapters(price, run, width, query + 2 * kv)
     if shape.bias or shape.qkv_bias:
@@ -221,7 +226,7 @@ def _block(
     attention += _adapters(price, run, query, width)
     yield names.attention, (*attention, *wire)
     add = apart.pointwise("add", 2 * width, width, saved=width, backward=(3.0 * width, 1))
-    yield "", (add, apart.norm("norm", width))
+    yield "", (add, norm)
     if experts is not None and run.expert_parallel > 1:
         before, own, after = _at_experts(shape, experts, price, run)
         yield f"{names.feed_forward}.router", before

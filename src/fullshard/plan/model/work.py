@@ -153,16 +153,17 @@ class Pricer:
             backward_scratch_bytes=int(unit * writes),
         )
 
-    def norm(self, name: str, width: int, *, saved: bool = True) -> Operation:
+    def norm(self, name: str, width: int, *, gathered: int = 1) -> Operation:
         """A normalisation of ``width`` features in one kernel, two in backward.
 
         Not fused, it goes through float32 in six: to float32, square, mean, scale, back, weight.
-        Its output is kept by the products that read it, unless they cast it.
+        Its output is kept by the products that read it, unless they cast it: that of all
+        ``gathered`` devices among which tokens are cut, where these share the products.
         """
-        kept = float(width) if saved and not self.casts else 0.0
+        kept = float(width * gathered) if not self.casts else 0.0
         if not self.fused_norms:
             wide = self.pointwise(name, 9.0 * width, 8.0 * width, kernels=6)
-            copy, out = 4 * (self.item < 4), self.item * (not self.casts)
+            copy, out = 4 * (self.item < 4), self.item * gathered * (not self.casts)
             return replace(wide, saved_bytes=self.tokens * width * (copy + self.item + out))
         return self.pointwise(name, width, width, saved=kept, backward=(5.0 * width, 2))
 
@@ -174,47 +175,21 @@ class Pricer:
             "rotary", 4.0 * width, 4.0 * width, saved=width, kernels=6, backward=(8.0 * width, 6)
         )
 
-    def head(self, width: int, vocab: int, loss: Loss, *, trained: bool) -> tuple[Operation, ...]:
+    def head(
+        self, width: int, vocab: int, loss: Loss, *, trained: bool, cut: bool = False
+    ) -> tuple[Operation, ...]:
         """The projection to ``vocab`` logits and their cross-entropy, as ``loss`` says.
 
         Eager ones keep float32 log-probabilities and make two float32 gradients: 12 bytes a logit
-        under FREED, 18 under PLAIN, whose caller keeps the logits and their float32 copy. COMPILED
-        has 16 bits of logits and of their gradient, FUSED writes the gradient in place of the
-        logits, FUSED_FLOAT32 in place of a float32 copy of their shifted float32 copy, CHUNKED
-        holds the logits of 2,048 tokens at a time.
+        under FREED, 16 under KEPT, and 22 under PLAIN, whose caller keeps the logits, their float32
+        copy and that one's shifted copy. Over a vocabulary that is ``cut``, DTensor's loss makes
+        three such temporaries. COMPILED has 16 bits of logits and of their gradient, FUSED writes
+        the gradient in place of the logits, FUSED_FLOAT32 in place of a float32 copy of their
+        shifted float32 copy, CHUNKED holds the logits of 2,048 tokens at a time.
         """
         project = self.matmul("head", width, vocab, trained=trained, normed=True)
-        item, tokens = self.item, self.tokens
-        logits = item * tokens * vocab
-        if loss in (Loss.PLAIN, Loss.FREED):
-            wide = 4 * tokens * vocab
-            moved = float(logits + 4 * wide)  # to float32, log-softmax, pick
-            work = (
-                Workload(bytes=moved, kernels=4),
-                Workload(bytes=float(3 * wide + logits), kernels=4),
-            )
-            # Backward makes the gradient of log-probabilities, then that of the float32 copy.
-            kept, scratch, back = wide, wide if item < 4 else 0, 2 * wide
-            if loss is Loss.PLAIN:
-                kept, scratch = kept + logits + scratch, 0
-        elif loss is Loss.COMPILED:
-            work = Workload(bytes=2.0 * logits, kernels=2), Workload(bytes=2.0 * logits, kernels=1)
-            kept, scratch, back = logits, 0, logits
-        elif loss is Loss.FUSED:
-            work = Workload(bytes=3.0 * logits, kernels=1), Workload(bytes=1.0 * logits, kernels=1)
-            kept, scratch, back = logits, 0, 0
-        elif loss is Loss.FUSED_FLOAT32:
-            wide = 4 * tokens * vocab
-            # Copied twice in forward; backward fills the unshifted gradient from the shifted one.
-            work = Workload(bytes=5.0 * wide, kernels=3), Workload(bytes=4.0 * wide, kernels=3)
-            kept, scratch, back = wide, wide - logits, wide  # 16-bit logits go when these are made
-        else:
-            piece = min(tokens, _PIECE_TOKENS)
-            work = (
-                Workload(bytes=4.0 * logits, kernels=-(-tokens // piece) * 3),
-                Workload(kernels=1),
-            )
-            kept, scratch, back = 0, piece * vocab * (item + 4), 0
+        logits = self.item * self.tokens * vocab
+        work, kept, scratch, back = self._loss(loss, vocab, cut)
         return (
             replace(
                 project,
@@ -232,3 +207,39 @@ class Pricer:
                 logits=True,
             ),
         )
+
+    def _loss(
+        self, loss: Loss, vocab: int, cut: bool
+    ) -> tuple[tuple[Workload, Workload], int, int, int]:
+        """The work of a loss in both directions, and bytes: kept, of forward, of backward."""
+        item, tokens = self.item, self.tokens
+        logits, wide = item * tokens * vocab, 4 * tokens * vocab
+        if loss in (Loss.PLAIN, Loss.KEPT, Loss.FREED):
+            # To float32, log-softmax, pick; one of a cut vocabulary is made of single kernels.
+            reads, backs = (9, 8) if cut else (4, 3)
+            work = (
+                Workload(bytes=float(logits + reads * wide), kernels=7 if cut else 4),
+                Workload(bytes=float(backs * wide + logits), kernels=6 if cut else 4),
+            )
+            copy = wide if item < 4 else 0
+            kept, scratch = {
+                Loss.PLAIN: (2 * wide + logits + copy, 0),
+                Loss.KEPT: (2 * wide, wide),
+                Loss.FREED: (wide, copy),
+            }[loss]
+            # Backward makes the gradient of log-probabilities, then that of the float32 copy.
+            return work, kept, scratch, (3 if cut else 2) * wide
+        if loss is Loss.COMPILED:
+            work = Workload(bytes=2.0 * logits, kernels=2), Workload(bytes=2.0 * logits, kernels=1)
+            return work, logits, 0, logits
+        if loss is Loss.FUSED:
+            work = Workload(bytes=3.0 * logits, kernels=1), Workload(bytes=1.0 * logits, kernels=1)
+            return work, logits, 0, 0
+        if loss is Loss.FUSED_FLOAT32:
+            # Copied twice in forward; backward fills the unshifted gradient from the shifted one.
+            work = Workload(bytes=5.0 * wide, kernels=3), Workload(bytes=4.0 * wide, kernels=3)
+            return work, wide, wide - logits, wide  # 16-bit logits go when these are made
+        piece = min(tokens, _PIECE_TOKENS)
+        launched = -(-tokens // piece) * 3
+        work = Workload(bytes=4.0 * logits, kernels=launched), Workload(kernels=1)
+        return work, 0, piece * vocab * (item + 4), 0

@@ -8,6 +8,7 @@ from support.simulated_runs import MIB, Prefetch, Simulated
 
 from fullshard.report.findings import CAUSES, diagnose
 from fullshard.report.measure import measure
+from fullshard.report.summary import judge
 
 FORWARD, BACKWARD, DATA = "forward", "backward", "data"
 CASES = {
@@ -103,3 +104,52 @@ def test_without_ops_nothing_is_said_of_units():
     measured = measure(run)
     assert not measured.by_op
     assert [(each.cause, each.rank) for each in diagnose(measured)] == [("slow data", 1)]
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize(("what", "cause"), [(DATA, "slow data"), ("host", "host-bound")])
+def test_what_one_rank_alone_does_is_not_said_of_all(world, what, cause):
+    run = Simulated(world=world, slow={(1, what, None): 9e-2}).run()
+    assert [(each.cause, each.rank) for each in diagnose(measure(run))] == [(cause, 1)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [(DATA, "slow data"), ("host", "host-bound"), (BACKWARD, "slow rank in backward")],
+)
+def test_a_rank_that_stalls_now_and_then_is_named(world, what, cause):
+    options = {"steps": 40, "detailed_every": 50, "slow_every": 5}
+    run = Simulated(world=world, slow={(1, what, None): 0.3}, **options).run()
+    first, *others = diagnose(measure(run))
+    assert (first.cause, first.rank, others) == (cause, 1, [])
+    assert first.cost_s == pytest.approx(0.06, rel=0.2)
+    assert "in 8 of 38 steps" in first.what
+
+
+def test_two_causes_on_one_rank_are_both_named():
+    run = Simulated(slow={(1, DATA, None): 4e-2, (1, FORWARD, None): 2e-2}).run()
+    causes = [(each.cause, each.rank) for each in diagnose(measure(run))]
+    assert causes == [("slow data", 1), ("slow rank in forward", 1)]
+
+
+def test_a_checkpoint_within_steps_of_one_rank_is_named_once():
+    run = Simulated(spans={"checkpoint": 1e-4}, slow={(1, "checkpoint", None): 3e-2}).run()
+    assert [(each.cause, each.rank) for each in diagnose(measure(run))] == [("checkpoint stall", 1)]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_run_of_few_steps_is_not_called_healthy(steps):
+    run = Simulated(steps=steps, slow={(1, FORWARD, 2): 2e-2}).run()
+    assert judge(run).verdict.startswith("not enough to say")
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_first_steps_alone_accuse_nobody(steps):
+    assert diagnose(measure(Simulated(steps=steps, link_s=9e-3).run())) == []
+
+
+def test_a_span_of_an_own_word_that_takes_long_is_named():
+    (found,) = diagnose(measure(Simulated(spans={"logging": 8e-2}).run()))
+    assert (found.cause, found.rank) == ("host-bound", None)
+    assert "'logging'" in found.what

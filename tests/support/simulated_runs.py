@@ -43,6 +43,7 @@ class Simulated:
     checkpoint_every: int = 4
     spans: dict = field(default_factory=dict)  # of all ranks, by word, at the end of a step
     slow: dict = field(default_factory=dict)  # seconds by (rank, what, unit or None)
+    slow_every: int = 1  # in each of so many steps, the last one of them
     memory: float = 0.5
     memory_of: dict = field(default_factory=dict)
     prefetch: Prefetch = field(default_factory=Prefetch)
@@ -77,9 +78,10 @@ class Simulated:
         for number in range(self.first_step, self.first_step + self.steps):
             begins = list(now)
             at, inner = list(now), [[] for _ in now]
+            slow = {} if (number + 1) % self.slow_every else self.slow
 
-            def spend(rank, what, seconds, at=at, inner=inner):
-                more = self.slow.get((rank, what, None), 0.0) + seconds * rng.gauss(1, self.jitter)
+            def spend(rank, what, seconds, at=at, inner=inner, slow=slow):
+                more = slow.get((rank, what, None), 0.0) + seconds * rng.gauss(1, self.jitter)
                 begin, at[rank] = at[rank], at[rank] + max(0.0, more)
                 if what != "host" and more > 0:
                     inner[rank].append(TimedSpan(what, begin, at[rank]))
@@ -88,7 +90,7 @@ class Simulated:
             for rank in range(self.world):
                 spend(rank, "data", self.data_s)
                 spend(rank, "host", self.host_s)
-                work.append(self._work(rng, rank, sizes))
+                work.append(self._work(rng, rank, sizes, slow))
             offsets = [each - min(at) for each in at]
             ops, base = replay(events, setting, Costs(work, link, link), offsets), min(at)
             for rank, of_rank in enumerate(ops):
@@ -122,10 +124,10 @@ class Simulated:
             facts = Facts(rank, self.world, "host", self.started_at, units=units, settings=settings)
             yield Attempt(facts, tuple(steps[rank]), tuple(spans[rank]), now[rank], "finished")
 
-    def _work(self, rng, rank, sizes):
+    def _work(self, rng, rank, sizes, slow):
         def seconds(what, unit, plain):
-            more = self.slow.get((rank, what, unit), 0.0)
-            more += self.slow.get((rank, what, None), 0.0) / len(sizes)
+            more = slow.get((rank, what, unit), 0.0)
+            more += slow.get((rank, what, None), 0.0) / len(sizes)
             return max(0.0, more + plain * rng.gauss(1, self.jitter))
 
         plain = [self.compute_s / 4, *[self.compute_s] * self.blocks]

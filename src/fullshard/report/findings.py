@@ -45,6 +45,18 @@ _LEAST = {
 _TINY_BYTES, _MANY_UNITS = 2**18, 48
 _GIANT = 0.6  # of all bytes in one unit
 _OF_PHASE = 0.5  # of a rank's excess: then one unit is named
+_STALL, _STALLS = 0.5, 2  # of a step that a stall takes at least, and how many are no accident
+_KNOWN = {  # shares that rules speak of, or that every run has
+    *(*EXPOSED, "issue", "host", "forward", "backward", "optimizer", "data", "step", "compile"),
+    *("checkpoint", "evaluation", "fetch", "evict", "copy", "copies"),
+}
+_OF_RANK = {
+    "data": "slow data",
+    "host": "host-bound",
+    "checkpoint": "checkpoint stall",
+    "copy": "needless copies",
+    "copies": "needless copies",
+}
 
 
 @dataclass(frozen=True)
@@ -65,9 +77,10 @@ class Diagnosis:
 
 
 def diagnose(measured: MeasuredRun) -> list[Diagnosis]:
-    """Return what limits a run, the costliest first."""
+    """Return what limits a run, the costliest first; of a run's first steps memory alone."""
     seekers: Sequence[Callable[[MeasuredRun], Iterator[Diagnosis]]] = (
         _slow_ranks,
+        _stalls,
         _slow_data,
         _checkpoints,
         _copies,
@@ -75,10 +88,11 @@ def diagnose(measured: MeasuredRun) -> list[Diagnosis]:
         _host,
         _memory,
     )
-    return sorted(
-        (finding for seek in seekers for finding in seek(measured)),
-        key=lambda finding: -finding.cost_s,
-    )
+    seen: dict[tuple[str, int | None], Diagnosis] = {}
+    for seek in seekers if measured.warm else (_memory,):
+        for finding in seek(measured):
+            seen.setdefault((finding.cause, finding.rank), finding)
+    return sorted(seen.values(), key=lambda finding: -finding.cost_s)
 
 
 def _percent(measured: MeasuredRun, seconds: float) -> str:
@@ -113,39 +127,46 @@ def _slow_ranks(measured: MeasuredRun) -> Iterator[Diagnosis]:
             for what in whats
             if (seconds := _stands_out(measured, rank, Wanted(what))) > 0
         }
-        if not longer:
-            continue
-        main = max(longer, key=lambda what: longer[what])
-        yield _slow_rank(measured, rank, main, longer)
+        phases = [what for what in longer if what in ("forward", "backward")]
+        if phases:
+            main = max(phases, key=lambda what: longer[what])
+            yield _slow_phase(measured, rank, main, longer[main])
+        for what in longer.keys() - phases:
+            where = f"in {what}" if what != "host" else "outside of units and spans"
+            cause = _OF_RANK.get(what, "slow rank")
+            yield _slow_rank(measured, rank, cause, where, longer[what])
 
 
-def _slow_rank(measured: MeasuredRun, rank: int, main: str, longer: dict[str, float]) -> Diagnosis:
-    cost_s, unit = longer[main], None
-    where = f"in {main}" if main != "host" else "outside of units and spans"
-    if main in ("forward", "backward"):
-        other = "backward" if main == "forward" else "forward"
-        cause = f"slow rank in {main}"
-        also = measured.excess(rank, Wanted(other))
-        if also.value > max(0.35 * cost_s, 2 * also.noise):
-            cause, where, cost_s = "slow rank", "in forward and backward", cost_s + also.value
-        else:
-            unit = _unit_behind(measured, rank, main, cost_s)
-            where += f" of {unit}" if unit else ", in all units"
-    else:
-        cause = {
-            "data": "slow data",
-            "host": "host-bound",
-            "checkpoint": "checkpoint stall",
-            "copy": "needless copies",
-            "copies": "needless copies",
-        }.get(main, "slow rank")
+def _slow_phase(measured: MeasuredRun, rank: int, main: str, cost_s: float) -> Diagnosis:
+    other = "backward" if main == "forward" else "forward"
+    also = measured.excess(rank, Wanted(other))
+    if also.value > max(0.35 * cost_s, 2 * also.noise):
+        where = "in forward and backward"
+        return _slow_rank(measured, rank, "slow rank", where, cost_s + also.value)
+    unit = _unit_behind(measured, rank, main, cost_s)
+    where = f"in {main} of {unit}" if unit else f"in {main}, in all units"
+    return _slow_rank(measured, rank, f"slow rank in {main}", where, cost_s, unit)
+
+
+def _slow_rank(
+    measured: MeasuredRun,
+    rank: int,
+    cause: str,
+    where: str,
+    cost_s: float,
+    unit: str | None = None,
+) -> Diagnosis:
     waited_s = measured.waited_for(rank)
     others = "the others wait" if len(measured.ranks) > 2 else "the other one waits"
     what = (
         f"rank {rank} takes {_ms(cost_s)} longer than the others {where}; "
         f"{others} {_ms(waited_s)} for it in each step ({_percent(measured, waited_s)})"
     )
-    advice = {
+    return Diagnosis(cause, cost_s, what, _advice_for(rank, cause, unit), rank, unit, cost_s)
+
+
+def _advice_for(rank: int, cause: str, unit: str | None) -> str:
+    return {
         "slow data": f"read data ahead on rank {rank}: more workers, or files nearer to it",
         "host-bound": f"look at what else runs on the host of rank {rank}, and at its own code",
         "checkpoint stall": "let all ranks save alike, in the background",
@@ -156,7 +177,31 @@ def _slow_rank(measured: MeasuredRun, rank: int, main: str, longer: dict[str, fl
         if unit
         else f"compare the device of rank {rank} with others: clocks, heat, other programs",
     )
-    return Diagnosis(cause, cost_s, what, advice, rank, unit, cost_s)
+
+
+def _stalls(measured: MeasuredRun) -> Iterator[Diagnosis]:
+    """Ranks that hold the others up for long in some steps, which no median shows."""
+    if len(measured.ranks) < 2:
+        return
+    waits = {rank: measured.by_step(rank, Wanted(*EXPOSED)) for rank in measured.ranks}
+    for rank in measured.ranks:
+        others = [waits[other] for other in measured.ranks if other != rank]
+        waited = [min(each) for each in zip(*others, strict=True)]
+        usual_s = statistics.median(waited)
+        for what in measured.mean_shares.keys() - {*EXPOSED, "issue"}:
+            longer = measured.longer(rank, Wanted(what))
+            stalls = [at for at, s in enumerate(longer) if s > _STALL * measured.step.value]
+            lost_s = sum(longer[at] for at in stalls) / len(longer)
+            others_s = sum(waited[at] - usual_s for at in stalls) / len(longer)
+            least_s = _LEAST["rank"] * measured.mean_step_s
+            if len(stalls) >= _STALLS and lost_s > least_s and others_s > lost_s / 2:
+                cause = _OF_RANK.get(what, f"slow rank in {what}")
+                cause = cause if cause in CAUSES else "slow rank"
+                text = f"in {len(stalls)} of {len(longer)} steps rank {rank} stalls in {what}, and "
+                text += f"the others wait: {_ms(lost_s)} of a step on average "
+                text += f"({_percent(measured, lost_s)})"
+                advice = _advice_for(rank, cause, None)
+                yield Diagnosis(cause, lost_s, text, advice, rank, gain_s=lost_s)
 
 
 def _unit_behind(measured: MeasuredRun, rank: int, what: str, excess_s: float) -> str | None:
@@ -175,7 +220,7 @@ def _unit_behind(measured: MeasuredRun, rank: int, what: str, excess_s: float) -
 
 
 def _slow_data(measured: MeasuredRun) -> Iterator[Diagnosis]:
-    cost_s = statistics.median(measured.mean_s(Wanted("data"), [r]) for r in measured.ranks)
+    cost_s = measured.on_all_s(Wanted("data"))
     if cost_s > _LEAST["data"] * measured.mean_step_s:
         what = f"each step begins with {_ms(cost_s)} of waiting for data on all ranks"
         what += f" ({_percent(measured, cost_s)})"
@@ -206,7 +251,7 @@ def _saving_s(attempt: Attempt) -> float:
 
 def _copies(measured: MeasuredRun) -> Iterator[Diagnosis]:
     wanted = Wanted("fetch", "evict", "copy", "copies")
-    cost_s = statistics.median(measured.mean_s(wanted, [rank]) for rank in measured.ranks)
+    cost_s = measured.on_all_s(wanted)
     if cost_s <= _LEAST["copies"] * measured.mean_step_s:
         return
     used = _memory_share(measured.first)
@@ -218,14 +263,19 @@ def _copies(measured: MeasuredRun) -> Iterator[Diagnosis]:
 
 
 def _host(measured: MeasuredRun) -> Iterator[Diagnosis]:
-    if not measured.by_op:
-        return
-    cost_s = statistics.median(measured.mean_s(Wanted("host"), [r]) for r in measured.ranks)
-    if cost_s > _LEAST["host"] * measured.mean_step_s:
-        what = f"{_ms(cost_s)} of each step ({_percent(measured, cost_s)}) lie outside of units, "
-        what += "data and optimizer on all ranks: the host's own code, or a loss outside of units"
-        advice = "profile the loop between the model's calls; log and synchronise less often"
-        yield Diagnosis("host-bound", cost_s, what, advice)
+    """Time outside of all that is known, and in spans of the user's own words."""
+    own = [what for what in measured.mean_shares if what not in _KNOWN]
+    for what in [*(["host"] if measured.by_op else []), *own]:
+        cost_s = measured.on_all_s(Wanted(what))
+        if cost_s > _LEAST["host"] * measured.mean_step_s:
+            told = f"{_ms(cost_s)} of each step ({_percent(measured, cost_s)}) lie "
+            told += "outside of units, data and optimizer on all ranks: the host's own code, or a "
+            told += "loss outside of units"
+            if what != "host":
+                told = f"{_ms(cost_s)} of each step ({_percent(measured, cost_s)}) lie in {what!r}"
+                told += " on all ranks"
+            advice = "profile the loop between the model's calls; log and synchronise less often"
+            yield Diagnosis("host-bound", cost_s, told, advice)
 
 
 def _memory(measured: MeasuredRun) -> Iterator[Diagnosis]:

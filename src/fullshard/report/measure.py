@@ -159,6 +159,11 @@ class MeasuredRun:
         return tuple(next(iter(self.shares.values())))
 
     @property
+    def warm(self) -> bool:
+        """True if the steps looked at come after the first ones, which are unlike all others."""
+        return any(each.step in self.looked_at for each in self.first.steps[_WARM_UP:])
+
+    @property
     def by_op(self) -> bool:
         """True if a step has ops, so that something of units is known."""
         return bool(self.detailed)
@@ -236,14 +241,24 @@ class MeasuredRun:
         known = (self.sums if wanted.unit is None else self.shares)[rank][step]
         return sum(seconds for share, seconds in known.items() if wanted(share))
 
+    def on_all_s(self, wanted: "Wanted") -> float:
+        """Return the mean seconds of a step that all ranks spend in wanted shares, or more."""
+        return min(self.mean_s(wanted, [rank]) for rank in self.ranks)
+
+    def by_step(self, rank: int, wanted: "Wanted") -> list[float]:
+        """Return the seconds of wanted shares in all steps of a rank that were looked at."""
+        return [self.of_step(rank, step, wanted) for step in self._steps_of(wanted)]
+
+    def longer(self, rank: int, wanted: "Wanted") -> list[float]:
+        """Return by step how much longer than the median of the others a rank is in shares."""
+        others = [self.by_step(other, wanted) for other in self.ranks if other != rank]
+        middle = map(statistics.median, zip(*others, strict=True))
+        mine = self.by_step(rank, wanted)
+        return [seconds - usual for seconds, usual in zip(mine, middle, strict=True)]
+
     def excess(self, rank: int, wanted: "Wanted") -> Figure:
-        """Return how much longer than the median of the others a rank is in wanted shares."""
-        others = [other for other in self.ranks if other != rank]
-        return Figure.of(
-            self.of_step(rank, step, wanted)
-            - statistics.median(self.of_step(other, step, wanted) for other in others)
-            for step in self._steps_of(wanted)
-        )
+        """Return `longer`, as a median over steps with its noise."""
+        return Figure.of(self.longer(rank, wanted))
 
     @cached_property
     def exposed(self) -> Mapping[int, float]:

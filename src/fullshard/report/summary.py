@@ -24,6 +24,8 @@ __all__ = [
     "report_of",
 ]
 
+_ENOUGH = 2  # steps beyond the first ones
+
 
 @dataclass(frozen=True)
 class RunReport:
@@ -40,6 +42,10 @@ class RunReport:
     @property
     def verdict(self) -> str:
         """One sentence: what limits the run."""
+        steps = len(self.measured.looked_at) if self.measured.warm else 0
+        if not self.diagnoses and steps < _ENOUGH:
+            beyond = f"{steps} step{'' if steps == 1 else 's'} beyond the first two"
+            return f"not enough to say: {beyond}, {_ENOUGH} are needed to call a run healthy"
         if not self.diagnoses:
             computing = sum(self.measured.mean_shares.get(what, 0.0) for what in GOOD)
             share = computing / self.measured.mean_step_s

@@ -2,85 +2,41 @@
 """How often does a report name what is the matter with a run?
 
     python benchmarks/diagnosis.py [--seed 1] [--faulty 40] [--healthy 20] [--cases FILE.json]
-                                   [--only CAUSE] [--out FILE.json]
-    python benchmarks/diagnosis.py --advice 10 [--seed 1] [--out FILE.json]
+                                   [--only CAUSE] [--netlab] [--out FILE.json]
+    python benchmarks/diagnosis.py --advice 10 [--seed 1] [--netlab] [--out FILE.json]
 
-Runs train by the real engine, recorded as any run is, with ranks as threads of this machine: blocks
-that sleep as long as they would compute, a link between ranks that lets bytes through at a rate,
-one collective after the other. Each run has one cause put in, or none, by parameters drawn from the
-seed. A faulty run counts as found if the verdict names cause, rank and unit; a healthy one if its
-verdict is that. Memory near its limit is put in by a limit that is low, not by filling the machine.
+Each run (see `diagnosed_run`) has one cause put in, or none, by parameters drawn from the seed. A
+faulty run counts as found if the verdict names cause, rank and unit; a healthy one if its verdict
+is that. Memory near its limit is put in by a limit that is low, not by filling the machine. Ranks
+are threads over a simulated link; with ``--netlab``, as root, processes on hosts of their own that
+talk by Gloo and TCP over links of the rate that the case wants, in steps four times as long.
 
 With ``--advice`` runs on slow links and without prefetch follow the advice that they get. Said are
-the exposed share beside that of (step - step without a link), and the gain beside that foretold.
+the exposed share beside that of (step - step without a link), on hosts (two) beside (step - step of
+the unsharded model), and the gain beside that foretold.
 
-``--cases`` takes further runs: a list of objects with the fields of `Case`. Ends with status 1
-where fewer than 95% of the faulty, or not all of the healthy, are named.
+``--cases`` takes further runs: a list of objects with the fields of `diagnosed_run.Case`. Ends with
+status 1 where fewer than 95% of the faulty, or not all of the healthy, are named, with 2 where the
+file is wrong or there can be no hosts.
 """
 
 import argparse
-import json
 import random
 import sys
-import tempfile
-import threading
-import time
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from unittest import mock
 
+import netlab
 import torch
+from diagnosed_run import HEALTHY, Case, cases_of, for_hosts, reported
 from report import write_report
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
-from fullshard.host_memory import resident_bytes
-from fullshard.report import recording
+from fullshard.core.errors import ConfigurationError
 from fullshard.report.findings import CAUSES
 from fullshard.report.measure import EXPOSED, Wanted
-from fullshard.report.summary import report_of
-from fullshard.testing import LocalWorld
-from fullshard.torch import fully_shard, set_prefetch
-
-LIMIT = "fullshard.torch.inspection.run_record._limit_bytes"
-HEALTHY = "healthy"
-
-
-@dataclass
-class Case:
-    """A run; seconds are those of one step, of one block where ``compute_s`` is meant.
-
-    ``cause`` is put in with ``cost_s``, on ``rank`` and in ``block`` (None: all of them).
-    ``gather_s`` is what the link needs for one block. ``wrap`` is "blocks" or "root".
-    """
-
-    cause: str = HEALTHY
-    ranks: int = 2
-    blocks: int = 5
-    width: int = 64
-    compute_s: float = 8e-3
-    gather_s: float = 1e-3
-    latency_s: float = 0.0
-    data_s: float = 1e-3
-    save_s: float = 4e-3
-    jitter: float = 0.03
-    steps: int = 10
-    rank: int | None = None
-    block: int | None = None
-    cost_s: float = 0.0
-    prefetch: bool = True
-    ahead: int = 1
-    keep: bool = False  # full parameters from forward to backward
-    wrap: str = "blocks"
-    seed: int = 0
-
-    @property
-    def expected(self):
-        """Cause, rank and unit that the verdict has to name."""
-        unit = None if self.block is None else f"blocks.{self.block}"
-        return self.cause, self.rank, "(root)" if self.wrap == "root" else unit
 
 
 def draw_case(cause, number, seed):
@@ -125,187 +81,12 @@ def draw_case(cause, number, seed):
     return case
 
 
-# ---- the machine --------------------------------------------------------------------------------
-
-
-class Link:
-    """A link that carries one collective after the other; times are of `time.perf_counter`."""
-
-    def __init__(self, ranks, rate, latency_s):
-        self._ranks, self._rate, self._latency_s = ranks, rate, latency_s
-        self._lock, self._free_s = threading.Lock(), 0.0
-        self._issued, self.done_s = {}, {}
-
-    def issue(self, key, size):
-        with self._lock:
-            self._issued[key] = self._issued.get(key, 0) + 1
-            if self._issued[key] == self._ranks:  # the last one
-                begin = max(time.perf_counter(), self._free_s)
-                self.done_s[key] = self._free_s = begin + self._latency_s + size / self._rate
-
-
-class OverLink:
-    """A rank's communicator over a `Link`."""
-
-    def __init__(self, comm, link, name="0"):
-        self._comm, self._link, self._name = comm, link, name
-        self.rank, self.size = comm.rank, comm.size
-        self._calls = self._made = 0
-
-    def __getattr__(self, name):
-        return getattr(self._comm, name)
-
-    def duplicate(self):
-        self._made += 1
-        return OverLink(self._comm.duplicate(), self._link, f"{self._name}.{self._made}")
-
-    def all_gather(self, pairs, label=""):
-        size = sum(shard.nbytes for _, shard in pairs) * self.size
-        return self._over(size, self._comm.all_gather, pairs, label)
-
-    def reduce_scatter(self, pairs, label=""):
-        size = sum(shard.nbytes for shard, _ in pairs) * self.size
-        return self._over(size, self._comm.reduce_scatter, pairs, label)
-
-    def _over(self, size, issue, pairs, label):
-        self._calls += 1
-        key = self._name, self._calls
-        self._link.issue(key, size)  # first: who has waited for all ranks asks when it is done
-        return Carried(issue(pairs, label), self._link, key)
-
-
-class Carried:
-    """A collective that is there when the link has carried it."""
-
-    def __init__(self, work, link, key):
-        self._work, self._link, self._key = work, link, key
-
-    def wait(self):
-        self._work.wait()
-        time.sleep(max(0.0, self._link.done_s[self._key] - time.perf_counter()))
-
-    def is_completed(self):
-        done_s = self._link.done_s.get(self._key)
-        return done_s is not None and time.perf_counter() >= done_s and self._work.is_completed()
-
-
-class Sleep(torch.autograd.Function):
-    """Passes on what comes, after a while, in both directions."""
-
-    @staticmethod
-    def forward(context, x, forward_s, backward_s):
-        context.backward_s = backward_s
-        time.sleep(forward_s)
-        return x.clone()
-
-    @staticmethod
-    def backward(context, grad):
-        time.sleep(context.backward_s)
-        return grad.clone(), None, None
-
-
-class Block(nn.Module):
-    """A linear layer that needs as long as ``seconds()`` says for forward and backward."""
-
-    def __init__(self, width, seconds):
-        super().__init__()
-        self.linear, self.seconds = nn.Linear(width, width), seconds
-        nn.init.eye_(self.linear.weight)  # random values would differ between threads
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x):
-        return Sleep.apply(self.linear(x), *self.seconds())
-
-
-class Model(nn.Module):
-    """Blocks, one after the other."""
-
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def seconds_of(case, rank, block, draw):
-    """Return a function that says how long forward and backward of a block take on a rank."""
-    slow = case.rank == rank and case.block in (None, block)
-    more_s = case.cost_s / (case.blocks if case.block is None else 1) if slow else 0.0
-    forward_s = more_s if case.cause == "slow rank in forward" else 0.0
-    backward_s = more_s if case.cause == "slow rank in backward" else 0.0
-    if case.cause == "slow rank":
-        forward_s, backward_s = more_s * 0.4, more_s * 0.6
-
-    def seconds():
-        times = [case.compute_s * draw.gauss(1, case.jitter) * part for part in (1, 2)]
-        return max(0.0, times[0]) + forward_s, max(0.0, times[1]) + backward_s
-
-    return seconds
-
-
-def train(case, comm, link, folder):
-    draw = random.Random(case.seed + comm.rank)
-    model = Model(
-        Block(case.width, seconds_of(case, comm.rank, number, draw))
-        for number in range(case.blocks)
-    )
-    over = OverLink(comm, link)
-    blocks = [] if case.wrap == "root" else list(model.blocks)
-    for block in blocks:
-        fully_shard(block, mesh=over, reshard_after_forward=not case.keep)
-    fully_shard(model, mesh=over)
-    set_prefetch(model, case.ahead, case.ahead)
-    for block in [] if case.prefetch else [*blocks, model]:
-        block.set_modules_to_forward_prefetch([])
-        block.set_modules_to_backward_prefetch([])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.ones(4, case.width)
-    chosen = case.rank in (None, comm.rank)
-
-    def put_in(cause):
-        time.sleep(case.cost_s if chosen and case.cause == cause else 0.0)
-
-    with recording(folder, model, optimizer, detailed_every=2) as run:
-        for number in range(case.steps):
-            with run.span("data"):
-                time.sleep(case.data_s)
-                put_in("slow data")
-            put_in("host-bound")
-            if case.cause == "needless copies":
-                with run.span("copy"):
-                    put_in("needless copies")
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if number % 3 == 2:
-                with run.span("checkpoint"):
-                    time.sleep(case.save_s)
-                    for _ in range(3):
-                        put_in("checkpoint stall")
-
-
-def reported(case):
-    """Run a case; return its report."""
-    block_bytes = 4 * (case.width**2 + case.width)
-    link = Link(case.ranks, block_bytes / case.gather_s, case.latency_s)
-    near = case.cause == "memory near its limit"
-    limit = resident_bytes()[1] * (1.02 if near else 4)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch(LIMIT, return_value=int(limit)),
-    ):
-        LocalWorld(case.ranks).run(lambda comm: train(case, comm, link, folder))
-        return report_of(folder)
-
-
-def diagnosed(case):
+def diagnosed(case, hosts=False):
     """Run a case; return its verdict: cause, rank and unit, and the sentence."""
-    report = reported(case)
+    report = reported(case, hosts)
     if not report.diagnoses:
-        return (HEALTHY, None, None), report.verdict
+        named = HEALTHY if report.verdict.startswith(HEALTHY) else None
+        return (named, None, None), report.verdict
     first = report.diagnoses[0]
     return (first.cause, first.rank, first.unit), report.verdict
 
@@ -317,17 +98,18 @@ CHANGES = {  # by words in the advice
 }
 
 
-def advised(case):
+def advised(case, hosts=False):
     """Run a case as it is, without a link, and as advised; return what was said and what came."""
-    before = reported(case)
+    before = reported(case, hosts)
     if not before.diagnoses:
         return {"advice": before.verdict}
     first, measured = before.diagnoses[0], before.measured
     change = next((make(case) for words, make in CHANGES.items() if words in first.advice), None)
     if change is None:
         return {"advice": before.verdict}
-    plain_s = reported(replace(case, gather_s=1e-9)).measured.step.value
-    after_s = reported(replace(case, **change)).measured.step.value
+    plain = replace(case, sharded=False) if hosts else replace(case, gather_s=1e-9)
+    plain_s = reported(plain, hosts).measured.step.value
+    after_s = reported(replace(case, **change), hosts).measured.step.value
     step_s = measured.step.value
     return {
         "advice": first.advice,
@@ -346,7 +128,9 @@ def follow_advice(options, console):
     for number in range(options.advice):
         cause = ("slow link", "bad prefetch")[number % 2]
         case = draw_case(cause, number, options.seed)
-        rows.append({**asdict(case), **(said := advised(case))})
+        if options.netlab:
+            case = replace(for_hosts(case), ranks=2)
+        rows.append({**asdict(case), **(said := advised(case, options.netlab))})
         if "foretold_s" not in said:
             table.add_row(said["advice"], *[""] * 5)
             continue
@@ -360,17 +144,18 @@ def follow_advice(options, console):
 
 
 def all_cases(options):
-    if options.only:
-        return [draw_case(options.only, number, options.seed) for number in range(options.faulty)]
-    causes = [CAUSES[number % len(CAUSES)] for number in range(options.faulty)]
+    """The cases drawn, as they run on hosts if those are asked for, and the file's as they are."""
+    faulty = [options.only] if options.only else CAUSES
+    causes = [faulty[number % len(faulty)] for number in range(options.faulty)]
+    healthy = [] if options.only else [HEALTHY] * options.healthy
     turns = Counter()
     cases = []
-    for cause in [*causes, *[HEALTHY] * options.healthy]:
+    for cause in [*causes, *healthy]:
         cases.append(draw_case(cause, turns[cause], options.seed))
         turns[cause] += 1
-    if options.cases is not None:
-        cases += [Case(**fields) for fields in json.loads(options.cases.read_text("utf-8"))]
-    return cases
+    if options.netlab:
+        cases = [for_hosts(case) for case in cases]
+    return cases + ([] if options.cases is None else cases_of(options.cases))
 
 
 def main():
@@ -381,8 +166,18 @@ def main():
     parser.add_argument("--advice", type=int, default=0)
     parser.add_argument("--cases", type=Path)
     parser.add_argument("--only", choices=[*CAUSES, HEALTHY])
+    parser.add_argument("--netlab", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    try:
+        return judged(options)
+    except (ConfigurationError, netlab.Unavailable) as why:
+        print(f"diagnosis: {why}", file=sys.stderr)
+        return 2
+
+
+def judged(options):
+    """Run what is asked for and print the tally; return the status."""
     torch.set_num_threads(1)
     console, rows = Console(), []
     if options.advice:
@@ -390,7 +185,7 @@ def main():
         console.print(f"{right} of {options.advice} gain what was foretold within 15%")
         return int(right < options.advice)
     for case in all_cases(options):
-        named, sentence = diagnosed(case)
+        named, sentence = diagnosed(case, options.netlab)
         right = named == case.expected
         rows.append({**asdict(case), "named": named, "right": right, "verdict": sentence})
         if not right:

@@ -34,18 +34,18 @@ def address(host):
 class Netlab:
     """``hosts`` hosts, each with a full-duplex link of ``rate_mbit`` Mbit/s to one switch.
 
-    A link is shaped in both directions by a token bucket. Its burst is 1 MB, since a bucket smaller
-    than the packets that TCP hands down makes the kernel cut them, which inflates the bytes
-    counted by their headers; what waits longer than ``latency_ms`` is dropped.
+    A link is shaped in both directions by a token bucket. Its burst is 1 MB where bytes are
+    counted, since a bucket smaller than the packets that TCP hands down makes the kernel cut them,
+    which inflates those by their headers; what waits longer than ``latency_ms`` is dropped.
 
     A context manager: on leaving, however that comes about, programs are ended and namespaces
     deleted. Raises `Unavailable` without root, iproute2 or what the kernel must know.
     """
 
-    def __init__(self, hosts, rate_mbit, latency_ms=50):
+    def __init__(self, hosts, rate_mbit, latency_ms=50, burst_kb=1024):
         self._switch = f"{PREFIX}-{os.getpid()}-switch"
         self._hosts = [f"{PREFIX}-{os.getpid()}-{host}" for host in range(hosts)]
-        self._shape = f"tbf rate {rate_mbit}mbit burst 1mb latency {latency_ms}ms".split()
+        self._shape = f"tbf rate {rate_mbit}mbit burst {burst_kb}kb latency {latency_ms}ms".split()
         self._programs = []
 
     def __enter__(self):

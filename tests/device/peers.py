@@ -28,7 +28,7 @@ from fullshard.torch.comm import hierarchical, ranks
 from fullshard.torch.comm.process_group import ProcessGroupComm, witness_of
 from fullshard.torch.comm.watch import roll_call, watchdog
 from fullshard.torch.comm.watch.parting import PARTED
-from fullshard.torch.comm.watch.watchdog import Watchdog
+from fullshard.torch.comm.watch.watchdog import Watchdog, Witness
 from fullshard.torch.step.managed import managed_unit_of
 
 OF_THIS_PROCESS = Watchdog.__dict__["of_this_process"]
@@ -162,6 +162,19 @@ def _(job):
             fails(job, lambda: our.model(job.inputs()), "failed on rank", "no sign of life at all")
 
 
+@program("the store ends")
+def _(job):
+    ended = mock.Mock(**dict.fromkeys(("set.side_effect", "check.side_effect"), GONE))
+    with watched(job) as our:
+        job.begin()
+        our.dog.stop()
+        our.dog._store_is_gone, our.dog._lifeline = False, None  # nobody has noticed
+        ends = mock.patch.object(our.dog, "store", ended)
+        with ends, mock.patch.object(Work, "wait", side_effect=GONE):
+            told = ("failed on rank", "the other ranks are doing is not known")
+            fails(job, lambda: our.model(job.inputs()), *told)
+
+
 @program("ranks part")
 def _(job):
     with watched(job) as our:
@@ -216,8 +229,17 @@ def train_on_host(job, mesh, **options):
 
 @program("two stages between hosts", shape=(6,))
 def _(job):
+    waits, seen = Witness.waits, set()
+
+    def waited(witness, what, works):
+        seen.add(what)
+        waits(witness, what, works)
+
     with on_gloo(2) as mesh:
-        train_on_host(job, mesh)
+        with mock.patch.object(Witness, "waits", waited):
+            train_on_host(job, mesh)
+        if not any(each.startswith("gather of unit") for each in seen):
+            job.machine.find("no watchdog sees who waits for a gather")
         train_on_host(job, mesh, align="matrix")
 
 

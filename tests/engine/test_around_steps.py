@@ -126,6 +126,27 @@ def test_outputs_are_not_copied(comm, training):
         assert model(torch.ones(1, 3)) is model.kept
 
 
+class Masked(nn.Linear):
+    def forward(self, x, mask):
+        self.seen = x, mask
+        return super().forward(x) * mask
+
+
+@on_ranks(2)
+def test_units_that_share_an_input_have_the_other_one_as_it_is(comm):
+    class Two(nn.Sequential):
+        def forward(self, x, mask):
+            return sum(unit(x, mask) for unit in self)
+
+    units = [seeded(lambda: Masked(3, 3)) for _ in range(2)]
+    for unit in units:
+        fully_shard(unit, mesh=comm)
+    x, mask = torch.ones(1, 3), torch.ones(1, 3)
+    fully_shard(Two(*units), mesh=comm)(x.requires_grad_(), mask).sum().backward()
+    assert units[1].seen[0] is not x  # a view, whose gradient is that of its unit alone
+    assert units[1].seen[1] is mask
+
+
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(
     "replace",

@@ -274,6 +274,16 @@ def test_classes_that_decide_what_travels_need_all_ranks(comm):
         fully_shard(seeded(WithHalved), mesh=comm, reshard_after_forward=2)
 
 
+@on_ranks(2)
+def test_classes_that_decide_what_travels_are_tied_before(comm):
+    model = nn.Sequential(seeded(WithHalved), seeded(lambda: nn.Linear(5, 7)), seeded(WithHalved))
+    for module in (*model, model):
+        fully_shard(module, mesh=comm)
+    model[2].weight = model[0].weight
+    with pytest.raises(NotSupportedError, match=r"'0\.weight' and '2\.weight' were tied after"):
+        model(torch.ones(2, 7))
+
+
 class Asking(Halved):
     """Notes what its hook is told before a gather."""
 

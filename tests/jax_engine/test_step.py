@@ -285,7 +285,6 @@ def torch_like(array):
     [
         ({"remat": "all"}, "remat='all' is none of 'block', 'matmuls', 'none'"),
         ({"depth": 3}, "unknown option 'depth'; known: mode, remat"),
-        ({"scan": False}, r"unknown option 'scan'.*; write scan_layers\(blocks\)\(x\)"),
         ({"accumulate": 0}, "at least 1 micro-batch"),
         ({"precision": "bf16"}, "unknown dtype 'bf16'"),
         ({"rule": Rule(replicate=("no_such",))}, "pattern 'no_such' matches no array"),
@@ -310,7 +309,6 @@ def torch_like(array):
             },
             "along 'x', which is no axis of the mesh",
         ),
-        ({"vocabulary": "cut"}, "unknown option 'vocabulary'.*; embed and cross_entropy choose"),
         ({"rule": threshold(10**6), "at_most_unsharded": 0.1}, r"100.0% of all bytes would be"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

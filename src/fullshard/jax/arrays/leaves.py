@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 __all__ = [
-    "STORED_DTYPES", "as_key", "is_array", "is_key", "key_data", "key_text", "path_name",
-    "split_arrays",
+    "STORED_DTYPES", "as_key", "is_array", "is_key", "key_data", "path_name", "split_arrays",
 ]  # fmt: skip
 
 STORED_DTYPES = {
@@ -21,17 +20,10 @@ STORED_DTYPES = {
 """The names that safetensors has for dtypes, by NumPy's (and those of ml_dtypes, as JAX uses)."""
 
 
-def key_text(key: Any) -> str:
-    """One step of a path, as text."""
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
 def path_name(path: tuple[Any, ...]) -> str:
     """A tree's path as one name, its parts joined by dots; what a box holds is called like it."""
-    return ".".join(key_text(each) for each in path if getattr(each, "name", None) != "value")
+    named = tuple(each for each in path if getattr(each, "name", None) != "value")
+    return jax.tree_util.keystr(named, simple=True, separator=".")
 
 
 def is_array(x: Any) -> bool:

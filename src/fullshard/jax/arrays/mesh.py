@@ -19,7 +19,8 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.launchers import launcher_environment
 
 __all__ = [
-    "MeshAxes", "create_mesh", "describe_mesh", "devices_of_process", "initialize", "read_mesh",
+    "MeshAxes", "axis_names", "create_mesh", "describe_mesh", "devices_of_process", "initialize",
+    "read_mesh",
 ]  # fmt: skip
 
 AXES = ("data", "fsdp", "tensor")
@@ -68,12 +69,16 @@ class MeshAxes:
 
     def count(self, axis: str | tuple[str, ...] | None) -> int:
         """The number of parts into which this cuts a dimension."""
-        names = () if axis is None else (axis,) if isinstance(axis, str) else axis
-        return math.prod(self.sizes[name] for name in names)
+        return math.prod(self.sizes[name] for name in axis_names(axis))
 
     def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
         """The sharding of arrays whose dimensions these axes cut; of none, that of whole ones."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
+
+
+def axis_names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The axes of the mesh that cut one dimension."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else axis
 
 
 def read_mesh(

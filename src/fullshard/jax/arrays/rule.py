@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 from fullshard.core.text import bytes_text
-from fullshard.jax.arrays.mesh import MeshAxes
+from fullshard.jax.arrays.mesh import MeshAxes, axis_names
 
 __all__ = [
     "Axis", "Placement", "Rule", "coverage", "place", "refuse_idle_axes", "refuse_low_coverage",
@@ -156,7 +156,7 @@ def _axes_asked(spec: ParamSpec, mesh: MeshAxes, rule: Rule, names: Sequence[Axi
     """The cuts that the user has asked for, checked."""
     axes: list[Axis] = [None] * len(spec.shape)
     for dim, name in enumerate(names):
-        parts = [_translated(part, mesh, rule) for part in _parts(name)]
+        parts = [_translated(part, mesh, rule) for part in axis_names(name)]
         known = tuple(part for part in parts if part is not None)
         axes[dim] = known[0] if len(known) == 1 else known or None
     tensor, asked = rule.named_dim(rule.tensor, spec), rule.named_dim(rule.dims, spec)
@@ -172,8 +172,8 @@ def _axes_asked(spec: ParamSpec, mesh: MeshAxes, rule: Rule, names: Sequence[Axi
     for dim, axis in enumerate(axes):
         if spec.shape[dim] % mesh.count(axis):
             raise ConfigurationError(
-                f"{'x'.join(_parts(axis))}={mesh.count(axis)} does not divide dimension {dim} of "
-                f"{spec.name!r}, whose shape is {spec.shape}: change the rule or the mesh"
+                f"{'x'.join(axis_names(axis))}={mesh.count(axis)} does not divide dimension "
+                f"{dim} of {spec.name!r}, whose shape is {spec.shape}: change the rule or the mesh"
             )
     return axes
 
@@ -196,12 +196,8 @@ def _choose(shape: Sequence[int], mesh: MeshAxes, axes: Sequence[Axis]) -> int |
     return max(dims, key=lambda dim: (not (last and dim == 0), shape[dim], -dim), default=None)
 
 
-def _parts(axis: Axis) -> tuple[str, ...]:
-    return () if axis is None else (axis,) if isinstance(axis, str) else axis
-
-
 def _used(axes: Iterable[Axis]) -> set[str]:
-    return {part for axis in axes for part in _parts(axis)}
+    return {part for axis in axes for part in axis_names(axis)}
 
 
 def coverage(placements: Sequence[Placement]) -> float:

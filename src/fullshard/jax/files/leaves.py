@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.core.boxes import Box
-from fullshard.jax.arrays.leaves import key_data, key_text
+from fullshard.jax.arrays.leaves import key_data
 
 __all__ = ["Leaf", "Names", "StoredAs", "leaves_of"]
 
@@ -74,7 +74,7 @@ def leaves_of(state: Any, names: Names | None) -> list[Leaf]:
     """List the leaves of ``state`` in the order of its tree."""
     leaves = []
     for path, value in jax.tree_util.tree_flatten_with_path(state)[0]:
-        name = ".".join(key_text(key) for key in path)
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
         stored = (names or {}).get(name) or StoredAs(f"state/{name}")
         leaves.append(Leaf(name, value, stored))
     return leaves

@@ -28,11 +28,7 @@ class ProcessRanks:
 
     def broadcast(self, data: bytes) -> bytes:
         """See `fullshard.checkpoint.CheckpointRanks`."""
-        size = int(multihost_utils.broadcast_one_to_all(np.asarray(len(data), np.int32)))
-        padded = np.zeros(max(1, size), np.uint8)
-        if self.rank == 0:
-            padded[:size] = np.frombuffer(data, np.uint8)
-        return bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))[:size])
+        return self.share(b"" if self.rank else data)[0]
 
     def share(self, data: bytes) -> list[bytes]:
         """See `fullshard.checkpoint.CheckpointRanks`."""

@@ -21,7 +21,6 @@ import jax
 from flax import nnx
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
-from fullshard.jax.arrays.leaves import key_text
 from fullshard.jax.files.leaves import StoredAs
 
 __all__ = ["torch_layout", "torch_names"]
@@ -103,7 +102,7 @@ def torch_layout(
     names: dict[str, StoredAs] = {}
     counts: list[str] = []
     for path, value in jax.tree_util.tree_flatten_with_path(state)[0]:
-        texts = [key_text(key) for key in path]
+        texts = [jax.tree_util.keystr((key,), simple=True) for key in path]
         full = ".".join(texts)
         place = next((k for k in range(len(texts)) if ".".join(texts[k:]) in torch_names), None)
         if place is not None:

@@ -70,11 +70,6 @@ _DEFAULTS: StepOptions = {
     "whole": (), "check": False, "key": None, "shard_axis": None, "batch_axes": None,
 }  # fmt: skip
 
-_GONE = {
-    "vocabulary": "embed and cross_entropy choose what sends least",
-    "scan": "write scan_layers(blocks)(x) where equal layers follow each other",
-}
-
 
 def read_options(given: StepOptions) -> StepOptions:
     """Complete ``given``.
@@ -84,9 +79,7 @@ def read_options(given: StepOptions) -> StepOptions:
     """
     for name in given:
         if name not in _DEFAULTS:
-            gone = f"; {_GONE[name]}" if name in _GONE else ""
-            known = ", ".join(_DEFAULTS)
-            raise ConfigurationError(f"unknown option {name!r}; known: {known}{gone}")
+            raise ConfigurationError(f"unknown option {name!r}; known: {', '.join(_DEFAULTS)}")
     options: StepOptions = {**_DEFAULTS, **given}
     options["precision"] = _precision(options["precision"])
     for name, value, values in (

@@ -109,7 +109,7 @@ class StepProgram:
             self.arrays.axes,
             self.arrays.params,
             jnp.dtype(options["precision"].reduce) if options["precision"].reduce else None,
-            {"block": True, "none": False}.get(options["remat"], options["remat"]),
+            options["remat"],
             once or options["mode"] != "weights",
             notes,
         )

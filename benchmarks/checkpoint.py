@@ -5,9 +5,9 @@
                                     [--folder FOLDER]
 
 The model is sharded by PyTorch's own fully_shard, so that both save the same DTensors. Ours has all
-checks on; theirs has none to turn on. They take turns, and in each round the other one is first
-(A B B A): on a virtual machine whoever comes first after a save pays for memory that the machine
-below has taken back. ``--nap`` waits after files were dropped, until all of it is taken back; then
+checks on; theirs has none to turn on. They take turns, and in each round the other one loads first
+(A B B A). On a virtual machine whose host takes free memory back a load waits for fresh pages;
+``--nap`` waits after files were dropped, until all are taken back, so that
 both pay. Before a cold load the files are dropped from the page cache, before a warm one they are
 read once. A resume loads cold files into a new optimizer, which has no state yet. What bounds them
 is measured beside them: the same files read in order by a thread of each rank, once more past the

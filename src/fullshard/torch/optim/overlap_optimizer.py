@@ -40,7 +40,8 @@ def overlap_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Let ``optimizer`` step each unit below ``model`` as soon as its gradients are reduced.
 
     From now on a unit's parameters change in the backward that reduces their gradients, beside the
-    backward of the units before it, and their gradient shards are dropped at once; so
+    backward of the units before it, and their gradient shards are dropped at once (where parameters
+    rest on the host, when the next unit's are reduced); so
     ``optimizer.step()`` has only to step what is left: plain parameters. Call it as ever, and
     schedulers after it. The values are those of ordinary steps, bit by bit. Accumulate with
     ``no_sync()`` or ``set_requires_gradient_sync(False)``.
@@ -115,8 +116,11 @@ class _Overlap:
             self.step(managed)
             return
         self._waiting.append(weakref.ref(managed))
-        self._step_waiting(1)
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._step_waiting, 0))
+        in_backward = torch._C._current_graph_task_id() >= 0
+        self._step_waiting(1 if in_backward else 0)
+        if in_backward:
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(partial(self._step_waiting, 0))
 
     def _step_waiting(self, left: int) -> None:
         while len(self._waiting) > left:

@@ -19,6 +19,7 @@ class WatchedCall(UnitCall):
     """A call that hears of its gradients; its hooks keep it alive as long as its autograd graph."""
 
     managed: ManagedUnit
+    watched: int
     version: int  # of the unit's shards, which backward must find as they were
     first_node: int  # the number that autograd gives the first node made inside it
     # What gradients of optional units count, if that depends on how many ranks used them; in the

@@ -76,7 +76,7 @@ class ShardedParameter(torch.Tensor):
     ownership: Ownership
 
     # Attributes and operations go straight to C++; only real operations come back, to dispatch.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def parameter(

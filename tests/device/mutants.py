@@ -442,6 +442,26 @@ MUTANTS = {
         "comm.all_gather([(Parts(gathered, held), mine)], label=label)",
         "whole state dicts of whole matrices",
     ),
+    # steps of owners
+    "owners send what they have stepped": _edit(
+        "optim.owned_step:OwnedStep._finish", "count_change(param.local)", "param.full_tensor()",
+        "owned matrices",
+    ),
+    "state stays with what stands in": _edit(
+        "optim.owned_step:OwnedStep._collect", "state[param] =", "state[stand_in] =",
+        "owned matrices",
+    ),
+    "an owner asks the device for gradients": _edit(
+        "optim.owned_step:OwnedStep._finish", "if stand_in.grad is not None and",
+        "if stand_in.grad is not None and bool(stand_in.grad[0, 0] + 1) and", "owned matrices",
+    ),
+    "an owner keeps copies of gradients": Mutant(
+        (
+            ("optim.owned_step:_give_grad", "plain.view(", "plain.clone().view("),
+            ("optim.owned_step:OwnedStep._finish", "self._pairs, self._units,", "_, self._units,"),
+        ),
+        ("owned matrices",),
+    ),
     # exchanges with owners
     "an exchange is not waited for": _edit(
         "tensor.reslice:start_reslice", "work.wait()", "pass", "exchanged matrices",

@@ -162,6 +162,25 @@ _simple("whole matrices", align="matrix")
 _simple("blocks of 2", reshard_after_forward=2)
 
 
+@program("owned matrices")
+def _(job):
+    model = shard(gpt(), job.mesh, align="matrix")
+    matrices = [p for p in model.blocks.parameters() if p.ownership.owner is not None]
+    muon = torch.optim.Muon(matrices, lr=1e-2)
+    muon._fullshard_looks_beyond = (1, None)  # tensors here have no values to try it with
+
+    def before_step(_):
+        begun.append(len(job.machine.collectives))
+        for param in set(model.parameters()).difference(matrices):
+            param.grad = None
+
+    begun = []
+    muon.register_step_post_hook(lambda *_: begun.append(len(job.machine.collectives)))
+    job.train(model, muon, before_step=before_step)
+    if begun[::2] != begun[1::2]:
+        job.machine.find("a step of owned matrices communicates")
+
+
 # Once a step the host reads if owners have the right values still, and these rest with them.
 @program(
     "exchanged matrices", syncs=("_local_scalar_dense in exchange.py:receive",), kept_bytes=147_456

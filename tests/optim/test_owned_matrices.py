@@ -100,15 +100,18 @@ def grid(comm, within):
     )
 
 
+@pytest.mark.parametrize("align", ["matrix", "row", "element"])
 @pytest.mark.parametrize("door", DOORS)
-def test_hybrid_ranks_and_accumulation(door):
+def test_hybrid_ranks_and_accumulation(door, align):
     options = (
         {} if door == "fully_shard" else {"sharding_strategy": fs.ShardingStrategy.HYBRID_SHARD}
     )
 
     def body(comm):
-        model = DOORS[door](grid(comm, 2), **options)
+        model = DOORS[door](grid(comm, 2), align=align, **options)
         optimizers = muon_and_adamw(model, lambda name: name.replace(WRAPPED, ""))
+        if align != "matrix":
+            fs.exchange_matrices(optimizers[0])
         train(model, optimizers, comm.rank, parts=2)
         return full(model)
 

@@ -126,6 +126,13 @@ def test_every_operation_is_right_or_refused():
 
 
 @on_ranks(2)
+def test_extremes_over_all_dims_are_answered(comm):
+    full = torch.linspace(0.25, 3.0, 60).view(5, 12)
+    assert sharded(full, comm).amax().full_tensor() == 3.0
+    assert sharded(full, comm).amin((0, 1)).full_tensor() == 0.25
+
+
+@on_ranks(2)
 def test_a_plain_scalar_takes_no_sharded_one(comm):
     scalar = sharded(torch.tensor(2.0), comm)
     with pytest.raises(UnshardedOperationError, match="full_tensor"):

@@ -18,6 +18,7 @@ from fullshard.torch import (
     fully_shard,
     summon_full_params,
 )
+from fullshard.torch.step.managed import managed_unit_of
 
 pytestmark = pytest.mark.usefixtures("checked_values")
 
@@ -243,3 +244,14 @@ def test_when_a_unit_that_was_removed_goes_is_not_up_to_the_garbage_collector(co
     del model, layer
     gc.collect()
     assert removed() is None
+
+
+@on_ranks(2)
+def test_a_tie_in_a_unit_inside_has_its_name_there(comm):
+    model = nn.Sequential(language())
+    for module in (model[0].emb, model[0].head, model[0], model):
+        fully_shard(module, mesh=comm)
+    tie(model[0])
+    model(TOKENS).sum().backward()
+    names = [each.spec.name for each in managed_unit_of(model[0]).unit.params]
+    assert "emb.weight" in names

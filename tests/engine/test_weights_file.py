@@ -242,6 +242,7 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path, spoil, told):
     ("content", "told"),
     [
         (b"", "no safetensors file"),
+        ((24).to_bytes(8, "little") + b'{"__metadata__":{"a":1}}', "has other than texts"),
         (b"\xff" * 64, "no safetensors file: its header has"),
         ((9).to_bytes(8, "little") + b"{'weight'", "no safetensors file"),
         ((2).to_bytes(8, "little") + b"[]", "no JSON object"),

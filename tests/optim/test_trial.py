@@ -119,6 +119,20 @@ def test_a_trial_changes_nothing_of_the_optimizer_and_finds_a_rate_that_shows(lr
     assert all(torch.equal(param, torch.ones_like(param)) for param in params)
 
 
+def test_a_group_without_a_rate_is_tried_without_one():
+    class Relative(Apart):
+        def step(self, closure=None):
+            assert self.param_groups[0]["lr"] is None
+            with torch.no_grad():
+                for param in self.param_groups[0]["params"]:
+                    if param.grad is not None:
+                        param.sub_(param.grad, alpha=0.1)
+
+    optimizer = Relative(matrices(), lr=1e-3)
+    optimizer.param_groups[0]["lr"] = None
+    assert looks_beyond(optimizer) is None
+
+
 def test_an_optimizer_is_tried_anew_when_it_has_more_groups():
     class Picky(Apart):
         def step(self, closure=None):

@@ -151,7 +151,11 @@ def main() -> int:
     skipped: list[str] = []
     failed: list[Row] = []
     for path in given.files:
-        rows = read_rows(path, skipped, failed)
+        try:
+            rows = read_rows(path, skipped, failed)
+        except (FullshardError, OSError) as error:
+            skipped.append(str(error))
+            continue
         if given.record:
             compared += by_record(rows)
             continue

@@ -53,7 +53,7 @@ def read_rows(
     Rows that say something unknown are left out, with the reason in ``skipped``; runs that were out
     of memory go to ``failed``, where it is given.
     """
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         reader = csv.DictReader(file)
         columns = set(reader.fieldnames or ())
         read = next((each for needed, each in _FORMATS if needed <= columns), None)
@@ -64,7 +64,8 @@ def read_rows(
         rows = []
         for number, record in enumerate(reader, 2):
             try:
-                if failed is not None and record.get("value") == "OOM":
+                died = (record.get("value") or "").strip().upper() == "OOM"
+                if died and failed is not None:
                     failed.append(read(path.name, {**record, "value": "1"}))
                     continue
                 rows.append(read(path.name, record))
@@ -108,13 +109,17 @@ def _mosaic(source: str, record: dict[str, str]) -> Row:
 
 
 def _published(source: str, record: dict[str, str]) -> Row:
-    record = defaultdict(str, {name: text or "" for name, text in record.items() if name})
+    texts = {name: text.strip() if text else "" for name, text in record.items() if name}
+    texts |= {name: texts.get(name, "").lower() for name in ("precision", "act_ckpt")}
+    record = defaultdict(str, texts)
     try:
-        value = float(record["value"])
+        value = float(record["value"].replace(",", ""))
     except ValueError:
-        raise ConfigurationError(f"{record['value']!r} is no speed to compare with") from None
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise ConfigurationError(f"{record['value']!r} is no speed to compare with")
     model = named_model(_model_name(record["model"]))
-    length, batch = int(record["seq"]), int(record["local_batch"])
+    length, batch = (_count(record, name) for name in ("seq", "local_batch"))
     note = record["note"]
     told = f"{record['system']}; {record['source']}; {note}".lower()
     in_float8 = record["precision"].startswith(("fp8", "float8"))
@@ -139,14 +144,14 @@ def _published(source: str, record: dict[str, str]) -> Row:
         expert_parallel=_degree(record["parallelism"], "EP"),
         **_recompute(record["act_ckpt"], record["system"]),
     )
-    cluster = _cluster(record["gpu"], int(record["n_gpu"]))
+    cluster = _cluster(record["gpu"], _count(record, "n_gpu"))
     run = _strategy(run, record["parallelism"], cluster)
     tokens = _tokens_per_s(value, record, model, run, cluster)
     label = (
         f"{record['model']} s{length} {record['n_gpu']}x {record['gpu'].split(',')[0]} b{batch} "
         f"{record['act_ckpt']} {record['precision']} {note.split(',')[0][:12]}"
     )
-    memory = _number(r"^(\d+(?:\.\d+)?)", record["peak_mem"].strip(), 0.0) or None
+    memory = _gib(record["peak_mem"])
     return Row(
         source, record["id"], label, model, run, cluster, tokens, memory, "allocated" in told
     )
@@ -161,6 +166,21 @@ def _precision(text: str) -> Precision:
         return PURE
     whole = text.startswith(("fp32", "tf32")) or "pure" in text or "amp" in text
     return Precision() if whole else MIXED
+
+
+def _count(record: dict[str, str], name: str) -> int:
+    text = record[name].replace(",", "")
+    if not text.isdecimal() or not int(text):
+        raise ConfigurationError(f"{name} must be a whole number above 0, got {record[name]!r}")
+    return int(text)
+
+
+def _gib(text: str) -> float | None:
+    """Memory in GiB, as torchtitan and others print it, or in MiB; other units tell nothing."""
+    told = re.fullmatch(r"(\d+(?:\.\d+)?) *((?:([gm])i?b?)?)(?: *\(.*\))?", text.lower())
+    if told is None:
+        return None
+    return float(told.group(1)) / (1024 if told.group(3) == "m" else 1) or None
 
 
 def _number(pattern: str, text: str, other: float) -> float:
@@ -198,11 +218,12 @@ def _tokens_per_s(value: float, record: dict[str, str], model: Model, run: Run, 
     """Tokens/s of one device from any of the metrics in use."""
     metric = record["metric"].lower().replace(" ", "")
     samples = run.micro_batch / run.tensor_parallel
-    if metric in ("tok/s/gpu", "tokens/s/gpu", "tps", "wps"):
+    metric = metric.replace("/second", "/s").replace("/sec", "/s").replace("tokens", "tok")
+    if metric in ("tok/s/gpu", "tps", "wps"):
         return value
-    if metric in ("tok/s", "tokens/s"):
+    if metric == "tok/s":
         return value / cluster.devices
-    if metric in ("iteration", "step", "s/iter"):
+    if metric in ("iteration", "step", "steptime", "s/iter"):
         return samples * run.sequence / (value / 1000 if record["unit"] == "ms" else value)
     flops = model.model_flops(run) / run.sequence  # of a token
     if "tflop" in metric:
@@ -245,6 +266,8 @@ def _recompute(text: str, system: str) -> dict[str, object]:
         return {"recompute": Recompute.FULL, "recompute_every": 2}
     if text.startswith("selective"):
         return {"recompute": Recompute.SELECTIVE}
+    if text not in ("full", "none", "no", "false", "off", ""):
+        raise ConfigurationError(f"unknown recomputation {text!r}: none, selective, full")
     return {"recompute": Recompute.FULL if text == "full" else Recompute.NONE}
 
 

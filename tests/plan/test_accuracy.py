@@ -218,3 +218,19 @@ def test_memory_of_experts_is_told_and_their_speed_is_unsure(rows):
         assert found.fits
         assert any("sent to experts" in each.name for each in found.unknowns)
     assert not any(predict(row.model, row.run, row.cluster).fits for row in failed)
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "nan", "inf", ""])
+def test_a_row_without_a_speed_is_left_out_with_the_reason(rows, tmp_path, value):
+    skipped = []
+    assert rows.read_rows(written(tmp_path, {"value": value}), skipped) == []
+    assert "no speed" in skipped[0]
+
+
+def test_figures_are_read_with_separators_units_and_in_any_case(rows, tmp_path):
+    changes = {"value": " 3,500 ", "act_ckpt": "None", "peak_mem": "40960 MiB"}
+    row = changed_row(rows, tmp_path, {**changes, "metric": "tokens/sec/GPU"})
+    assert (row.tokens, row.memory_gib, row.run.recompute) == (3500.0, 40.0, Recompute.NONE)
+    failed = []
+    assert rows.read_rows(written(tmp_path, {"value": " oom"}), failed=failed) == []
+    assert len(failed) == 1

@@ -115,16 +115,13 @@ def traffic_of(text: str, devices: int, asked: str = "") -> StepTraffic:
     ``asked`` is the program before compilation, in StableHLO, for the dtypes asked for. A loop
     whose length XLA does not know counts once.
     """
-    _refuse_unread(text)
     known: dict[tuple[str, int], set[str]] = {}  # by kind, and elements of what it gives
     for kind, dims, dtype in _STABLE.findall(asked):
         numel = math.prod(int(dim) for dim in dims.split("x") if dim)
         dtypes = known.setdefault((kind.replace("_", "-"), numel), set())
         dtypes.add(_STABLE_DTYPES.get(dtype, dtype))
     collectives = []
-    for each in instructions(text):
-        if each.kind not in KINDS:
-            continue
+    for each in (each for each in instructions(text) if each.kind in KINDS):
         group = _group_size(each.attributes, devices)
         arrays = [(dtype, _numel(dims)) for dtype, dims in _ARRAY.findall(each.result)]
         if each.is_start and each.kind != "all-reduce":
@@ -139,8 +136,12 @@ def traffic_of(text: str, devices: int, asked: str = "") -> StepTraffic:
     return StepTraffic(tuple(collectives))
 
 
-def _refuse_unread(text: str) -> None:
-    """Raise for a collective that `instructions` would not see."""
+def instructions(text: str) -> Iterator[Instruction]:
+    """All instructions of a compiled program, of the computations that it comes to.
+
+    Raises:
+        NotSupportedError: for a program with a collective that cannot be read.
+    """
     mentioned = len(re.findall(rf"[=)}}\]] (?:{'|'.join(KINDS)})(?:-start)?\(", text))
     bodies, entry = _computations(text)
     read = sum(each.kind in KINDS for body in bodies.values() for each in body)
@@ -150,11 +151,6 @@ def _refuse_unread(text: str) -> None:
             f"and its entry is {entry or 'not found'!r}: this XLA writes programs in a form that "
             "fullshard does not know; please report it with the versions of jax and jaxlib"
         )
-
-
-def instructions(text: str) -> Iterator[Instruction]:
-    """All instructions of a compiled program, of the computations that it comes to."""
-    bodies, entry = _computations(text)
     times = dict.fromkeys(bodies, 0)
     _count(entry, 1, bodies, times)
     for name, body in bodies.items():

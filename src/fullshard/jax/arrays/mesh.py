@@ -75,6 +75,10 @@ class MeshAxes:
         """The sharding of arrays whose dimensions these axes cut; of none, that of whole ones."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
+    def gathered(self, axes: Sequence[str | tuple[str, ...] | None]) -> NamedSharding:
+        """The sharding of arrays that these axes cut at rest, once the shard axis cuts them not."""
+        return self.sharding(*(None if axis == self.shard else axis for axis in axes))
+
 
 def axis_names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The axes of the mesh that cut one dimension."""

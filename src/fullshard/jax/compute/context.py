@@ -31,11 +31,6 @@ class Tracing:
     notes: list[str] = field(default_factory=list)
     mixing: dict[str, float] | None = None
 
-    def note(self, text: str) -> None:
-        """Say something once."""
-        if text not in self.notes:
-            self.notes.append(text)
-
     def rests(self, shape: tuple[int, ...], dtype: Any) -> tuple[Axis, ...]:
         """The cut of a weight of this shape, or of a slice of a stack of such, as the rule has it.
 

@@ -66,7 +66,8 @@ def gathered(layer: Any, *, remat: Any = None) -> Callable[..., Any]:
         now = current()
         if now is None:
             return layer(weights, *args, **kwargs)
-        return _Call(now, layer, name, remat, (weights, args, kwargs)).carried_out(layer)
+        with jax.named_scope(name):  # profiles and compiled programs tell layers by it
+            return _Call(now, layer, name, remat, (weights, args, kwargs)).carried_out(layer)
 
     return call
 
@@ -147,8 +148,10 @@ def _call_module(method: Any, module: nnx.Module, remat: Any, *args: Any, **kwar
             raise NotSupportedError("it changes its own state, as of statistics or random numbers")
         return result
 
-    call = _Call(now, pure, type(module).__name__, remat, (parts, args, kwargs))
-    return call.carried_out(lambda _, *args, **kwargs: method(module, *args, **kwargs))
+    name = type(module).__name__
+    call = _Call(now, pure, name, remat, (parts, args, kwargs))
+    with jax.named_scope(name):
+        return call.carried_out(lambda _, *args, **kwargs: method(module, *args, **kwargs))
 
 
 class _Call:
@@ -165,10 +168,6 @@ class _Call:
 
     def carried_out(self, plain: Callable[..., Any]) -> Any:
         """The layer's results; ``plain`` is the layer for all examples, as it was given."""
-        with jax.named_scope(self.name):  # profiles and compiled programs tell layers by it
-            return self._carried_out(plain)
-
-    def _carried_out(self, plain: Callable[..., Any]) -> Any:
         weights, args, kwargs = self.given
         axes = self.now.axes
         if axes.parts == 1:
@@ -182,7 +181,8 @@ class _Call:
             # does so in the next line.
             result = plain(weights, *args, **kwargs)
             said = (str(error) or type(error).__name__).splitlines()[0]
-            self.now.note(f"{self.name} is left to XLA: {said}")
+            note = f"{self.name} is left to XLA: {said}"
+            self.now.notes.extend([note] if note not in self.now.notes else [])
             return result
         if self.now.mixing is None:
             return apart()
@@ -328,8 +328,7 @@ def _constrained(now: Tracing, weights: Any) -> Any:
     def one(x: Any) -> Any:
         if not is_array(x) or not x.ndim:
             return x
-        axes = [None if a == now.axes.shard else a for a in now.rests(x.shape, x.dtype)]
-        return lax.with_sharding_constraint(x, now.axes.sharding(*axes))
+        return lax.with_sharding_constraint(x, now.axes.gathered(now.rests(x.shape, x.dtype)))
 
     return jax.tree.map(one, weights)
 

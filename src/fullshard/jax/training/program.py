@@ -192,11 +192,9 @@ class StepProgram:
 
     def _whole(self, arrays: Arrays) -> Arrays:
         """On every device of the shard axis, for all micro-batches."""
-        axes = self.arrays.axes
-        cuts = {name: [None if a == axes.shard else a for a in self.arrays.params[name].axes]
-                for name in arrays}  # fmt: skip
+        axes, params = self.arrays.axes, self.arrays.params
         constrained = lax.with_sharding_constraint
-        return {name: constrained(x, axes.sharding(*cuts[name])) for name, x in arrays.items()}
+        return {n: constrained(x, axes.gathered(params[n].axes)) for n, x in arrays.items()}
 
     def _parts(self, path: Any, x: Any) -> Any:
         """Micro-batches in front, each made of a part of every device's examples."""

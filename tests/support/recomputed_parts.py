@@ -35,7 +35,7 @@ class Branch(nn.Module):
             child.optional = chance.random() < 0.55
             child.is_unit = isinstance(child, Leaf) or child.optional or chance.random() < 0.8
             child.saves, child.adds = chance.random() < 0.5, chance.random() < 0.7
-        left = [*enumerate(self.children_in_turn)]
+        left = [*range(len(self.children_in_turn))]
         self.groups = []  # (how they run, children, whether something behind them is saved)
         while left:
             count = chance.choice([1, 1, 2, 3])
@@ -55,20 +55,27 @@ class Branch(nn.Module):
     def run(self, x, children, saves, used, path, way="function"):
         before = self.recomputed
         self.recomputed = before or way == "function"
-        for number, child in children:
-            place = (*path, number)
-            for _ in range(used.get(place, 1) if child.optional else 1):
-                alone = way == "module" and not self.recomputed
-                if isinstance(child, Branch):
-                    child.recomputed = alone or self.recomputed
-                if alone:
-                    y = checkpoint(child, x, used, place, use_reentrant=False)
-                else:
-                    y = child(x, used, place)
-                y = torch.tanh(y) if child.saves else y
-                x = x + y if child.adds or child.optional else y
-        self.recomputed = before
-        return torch.tanh(x) if saves else x
+        try:
+            for number in children:
+                x = self.run_child(number, x, used, (*path, number), way)
+            return torch.tanh(x) if saves else x
+        finally:  # an exception may end it, when it is recomputed
+            self.recomputed = before
+
+    def run_child(self, number, x, used, path, way):
+        child = self.children_in_turn[number]
+        inner = getattr(child, "module", child)  # of a wrapper
+        alone = way == "module" and not self.recomputed
+        if isinstance(inner, Branch):
+            inner.recomputed = alone or self.recomputed
+        for _ in range(used.get(path, 1) if inner.optional else 1):
+            if alone:
+                y = checkpoint(child, x, used, path, use_reentrant=False)
+            else:
+                y = child(x, used, path)
+            y = torch.tanh(y) if inner.saves else y
+            x = x + y if inner.adds or inner.optional else y
+        return x
 
 
 class RandomParts(nn.Module):

@@ -99,6 +99,14 @@ def test_causes_come_by_what_they_cost():
     assert causes == ["slow data", "slow rank in backward", "memory near its limit"]
 
 
+def test_a_rank_is_named_without_its_unit_where_no_step_was_noted_by_units():
+    slow = {(1, FORWARD, 2): 20e-3}
+    measured = measure(Simulated(slow=slow, steps=9, detailed_every=100, first_step=1).run())
+    assert not measured.detailed
+    first = diagnose(measured)[0]
+    assert (first.cause, first.rank, first.unit) == ("slow rank in forward", 1, None)
+
+
 def test_without_ops_nothing_is_said_of_units():
     run = Simulated(slow={(1, DATA, None): 20e-3}, steps=9, detailed_every=100, first_step=1).run()
     measured = measure(run)

@@ -205,7 +205,9 @@ def _stalls(measured: MeasuredRun) -> Iterator[Diagnosis]:
 
 
 def _unit_behind(measured: MeasuredRun, rank: int, what: str, excess_s: float) -> str | None:
-    """Return the unit in which a rank loses most of ``excess_s``."""
+    """Return the unit in which a rank loses most of ``excess_s``, if a step was noted by units."""
+    if not measured.detailed:
+        return None
     by_unit = {
         number: measured.excess(rank, Wanted(what, unit=number)).value
         for number in range(len(measured.units))

@@ -170,7 +170,8 @@ def _statistic(func: OpOverload) -> Rule:
     def rule(args: Args, kwargs: Kwargs) -> Tensor:
         owner = leading_ownership(func, args, kwargs)
         answer = func(torch.empty(owner.shape, device="meta"), *args[1:], **kwargs)
-        if not isinstance(answer, Tensor) or answer.dim():
+        # Of rows it is DTensor's, as code for FSDP2 expects.
+        if owner.placed is not None or not isinstance(answer, Tensor) or answer.dim():
             need_whole(func, owner)
         return global_statistic(args[0].local, owner, lambda x: func(x, *args[1:], **kwargs))
 

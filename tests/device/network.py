@@ -142,7 +142,7 @@ class Work(dist.Work):
 
 
 class WorkOnHost(Work):
-    """Of Gloo: no question to a device, but one whose answer depends on time as well."""
+    """A work of Gloo's, which asks no device; its answer depends on time as well."""
 
     def is_completed(self):
         return self._kept is None or self._machine.answer()

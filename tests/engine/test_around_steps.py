@@ -100,7 +100,7 @@ def test_functional_call_with_full_tensors(comm, door):
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
 def test_values_are_assigned_after_functional_call(comm, door):
-    """What it has lent is no longer lent: modules show parameters, not what was assigned."""
+    """Values that were lent go back: modules show parameters, not what was assigned."""
     model, plain = shard(seeded(net), comm, door), seeded(net, 1)
     names = dict(zip(plain.state_dict(), dict(nn.Module.named_parameters(model)), strict=True))
     lent = {names[name]: torch.zeros_like(value) for name, value in plain.named_parameters()}

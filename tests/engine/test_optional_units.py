@@ -17,6 +17,7 @@ from support.optional_parts import (
     Residuals,
     add_gradients,
     as_recomputing,
+    compare,
     mark_differently,
     of_one_process,
     patterns,
@@ -44,15 +45,6 @@ from fullshard.torch import (
     using,
 )
 from fullshard.wrap import ModuleWrapPolicy
-
-
-def compare(history, expected):
-    for grads, others in zip(history, expected, strict=True):
-        assert grads.keys() == others.keys()
-        for name, grad in grads.items():
-            assert (grad is None) == (others[name] is None), name
-            if grad is not None:
-                torch.testing.assert_close(grad, others[name], rtol=0, atol=1e-12)
 
 
 def check(ranks, steps, door, again=False, no_sync=False, announce=()):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.optional_parts import (
     Residuals,
+    compare,
     of_one_process,
     patterns,
     routes,
@@ -22,17 +23,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fullshard.core.errors import NotSupportedError
 from fullshard.testing import LocalWorld
 from fullshard.torch import set_prefetch
-
-
-def compare(history, expected):
-    for grads, others in zip(history, expected, strict=True):
-        grads = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in grads.items()}
-        assert grads.keys() == others.keys()
-        for name, grad in grads.items():
-            assert (grad is None) == (others[name] is None), name
-            if grad is not None:
-                torch.testing.assert_close(grad, others[name], rtol=0, atol=1e-12)
-
 
 SEEDS = range(300) if FULL else (2, 3, 12, 16, 33, 40, 71, 107, 175, 227)
 
@@ -121,3 +111,17 @@ def test_what_ranks_could_not_recompute_together_is_refused():
             model(seen, {"eye": 1})
 
     LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("seed", [110, 163])
+def test_a_function_that_also_runs_a_unit_with_parts_inside_is_refused(seed):
+    reference, ranks = RandomParts(seed), 2 + seed % 2
+    used = [reference.patterns(ranks, 100 * seed + 10 * step) for step in range(2)]
+
+    def body(comm):
+        model = RandomParts(seed).shard(comm)
+        for step in range(2):
+            model(texts(ranks, step)[comm.rank], used[step][comm.rank]).sum().backward()
+
+    with pytest.raises(NotSupportedError, match="also runs a unit with optional units inside"):
+        LocalWorld(ranks).run(body)

@@ -111,7 +111,17 @@ def texts(ranks, batch):
 
 
 def clean(name):
-    return name.replace("_fsdp_wrapped_module.", "")
+    return name.replace("_fsdp_wrapped_module.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def compare(history, expected):
+    """Assert that gradients are those of one process, and None where that has none."""
+    for grads, others in zip(history, expected, strict=True):
+        assert grads.keys() == others.keys()
+        for name, grad in grads.items():
+            assert (grad is None) == (others[name] is None), name
+            if grad is not None:
+                torch.testing.assert_close(grad, others[name], rtol=0, atol=1e-12)
 
 
 def update(model, optimizer):

@@ -270,14 +270,14 @@ def _host(measured: MeasuredRun) -> Iterator[Diagnosis]:
     for what in [*(["host"] if measured.by_op else []), *own]:
         cost_s = measured.on_all_s(Wanted(what))
         if cost_s > _LEAST["host"] * measured.mean_step_s:
-            told = f"{_ms(cost_s)} of each step ({_percent(measured, cost_s)}) lie "
-            told += "outside of units, data and optimizer on all ranks: the host's own code, or a "
-            told += "loss outside of units"
+            text = f"{_ms(cost_s)} of each step ({_percent(measured, cost_s)}) lie "
+            text += "outside of units, data and optimizer on all ranks: the host's own code, or a "
+            text += "loss outside of units"
             if what != "host":
-                told = f"{_ms(cost_s)} of each step ({_percent(measured, cost_s)}) lie in {what!r}"
-                told += " on all ranks"
+                text = f"{_ms(cost_s)} of each step ({_percent(measured, cost_s)}) lie in {what!r}"
+                text += " on all ranks"
             advice = "profile the loop between the model's calls; log and synchronise less often"
-            yield Diagnosis("host-bound", cost_s, told, advice)
+            yield Diagnosis("host-bound", cost_s, text, advice)
 
 
 def _memory(measured: MeasuredRun) -> Iterator[Diagnosis]:

@@ -221,10 +221,11 @@ class StepMachine:
                 self._due[unit] = None
 
     def runs_again(self, unit: UnitStep, task: int) -> Sequence[Event]:
-        """A recomputation runs ``unit``; backward may come to it later on, but is past what came
-        behind the function that is recomputed.
+        """A recomputation runs ``unit``, a partial one.
+
+        Backward may come to it later on, but is past what came behind the recomputed function.
         """
-        calls = unit.calls({self._recomputed}) if self.partial else ()
+        calls = unit.calls({self._recomputed})
         again = [call.function for call in calls if call.function is not None]
         again = [function for function in again if function.again_in != task]
         self._events = []

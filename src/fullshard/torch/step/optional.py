@@ -66,10 +66,11 @@ class _Question:
 
     def __init__(self, around: ManagedUnit, inside: Sequence[ManagedUnit]):
         self.around, self.inside = around, list(inside)
-        self.in_checkpoint = False  # the forward of the unit around that runs now
-        self.recomputing = False  # it, or functions inside it
+        # In which the forward of the unit around runs, and one inside it whose unit recomputes it.
+        self.checkpoint: weakref.ref[object] | None = None
+        self.left_to_unit: Callable[[], object] = lambda: None
+        self.recomputing = False  # that forward, or functions inside it
         self.runs_in_function = False  # a checkpoint of a function inside has run optional units
-        self.checkpoint: Callable[[], object] = lambda: None  # in which it does, or a unit inside
         self.to_come: dict[ManagedUnit, float] = {}  # runs that this rank will begin in it
         self.quiet = False  # nobody will want one any more
         self.ranks = (self.inside or [around])[0].unit.ranks
@@ -96,10 +97,8 @@ class _Question:
 
     def enter(self, around: object) -> None:
         """Begin a forward in the checkpoint ``around`` it, if there is one."""
-        self.in_checkpoint = around is not None
-        self.checkpoint = lambda: None
-        if around is not None:
-            self.checkpoint = weakref.ref(around)
+        self.checkpoint = None if around is None else weakref.ref(around)
+        self.left_to_unit = lambda: None
 
     def run(self, managed: ManagedUnit) -> None:
         """Count a run that begins on this rank; refuse one more than were declared."""
@@ -212,6 +211,9 @@ class OptionalUnits:
                 "around it, where no other rank is asked whether it runs it, too; call it there"
             )
 
+    def _is_recomputed_together(self, managed: ManagedUnit) -> bool:
+        return managed.step.optional or managed.step in self._asked
+
     def _look_for_checkpoint(self, managed: ManagedUnit, place: _Question | None) -> None:
         """Note who recomputes a unit whose forward begins: itself, the unit around, or autograd.
 
@@ -219,10 +221,9 @@ class OptionalUnits:
         """
         around = checkpoint_around()
         managed.step.recomputed = None
-        asks = managed.step in self._asked
-        if around is None or not _concerns(managed, asks):
+        if around is None or not self._is_recomputed_together(managed):
             return
-        if place is not None and place.in_checkpoint:
+        if place is not None and place.checkpoint is not None:
             if place.checkpoint() is around:
                 return
             raise NotSupportedError(
@@ -233,7 +234,7 @@ class OptionalUnits:
         if place is None or _is_checkpointed(managed):
             managed.step.recomputed = Moment.RECOMPUTATION
         elif managed.step.optional:
-            if place.checkpoint() is around:
+            if place.left_to_unit() is around:
                 raise NotSupportedError(
                     f"optional unit {managed.unit.name!r} runs in a checkpoint of a function that "
                     "also runs a unit with optional units inside; checkpoint them apart"
@@ -241,7 +242,7 @@ class OptionalUnits:
             place.runs_in_function = True
         elif place.around.step.recomputed is not Moment.RECOMPUTATION_INSIDE:
             managed.step.recomputed = Moment.RECOMPUTATION
-            place.checkpoint = weakref.ref(around)
+            place.left_to_unit = weakref.ref(around)
 
     def before_end(self, managed: ManagedUnit) -> None:
         """Take part in what other ranks run before the forward of ``managed`` ends here."""
@@ -256,7 +257,7 @@ class OptionalUnits:
         around = checkpoint_around()
         if around is None:
             return
-        if not _concerns(managed, managed.step in self._asked) and _is_checkpointed(managed):
+        if not self._is_recomputed_together(managed) and _is_checkpointed(managed):
             return
         saved = save_in_checkpoint(outputs)
         if call is None:  # it is recomputed, and has saved what its forward has
@@ -269,7 +270,7 @@ class OptionalUnits:
         place = self._asked.get(running[-1]) if running else None
         if managed.step.recomputed is Moment.RECOMPUTATION:
             call.saved = [saved]
-        elif place is not None and not place.in_checkpoint and place.checkpoint() is not around:
+        elif place is not None and not place.checkpoint and place.left_to_unit() is not around:
             outer = running[-1].call
             if outer is not None:
                 outer.saved = [*outer.saved, saved]
@@ -297,7 +298,7 @@ class OptionalUnits:
         """Run again what checkpoints of functions inside a unit ran, and what others run there."""
         place, running = self._asked[managed.step], self._machine.running
         place.begin(math.inf if saved else 0)
-        place.in_checkpoint, place.recomputing = False, True
+        place.checkpoint, place.recomputing = None, True
         running.append(managed.step)
         following, self._following = self._following, True
         try:
@@ -453,11 +454,6 @@ def _enclosed(
         around = managed
     for child in module.children():
         yield from _enclosed(child, around, seen)
-
-
-def _concerns(managed: ManagedUnit, asks: bool) -> bool:
-    """True if other ranks must know that a unit is recomputed, which ``asks`` them or not."""
-    return asks or managed.step.optional
 
 
 def _is_checkpointed(managed: ManagedUnit) -> bool:

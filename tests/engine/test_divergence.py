@@ -23,7 +23,7 @@ from fullshard.testing import LocalWorld, LocalWorldError
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.checked import CheckedComm, checked_in_debug_mode
 from fullshard.torch.comm.protocol import Comm, SoloComm
-from fullshard.torch.comm.watch.parting import parting
+from fullshard.torch.comm.watch.parting import deadlock, parting
 from fullshard.torch.comm.watch.store import own_store
 from fullshard.torch.comm.watch.watchdog import Watchdog, period_s_of
 
@@ -109,6 +109,36 @@ def test_unequal_numbers_of_batches_name_the_ways_out(endings, rank):
     assert "rank 1: has left the process group" in text
     assert "stop_together" in text
     assert "pad_to_longest" in text
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups_are_told_so(endings):
+    for rank in range(workers.RANKS):
+        step, after_s, kind, text = endings["no backward", rank]
+        assert (step, kind) == (workers.BAD_STEP + (rank == 1), "CommunicationError")
+        assert after_s < workers.TIMEOUT_S
+        for what in ("reduce", "gather"):
+            assert re.search(rf"in {what} of unit 'blocks.3', which rank \d has not", text)
+
+
+@pytest.mark.parametrize("rank", range(workers.RANKS))
+def test_two_models_do_not_take_each_others_gradients(endings, rank):
+    _, after_s, kind, text = endings["other model", rank]
+    assert kind == "CommunicationError"
+    assert after_s < workers.TIMEOUT_S
+    assert re.search(r"rank \d (calls )?(gather|reduce) of unit 'blocks.\d' of model 2", text)
+
+
+def test_a_rank_that_calls_the_same_later_is_not_waited_for_in_vain():
+    calls = {"gather": [(1, "a"), (2, "b")], "reduce": [(1, "a")]}
+    behind = {"gather": [(1, "a")], "reduce": [(1, "a"), (2, "b")]}
+    here, there = ("b", 0.0, "gather"), ("b", 0.0, "reduce")
+    told = deadlock(0, here, calls, 5, there, behind)
+    assert "rank 0 waits in b, which rank 5 has not called, and rank 5 in b, which rank 0" in told
+    for its, its_calls in ((None, behind), (there, calls), (("b", 0.0, "other"), behind)):
+        assert deadlock(0, here, calls, 5, its, its_calls) is None
+    assert deadlock(0, None, calls, 5, there, behind) is None
+    assert deadlock(0, here, behind, 5, there, behind) is None
+    assert deadlock(0, ("a", 0.0, "gather"), calls, 5, there, behind) is None
 
 
 @pytest.mark.parametrize("case", ["left out", "other order"])

@@ -18,8 +18,10 @@ from support.expert_workers import (
     example,
     ignore,
     mistakes,
+    tensor_mistakes,
     train,
     train_and_save,
+    train_beside_tensor_parallelism,
     train_hybrid,
     whole,
 )
@@ -169,6 +171,25 @@ def test_replicas_of_experts(gloo_world):
     check(gloo_world.run_joined(4, train_hybrid), expected, bytes_too=False)
 
 
+@pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
+def test_experts_beside_tensor_parallelism(gloo_world, door):
+    expected = in_one_process("stacked", 2, 1, 1)
+    of_ranks = gloo_world.run_joined(4, train_beside_tensor_parallelism, 2, 1, door)
+    check(of_ranks[::2], expected, bytes_too=False)
+    check(of_ranks[1::2], expected, bytes_too=False)
+
+
+def test_mistakes_beside_tensor_parallelism_are_refused(gloo_world):
+    messages = [
+        "'up' is placed as (Shard(dim=0),) over ('tensor',), which cuts experts",
+        "'up' is a DTensor already, over dims ('other',)",
+        "parameters of experts in a list are DTensors, which StackedExperts cannot stack",
+    ]
+    for told in gloo_world.run_joined(2, tensor_mistakes):
+        for text, message in zip(told, messages, strict=True):
+            assert message in text
+
+
 def test_what_is_ignored_is_left_alone(gloo_world):
     shape = (EXPERTS // 2, WIDTH, HIDDEN)
     assert gloo_world.run_joined(2, ignore) == [(True, shape)] * 2
@@ -198,4 +219,10 @@ if __name__ == "__main__":  # all of them: PYTHONPATH=tests python tests/engine/
         for keeps in {False, micro_batches > 1}:
             run(world, kind, experts, shards, micro_batches, keeps=keeps)
             print(f"{kind}: {experts=} {shards=} {micro_batches=} {keeps=}", flush=True)
+    for experts, shards in itertools.product((1, 2, 4), (1, 2)):
+        of_ranks = world.run_joined(
+            2 * experts * shards, train_beside_tensor_parallelism, experts, shards
+        )
+        check(of_ranks[::2], in_one_process("stacked", experts, shards, 1), bytes_too=False)
+        print(f"beside two ranks of tensor parallelism: {experts=} {shards=}", flush=True)
     world.close()

@@ -37,6 +37,8 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         self.order = [0, 1, 2, 3]
         self.before_block_2 = lambda: None
+        self.chosen = 0  # the model that backward goes through, of two
+        self.backward = torch.Tensor.backward
 
     def forward(self, x):
         for place, index in enumerate(self.order):
@@ -62,6 +64,14 @@ def left_out(model):
     model.order = [0, 1, 3]
 
 
+def no_backward(model):
+    model.backward = lambda loss: None
+
+
+def other_model(model):
+    model.chosen = 1
+
+
 def fewer_batches(model):
     dist.destroy_process_group()  # as at the end of a script
     time.sleep(5)
@@ -77,6 +87,8 @@ CASES = {
     "left out": (left_out, 1),
     "other order in debug mode": (other_order, 2),
     "fewer batches": (fewer_batches, 1),
+    "no backward": (no_backward, 1),
+    "other model": (other_model, 1),
 }
 
 
@@ -118,18 +130,21 @@ def _rank_main(case, rank, folder):
             timeout=timedelta(seconds=TIMEOUT_S),
         )
         torch.manual_seed(0)
-        model = Blocks()
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+        model, *others = [Blocks() for _ in range(1 + (case == "other model"))]
+        for each in (model, *others):
+            each.order = [3] if case == "no backward" else each.order
+            for block in each.blocks:
+                fully_shard(block)
+            fully_shard(each)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with recording(Path(folder, case), model, optimizer):
-            for step in range(BAD_STEP + 1):
+            for step in range(BAD_STEP + 2):
                 begin = time.monotonic()
                 go_wrong, culprit = CASES[case]
                 if step == BAD_STEP and rank == culprit:
                     go_wrong(model)
-                model(torch.ones(2, 8)).sum().backward()
+                losses = [each(torch.ones(2, 8)).sum() for each in (model, *others)]
+                model.backward(losses[model.chosen])
                 optimizer.step()
                 optimizer.zero_grad()
     except Exception as error:

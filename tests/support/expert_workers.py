@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support.models import seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
@@ -129,19 +129,20 @@ def train(kind, experts, shards, micro_batches, *, door="fully_shard", keeps=Fal
 def steps_of(model, mesh, micro_batches, *, keeps=False, folder=None):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     data = batches(mesh.size(), micro_batches)
+    rank = mesh.mesh.flatten().tolist().index(dist.get_rank())
     first = 0
     if folder is not None:
         first = load_checkpoint(folder, model, optimizer).step
-    norms, grads, rows = [], {}, SentRows(mesh.get_group("expert"))
+    norms, grads, rows = [], {}, SentRows(model.mixture.group)
     for step in range(first, STEPS):
         for number, micro_batch in enumerate(data[step]):
             if keeps:
                 model.set_requires_gradient_sync(number == micro_batches - 1)
             if step:
-                (model(micro_batch[dist.get_rank()]) / micro_batches).backward()
+                (model(micro_batch[rank]) / micro_batches).backward()
             else:
                 with rows:
-                    (model(micro_batch[dist.get_rank()]) / micro_batches).backward()
+                    (model(micro_batch[rank]) / micro_batches).backward()
         if not step:
             grads = {name: full(p.grad.detach()) for name, p in model.named_parameters()}
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
@@ -172,6 +173,65 @@ def train_hybrid():
     return steps_of(fully_shard(model), mesh, 1)
 
 
+class _CopyToTensorRanks(torch.autograd.Function):
+    """What goes into a product that is cut over ``group``: its gradient is a sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx, rows, group):
+        ctx.group = group
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dist.all_reduce(grad := grad.clone(), group=ctx.group)
+        return grad, None
+
+
+class _SumOfTensorRanks(torch.autograd.Function):
+    """What comes out of it is a sum, whose gradient all ranks have."""
+
+    @staticmethod
+    def forward(ctx, rows, group):
+        dist.all_reduce(rows := rows.clone(), group=group)
+        return rows
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def tensor_parallel(experts, tensor):
+    """Cut the hidden dimension of stacked ``experts`` over the ranks of the mesh ``tensor``."""
+    for name, dim in (("up", 2), ("down", 1)):
+        param = experts.get_parameter(name)
+        setattr(experts, name, nn.Parameter(distribute_tensor(param.data, tensor, [Shard(dim)])))
+    forward, group = experts.forward, tensor.get_group()
+
+    def cut(rows, counts):
+        rows = forward(_CopyToTensorRanks.apply(rows, group), counts)
+        return _SumOfTensorRanks.apply(rows, group)
+
+    experts.forward = cut
+
+
+def train_beside_tensor_parallelism(experts, shards, door="fully_shard", folder=None):
+    """Steps with two ranks of tensor parallelism in each place of the mesh of experts and slices.
+
+    With ``folder`` the last two, on what is loaded there.
+    """
+    names = ("shard", "expert", "tensor")
+    mesh = init_device_mesh("cpu", (shards, experts, 2), mesh_dim_names=names)
+    model = whole("stacked", mesh.get_group("expert"))
+    tensor_parallel(model.mixture.experts, mesh["tensor"])
+    shard_experts(model.mixture.experts, mesh=mesh, experts="expert")
+    data = mesh["shard", "expert"]._flatten("data")
+    if door == "wrapper":
+        model = FullyShardedDataParallel(model, process_group=data.get_group(), align="row")
+    else:
+        fully_shard(model, mesh=data)
+    return steps_of(model, data, 1, folder=folder)
+
+
 def ignore():
     """Placements of what is dealt out, and what is left alone, on two ranks."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "expert"))
@@ -190,6 +250,21 @@ def refused(function, *args, **kwargs):
     except (ConfigurationError, NotSupportedError) as error:
         return str(error)
     raise AssertionError("it was not refused")
+
+
+def tensor_mistakes():
+    """Return the texts of the errors beside tensor parallelism, on two ranks."""
+    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("shard", "expert", "tensor"))
+    by_experts, elsewhere = whole().mixture.experts, whole().mixture.experts
+    by_experts.up = nn.Parameter(distribute_tensor(by_experts.up.data, mesh["tensor"], [Shard(0)]))
+    tensor_parallel(elsewhere, init_device_mesh("cpu", (2,), mesh_dim_names=("other",)))
+    listed = nn.ModuleList(Expert() for _ in range(2))
+    for expert in listed:
+        distribute_module(expert, mesh["tensor"])
+    return [
+        refused(shard_experts, each, mesh=mesh, experts="expert")
+        for each in (by_experts, elsewhere, listed)
+    ]
 
 
 def mistakes():

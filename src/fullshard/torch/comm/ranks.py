@@ -35,6 +35,7 @@ _communicators: "weakref.WeakKeyDictionary[Any, tuple[Comm, DeviceMesh | None]]"
 _communicators = weakref.WeakKeyDictionary()
 _duplicates: "weakref.WeakKeyDictionary[Comm, Comm]" = weakref.WeakKeyDictionary()
 _blocks: "weakref.WeakKeyDictionary[Comm, dict[int, Comm]]" = weakref.WeakKeyDictionary()
+_models: "weakref.WeakKeyDictionary[Comm, int]" = weakref.WeakKeyDictionary()
 _host_meshes: "weakref.WeakKeyDictionary[Any, dict[int, DeviceMesh]]" = weakref.WeakKeyDictionary()
 
 
@@ -86,6 +87,11 @@ class Ranks:
     def first(self) -> bool:
         """True on the one rank that speaks for all, and writes files."""
         return self.gather.rank == 0 and self.replicas.rank == 0
+
+    def add_model(self) -> str:
+        """Count one more model that these ranks train; say which it is, but of the first one."""
+        _models[self.gather] = number = _models.get(self.gather, 0) + 1
+        return f" of model {number}" * (number > 1)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Give all ranks the ``tensor`` of the first one, in place. Collective."""

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.func import functional_call
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.torch.fsdp2.fully_shard import fully_shard
 from fullshard.torch.step.managed import managed_unit_of
+from fullshard.torch.tensor.tensor_parallel import held_here
 
 __all__ = ["StackedExperts", "shard_experts"]
 
@@ -94,7 +95,9 @@ def shard_experts(
         module: the experts, plain, alike on all ranks.
         mesh: all ranks that the modules around the experts are sharded over, with named dims:
             ``experts``, and one over which ranks that have the same experts share them in slices
-            (or two, replicate and shard, for hybrid sharding).
+            (or two, replicate and shard, for hybrid sharding). Then those of tensor parallelism:
+            dims over which parameters are DTensors already, and not cut by experts. A parameter is
+            then a DTensor over these and ``experts``.
         experts: the name of the dim over which experts are dealt out.
         options: those of `fully_shard`. Where ranks that share experts are not a divisor of how
             many a rank has, each is cut along the first of its own dimensions that they do divide,
@@ -107,17 +110,16 @@ def shard_experts(
         ConfigurationError: ``mesh`` has no such dim or no other, parameters disagree on how many
             experts there are, or the ranks cannot have equally many of them; in the first forward,
             if what is around them is sharded over other ranks than ``mesh``.
-        NotSupportedError: a parameter is a DTensor already, or an ignored one is in a list.
+        NotSupportedError: a parameter is a DTensor over another mesh, or cut by experts, or is in
+            a list and an ignored one, or a DTensor.
     """
-    others = _other_dims(mesh, experts)
     ignored = set(options.get("ignored_params") or ())
-    if isinstance(module, nn.ModuleList) and not ignored.isdisjoint(module.parameters()):
-        raise NotSupportedError(
-            "ignored_params names parameters of experts in a list, which are stacked: freeze them "
-            "instead, or keep them in a module beside the experts"
-        )
+    if isinstance(module, nn.ModuleList):
+        _check_list(module, ignored)
+    cut = _tensor_dims(module, ignored, mesh, experts)
+    others = _other_dims(mesh, experts, cut)
     stacked = StackedExperts(list(module)) if isinstance(module, nn.ModuleList) else module
-    here = _check_dealt_out(stacked, ignored, mesh[experts], experts)
+    here = _check_dealt_out(stacked, ignored, mesh, experts)
     sharing = mesh[others[-1]].size()
     if options.get("align", "row") == "row":
         options.setdefault("shard_placement_fn", lambda param: _cut(param, here, sharing))
@@ -127,7 +129,7 @@ def shard_experts(
         for name, param in part.named_parameters(recurse=False, remove_duplicate=False)
         if param not in ignored
     ]
-    dealt_out = {param: _dealt_out(param, mesh[experts]) for _, _, param in sites}
+    dealt_out = {param: _dealt_out(param, mesh, experts) for _, _, param in sites}
     try:
         for part, name, param in sites:
             setattr(part, name, dealt_out[param])
@@ -138,34 +140,77 @@ def shard_experts(
         raise
     managed = managed_unit_of(stacked)
     assert managed is not None
-    managed.unit.settings.sources = frozenset(mesh.mesh.flatten().tolist())
+    receiving = mesh[tuple(name for name in mesh.mesh_dim_names or () if name not in cut)]
+    managed.unit.settings.sources = frozenset(receiving.mesh.flatten().tolist())
     return stacked
 
 
-def _other_dims(mesh: DeviceMesh, experts: str) -> tuple[str, ...]:
+def _check_list(experts: nn.ModuleList, ignored: set[nn.Parameter]) -> None:
+    if not ignored.isdisjoint(experts.parameters()):
+        raise NotSupportedError(
+            "ignored_params names parameters of experts in a list, which are stacked: freeze them "
+            "instead, or keep them in a module beside the experts"
+        )
+    if any(isinstance(param, DTensor) for param in experts.parameters()):
+        raise NotSupportedError(
+            "parameters of experts in a list are DTensors, which StackedExperts cannot stack: "
+            "write the experts as one module with stacked parameters, and parallelise that"
+        )
+
+
+def _dims_of(param: Tensor) -> tuple[str, ...]:
+    """The names of the dims of the mesh that ``param`` is a DTensor over."""
+    return (param.device_mesh.mesh_dim_names or ()) if isinstance(param, DTensor) else ()
+
+
+def _tensor_dims(
+    module: nn.Module, ignored: set[nn.Parameter], mesh: DeviceMesh, experts: str
+) -> set[str]:
+    """The names of the dims of ``mesh`` over which parameters of ``module`` are DTensors."""
+    found: set[str] = set()
+    for name, param in module.named_parameters():
+        if param in ignored or not isinstance(param, DTensor):
+            continue
+        dims, named = _dims_of(param), getattr(mesh, "mesh_dim_names", None) or ()
+        known = set(dims) <= set(named) - {experts}
+        if not dims or not known or param.device_mesh != mesh[dims]:
+            raise NotSupportedError(
+                f"parameter {name!r} is a DTensor already, over dims {dims} of {param.device_mesh};"
+                f" shard_experts takes plain ones, and DTensors over other dims than {experts!r} "
+                "of the mesh that it is given: call it before anything else shards them"
+            )
+        if any(placement.is_shard(0) or placement.is_partial() for placement in param.placements):
+            raise NotSupportedError(
+                f"parameter {name!r} is placed as {param.placements} over {dims}, which cuts "
+                "experts; tensor parallelism must cut the dimensions behind the first one"
+            )
+        found.update(dims)
+    return found
+
+
+def _other_dims(mesh: DeviceMesh, experts: str, cut: set[str]) -> tuple[str, ...]:
+    """The dims of ``mesh`` but ``experts`` and those that parameters are ``cut`` over already."""
     names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
-    if not names or experts not in names or len(names) not in (2, 3):
+    others = tuple(name for name in names or () if name != experts and name not in cut)
+    if not names or experts not in names or len(others) not in (1, 2):
         raise ConfigurationError(
             f"shard_experts needs a DeviceMesh with a dim named {experts!r} and one or two more, "
-            f'such as init_device_mesh("cuda", (2, 4), mesh_dim_names=("shard", {experts!r})); '
+            f'such as init_device_mesh("cuda", (2, 4), mesh_dim_names=("shard", {experts!r})), '
+            f"beside those that parameters are DTensors over ({', '.join(sorted(cut)) or 'none'}); "
             f"got {mesh}"
         )
-    return tuple(name for name in names if name != experts)
+    return others
 
 
 def _check_dealt_out(
-    module: nn.Module, ignored: set[nn.Parameter], ranks: DeviceMesh, dim: str
+    module: nn.Module, ignored: set[nn.Parameter], mesh: DeviceMesh, dim: str
 ) -> int:
-    """Return how many experts of ``module`` each of ``ranks`` gets; all get equally many."""
+    """Return how many experts of ``module`` each of the ranks of ``dim`` gets; all equally many."""
     counts: dict[int, str] = {}
+    ranks = mesh[dim]
     for name, param in module.named_parameters():
         if param in ignored:
             continue
-        if isinstance(param, DTensor):
-            raise NotSupportedError(
-                f"parameter {name!r} is a DTensor already; shard_experts deals plain ones out, "
-                "so call it before anything else shards them"
-            )
         counts.setdefault(param.shape[0] if param.dim() else 0, name)
     if len(counts) != 1:
         told = ", ".join(f"{name!r} has {count}" for count, name in counts.items())
@@ -183,9 +228,22 @@ def _check_dealt_out(
     return count // ranks.size()
 
 
-def _dealt_out(param: nn.Parameter, ranks: DeviceMesh) -> nn.Parameter:
-    part = param.detach().chunk(ranks.size())[ranks.get_local_rank()].clone()
-    dealt = DTensor.from_local(part, ranks, [Shard(0)], run_check=False)
+def _dealt_out(param: nn.Parameter, mesh: DeviceMesh, experts: str) -> nn.Parameter:
+    """This rank's experts of ``param``, as a DTensor over ``experts`` and what cut it before."""
+    held = held_here(param).detach()
+    placed: dict[str, Placement] = {experts: Shard(0)}
+    if isinstance(param, DTensor):
+        placed |= dict(zip(_dims_of(param), param.placements, strict=True))
+    dims = tuple(name for name in mesh.mesh_dim_names or () if name in placed)
+    part = held.chunk(mesh[experts].size())[mesh.get_local_rank(experts)].clone()
+    dealt = DTensor.from_local(
+        part,
+        mesh[dims],
+        [placed[name] for name in dims],
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
     new = nn.Parameter(dealt, requires_grad=param.requires_grad)
     new.__dict__.update(param.__dict__)
     return new
@@ -193,7 +251,7 @@ def _dealt_out(param: nn.Parameter, ranks: DeviceMesh) -> nn.Parameter:
 
 def _cut(param: Tensor, here: int, sharing: int) -> Shard | None:
     if here % sharing:
-        for dim, size in enumerate(param.shape):
+        for dim, size in enumerate(held_here(param).shape):
             if dim and size % sharing == 0:
                 return Shard(dim)
     return None

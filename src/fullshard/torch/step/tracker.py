@@ -19,6 +19,7 @@ from fullshard.core.errors import UsageError
 from fullshard.core.schedule import Event, Moment
 from fullshard.core.schedule.step import StepMachine
 from fullshard.core.strategy import Prefetch
+from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.step import paths
 from fullshard.torch.step.calls import WatchedCall, check_backward
 from fullshard.torch.step.checkpoints import is_recomputation
@@ -217,7 +218,13 @@ class Tracker:
             self.set_prefetch(self.prefetch)
             self.executor.go_on(training=training)
         if self.unchecked:
-            check_replicas([managed.unit for managed in self.executor.units])
+            units = [managed.unit for managed in self.executor.units]
+            check_replicas(units)
+            models: dict[Comm, str] = {}
+            for unit in units:
+                if unit.ranks.gather not in models:
+                    models[unit.ranks.gather] = unit.ranks.add_model()
+                unit.belong_to(models[unit.ranks.gather])
             self.unchecked = False
         if self.wait_before_gather is not None:
             self.wait_before_gather.wait()

@@ -160,10 +160,10 @@ class FullParameters:
         """Gather by ``comm`` from now on."""
         self._comm = comm
 
-    def rename(self, name: str) -> None:
-        """Take the name of the unit."""
+    def rename(self, name: str, model: str = "") -> None:
+        """Take the name of the unit, and what tells its model from others of the same ranks."""
         self._name = name
-        self._label = f"gather of unit {name!r}"
+        self._label = f"gather of unit {name!r}{model}"
 
     # ---- gather ---------------------------------------------------------------------------------
 

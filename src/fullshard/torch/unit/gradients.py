@@ -79,10 +79,10 @@ class Gradients:
         self._to_host = CopyStream(plan.device, "to the host")
         self._leaving: list[FlatBuffer] = []  # being copied to the host
 
-    def rename(self, name: str) -> None:
-        """Take the name of the unit."""
-        self.name = name
-        self._label = f"reduce of unit {name!r}"
+    def rename(self, name: str, model: str = "") -> None:
+        """Take the name of the unit, and what tells its model from others of the same ranks."""
+        self._name = name
+        self._label = f"reduce of unit {name!r}{model}"
 
     @property
     def transient_bytes(self) -> int:
@@ -203,7 +203,7 @@ class Gradients:
         elif not self.settings.all_reduce:
             self._kept, self._work = reduced, _DONE
         else:
-            label = f"all-reduce of unit {self.name!r}"
+            label = f"all-reduce of unit {self._name!r}"
             self._work = replicas.all_reduce(reduced.flats, label=label)
 
     def await_all(self) -> bool:

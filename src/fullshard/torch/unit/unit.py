@@ -85,6 +85,7 @@ class Unit:
         self.device: torch.device = plan.device
         self.copies: bool = plan.resting_device != plan.device  # shards come, gradients go
         self._watch = watch
+        self._model = ""
         self.settings: ReduceSettings = ReduceSettings()
         self.custom_gather: CustomGather | None = None
         self._lent: set[tuple[int, str]] = set()  # sites that show what functional_call put there
@@ -123,14 +124,23 @@ class Unit:
             set_owner(param, self, each.spec.name)
         cuts = enumerate(each.tensor_parallel for each in self.params)
         self._cuts = {index: cut for index, cut in cuts if cut is not None}
+        self.belong_to(self._model)
         self.show_sharded()
 
     def rename(self, name: str) -> None:
         """Take the name by which the whole model knows the unit's module; parameters follow."""
         self.shards.rename(name)
         self.name = name or "(root)"
-        self.full.rename(self.name)
-        self.gradients.rename(self.name)
+        self.belong_to(self._model)
+
+    def belong_to(self, model: str) -> None:
+        """Tell gathers and reduces from those of other models of the same ranks.
+
+        Gloo delivers slices by what ranks say that they are, so models cannot take each other's.
+        """
+        self._model = model
+        self.full.rename(self.name, model)
+        self.gradients.rename(self.name, model)
 
     # ---- what modules show ----------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from fullshard.core.errors import CommunicationError
 from fullshard.torch.comm.watch.advice import LEFT, NOTHING_AWAITED, STORE_ENDED, way_out
 from fullshard.torch.comm.watch.forks import check_not_forked, current_pid, refuse_inherited_world
-from fullshard.torch.comm.watch.parting import PARTED, CallLog, parting, wake
+from fullshard.torch.comm.watch.parting import PARTED, CallLog, deadlock, parting, wake
 from fullshard.torch.comm.watch.store import STORE_TIMEOUT, connect_to_server_of, own_store
 
 __all__ = ["Progress", "Standing", "Watchdog", "Witness", "period_s_of"]
@@ -46,7 +46,7 @@ class Progress:
     """The present activity of this process; any thread may read it, as fields are set whole."""
 
     issued: _Event | None = None
-    waiting: _Event | None = None
+    waiting: tuple[str, float, str] | None = None  # the process group is the third
     calling: _Event | None = None
     finished: _Event | None = None
     failed: _Event | None = None
@@ -118,7 +118,7 @@ class Witness:
         """Wait for ``works``. Raises `CommunicationError` if one fails, or the group has."""
         self.stop_if_failed(what)
         begin = time.time()
-        _progress.waiting = (what, begin)
+        _progress.waiting = (what, begin, self.group_name)
         try:
             for work in works:
                 work.wait()
@@ -355,7 +355,9 @@ class Watchdog:
         record |= {"places": dict(self.places), "rolls": dict(self.rolls), "left": self._has_left}
         counted = sum(log.count for log in list(self.calls.values()))
         if counted == self._counted or self._stuck_s() > STUCK_S:
-            record["calls"] = {name: list(log.newest) for name, log in list(self.calls.items())}
+            calls = {name: list(log.newest) for name, log in list(self.calls.items())}
+            if counted == sum(log.count for log in list(self.calls.values())):
+                record["calls"] = calls  # of one moment
         self._counted = counted
         self.store.set(str(self.rank), json.dumps(record))
 
@@ -390,11 +392,19 @@ class Watchdog:
         witnesses = [witness for each in self._witnesses if (witness := each()) is not None]
         peers = {rank for witness in witnesses for rank in witness.members} - {self.rank}
         records = self.read(_random.sample(sorted(peers), min(PEERS_ASKED, len(peers))))
+        calls: dict[str, dict[str, list[tuple[int, str]]]] = {}  # by family and group
         for witness in witnesses:
-            mine = list(witness.calls.newest)
+            calls.setdefault(witness.family, {})[witness.group_name] = list(witness.calls.newest)
+        for witness in witnesses:
+            ours = calls[witness.family]
             for peer, record in records.items():
-                its = (record or {}).get("calls", {}).get(witness.group_name, ())
-                text = parting(self.rank, mine, peer, its) if peer in witness.members else None
+                if record is None or "calls" not in record or peer not in witness.members:
+                    continue
+                wait, its = record["waiting"], record["calls"]
+                name = witness.group_name
+                text = parting(self.rank, ours[name], peer, its.get(name, ())) or deadlock(
+                    self.rank, _progress.waiting, ours, peer, wait, its
+                )
                 if text is not None and witness.family not in self.announced:
                     self.announce(witness.family, text)
             heard, _ = self.announced.get(witness.family, ("", 0.0))

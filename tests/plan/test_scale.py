@@ -2,12 +2,14 @@
 """Simulated runs against what can be worked out by hand, and against a published one."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.plan.cluster.read import cluster_of, named_device
+from fullshard.plan.cluster.read import cluster_of, fitted_constants, named_device
 from fullshard.plan.model.named import named_model
+from fullshard.plan.predict import predict
 from fullshard.plan.run import Run
 from fullshard.plan.scale import (
     Faults,
@@ -101,6 +103,18 @@ def test_hybrid_wins_where_links_between_hosts_are_slow():
     assert [count for count, _, _ in found.steps] == [16, 64, 1024]
     winners = [count for count, full_s, hybrid_s in found.steps if hybrid_s < full_s]
     assert found.devices == min(winners) == 16
+
+
+def test_a_calibrated_device_keeps_its_constants_on_more_devices():
+    model, device = named_model("gpt2-124m"), named_device("h100")
+    slow = replace(fitted_constants(), matmul_share=fitted_constants().matmul_share / 4)
+    run = Run(micro_batch=8, sequence=1024)
+    for constants in (None, slow):
+        cluster = cluster_of(replace(device, constants=constants), 8)
+        (point,) = scaling_curve(model, run, cluster, devices=(8,), hours=1)
+        assert point.prediction.step_s == predict(model, run, cluster).step_s
+        _, full_s, _ = where_hybrid_wins(model, run, cluster, devices=(8, 16)).steps[0]
+        assert full_s == predict(model, run, replace(cluster, devices=16)).step_s
 
 
 def test_a_model_that_fits_nowhere_is_refused():

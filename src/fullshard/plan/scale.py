@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.plan.cluster.cluster import Cluster, Constants
-from fullshard.plan.cluster.read import fitted_constants
 from fullshard.plan.model.model import Model
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.run import Run
@@ -220,7 +219,6 @@ def scaling_curve(
     Weak scaling: the batch grows with the cluster. Stragglers of single steps are those of the time
     model's constants.
     """
-    constants = constants or fitted_constants()
     points: list[ScalePoint] = []
     for count in devices:
         prediction = predict(model, run, _sized(cluster, count), constants)
@@ -278,7 +276,6 @@ def where_hybrid_wins(
     The group that shares slices is the smallest number of hosts, doubled each time, in which the
     run fits into the device's memory. Raises `ConfigurationError` if it fits in none.
     """
-    constants = constants or fitted_constants()
     full = replace(run, strategy=ShardingStrategy.FULL_SHARD, replicas=1)
     group = cluster.per_host
     while not predict(model, full, _sized(cluster, group), constants).fits:

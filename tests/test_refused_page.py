@@ -20,6 +20,9 @@ HELD_BY = {
     "`torch.autograd.grad`": "test_sharded_parameters_as_inputs_of_autograd_are_named",
     "schedules of pipelines": "test_a_backward_that_a_schedule_splits_is_refused_by_name",
     "`create_graph=True`": "test_double_backward_of_units_that_are_freed_is_named",
+    "FSDP1's optimizer state dicts": (
+        "test_fsdp1s_state_dicts_do_not_know_what_is_counted_for_all"
+    ),
     "experts that ranks cannot": "test_mistakes_are_refused_with_the_way_out",
     "optional parts": "test_what_ranks_could_not_recompute_together_is_refused",
     "a backward that begins inside": (
@@ -99,6 +102,7 @@ RAISED_FOR = {
     "checkpoint/tensors.py:local_part": ["checkpoints of values", "checkpoints of values"],
     "checkpoint/tensors.py:_box_of": ["checkpoints of values"],
     "fsdp1/flat_params.py:FlatParameter.__new__": ["`FlatParameter`"],
+    "fsdp1/optim_state_dicts.py:_packed": ["FSDP1's optimizer state dicts"],
     "fsdp1/flat_params.py:_CastableParameter.data": ["`FlatParameter`"],
     "fsdp1/flat_params.py:_RestingParameter._local_shard": ["`FlatParameter`"],
     "fsdp1/wrapper.py:FullyShardedDataParallel.register_comm_hook": ["communication hooks"],

@@ -31,6 +31,12 @@ from torch import nn
 from fullshard.torch import StackedExperts
 
 
+@pytest.fixture(scope="module", autouse=True)
+def of_no_other_test(gloo_world):
+    """Start processes anew: torch finds meshes of groups that are gone by their ranks and names."""
+    gloo_world.close()
+
+
 @cache
 def in_one_process(kind, experts, shards, micro_batches):
     """The same steps on the whole batch, and the bytes that each rank sends, counted on paper."""

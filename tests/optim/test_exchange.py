@@ -147,6 +147,85 @@ def test_units_are_stepped_while_gradients_of_the_next_travel_and_counted_once(s
     ]
 
 
+class CountingForAll(torch.optim.SGD):
+    """Counts steps beside its parameters, as MADGRAD does, and in a tensor of its own."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.counted = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        count = self.state.setdefault("k", torch.zeros(()))
+        count += 1
+        self.counted += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param -= group["lr"] * param.grad / (count + self.counted)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_step_counts_once_what_is_counted_for_all(door):
+    make = partial(muon_and_adamw, muon=CountingForAll)
+
+    def body(comm):
+        model, optimizers = made(comm, door, make)
+        train(model, optimizers, comm.rank)
+        return full(model), optimizers[0].state["k"], optimizers[0].counted
+
+    for values, *counts in LocalWorld(3).run(body):
+        assert_equal(values, alone(3, make=make))
+        assert counts == [5, 5]
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "state dict"])
+@pytest.mark.parametrize("align", ["element", "matrix", "exchanged"])
+def test_what_is_counted_for_all_is_saved(align, way, tmp_path):
+    def prepared(comm):
+        model = wrapped(comm, align="matrix" if align == "matrix" else "element")
+        optimizer = CountingForAll(model.parameters(), lr=0.1)
+        if align == "exchanged":
+            fs.exchange_matrices(optimizer)
+        return model, optimizer
+
+    def body(comm):
+        model, optimizer = prepared(comm)
+        train(model, [optimizer], comm.rank, steps=range(3))
+        if way == "checkpoint":
+            fs.save_checkpoint(tmp_path / "run", model, optimizer, step=3)
+            again, other = prepared(comm)
+            fs.load_checkpoint(tmp_path / "run", again, other)
+        else:
+            again = model
+            other = CountingForAll(model.parameters(), lr=0.1)
+            if align == "exchanged":
+                fs.exchange_matrices(other)
+            other.load_state_dict(optimizer.state_dict())
+        other.counted.fill_(3)  # an attribute, of which no state dict knows
+        train(again, [other], comm.rank, steps=range(3, 5))
+        assert fs.memory_summary(again, other)
+        return full(again), other.state["k"]
+
+    def make(model):
+        return [CountingForAll(model.parameters(), lr=0.1)]
+
+    for values, count in LocalWorld(2).run(body):
+        assert_equal(values, alone(2, make=make))
+        assert count == 5
+
+
+def test_fsdp1s_state_dicts_do_not_know_what_is_counted_for_all():
+    def body(comm):
+        model = wrapped(comm, align="element")
+        optimizer = CountingForAll(model.parameters(), lr=0.1)
+        train(model, [optimizer], comm.rank, steps=range(1))
+        with pytest.raises(NotSupportedError, match="'k' of CountingForAll belongs to no param"):
+            fs.FullyShardedDataParallel.optim_state_dict(model, optimizer)
+
+    LocalWorld(2).run(body)
+
+
 @pytest.mark.parametrize("door", DOORS)
 def test_accumulation_clipping_and_a_matrix_without_a_gradient(door):
     def body(comm):

@@ -17,6 +17,7 @@ from support.owned_matrices import (
 
 from fullshard.core.errors import NotSupportedError
 from fullshard.testing import LocalWorld
+from fullshard.torch import exchange_matrices
 
 ADMITTED = [
     *(f"pytorch_optimizer.{name}" for name in ("AdaFactor", "AdaMuon", "AdamP", "CAME", "LARS")),
@@ -57,6 +58,19 @@ def test_optimizers_are_those_of_one_process_and_send_nothing(path, monkeypatch)
     for values in results:
         assert_equal(values, expected)
     assert counted.calls == []
+
+
+@pytest.mark.parametrize("path", ["prodigyopt.Prodigy", "dadaptation.DAdaptAdam"])
+def test_estimates_of_one_step_size_are_refused(path):
+    kind = kind_of(path)
+
+    def body(comm):
+        model = sharded(comm, align="element")
+        optimizer = kind(model.parameters())
+        with pytest.raises(NotSupportedError, match="cannot step parameters one by one"):
+            exchange_matrices(optimizer)
+
+    LocalWorld(2).run(body)
 
 
 def test_an_option_that_looks_beyond_a_matrix_is_refused():

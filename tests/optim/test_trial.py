@@ -27,6 +27,30 @@ class Averaging(torch.optim.SGD):
         return super().step(closure)
 
 
+class Estimating(torch.optim.SGD):
+    """One step size that grows with the way that all have come, as of Prodigy."""
+
+    grows = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group, way = self.param_groups[0], 0.0
+        for param in group["params"]:
+            if param.grad is not None:
+                start = self.state[param].setdefault("start", param.detach().clone())
+                way += float((param.grad * (start - param)).sum() / param.grad.norm())
+        group["way"] = max(group.get("way", 1e-3), way)
+        for param in group["params"]:
+            if param.grad is not None:
+                param -= param.grad.sign() * (group["way"] if self.grows else 1e-3)
+
+
+class Counting(Estimating):
+    """Knows the way, and does not use it yet."""
+
+    grows = False
+
+
 class Drawing(torch.optim.SGD):
     """Random numbers, of which a matrix gets others when it is stepped alone."""
 
@@ -91,6 +115,8 @@ def matrices():
     [
         (Clipping, "in another way if there are others"),
         (Averaging, "in another way if there are others"),
+        (Estimating, "in another way if there are others"),
+        (Counting, "keeps other numbers for all if there are others"),
         (Drawing, "draws random numbers"),
         (Gathering, "communicates"),
         (Keeping, "leaves them as they are"),

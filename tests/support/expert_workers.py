@@ -11,7 +11,8 @@ import torch.distributed as dist
 from support.models import seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
@@ -23,6 +24,7 @@ from fullshard.torch import (
     save_checkpoint,
     shard_experts,
 )
+from fullshard.torch.state.apart import looks_beyond
 
 WIDTH, HIDDEN, EXPERTS = 8, 16, 8
 ACTIVE = 2
@@ -79,7 +81,7 @@ def batches(ranks, micro_batches):
 
 
 def full(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
 @dataclass
@@ -117,22 +119,59 @@ def sharded(kind, experts, shards, door="fully_shard", **options):
     return fully_shard(model), mesh
 
 
-def train(kind, experts, shards, micro_batches, *, door="fully_shard", keeps=False, folder=None):
+class StackedMuon(torch.optim.Optimizer):
+    """Muon as code bases with stacked experts write it: products of all of a stack in one call."""
+
+    def __init__(self, params, lr=0.02):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["momentum"] = torch.zeros_like(param)
+                state["momentum"].lerp_(param.grad, 0.1)
+                norms = state["momentum"].norm(dim=(-2, -1), keepdim=True)
+                update = state["momentum"] / (norms + 1e-7)
+                for _ in range(5):
+                    gram = update @ update.mT
+                    update = 3.4445 * update + (-4.775 * gram + 2.0315 * gram @ gram) @ update
+                param.sub_(update, alpha=group["lr"])
+
+
+def adamw(model):
+    return [torch.optim.AdamW(model.parameters(), lr=0.05)]
+
+
+def muon_for_experts(model):
+    stacks = [param for param in model.parameters() if param.dim() == 3]
+    others = [param for param in model.parameters() if param.dim() < 3]
+    return [StackedMuon(stacks), torch.optim.AdamW(others, lr=0.05)]
+
+
+def train(
+    kind, experts, shards, micro_batches, *,
+    door="fully_shard", keeps=False, folder=None, make=adamw, **options,
+):  # fmt: skip
     """Steps on experts times shards ranks; with ``folder`` the last two on what is loaded there.
 
     With ``keeps`` gradients are kept whole until the last micro-batch.
     """
-    model, mesh = sharded(kind, experts, shards, door)
-    return steps_of(model, mesh, micro_batches, keeps=keeps, folder=folder)
+    model, mesh = sharded(kind, experts, shards, door, **options)
+    return steps_of(model, mesh, micro_batches, keeps=keeps, folder=folder, make=make)
 
 
-def steps_of(model, mesh, micro_batches, *, keeps=False, folder=None):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+def steps_of(model, mesh, micro_batches, *, keeps=False, folder=None, make=adamw):
+    optimizers = make(model)
     data = batches(mesh.size(), micro_batches)
     rank = mesh.mesh.flatten().tolist().index(dist.get_rank())
     first = 0
     if folder is not None:
-        first = load_checkpoint(folder, model, optimizer).step
+        first = load_checkpoint(folder, model, named(optimizers)).step
     norms, grads, rows = [], {}, SentRows(model.mixture.group)
     for step in range(first, STEPS):
         for number, micro_batch in enumerate(data[step]):
@@ -146,23 +185,29 @@ def steps_of(model, mesh, micro_batches, *, keeps=False, folder=None):
         if not step:
             grads = {name: full(p.grad.detach()) for name, p in model.named_parameters()}
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
     params = {name: full(param.detach()) for name, param in model.named_parameters()}
     sent = {name: sent.total_bytes for name, sent in communication(model).units.items()}
     return Trained(norms, grads, params, {**sent, "rows": rows.bytes})
 
 
-def train_and_save(kind, experts, shards, folder, steps):
+def named(optimizers):
+    return {f"optimizer {number}": each for number, each in enumerate(optimizers)}
+
+
+def train_and_save(kind, experts, shards, folder, steps, make=adamw, **options):
     """The first steps of `train`, kept in ``folder``."""
-    model, _ = sharded(kind, experts, shards)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model, _ = sharded(kind, experts, shards, **options)
+    optimizers = make(model)
     for micro_batches in batches(experts * shards, 1)[:steps]:
         model(micro_batches[0, dist.get_rank()]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-    save_checkpoint(folder, model, optimizer, step=steps)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    save_checkpoint(folder, model, named(optimizers), step=steps)
 
 
 def train_hybrid():
@@ -297,3 +342,47 @@ def mistakes():
         refused(shard_experts, dealt_out, mesh=other, experts="expert"),
         refused(lonely, batches(3, 1)[0, 0, 0]),
     ]
+
+
+def stack_of_an_owner():
+    """Elements of each stack's momentum on this rank, and the collectives of a step of Muon."""
+    model, _ = sharded("stacked", 2, 2, align="matrix")
+    optimizer, _ = muon_for_experts(model)
+    model(batches(4, 1)[0, 0, dist.get_rank()]).backward()
+    with CommDebugMode() as counted:
+        optimizer.step()
+    stacks = optimizer.param_groups[0]["params"]
+    state = [optimizer.state.get(param, {}).get("momentum") for param in stacks]
+    return [0 if each is None else each.local.numel() for each in state], counted.get_total_counts()
+
+
+class NormOfStack(torch.optim.SGD):
+    """Looks at all experts of a stack together."""
+
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.sub_(param.grad / param.grad.norm())
+
+
+class Rows(torch.optim.SGD):
+    """Keeps a number for each row, as Adafactor."""
+
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    rows = self.state[param]["rows"] = param.grad.square().mean(-1, keepdim=True)
+                    param.data.sub_(param.grad / rows.sqrt())
+
+
+def refused_optimizers():
+    """Why optimizers cannot step experts on an axis of their own."""
+    model, _ = sharded("stacked", 2, 2, align="matrix")
+    stacks = [param for param in model.parameters() if param.dim() == 3]
+    found = []
+    for kind in (NormOfStack, Rows):
+        optimizer = kind(stacks, lr=0.1)
+        found.append(looks_beyond(optimizer))
+    return found

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.checkpoint.tensors import KnownBoxes, LocalPart, local_part
+from fullshard.torch.state.apart import state_of_all
 from fullshard.torch.state.owned import complete_state
 from fullshard.torch.state.tensor_classes import taken_apart
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -157,6 +158,9 @@ def _collect_optimizer(
                     others[kind] = value
             if others:
                 values[name] = others
+    of_all = state_of_all(optimizer)
+    if of_all:
+        values[""] = of_all
     return {"class": type(optimizer).__name__, "groups": groups, "values": values}
 
 

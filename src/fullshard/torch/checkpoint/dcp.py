@@ -65,8 +65,9 @@ def export_dcp(checkpoint: Checkpoint, target: str | Path) -> Path:
     for owner, told in optimizers.items():
         state.update(_settings(owner, told))
         for param, values in told.get("values", {}).items():
+            of = f".{_without_model(param)}" if param else ""  # else of no parameter
             for kind, value in values.items():
-                state[f"{owner}.state.{_without_model(param)}.{kind}"] = value
+                state[f"{owner}.state{of}.{kind}"] = value
     with _told_in_our_words(f"{target} cannot be written", target):
         save_dcp(state, checkpoint_id=target, no_dist=True)
     return target

@@ -14,6 +14,7 @@ from fullshard.checkpoint.format.stored import StoredTensor
 from fullshard.core.errors import CheckpointError
 from fullshard.torch.checkpoint.collecting import name_of
 from fullshard.torch.checkpoint.tensors import DTYPES, KnownBoxes, LocalPart, local_part
+from fullshard.torch.state.apart import state_of_all
 from fullshard.torch.state.owned import NUMBERS, place_in
 from fullshard.torch.state.tensor_classes import names_of_parts, put_together
 from fullshard.torch.tensor.ownership import Ownership
@@ -45,6 +46,7 @@ class OptimizerLoad:
         self._targets: list[tuple[str, LocalPart]] = []
         self.unused: dict[str, dict[str, str]] = _stored_kinds(checkpoint, key)
         values = told["values"]
+        self._of_all: dict[Any, Any] = dict(values.get("", {}))
         for group in optimizer.param_groups:
             for param in group["params"]:
                 name = name_of(param, names, key)
@@ -84,6 +86,9 @@ class OptimizerLoad:
                 self._optimizer.state[param] = state
             else:
                 self._optimizer.state.pop(param, None)
+        for key in state_of_all(self._optimizer):
+            del self._optimizer.state[key]
+        self._optimizer.state.update(self._of_all)
         return told
 
     def _put_together(

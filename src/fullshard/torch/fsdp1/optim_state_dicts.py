@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.fsdp1.state_dicts import StateDictForms
+from fullshard.torch.state.apart import state_of_all
 from fullshard.torch.state.broadcast_state import broadcast_state
 from fullshard.torch.state.forms import StateForm
 from fullshard.torch.state.optimizers import cut_state, in_form, uncut_spans
@@ -189,6 +190,13 @@ def _groups_of(model: nn.Module, optim: Optimizer | None, optim_input: Any) -> _
 def _packed(optim: Optimizer) -> dict[str, Any]:
     """Return ``optim.state_dict()`` with values as they are inside."""
     params = [param for group in optim.param_groups for param in group["params"]]
+    of_none = next(iter(state_of_all(optim)), None)
+    if of_none is not None:
+        raise NotSupportedError(
+            f"the state {of_none!r} of {type(optim).__name__} belongs to no parameter, and FSDP1's "
+            "optimizer state dicts know those of parameters; use save_checkpoint and "
+            "load_checkpoint, or optimizer.state_dict() and load_state_dict()"
+        )
     numbers = {id(param): number for number, param in enumerate(params)}
     groups = [
         {**group, "params": [numbers[id(param)] for param in group["params"]]}

@@ -13,6 +13,7 @@ from torch.func import functional_call
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.torch.fsdp2.fully_shard import fully_shard
+from fullshard.torch.sharding.owners import WholeMatrices
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.tensor.tensor_parallel import held_here
 
@@ -101,7 +102,8 @@ def shard_experts(
         experts: the name of the dim over which experts are dealt out.
         options: those of `fully_shard`. Where ranks that share experts are not a divisor of how
             many a rank has, each is cut along the first of its own dimensions that they do divide,
-            unless ``shard_placement_fn`` says otherwise.
+            unless ``shard_placement_fn`` says otherwise. With ``align="matrix"`` (or
+            `WholeMatrices`) one of these ranks has all matrices of a stack, whole.
 
     Returns:
         ``module``, or the `StackedExperts`, to be put in the list's place.
@@ -121,6 +123,8 @@ def shard_experts(
     stacked = StackedExperts(list(module)) if isinstance(module, nn.ModuleList) else module
     here = _check_dealt_out(stacked, ignored, mesh, experts)
     sharing = mesh[others[-1]].size()
+    if isinstance(options.get("align"), WholeMatrices):  # which are of other ranks, all together
+        options["align"] = "matrix"
     if options.get("align", "row") == "row":
         options.setdefault("shard_placement_fn", lambda param: _cut(param, here, sharing))
     sites = [

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from fullshard.core.layout import stored_bytes
 from fullshard.core.text import bytes_text, in_columns
@@ -171,7 +172,7 @@ def _adamw_bytes(params: Sequence[Tensor]) -> int:
 
 
 def _unsharded_state_bytes(optimizer: Optimizer) -> int:
-    values = [value for state in optimizer.state.values() for value in state.values()]
+    values = tree_leaves(list(optimizer.state.values()))
     return sum(_global_bytes(value) for value in values if isinstance(value, Tensor))
 
 

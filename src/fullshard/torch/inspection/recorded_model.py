@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.report import Facts, RecordedUnit
@@ -231,8 +232,8 @@ class _OfOthers(RecordedModel):
 
     def resting_bytes(self, optimizer: Optimizer | None) -> Bytes:
         params = list(self.model.parameters())
-        states = [] if optimizer is None else [s.values() for s in optimizer.state.values()]
-        state = [value for values in states for value in values if isinstance(value, Tensor)]
+        values = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
+        state = [value for value in values if isinstance(value, Tensor)]
         grads = [param.grad for param in params if param.grad is not None]
         return Bytes(*(sum(map(_bytes_here, tensors)) for tensors in (params, grads, state)))
 

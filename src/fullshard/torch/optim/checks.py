@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.optim.exchange import CHECKED
@@ -188,8 +189,7 @@ def optimizer_state_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of ``optimizer``'s state on this rank: spans, and plain tensors whole."""
     return sum(
         _bytes_of(value)
-        for state in optimizer.state.values()
-        for value in state.values()
+        for value in tree_leaves(list(optimizer.state.values()))
         if isinstance(value, Tensor)
     )
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from fullshard.core.errors import UsageError
 from fullshard.torch.optim.exchange import MatrixExchange
-from fullshard.torch.state.apart import plain_step
+from fullshard.torch.state.apart import plain_step, state_of_all
 from fullshard.torch.state.owned import exchanged, place_in, plain_state, shown_state
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -43,7 +43,7 @@ class OwnedStep:
         self._exchange = MatrixExchange(exchanged(optimizer))
         self._units: list[tuple[ShardedParameter, ...]] = []  # exchanged in this step
         self._receive: Callable[[], dict[ShardedParameter, dict[str, Tensor]]] | None = None
-        self._before: tuple[dict[str, Any], list[dict[str, Any]]] = ({}, [])  # for more twins
+        self._before: _Common | None = None  # for more twins
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "OwnedStep":
@@ -76,7 +76,10 @@ class OwnedStep:
         self._units = self._exchange.begin()
         if self._units:
             self._receive = self._exchange.send(self._units[0], optimizer.state)
-            self._before = dict(optimizer.__dict__), copy.deepcopy(_options(optimizer))
+            options = [
+                {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups
+            ]
+            self._before = _copied(optimizer.__dict__, state_of_all(optimizer), options)
         moved = {param for unit in self._units for param in unit}
         twin = object.__new__(type(optimizer))
         twin.__dict__.update(optimizer.__dict__)
@@ -129,7 +132,7 @@ class OwnedStep:
         if param.ownership.owner != param.ownership.comm.rank:
             twin.state.pop(param, None)
             return _without_memory(param)
-        stand_in = nn.Parameter(param.local.view(param.shape), param.requires_grad)
+        stand_in = nn.Parameter(param.local.view(_shape(param)), param.requires_grad)
         if param in twin.state:
             twin.state[stand_in] = plain_state(twin.state.pop(param), param)
         self._pairs.append((param, stand_in))
@@ -161,7 +164,7 @@ class OwnedStep:
             if stand_in.grad is not None and param not in moved:
                 count_change(param.local)
         self._give_back(optimizer, stepped, state)
-        self._pairs, self._units, self._before = [], [], ({}, [])
+        self._pairs, self._units, self._before = [], [], None
         for group, changed in zip(optimizer.param_groups, twin.param_groups, strict=True):
             group.update({name: value for name, value in changed.items() if name != "params"})
         optimizer.state.clear()
@@ -203,15 +206,16 @@ class OwnedStep:
         self, number: int, optimizer: Optimizer, state: dict[Any, Any]
     ) -> dict[ShardedParameter, nn.Parameter]:
         """Step what this rank owns of a unit, beside parameters without memory and gradients."""
-        attributes, options = self._before
+        assert self._before is not None
         twin = self._twin = object.__new__(type(optimizer))
+        attributes, of_all, options = _copied(*self._before)
         twin.__dict__.update(attributes)
-        twin.state = defaultdict(dict)
+        twin.state = defaultdict(dict, of_all)
         self._pairs = []
         owned = self._received(number, optimizer, twin)
         twin.param_groups = [
             {
-                **copy.deepcopy(of_group),
+                **of_group,
                 "params": [owned[p] if p in owned else _without_memory(p) for p in group["params"]],
             }
             for group, of_group in zip(optimizer.param_groups, options, strict=True)
@@ -221,16 +225,29 @@ class OwnedStep:
         return self._collect(optimizer, twin, state)
 
 
-def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+_Common = tuple[dict[str, Any], dict[Any, Any], list[dict[str, Any]]]
+"""What an optimizer has for all parameters: attributes, state, and options of its groups."""
+
+
+def _copied(
+    attributes: Mapping[str, Any], of_all: dict[Any, Any], options: list[dict[str, Any]]
+) -> _Common:
+    """Return a copy of what a step may change where it is."""
+    own = {k: v.clone() if type(v) is Tensor else v for k, v in attributes.items()}
+    return own, copy.deepcopy(of_all), copy.deepcopy(options)
+
+
+def _shape(param: Tensor) -> tuple[int, ...]:
+    """Return the shape in which its owner steps a parameter."""
+    return param.ownership.part_shape if isinstance(param, ShardedParameter) else param.shape
 
 
 def _without_memory(param: Tensor) -> nn.Parameter:
-    empty = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    empty = torch.empty(_shape(param), dtype=param.dtype, device="meta")
     return nn.Parameter(empty, param.requires_grad)
 
 
 def _give_grad(param: ShardedParameter, stand_in: nn.Parameter) -> None:
     grad = param.grad
     plain = grad.local if isinstance(grad, ShardedParameter) else grad
-    stand_in.grad = None if plain is None else plain.view(param.shape)
+    stand_in.grad = None if plain is None else plain.view(_shape(param))

@@ -35,9 +35,10 @@ def tables_of(root: nn.Module) -> set[int]:
 
 
 def is_matrix(each: ParamSites, tables: Collection[int]) -> bool:
-    """Return True for a parameter that ``align="matrix"`` keeps whole."""
-    plain = each.tensor_parallel is None and not each.spec.apart
-    numbers = each.param.is_floating_point() and len(each.spec.shape) == 2 and each.spec.numel > 0
+    """Return True for a parameter that ``align="matrix"`` keeps whole: a matrix, or a stack."""
+    cut = each.tensor_parallel
+    plain = (cut is None or cut.is_of_stacks) and not each.spec.apart
+    numbers = each.param.is_floating_point() and len(each.spec.shape) > 1 and each.spec.numel > 0
     return plain and numbers and not any(id(table) in tables for table, _ in each.sites)
 
 
@@ -61,7 +62,7 @@ class WholeMatrices:
         named = (values.values() for values in inside if id(values) not in tables)
         self._works: Any = WeakIdKeyDictionary()
         for param in (param for params in named for param in params):
-            if param is not None and param.is_floating_point() and param.dim() == 2:
+            if param is not None and param.is_floating_point() and param.dim() > 1:
                 self._works[param] = muon_work(tuple(param.shape))
         self._owners: WeakKeyDictionary[Comm, Any] = WeakKeyDictionary()
 

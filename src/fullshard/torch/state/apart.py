@@ -8,8 +8,15 @@ names says which is which: classes of one name differ between libraries and with
 an optimizer is tried before it steps owned matrices the first time. Its class, with its options,
 steps a few small matrices: once all together, and once each by itself beside others that have
 neither memory nor gradients, as it is with owners. Gradients are large and small in turn, so that
-clipping shows. Unless all values are equal to the last bit it is not used on owned matrices. A
+clipping shows, and agree on the way down, so that estimates of a step size grow. Unless all values
+are equal to the last bit, and what it keeps for all of them, it is not used on owned matrices. A
 trial takes some milliseconds, sends nothing, and changes nothing of the optimizer.
+
+[Note: A trial of stacks]
+Of a stack of matrices, as experts on an axis of their own, an owner has some, and others are on
+ranks that it does not know. So a stack is tried, too: whole, and in two parts. What the optimizer
+keeps of it must be of its shape or a number, since state of any other shape has no place in the
+whole.
 """
 
 import copy
@@ -37,8 +44,11 @@ from torch.optim import (
     Rprop,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-__all__ = ["ELEMENTWISE", "looks_beyond", "plain_step", "steps_apart"]
+from fullshard.torch.tensor.parameter import ShardedParameter
+
+__all__ = ["ELEMENTWISE", "looks_beyond", "plain_step", "state_of_all", "steps_apart"]
 
 ELEMENTWISE = frozenset(
     {SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, ASGD, Rprop}
@@ -47,6 +57,7 @@ ELEMENTWISE = frozenset(
 them are not meant: nobody knows what they do."""
 
 _SHAPES = ((48, 64), (64, 48))
+_STACK = (3, 48, 64)
 _SCALES = (1.0, 100.0, 0.01)  # of gradients, in turn
 _STEPS = 12
 _MOST_GROUPS = 8
@@ -83,50 +94,123 @@ def steps_apart(optimizer: Optimizer) -> bool:
 def looks_beyond(optimizer: Optimizer) -> str | None:
     """Return why ``optimizer`` must not step matrices that have owners; None if it may.
 
-    See [Note: A trial]. Its answer is kept until the optimizer has more groups.
+    See [Note: A trial]. Its answer is kept until the optimizer has more groups, or stacks.
     """
-    count = len(optimizer.param_groups)
-    known: tuple[int, str | None] | None = optimizer.__dict__.get(_VERDICT)
-    if known is not None and known[0] == count:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    of = len(optimizer.param_groups), any(map(_is_part_of_stack, params))
+    known: tuple[tuple[int, bool], str | None] | None = optimizer.__dict__.get(_VERDICT)
+    if known is not None and known[0] == of:
         return known[1]
     try:
         if isinstance(optimizer, LBFGS):  # its step cannot be tried: it wants a closure
             raise _LooksBeyondError("it takes dot products over all parameters together")
         with _lock:
-            reason = _try(optimizer)
+            reason = _try(optimizer) or (_try_stack(optimizer) if of[1] else None)
     except _LooksBeyondError as error:
         reason = str(error)
     except Exception as error:  # whatever its step raises
         reason = f"tried on small matrices it raises {type(error).__name__}: {error}"
-    optimizer.__dict__[_VERDICT] = (count, reason)
+    optimizer.__dict__[_VERDICT] = (of, reason)
     return reason
 
 
-def _try(optimizer: Optimizer) -> str | None:
-    groups = {repr(_options(group)): group for group in optimizer.param_groups if group["params"]}
-    chosen = [_options(group) for group in list(groups.values())[:_MOST_GROUPS]]
-    device = next(iter(groups.values()))["params"][0].device
+def _is_part_of_stack(param: Tensor) -> bool:
+    place = param.ownership if isinstance(param, ShardedParameter) else None
+    return place is not None and place.tensor_parallel is not None and place.owner is not None
+
+
+def _chosen(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of groups that differ."""
+    groups = (_options(group) for group in optimizer.param_groups if group["params"])
+    return list({repr(group): group for group in groups}.values())[:_MOST_GROUPS]
+
+
+def _drawn(
+    optimizer: Optimizer, shapes: Sequence[tuple[int, ...]]
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Return tensors to step, and gradients of each for each step."""
+    device = next(p for group in optimizer.param_groups for p in group["params"]).device
     generator = torch.Generator().manual_seed(0)
 
     def drawn() -> list[Tensor]:
-        shapes = _SHAPES * len(chosen)
         return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
 
-    start = drawn()
+    start, downhill = drawn(), drawn()
     grads = [  # of different size, so that what is common of all is not what one alone has
-        [scale * 10 ** (number % 2) * grad for number, grad in enumerate(drawn())]
+        [
+            scale * 10 ** (number % 2) * (common + noise)
+            for number, (common, noise) in enumerate(zip(downhill, drawn(), strict=True))
+        ]
         for scale in islice(cycle(_SCALES), _STEPS)
     ]
-    together = _stepped(optimizer, chosen, start, grads, range(len(start)))
+    return start, grads
+
+
+def _try(optimizer: Optimizer) -> str | None:
+    chosen = _chosen(optimizer)
+    start, grads = _drawn(optimizer, _SHAPES * len(chosen))
+    together, of_all = _stepped(optimizer, chosen, start, grads, range(len(start)))
     if any(torch.equal(before, after) for before, after in zip(start, together, strict=True)):
         return "tried on small matrices it leaves them as they are"
     if not all(bool(torch.isfinite(each).all()) for each in together):
         return "tried on small matrices it makes no finite numbers of them"
     for number, expected in enumerate(together):
-        (alone,) = _stepped(optimizer, chosen, start, grads, [number])
+        (alone,), of_one = _stepped(optimizer, chosen, start, grads, [number])
         if not torch.equal(alone, expected):
             return "tried on small matrices it steps one in another way if there are others"
+        if not _same(_common(of_one, number // 2), _common(of_all, number // 2)):
+            return "tried on small matrices it keeps other numbers for all if there are others"
     return None
+
+
+def _try_stack(optimizer: Optimizer) -> str | None:
+    """See [Note: A trial of stacks]."""
+    chosen = _chosen(optimizer)
+    start, grads = _drawn(optimizer, [_STACK] * 2 * len(chosen))
+    for of_step in grads:
+        for grad in of_step:
+            grad *= torch.tensor([1.0, 10.0, 0.1], device=grad.device).view(-1, 1, 1)
+    numbers = range(len(start))
+    whole, of_all = _stepped(optimizer, chosen, start, grads, numbers)
+    for value in tree_leaves([of_all.state[p] for g in of_all.param_groups for p in g["params"]]):
+        if (
+            isinstance(value, Tensor)
+            and value.numel() > 1
+            and (type(value) is not Tensor or value.shape != _STACK)
+        ):
+            return (
+                f"of a stack of matrices {_STACK} it keeps a {type(value).__name__} "
+                f"{tuple(value.shape)}, which has no place in that of experts of other ranks"
+            )
+    for part in (slice(1), slice(1, None)):
+        of_part = [[grad[part] for grad in of_step] for of_step in grads]
+        alone, _ = _stepped(optimizer, chosen, [each[part] for each in start], of_part, numbers)
+        if not all(map(torch.equal, alone, (each[part] for each in whole))):
+            return (
+                "tried on a small stack of matrices it steps each in another way if all are there"
+            )
+    return None
+
+
+def _common(twin: Optimizer, number: int) -> list[Any]:
+    """Return what an optimizer keeps for all parameters, or all of a group."""
+    group = {name: value for name, value in twin.param_groups[number].items() if name != "params"}
+    found = [*tree_leaves([group, state_of_all(twin)]), *twin.__dict__.values()]
+    return [each for each in found if isinstance(each, bool | int | float | Tensor)]
+
+
+def state_of_all(optimizer: Optimizer) -> dict[Any, Any]:
+    """Return the state that belongs to no parameter, as a count of steps."""
+    return {key: each for key, each in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def _same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return one.shape == other.shape and torch.equal(one, other)
+        return bool(one == other or (one != one and other != other))
+
+    return len(ones) == len(others) and all(map(same, ones, others))
 
 
 def plain_step(optimizer: Optimizer) -> Callable[..., Any]:
@@ -151,8 +235,11 @@ def _stepped(
     start: Sequence[Tensor],
     grads: Sequence[Sequence[Tensor]],
     stepped: Sequence[int],
-) -> list[Tensor]:
-    """Return the matrices that are ``stepped``, after steps beside others without gradients."""
+) -> tuple[list[Tensor], Optimizer]:
+    """Return the matrices that are ``stepped``, after steps beside others without gradients.
+
+    And the twin of the optimizer that stepped them.
+    """
     params = [
         nn.Parameter(each.clone() if number in stepped else torch.empty_like(each, device="meta"))
         for number, each in enumerate(start)
@@ -185,7 +272,7 @@ def _stepped(
             step(twin)
         if not all(map(torch.equal, numbers, _random_state(devices))):
             raise _LooksBeyondError("it draws random numbers, others than one process would")
-    return [params[number].detach() for number in stepped]
+    return [params[number].detach() for number in stepped], twin
 
 
 def _random_state(devices: Sequence[torch.device]) -> list[Tensor]:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.agreement import verify_agreement
@@ -73,7 +74,8 @@ def translate(optimizer: Optimizer) -> None:
 
 def shard_state(optimizer: Optimizer) -> None:
     """Shard optimizer state that is still whole. Collective if any is a DTensor."""
-    for param in in_agreed_order({param: param for param in optimizer.state}).values():
+    of_params = {param: param for param in optimizer.state if isinstance(param, Tensor)}
+    for param in in_agreed_order(of_params).values():
         place = place_in(optimizer, param)
         optimizer.state[param] = cut_state(optimizer.state[param], param, place)
 
@@ -93,12 +95,12 @@ _READ = {
 }
 
 
-def refuse_state_of_another(optimizer: Optimizer, state: Iterable[Mapping[str, Any]]) -> None:
+def refuse_state_of_another(optimizer: Optimizer, state: Iterable[Any]) -> None:
     """Raise `ConfigurationError` if ``state``, by parameter, cannot be that of the optimizer."""
     kind = type(optimizer)
     read = _READ.get(kind.__name__, ()) if kind.__module__.startswith("torch.optim") else ()
     for each in state:
-        missing = [name for name in read if each and name not in each]
+        missing = [name for name in read if isinstance(each, Mapping) and each and name not in each]
         if missing:
             raise ConfigurationError(
                 f"the loaded state has no {' and no '.join(missing)}, without which "
@@ -129,7 +131,7 @@ def _hand_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
 def _cut_before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     state = dict(state_dict["state"])
     refuse_state_of_another(optimizer, state.values())
-    values = [value for each in state.values() for value in each.values()]
+    values = tree_leaves(list(state.values()))
     params = [param for group in optimizer.param_groups for param in group["params"]]
     ask_before_loading(values, params, "optimizer.load_state_dict() of DTensors")
     held = {key: param for key, param in _params_by_key(optimizer, state_dict) if key in state}
@@ -250,11 +252,16 @@ def as_span(value: Any, param: Any) -> Any:
 
 def in_form(
     state: Mapping[Any, Mapping[str, Any]], form: StateForm, what: str, instead: str
-) -> dict[Any, dict[str, Any]]:
-    """Return the state of all parameters in another form, in new dicts. See `change_form`."""
-    flat = {(key, name): value for key, each in state.items() for name, value in each.items()}
+) -> dict[Any, Any]:
+    """Return the state of all parameters in another form, in new dicts. See `change_form`.
+
+    What belongs to no parameter stays as it is.
+    """
+    of_all = {key: each for key, each in state.items() if not isinstance(each, Mapping)}
+    of_params = {key: each for key, each in state.items() if key not in of_all}
+    flat = {(key, name): value for key, each in of_params.items() for name, value in each.items()}
     change_form(flat, form, what, instead)
-    result: dict[Any, dict[str, Any]] = {key: {} for key in state} if form.kept else {}
+    result: dict[Any, Any] = {key: of_all.get(key, {}) for key in state} if form.kept else {}
     for (key, name), value in flat.items():
         result[key][name] = value
     return result

@@ -73,7 +73,9 @@ def is_cut(value: Any, place: Ownership) -> bool:
 def plain_state(state: Mapping[str, Any], param: ShardedParameter) -> dict[str, Any]:
     """Return the state of a matrix of this rank as one process has it."""
     return {
-        name: value.local.view(param.shape) if isinstance(value, ShardedParameter) else value
+        name: value.local.view(param.ownership.part_shape)
+        if isinstance(value, ShardedParameter)
+        else value
         for name, value in state.items()
     }
 
@@ -85,9 +87,10 @@ def shown_state(
 
     But tensors of other classes, as torchao's in 8 bits, which need not be cut: they stay whole.
     """
+    shape = place.part_shape
     return {
         name: ShardedParameter.value(value.detach().reshape(-1), place)
-        if type(value) is Tensor and value.shape == param.shape and name not in NUMBERS
+        if type(value) is Tensor and value.shape == shape and name not in NUMBERS
         else value
         for name, value in state.items()
     }

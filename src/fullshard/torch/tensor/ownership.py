@@ -75,10 +75,15 @@ class Ownership:
 
     @property
     def owner(self) -> int | None:
-        """The rank of ``comm`` that holds all elements; None if there is none, or several do."""
-        if self.placed is not None or not self.is_interval:
+        """The rank of ``comm`` that holds all elements; None if there is none, or several do.
+
+        Those of whole matrices, if the parameter is a stack of which ranks of another axis have
+        others; None if these have parts of its matrices.
+        """
+        cut = self.tensor_parallel
+        if self.placed is not None or self.dim or not (cut is None or cut.is_of_stacks):
             return None
-        parts = overlaps(self.spans, Span(0, self.numel))
+        parts = overlaps(self.spans, Span(0, math.prod(self.part_shape)))
         return parts[0][0] if len(parts) == 1 else None
 
     @property

@@ -42,6 +42,14 @@ class TensorParallel:
     comms: tuple[Comm, ...]
 
     @property
+    def is_of_stacks(self) -> bool:
+        """True if parts are whole matrices of a stack, as experts on an axis of their own."""
+        return len(self.shape) > 2 and all(
+            not isinstance(each, Shard) or each.dim % len(self.shape) < len(self.shape) - 2
+            for each in self.placements
+        )
+
+    @property
     def first(self) -> bool:
         """True on the one rank of the mesh that speaks for all."""
         return not any(self.mesh.get_coordinate() or ())

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks of matrices under Muon: whole on one rank, also of experts on an axis of their own."""
+
+from functools import cache
+
+import pytest
+import torch
+from support.expert_workers import (
+    MAX_NORM,
+    StackedMuon,
+    batches,
+    muon_for_experts,
+    refused_optimizers,
+    stack_of_an_owner,
+    train,
+    train_and_save,
+    whole,
+)
+from torch import nn
+
+import fullshard.torch as fs
+from fullshard.testing import LocalWorld
+from fullshard.torch import StackedExperts
+from fullshard.torch.state.apart import looks_beyond
+
+
+@pytest.fixture(scope="module", autouse=True)
+def of_no_other_test(gloo_world):
+    """Start processes anew: torch finds meshes of groups that are gone by their ranks and names."""
+    gloo_world.close()
+
+
+@cache
+def in_one_process(kind, ranks, micro_batches=1):
+    model = whole(kind)
+    if kind == "list":
+        model.mixture.experts = StackedExperts(list(model.mixture.experts))
+    optimizers = muon_for_experts(model)
+    for data in batches(ranks, micro_batches):
+        losses = [model(rows) for micro_batch in data for rows in micro_batch]
+        torch.stack(losses).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def check(of_ranks, expected):
+    for found in of_ranks:
+        assert found.params.keys() == expected.keys()
+        for name, value in found.params.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-11)
+
+
+MUON = {"make": muon_for_experts, "align": "matrix"}
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_over_micro_batches(gloo_world, keeps):
+    of_ranks = gloo_world.run_joined(4, train, "stacked", 2, 2, 3, keeps=keeps, **MUON)
+    check(of_ranks, in_one_process("stacked", 4, 3))
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+@pytest.mark.parametrize("align", ["matrix", "row"])
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(gloo_world, tmp_path, experts, align):
+    gloo_world.run_joined(4, train_and_save, "stacked", 2, 2, tmp_path / "step", 3, **MUON)
+    of_ranks = gloo_world.run_joined(
+        4, train, "stacked", experts, 4 // experts, 1,
+        folder=tmp_path / "step", **(MUON | {"align": align}),
+    )  # fmt: skip
+    check(of_ranks, in_one_process("stacked", 4))
+
+
+def test_one_rank_has_a_stack_and_its_state(gloo_world):
+    of_ranks = gloo_world.run_joined(4, stack_of_an_owner)
+    owned = [numels for numels, _ in of_ranks]
+    assert [sum(column) for column in zip(*owned, strict=True)] == [8 * 8 * 16] * 2
+    assert all(numel in (0, 4 * 8 * 16) for numels in owned for numel in numels)
+    assert {calls for _, calls in of_ranks} == {0}
+
+
+def test_what_looks_at_all_experts_of_a_stack_is_refused(gloo_world):
+    for together, rows in gloo_world.run_joined(4, refused_optimizers):
+        assert "steps each in another way if all are there" in together
+        assert "of a stack of matrices (3, 48, 64) it keeps a Tensor (3, 48, 1)" in rows
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_stack_on_no_axis_of_its_own(world):
+    """An owner has all of it, so that what looks at all of it is right, too."""
+    torch.manual_seed(0)
+    start = torch.randn(4, 8, 6)
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(start.clone())
+
+        def forward(self, x):
+            return (x @ self.weight).square().mean()
+
+    def body(comm):
+        model = fs.fully_shard(Stack(), mesh=comm, align="matrix")
+        optimizer = StackedMuon(model.parameters())
+        assert looks_beyond(optimizer) is None
+        for _ in range(3):
+            model(torch.ones(4, 2, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        held = model.weight.local.numel()
+        return held, model.weight.full_tensor()
+
+    ranks = LocalWorld(world).run(body)
+    alone = Stack()
+    optimizer = StackedMuon(alone.parameters())
+    for _ in range(3):
+        alone(torch.ones(4, 2, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sorted(held for held, _ in ranks) == [0] * (world - 1) + [start.numel()]
+    for _, value in ranks:
+        torch.testing.assert_close(value, alone.weight.detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts", "shards", "door"),
+    [
+        ("stacked", 2, 2, "fully_shard"),
+        ("stacked", 2, 2, "wrapper"),
+        ("list", 2, 2, "wrapper"),
+        ("stacked", 1, 4, "fully_shard"),
+        ("stacked", 4, 1, "fully_shard"),
+        ("list", 1, 3, "fully_shard"),  # last: meshes of 4 ranks are not found again after it
+    ],
+)
+def test_muon_over_experts_is_that_of_one_process(gloo_world, kind, experts, shards, door):
+    of_ranks = gloo_world.run_joined(
+        experts * shards, train, kind, experts, shards, 1, door=door, **MUON
+    )
+    check(of_ranks, in_one_process(kind, experts * shards))

@@ -334,8 +334,8 @@ MUTANTS = {
     ),
     # the order on all ranks
     "odd ranks send the dtypes of a call in another order": _edit(
-        "comm.process_group:ProcessGroupComm._by_pairs", "in by_dtype.values()]",
-        "in list(by_dtype.values())[:: -1 if self.rank % 2 else 1]]", "two dtypes in a unit",
+        "comm.process_group:ProcessGroupComm._by_pairs", "in dict.fromkeys(dtypes):",
+        "in list(dict.fromkeys(dtypes))[:: -1 if self.rank % 2 else 1]:", "two dtypes in a unit",
         ranks=(0, 1),
     ),
     "odd ranks do not pass over units that they have not used": _edit(

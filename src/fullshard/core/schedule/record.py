@@ -21,6 +21,8 @@ __all__ = ["Event", "Followers", "Habits", "Moment", "first_of_backward", "turns
 class Moment(Enum):
     """An event of a unit in a step."""
 
+    __hash__: Any = object.__hash__  # that of Enum is slow
+
     FORWARD_BEGIN = auto()
     FORWARD_END = auto()
     BACKWARD_BEGIN = auto()

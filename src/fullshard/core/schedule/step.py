@@ -237,19 +237,18 @@ class StepMachine:
     def gradient_arrives(self, unit: UnitStep, index: int, task: int) -> Sequence[Event]:
         """A parameter has its gradient, or a part of it."""
         self._task, self.in_backward = task, True
-        self._events = []
         unit.here.add(index)
-        came = unit.came.get(task)
-        if came is not None:
-            came.add(index)
-        if unit.phase is Phase.AT_REST:
+        if task in unit.came:
+            unit.came[task].add(index)
+        phase = unit.phase
+        if not (phase.due or phase.open) and phase is Phase.AT_REST:
             unit.move("take a gradient")
             self._active[unit] = None
         call = unit.last_reached()
-        if call is not None and call.begun and call.watched:
-            return self._events  # it is not over: gradients of inputs will come
-        if unit.phase.open:
-            self._end_what_is_over(unit)
+        if not phase.open or (call is not None and call.begun and call.watched):
+            return ()  # it is not over: gradients of inputs will come
+        self._events = []
+        self._end_what_is_over(unit)
         return self._events
 
     def input_arrives(self, call: UnitCall, task: int) -> Sequence[Event]:
@@ -383,14 +382,14 @@ class StepMachine:
         """See [Note: When a unit's backward is over]."""
         if unit.ends_with_backward or self._several or not unit.phase.open:
             return False
-        if not unit.has_all_gradients(self._reached, self._task):
-            return False
-        if unit.phase.due and not self.partial:
+        in_turn = unit.phase.due and not self.partial
+        if in_turn:
             for later in self._due_after(unit.first_begin):
                 if later is not unit and (later.phase.open or later.calls(self._reached)):
                     return False
-            return True
-        return not any(self._began_later(other, unit) for other in self._alive())
+        if not unit.has_all_gradients(self._reached, self._task):
+            return False
+        return in_turn or not any(self._began_later(other, unit) for other in self._alive())
 
     def _began_later(self, other: UnitStep, unit: UnitStep) -> bool:
         """True if ``other`` is not over, and what is left of it began after ``unit``."""

@@ -3,6 +3,7 @@
 
 import zlib
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -191,13 +192,14 @@ class ProcessGroupComm:
         self,
         what: str,
         tensors: Sequence[Tensor],
-        start: Callable[[Sequence[Tensor]], Sequence[dist.Work]],
+        start: Callable[[Sequence[Tensor], _Route], Sequence[dist.Work]],
         finish: Callable[[], None] | None = None,
         inputs_between: bool = True,
     ) -> Work:
         """Issue what ``start`` does with ``tensors``, or with copies that the backend can reach.
 
         These are outputs, with an input behind each of them if there are ``inputs_between``.
+        ``start`` is told their route, too.
         """
         reachable, done = tensors, finish
         route = self._route_of(tensors[0])
@@ -218,7 +220,7 @@ class ProcessGroupComm:
 
         self.witness.issues(what)
         try:
-            works = start(reachable)
+            works = start(reachable, route)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -229,27 +231,25 @@ class ProcessGroupComm:
 
     def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
-        what, route = label or "all_gather", self._route_of(pairs[0][1])
-        fulls = [full for full, _ in pairs]
+        what = label or "all_gather"
 
-        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+        def start(tensors: Sequence[Tensor], route: _Route) -> list[dist.Work]:
             if route.on_gloo:
-                moved = _moved(fulls, tensors[::2])
+                moved = _moved([full for full, _ in pairs], tensors[::2])
                 return self._all_gather_by_exchange(what, moved, tensors[1::2])
-            return self._by_pairs(_GATHER, route, tensors, fulls)
+            return self._by_pairs(_GATHER, route, tensors, [full for full, _ in pairs])
 
         tensors = [each for full, shard in pairs for each in (flat_of(full), shard)]
         return self._start(what, tensors, start)
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`."""
-        what, route = label or "reduce_scatter", self._route_of(pairs[0][0])
-        if route.on_gloo:
+        what = label or "reduce_scatter"
+        if self._route_of(pairs[0][0]).on_gloo:
             return self._reduce_scatter_by_exchange(what, pairs)
-        fulls = [full for _, full in pairs]
 
-        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
-            return self._by_pairs(_REDUCE, route, tensors, fulls)  # a sum
+        def start(tensors: Sequence[Tensor], route: _Route) -> list[dist.Work]:
+            return self._by_pairs(_REDUCE, route, tensors, [full for _, full in pairs])  # a sum
 
         tensors = [each for shard, full in pairs for each in (shard, flat_of(full))]
         return self._start(what, tensors, start)
@@ -264,27 +264,31 @@ class ProcessGroupComm:
         gathers = single is _GATHER
         options = AllgatherOptions() if gathers else ReduceScatterOptions()
         options.asyncOp = True
-        # NCCL knows no complex numbers; a sum of them is one of their parts.
-        tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
+        if any(map(torch.is_complex, tensors)):
+            # NCCL knows no complex numbers; a sum of them is one of their parts.
+            tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
         works: list[dist.Work] = []
-        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        for full, output, held in zip(fulls, tensors[::2], tensors[1::2], strict=True):
-            if not isinstance(full, Parts):
-                outputs, inputs = by_dtype.setdefault(output.dtype, ([], []))
-                outputs.append(output)
-                inputs.append(held)
-            elif gathers:
-                slices = list(torch.split(output, full.numels))
-                works.append(self.group.allgather([slices], [held], options))
-            else:
-                slices = list(torch.split(held, full.numels))
-                works.append(self.group.reduce_scatter([output], [slices], options))
-        if route.together and len(tensors) > 2:
-            call = getattr(self.group, _GATHERS if gathers else _REDUCES)
-            return works + [call(*each, options) for each in by_dtype.values()]
-        call = getattr(self.group, single)
-        pairs = [pair for each in by_dtype.values() for pair in zip(*each, strict=True)]
-        return works + [call(*pair, options) for pair in pairs]
+        outputs, inputs = tensors[::2], tensors[1::2]
+        if Parts in map(type, fulls):
+            equal = [not isinstance(full, Parts) for full in fulls]
+            for full, output, held in zip(fulls, outputs, inputs, strict=True):
+                if isinstance(full, Parts) and gathers:
+                    slices = list(torch.split(output, full.numels))
+                    works.append(self.group.allgather([slices], [held], options))
+                elif isinstance(full, Parts):
+                    slices = list(torch.split(held, full.numels))
+                    works.append(self.group.reduce_scatter([output], [slices], options))
+            outputs, inputs = list(compress(outputs, equal)), list(compress(inputs, equal))
+        if len(outputs) < 2 or not route.together:
+            call = getattr(self.group, single)
+            return works + [call(*each, options) for each in zip(outputs, inputs, strict=True)]
+        call = getattr(self.group, _GATHERS if gathers else _REDUCES)
+        dtypes = [output.dtype for output in outputs]
+        for dtype in dict.fromkeys(dtypes):
+            alike = [each is dtype for each in dtypes]
+            pairs = [list(compress(each, alike)) for each in (outputs, inputs)]
+            works.append(call(*pairs, options))
+        return works
 
     # [Note: Direct exchange]
     # Gloo's all-gather goes through a flat buffer of its own, twice the memory and a copy, and its
@@ -306,7 +310,7 @@ class ProcessGroupComm:
     def _reduce_scatter_by_exchange(self, what: str, pairs: Sequence[tuple[Tensor, Full]]) -> Work:
         sums: list[tuple[list[Tensor], Tensor]] = []
 
-        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+        def start(tensors: Sequence[Tensor], _: _Route) -> list[dist.Work]:
             fulls = _moved([full for _, full in pairs], tensors[1::2])
             sent = [slices_of(full, self.size) for full in fulls]
             for slices, shard in zip(sent, tensors[::2], strict=True):
@@ -359,7 +363,7 @@ class ProcessGroupComm:
         if op != "sum" and self._route_of(tensors[0]).on_gloo and tensors[0].device.type == "cpu":
             return self._extremes_by_rounds(what, tensors, op)
 
-        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+        def start(tensors: Sequence[Tensor], _: _Route) -> list[dist.Work]:
             return [
                 dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self.group, async_op=True)
                 for tensor in tensors
@@ -402,7 +406,7 @@ class ProcessGroupComm:
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
         """See `Comm.broadcast`."""
 
-        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+        def start(tensors: Sequence[Tensor], _: _Route) -> list[dist.Work]:
             return [
                 dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
                 for tensor in tensors
@@ -414,10 +418,10 @@ class ProcessGroupComm:
         """See `Comm.all_to_all`."""
         what = label or "all_to_all"
 
-        def start(tensors: Sequence[Tensor]) -> list[dist.Work]:
+        def start(tensors: Sequence[Tensor], route: _Route) -> list[dist.Work]:
             into, of = tensors
             numels = received.numels, sent.numels
-            if not self._route_of(into).on_gloo:
+            if not route.on_gloo:
                 work = dist.all_to_all_single(into, of, *numels, group=self.group, async_op=True)
                 return [work]
             incoming, outgoing = torch.split(into, received.numels), torch.split(of, sent.numels)

@@ -46,13 +46,14 @@ class Arrivals:
             managed = reference()
             if grad is None or managed is None:
                 return
-            if managed.tracker is None:
+            tracker = managed.tracker
+            if tracker is None:
                 raise UsageError(
                     "a sharded parameter got a gradient before the first forward of its root; call "
                     "the root module first, so that all ranks know the order of units"
                 )
             grad = grad.detach() if grad.requires_grad else grad
-            managed.tracker.gradient_arrives(managed, index, grad)
+            tracker.gradient_arrives(managed, index, grad)
 
         param.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 

@@ -13,6 +13,7 @@ from fullshard.torch.unit.unit import Unit
 
 __all__ = ["Executor", "policy_of"]
 
+_REDUCE, _AWAIT_REDUCE = OpKind.REDUCE, OpKind.AWAIT_REDUCE  # one look-up for each op, not two
 _ENDS_OF_REDUCES = (OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
 _NAMED = (OpKind.GATHER, OpKind.AWAIT_GATHER, OpKind.REDUCE, OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
 
@@ -75,9 +76,7 @@ class Executor:
     def _training(self) -> Scheduler:
         """The schedule of a step that reduces the units whose gradients are wanted now."""
         reduced = frozenset(
-            managed.number
-            for managed in self.units
-            if managed.unit.trainable and managed.step.requires_gradient_sync
+            [m.number for m in self.units if m.unit.trainable and m.step.requires_gradient_sync]
         )
         if reduced not in self._by_reduced:
             policies = {
@@ -130,63 +129,67 @@ class Executor:
 
     def do(self, event: Event) -> None:
         """Carry out the ops that follow ``event``."""
-        ends = event.moment is Moment.STEP_END
-        put_off = ends and not self.is_last_backward
-        recorders, profiled = self.recorders, profiler_runs()
+        put_off = event.moment is Moment.STEP_END and not self.is_last_backward
+        watched = bool(self.recorders) or profiler_runs()
         for kind, number in self._active.on(event):
             owner = self.references[number]()
             if owner is None or (put_off and kind in _ENDS_OF_REDUCES):
                 continue
             unit = owner.unit
-            if kind is OpKind.AWAIT_REDUCE and unit not in self._reducing:
+            if kind is _AWAIT_REDUCE and unit not in self._reducing:
                 continue
-            if profiled and kind in _NAMED:
-                self._marks.begin(kind.value, unit)
-            begins = [recorder.mark() for recorder in recorders] if recorders else ()
-            done = unit.do(kind)
-            if profiled and kind in _NAMED:
-                self._marks.end(kind.value, unit)
-            if not done:
-                continue
-            if kind is OpKind.AWAIT_REDUCE:
-                if unit in self._reducing:
-                    self._reducing.remove(unit)
-                self._let_go_before(unit)
-            elif kind is OpKind.REDUCE:
-                self._reducing.append(unit)
-            for recorder, begin in zip(recorders, begins, strict=True) if recorders else ():
-                waiter = None if ends else self.references[event.unit]()
-                recorder.note(kind.value, unit, begin, waiter and waiter.unit)
+            if watched:
+                self._show(kind, unit, event.unit)
+            else:
+                self._carry_out(kind, unit)
         if self._reducing:
             self._take_completed_reduces()
 
+    def _carry_out(self, kind: OpKind, unit: Unit) -> bool:
+        """Let ``unit`` do it; False if there was nothing to do."""
+        if kind is _AWAIT_REDUCE:
+            self._reducing.remove(unit)
+        done = unit.do(kind)
+        if kind is _REDUCE:
+            self._reducing.append(unit)
+        elif done and unit.copies and kind is _AWAIT_REDUCE:
+            self._let_go_before(unit)
+        return done
+
+    def _show(self, kind: OpKind, unit: Unit, asked_by: int = -1) -> None:
+        """Carry out an op in sight of the profiler and of recorders."""
+        marked = kind in _NAMED and profiler_runs()
+        if marked:
+            self._marks.begin(kind.value, unit)
+        begins = [recorder.mark() for recorder in self.recorders]
+        done = self._carry_out(kind, unit)
+        if marked:
+            self._marks.end(kind.value, unit)
+        if not done:
+            return
+        waiter = self.references[asked_by]() if asked_by >= 0 else None
+        for recorder, begin in zip(self.recorders, begins, strict=True):
+            recorder.note(kind.value, unit, begin, waiter and waiter.unit)
+
     def _take_completed_reduces(self) -> None:
         # A reduce that has completed gives its memory back now, not when the schedule asks for it.
-        still = []
-        for unit in self._reducing:
-            if not unit.gradients.completed:
-                still.append(unit)
-                continue
-            begins = [recorder.mark() for recorder in self.recorders]
-            if unit.do(OpKind.AWAIT_REDUCE):
-                self._let_go_before(unit)
-                for recorder, begin in zip(self.recorders, begins, strict=True):
-                    recorder.note(OpKind.AWAIT_REDUCE.value, unit, begin)
-        self._reducing = still
+        for unit in [unit for unit in self._reducing if unit.gradients.completed]:
+            if self.recorders:
+                self._show(OpKind.AWAIT_REDUCE, unit)
+            else:
+                self._carry_out(OpKind.AWAIT_REDUCE, unit)
 
     def _let_go_before(self, unit: Unit) -> None:
-        if unit.copies:
-            # These copies have had the time of a whole unit's backward.
-            for earlier in self._evicting:
-                earlier.let_go()
-                for recorder in self.recorders:
-                    recorder.weigh(earlier)
-            self._evicting = [unit]
+        # Their copies have had the time of a whole unit's backward.
+        for earlier in self._evicting:
+            earlier.let_go()
+            for recorder in self.recorders:
+                recorder.weigh(earlier)
+        self._evicting = [unit]
 
 
 def _alive(references: Sequence[weakref.ref[ManagedUnit]]) -> list[ManagedUnit]:
-    found = [reference() for reference in references]
-    return [managed for managed in found if managed is not None]
+    return [managed for reference in references if (managed := reference()) is not None]
 
 
 def policy_of(managed: ManagedUnit, *, reduced: bool, root: bool) -> UnitPolicy:

@@ -152,7 +152,9 @@ class ManagedUnit:
             if self.step.call is None:
                 tracker.new_call(self)
             call = self.step.call  # None in what a checkpoint runs again
-            inputs = tensors_with_gradients(changed) if call is not None else ()
+            args, kwargs = changed
+            alone = args[0] if len(args) == 1 and not kwargs else changed  # as most are
+            inputs = tensors_with_gradients(alone) if call is not None else ()
             if inputs:
                 if any(WATCHED in tensor.__dict__ for tensor in inputs):
                     changed = self._swap(changed, _own_views())
@@ -176,6 +178,8 @@ class ManagedUnit:
     def _input_conversion(self) -> Callable[[Tensor], Tensor] | None:
         """The conversion of inputs: a cast, and for the root a copy to the device; or None."""
         precision, is_root = self.unit.plan.precision, self.number == 0
+        if not is_root and precision.compute is None:
+            return None
         on_host = self.unit.device.type in ("cpu", "meta")
         device = self.unit.device if is_root and not on_host else None
         casts = precision.cast_inputs or (is_root and precision.cast_root_inputs)

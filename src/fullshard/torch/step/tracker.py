@@ -34,9 +34,11 @@ from fullshard.torch.unit.guards.lent import refuse_transform
 from fullshard.torch.unit.guards.replicas import check_replicas
 from fullshard.torch.unit.guards.sources import check_sources
 from fullshard.torch.unit.sites import clean_name
+from fullshard.torch.unit.unit import Unit
 
 __all__ = ["Tracker", "ensure_tracker", "tracker_of"]
 
+_graph_task = torch._C._current_graph_task_id
 _forwards = count(1)
 _roots_in_backward: "dict[int, list[Tracker]]" = {}
 """Those with optional parts, by graph task, as backward has come to them."""
@@ -155,7 +157,7 @@ class Tracker:
             self._begin_at_the_top()
         with_grad = torch.is_grad_enabled()
         if self.optional is not None:
-            task = torch._C._current_graph_task_id()
+            task = _graph_task()
             recomputing = self._in_backward and task != -1
             if recomputing and not self._running:
                 self._carry_out(self._machine.runs_again(managed.step, task))
@@ -181,7 +183,7 @@ class Tracker:
         call.first_node = torch._C._autograd._get_sequence_nr()
 
     def _begin_at_the_top(self) -> None:
-        in_autograd = torch._C._current_graph_task_id() != -1
+        in_autograd = _graph_task() != -1
         if self._in_backward and in_autograd:
             return  # recomputation: it belongs to the step whose backward is running
         self._machine.root_begins()
@@ -285,7 +287,7 @@ class Tracker:
 
     def output_has_gradient(self, call: WatchedCall) -> None:
         """A gradient has reached an output of a call: gather its unit again."""
-        task = torch._C._current_graph_task_id()
+        task = _graph_task()
         for begun in self._machine.begun_by(call, task):
             failed = self._in_backward and self._ending() is None
             changed = begun.version != begun.managed.unit.full.at_rest._version
@@ -317,7 +319,7 @@ class Tracker:
 
         Ranks that left out their first units would else come to those when autograd has ended.
         """
-        task = torch._C._current_graph_task_id()
+        task = _graph_task()
         for other in _roots_in_backward.get(task, ()):
             if other._forward_at > self._forward_at:
                 other._end_rest(task)
@@ -334,29 +336,32 @@ class Tracker:
         """A parameter has its gradient."""
         if not self._in_backward:
             self._enter_backward()
-        unit, recorders = managed.unit, self.executor.recorders
-        if recorders:
-            recorders = tuple(recorder for recorder in recorders if recorder.notes_fills)
-        before = unit.transient_bytes if recorders else 0
         if self.optional is not None:
             grad = self.optional.weighed(managed, grad)
+        if self.executor.recorders:
+            self._deliver_in_sight(managed.unit, index, grad)
+        else:
+            managed.unit.deliver(index, grad)
+        events = self._machine.gradient_arrives(managed.step, index, _graph_task())
+        if events:
+            self._carry_out(events)
+
+    def _deliver_in_sight(self, unit: Unit, index: int, grad: Tensor) -> None:
+        recorders = [each for each in self.executor.recorders if each.notes_fills]
+        before = unit.transient_bytes if recorders else 0
         unit.deliver(index, grad)
         if recorders and unit.transient_bytes != before:
             for recorder in recorders:
                 recorder.note("fill", unit, recorder.mark())
-        task = torch._C._current_graph_task_id()
-        events = self._machine.gradient_arrives(managed.step, index, task)
-        if events:
-            self._carry_out(events)
 
     def input_has_gradient(self, call: WatchedCall) -> None:
         """The gradient of an input of a call is there."""
-        task = torch._C._current_graph_task_id()
+        task = _graph_task()
         self._carry_out(self._machine.input_arrives(call, task))
 
     def _backward_ends(self) -> None:
         """Autograd has nothing left to do: reduce what is still due, free everything."""
-        task = torch._C._current_graph_task_id()
+        task = _graph_task()
         for root in _roots_in_backward.pop(self._backward, ()):
             root._end_rest(task)  # before ranks ask what this one has used
         self._carry_out(self._machine.backward_ends(task))
@@ -389,10 +394,7 @@ class Tracker:
             if managed is None:
                 continue
             unit = managed.unit
-            if moment in (Moment.RECOMPUTATION, Moment.RECOMPUTATION_INSIDE):
-                assert self.optional is not None
-                self.optional.follow_recomputation(managed, moment)
-            elif moment is Moment.BACKWARD_BEGIN:
+            if moment is Moment.BACKWARD_BEGIN:
                 if profiler_runs():
                     self._marks.begin("backward", unit)
                 self.executor.do(event)
@@ -400,6 +402,9 @@ class Tracker:
                     unit.use()
                 for recorder in self.executor.recorders:
                     recorder.begins("backward", unit)
+            elif moment is not Moment.BACKWARD_END:
+                assert self.optional is not None
+                self.optional.follow_recomputation(managed, moment)
             else:
                 for recorder in self.executor.recorders:
                     recorder.ends("backward", unit)

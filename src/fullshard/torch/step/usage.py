@@ -52,9 +52,8 @@ def _settle(units: list[Unit]) -> None:
     joined = torch.ones(sum(counts) + 2)
     start = 2
     for unit, count in zip(units, counts, strict=True):
-        for place, index in enumerate(unit.gradients.trained):
-            if index in (unit.gradients.absent or ()):
-                joined[start + place] = 0
+        for index in unit.gradients.absent or ():
+            joined[start + unit.gradients.trained.index(index)] = 0
         start += count
     steps = max(take_steps(comm) for comm in {unit.ranks.gather for unit in units})
     joined[0], joined[1] = steps, -steps

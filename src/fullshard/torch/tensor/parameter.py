@@ -415,11 +415,15 @@ def _derived(value: DTensor, viewed: Any) -> DTensor:
     return made
 
 
+_in_inference = torch.is_inference_mode_enabled
+_make_subclass = torch.Tensor._make_wrapper_subclass
+
+
 def _make(local: Tensor, ownership: Ownership, requires_grad: bool) -> ShardedParameter:
-    if torch.is_inference_mode_enabled():  # of a tensor of that mode none can share the version
+    if _in_inference():  # of a tensor of that mode none can share the version
         with torch.inference_mode(False):
             return _make(local, ownership, requires_grad)
-    made: ShardedParameter = torch.Tensor._make_wrapper_subclass(
+    made: ShardedParameter = _make_subclass(
         ShardedParameter if ownership.placed is None else ShardedDTensor,
         ownership.shape,
         dtype=local.dtype,

@@ -68,6 +68,9 @@ class FullGradients:
         self._views: dict[int, list[Tensor]] = {}  # of each parameter in it, one or `pieces_of`
         # What gradients are seen as to fit in one view; () for those that are taken apart.
         self._seen_as: dict[int, tuple[int, ...]] = {}
+        # All three of those that lie there as they are, and of those that are taken apart.
+        self._in_order: list[tuple[int, list[Tensor], tuple[int, ...]]] = []
+        self._apart: list[tuple[int, list[Tensor], tuple[int, ...]]] = []
         self._padding: list[Tensor] = []  # what is zero whatever comes
 
     @property
@@ -148,10 +151,12 @@ class FullGradients:
             if not place.segment.travels_apart:
                 whole = flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)
                 self._views[index] = [whole]
+                self._in_order.append((index, [whole], ()))
                 continue
             views = self._views[index] = travelling_pieces(flat, place.segment, place.slot)
             in_one = len(views) == 1 and not place.slot.spec.cut_dim
             self._seen_as[index] = views[0].shape if in_one else ()
+            self._apart.append((index, views, self._seen_as[index]))
         for number, (segment, flat) in enumerate(
             zip(self._shards.trainable, buffer.flats, strict=True)
         ):
@@ -168,16 +173,16 @@ class FullGradients:
     def _copy(self) -> None:
         """Copy what belongs into the buffer, what lies in order there apart from what does not."""
         self._open()
-        for apart in (False, True):
+        for places in self._in_order, self._apart:
             views: list[Tensor] = []
             parts: list[Tensor] = []
-            for index, grad in self._made.items():
-                if index in self._views and (index in self._seen_as) is apart:
-                    views += self._views[index]
-                    parts += self._parts(index, grad)
+            for index, into, seen_as in places:
+                grad = self._made.pop(index, None)
+                if grad is not None:
+                    views += into
+                    parts += [grad.reshape(seen_as)] if seen_as else self._parts(index, grad)
             if views:
                 torch._foreach_copy_(views, parts)
-        self._made = {i: grad for i, grad in self._made.items() if i not in self._views}
         self._waiting_bytes = 0
 
     # ---- gradients go ---------------------------------------------------------------------------

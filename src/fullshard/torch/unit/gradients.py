@@ -62,6 +62,7 @@ class Gradients:
         numels = [segment.numel_of(plan.ranks.gather.rank) for segment in segments]
         self._slice_sizes = list(zip(numels, travel, strict=True))
         self._rest_sizes = list(zip(numels, rest, strict=True))
+        self._unequal = any(segment.ends for segment in segments)
         self._rests_alike = lie_alike(self._slice_sizes, self._rest_sizes)
         self._pieces = shards.pieces()
         self._contributions = plan.ranks.size
@@ -148,7 +149,7 @@ class Gradients:
         users_write = settings.hook is not None or settings.reduce_scatter is not None
         absent = full.send(written=users_write)
         self.absent = absent if self.absent is None else self.absent & absent
-        before, _ = self._divisors()
+        before = self._divisors()[0] if self._low_range else 1
         if before != 1:
             for flat in full.by_dtype():
                 flat.div_(before)
@@ -166,7 +167,7 @@ class Gradients:
 
     def _reduce_scatter(self, pairs: list[tuple[Tensor, Tensor]]) -> Work:
         settings, segments = self.settings, self._shards.trainable
-        if any(segment.ends for segment in segments):
+        if self._unequal:
             sent: list[tuple[Tensor, Full]] = [
                 (shard, flat if segment.unequal is None else Parts(flat, segment.unequal))
                 for (shard, flat), segment in zip(pairs, segments, strict=True)
@@ -224,14 +225,13 @@ class Gradients:
         if self.settings.all_reduce_hook is not None:
             for flat in reduced.flats:
                 self.settings.all_reduce_hook(flat)
-        resting = self._to_rest(reduced)
+        resting, sharded, absent = self._to_rest(reduced), self._shards.sharded, self.absent
         for flat, (numels, indices) in zip(resting.flats, self._pieces, strict=True):
             for index, local in zip(indices, flat.split_with_sizes(numels), strict=True):
                 if index >= 0:
-                    param = self._shards.sharded[index]
-                    if self.absent and index in self.absent and param.grad is None:
+                    if absent and index in absent and sharded[index].grad is None:
                         self._zeroed.append(index)
-                    _accumulate(param, local)
+                    _accumulate(sharded[index], local)
         for tell in self.settings.on_delivered:
             tell()
         return True

@@ -120,7 +120,7 @@ class Shards:
         return param
 
     def pieces(self) -> list[tuple[list[int], list[int]]]:
-        """Split this rank's slice of each trainable segment into spans and padding.
+        """Split this rank's slice of each trainable segment into spans and the padding between.
 
         For each piece its elements, and the index of the parameter whose span it is, -1 for
         padding.
@@ -131,8 +131,11 @@ class Shards:
             for index, place in enumerate(self.places):
                 if place.grad_number == number:
                     start = place.in_slice.start if place.span.numel else end
-                    numels += [start - end, place.span.numel]
-                    indices += [-1, index]
+                    if start > end:
+                        numels.append(start - end)
+                        indices.append(-1)
+                    numels.append(place.span.numel)
+                    indices.append(index)
                     end = start + place.span.numel
             rest = segment.numel_of(self._ranks.gather.rank) - end
             found.append(([*numels, rest], [*indices, -1]))

@@ -8,8 +8,10 @@ of gradients in `fullshard.torch.unit.gradients`.
 """
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
+from operator import attrgetter, is_, setitem
 from typing import Any
 
 import torch
@@ -39,6 +41,7 @@ from fullshard.torch.unit.sites import Holder, Holders, ParamSites
 __all__ = ["Unit", "UnitState", "is_of_a_unit", "owner_of", "set_owner"]
 
 _OWNER = "_fullshard_owner"
+_version = attrgetter("_version")
 
 
 class UnitState(Enum):
@@ -120,6 +123,10 @@ class Unit:
         apart = any(each.spec.apart for each in self.params)
         self._writes = None if self.resident or apart else Writes(self.full.params)
         self._sites = [(*site, i) for i, each in enumerate(self.params) for site in each.sites]
+        # The same as columns, to be gone through without a loop of Python.
+        self._tables = [table for table, _, _ in self._sites]
+        self._keys = [key for _, key, _ in self._sites]
+        self._indices = [index for _, _, index in self._sites]
         for each, param in zip(self.params, self.sharded, strict=True):
             set_owner(param, self, each.spec.name)
         cuts = enumerate(each.tensor_parallel for each in self.params)
@@ -178,8 +185,8 @@ class Unit:
                 if (id(parameters), key) not in self._lent:
                     parameters[key] = values[index]
             return
-        for parameters, key, index in self._sites:
-            parameters[key] = values[index]
+        shown = map(values.__getitem__, self._indices)
+        deque(map(setitem, self._tables, self._keys, shown), maxlen=0)
 
     def check_shown(self) -> None:
         """Look at what modules show before it is replaced by full parameters for a forward.
@@ -190,6 +197,9 @@ class Unit:
         """
         sharded, full = self.sharded, self.full.params
         self._lent.clear()
+        found = map(dict.get, self._tables, self._keys)
+        if all(map(is_, found, map(sharded.__getitem__, self._indices))):
+            return
         for parameters, key, index in self._sites:
             shown = parameters.get(key)
             if shown is not sharded[index] and not (full and shown is full[index]):
@@ -252,23 +262,12 @@ class Unit:
         """True if the full parameters were gathered before the shard was last changed."""
         return (self.is_full or self.full.part is not None) and self.full.outdated
 
-    def wants(self, kind: OpKind) -> bool:
-        """False if what ``kind`` asks for was done already, by users or by itself."""
-        if kind is OpKind.GATHER:
-            return self.state not in _FULL_STATES or self.stale
-        if kind is OpKind.FREE or kind is OpKind.SHRINK:
-            return self.state in _FULL_STATES or self.full.part is not None
-        if kind is OpKind.ALL_REDUCE or kind is OpKind.AWAIT_REDUCE:
-            return self.gradients.reducing
-        return True
-
     def do(self, kind: OpKind) -> bool:
-        """Carry out an op of the schedule if there is something to do; False if not."""
-        if kind is OpKind.AWAIT_REDUCE:
-            return self.await_reduce()
-        if kind is not OpKind.AWAIT_GATHER and not self.wants(kind):
+        """Carry out an op of the schedule; False if it was done already, by users or by itself."""
+        is_wanted, act = _ACTIONS[kind]
+        if is_wanted is not None and not is_wanted(self):
             return False
-        _ACTIONS[kind](self)
+        act(self)
         return True
 
     def begin_forward(self) -> None:
@@ -276,7 +275,7 @@ class Unit:
         self.use()
         writes = self._writes
         if writes is not None:
-            writes.versions = [param._version for param in self.full.params]
+            writes.versions = list(map(_version, self.full.params))
             if writes.is_first:
                 writes.take_values()
 
@@ -284,7 +283,7 @@ class Unit:
         """Raise `UsageError` if forward has written to the full parameters."""
         writes = self._writes
         if writes is not None and not self._lent:
-            versions = [param._version for param in self.full.params]
+            versions = list(map(_version, self.full.params))
             if writes.is_first or versions != writes.versions:
                 writes.check(versions, [param.ownership.name for param in self.sharded])
         if show_sharded:
@@ -326,7 +325,7 @@ class Unit:
         """Take a parameter's gradient, or a further part of it."""
         if self.state in _STATES_WITHOUT_GRADS:
             self._move("fill")
-        if index in self._cuts:
+        if self._cuts and index in self._cuts:
             grad = self._cuts[index].part_of_dtensor(grad)
         self.gradients.full.put(index, grad)
 
@@ -395,14 +394,28 @@ class Unit:
         return [v if c is None else c.dtensor(v) for v, c in zip(views, cuts, strict=True)]
 
 
-_ACTIONS: dict[OpKind, Callable[[Unit], None]] = {  # AWAIT_REDUCE tells by itself
-    OpKind.GATHER: Unit.gather,
-    OpKind.AWAIT_GATHER: Unit.await_gather,
-    OpKind.SHRINK: Unit.shrink,
-    OpKind.FREE: Unit.free,
-    OpKind.REDUCE: Unit.reduce,
-    OpKind.ALL_REDUCE: Unit.all_reduce,
+def _is_missing(unit: Unit) -> bool:
+    return unit.state not in _FULL_STATES or unit.stale
+
+
+def _is_there(unit: Unit) -> bool:
+    return unit.state in _FULL_STATES or unit.full.part is not None
+
+
+def _is_reducing(unit: Unit) -> bool:
+    return unit.gradients.reducing
+
+
+_ACTIONS: dict[OpKind, tuple[Callable[[Unit], bool] | None, Callable[[Unit], Any]]] = {
+    OpKind.GATHER: (_is_missing, Unit.gather),
+    OpKind.AWAIT_GATHER: (None, Unit.await_gather),
+    OpKind.SHRINK: (_is_there, Unit.shrink),
+    OpKind.FREE: (_is_there, Unit.free),
+    OpKind.REDUCE: (None, Unit.reduce),
+    OpKind.ALL_REDUCE: (_is_reducing, Unit.all_reduce),
+    OpKind.AWAIT_REDUCE: (_is_reducing, Unit.await_reduce),
 }
+"""What an op does, and what must hold for it to have something to do."""
 
 
 def owner_of(param: Tensor) -> "tuple[Unit, int] | None":

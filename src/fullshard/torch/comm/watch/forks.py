@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fullshard.core.errors import UsageError
 
-__all__ = ["check_not_forked", "current_pid", "refuse_inherited_world"]
+__all__ = ["forked", "refuse_inherited_world", "this_process"]
 
 
 class _Process:
@@ -31,33 +31,23 @@ class _Process:
             self.inherited = weakref.ref(world)
 
 
-_process = _Process()
-os.register_at_fork(after_in_child=_process.after_fork)
-
-
-def current_pid() -> int:
-    """The number of this process, without asking the system."""
-    return _process.pid
-
-
-def check_not_forked(owner_pid: int, what: str) -> None:
-    """Raise `UsageError` before ``what`` unless process ``owner_pid`` is this one."""
-    if owner_pid != _process.pid:
-        raise _forked(owner_pid, what)
+this_process = _Process()
+os.register_at_fork(after_in_child=this_process.after_fork)
 
 
 def refuse_inherited_world(what: str) -> None:
     """Raise `UsageError` before ``what`` if the default process group is that of the parent."""
-    inherited = _process.inherited
+    inherited = this_process.inherited
     if inherited is not None and dist.is_initialized() and inherited() is dist.group.WORLD:
-        raise _forked(_process.parent, what)
+        raise forked(this_process.parent, what)
 
 
-def _forked(owner_pid: int, what: str) -> UsageError:
+def forked(owner_pid: int, what: str) -> UsageError:
+    """Return what is raised before ``what``, which belongs to process ``owner_pid``."""
     return UsageError(
-        f"process {_process.pid} was forked from process {owner_pid} and cannot communicate in its "
-        f"place, so {what} would wait for ever. Do it before forking, and hand plain tensors to "
-        "workers of a DataLoader and to multiprocessing (param.full_tensor(), on all ranks); a "
+        f"process {this_process.pid} was forked from process {owner_pid} and cannot communicate in "
+        f"its place, so {what} would wait for ever. Do it before forking, and hand plain tensors "
+        "to workers of a DataLoader and to multiprocessing (param.full_tensor(), on all ranks); a "
         "child that is to be a rank of its own must be started by spawn, or initialise its own "
         "process group"
     )

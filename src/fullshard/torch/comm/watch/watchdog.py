@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from fullshard.core.errors import CommunicationError
 from fullshard.torch.comm.watch.advice import LEFT, NOTHING_AWAITED, STORE_ENDED, way_out
-from fullshard.torch.comm.watch.forks import check_not_forked, current_pid, refuse_inherited_world
+from fullshard.torch.comm.watch.forks import forked, refuse_inherited_world, this_process
 from fullshard.torch.comm.watch.parting import PARTED, CallLog, deadlock, parting, wake
 from fullshard.torch.comm.watch.store import STORE_TIMEOUT, connect_to_server_of, own_store
 
@@ -65,6 +65,9 @@ class Standing(NamedTuple):
     issued: int = 0
 
 
+_AT_FIRST = Standing()
+
+
 class Witness:
     """Notes what one communicator does, and explains it when that fails.
 
@@ -80,7 +83,7 @@ class Witness:
         group: dist.ProcessGroup | None = None,
     ):
         refuse_inherited_world("a communicator")
-        self._pid = current_pid()
+        self._pid = this_process.pid
         self.family = family
         self.members: tuple[int, ...] = tuple(members)
         self.timeout_s = timeout_s
@@ -105,8 +108,9 @@ class Witness:
         self.stop_if_failed(what)
         _progress.issued = (what, time.time())
         if self.watchdog is not None:
-            place = self.watchdog.places.get(self.family, Standing())
-            self.watchdog.places[self.family] = Standing(place.rolls, place.issued + 1)
+            places = self.watchdog.places
+            rolls, issued = places.get(self.family, _AT_FIRST)
+            places[self.family] = Standing(rolls, issued + 1)
             self.calls.note(what)
 
     def leaves_pending(self, what: str, works: Sequence[dist.Work]) -> None:
@@ -160,7 +164,8 @@ class Witness:
 
         Raises `UsageError` in a forked child.
         """
-        check_not_forked(self._pid, what)
+        if self._pid != this_process.pid:
+            raise forked(self._pid, what)
         watchdog = self.watchdog
         if watchdog is not None and self.family in watchdog.announced:
             text, heard_at = watchdog.announced[self.family]

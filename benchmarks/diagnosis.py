@@ -3,7 +3,8 @@
 
     python benchmarks/diagnosis.py [--seed 1] [--faulty 40] [--healthy 20] [--cases FILE.json]
                                    [--only CAUSE] [--netlab] [--out FILE.json]
-    python benchmarks/diagnosis.py --advice 10 [--seed 1] [--netlab] [--out FILE.json]
+    python benchmarks/diagnosis.py --advice 10 [--rounds 2] [--seed 1] [--only CAUSE] [--netlab]
+                                   [--out FILE.json]
 
 Each run (see `diagnosed_run`) has one cause put in, or none, by parameters drawn from the seed. A
 faulty run counts as found if the verdict names cause, rank and unit; a healthy one if its verdict
@@ -11,9 +12,10 @@ is that. Memory near its limit is put in by a limit that is low, not by filling 
 are threads over a simulated link; with ``--netlab``, as root, processes on hosts of their own that
 talk by Gloo and TCP over links of the rate that the case wants, in steps four times as long.
 
-With ``--advice`` runs on slow links and without prefetch follow the advice that they get. Said are
+With ``--advice`` runs on slow links and without prefetch follow each advice that they get. Said are
 the exposed share beside that of (step - step without a link), on hosts (two) beside (step - step of
-the unsharded model), and the gain beside that foretold.
+the unsharded model), and the gain beside that foretold; status 1 where a share is off by more than
+5% of a step, or a gain by 15% of itself.
 
 ``--cases`` takes further runs: a list of objects with the fields of `diagnosed_run.Case`. Ends with
 status 1 where fewer than 95% of the faulty, or not all of the healthy, are named, with 2 where the
@@ -22,6 +24,7 @@ file is wrong or there can be no hosts.
 
 import argparse
 import random
+import statistics
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
@@ -98,49 +101,78 @@ CHANGES = {  # by words in the advice
 }
 
 
-def advised(case, hosts=False):
-    """Run a case as it is, without a link, and as advised; return what was said and what came."""
-    before = reported(case, hosts)
-    if not before.diagnoses:
-        return {"advice": before.verdict}
-    first, measured = before.diagnoses[0], before.measured
-    change = next((make(case) for words, make in CHANGES.items() if words in first.advice), None)
-    if change is None:
-        return {"advice": before.verdict}
-    plain = replace(case, sharded=False) if hosts else replace(case, gather_s=1e-9)
-    plain_s = reported(plain, hosts).measured.step.value
-    after_s = reported(replace(case, **change), hosts).measured.step.value
-    step_s = measured.step.value
-    return {
-        "advice": first.advice,
-        "step_s": step_s,
-        "exposed_share": measured.mean_s(Wanted(*EXPOSED)) / measured.mean_step_s,
-        "beyond_plain_share": 1 - plain_s / step_s,
-        "foretold_s": first.gain_s,
-        "gained_s": step_s - after_s,
+def advised(case, hosts, rounds):
+    """Run a case as it is, without a link, and by each advice; return what was said and what came.
+
+    The runs take turns, ``rounds`` times, so that what else the machine does meets all of them.
+    """
+    first = reported(case, hosts)
+    said = first.diagnoses[0] if first.diagnoses else None
+    told = [] if said is None else [(said.advice, said.gain_s), *said.others]
+    changes = {
+        advice: make(case)
+        for advice, _ in told
+        for words, make in CHANGES.items()
+        if words in advice
     }
+    if not changes:
+        return [{"advice": first.verdict}]
+    plain = {"sharded": False} if hosts else {"gather_s": 1e-9}
+    turns = {"before": {}, "plain": plain, **changes}
+    runs = {name: [first] if name == "before" else [] for name in turns}
+    for number in range(rounds):
+        for name, change in turns.items():
+            if len(runs[name]) == number:
+                runs[name].append(reported(replace(case, **change), hosts))
+    step_s = {
+        name: statistics.median(step.duration_s for run in made for step in run.measured.steady)
+        for name, made in runs.items()
+    }
+    before = [run.measured for run in runs["before"]]
+    exposed = [run.mean_s(Wanted(*EXPOSED)) / run.mean_step_s for run in before]
+    gains = [
+        {change.advice: change.gain_s, **dict(change.others)}
+        for change in (run.diagnoses[0] for run in runs["before"] if run.diagnoses)
+    ]
+    return [
+        {
+            "advice": advice,
+            "step_s": step_s["before"],
+            "exposed_share": statistics.mean(exposed),
+            "beyond_plain_share": 1 - step_s["plain"] / step_s["before"],
+            "foretold_s": statistics.mean(said[advice] for said in gains if advice in said),
+            "gained_s": step_s["before"] - step_s[advice],
+        }
+        for advice in changes
+    ]
 
 
 def follow_advice(options, console):
-    """Follow the advice of drawn runs; return the number of those that gain what it says."""
+    """Follow the advice of drawn runs; tell if exposed shares and gains are as they were said."""
     table = Table("advice", "exposed", "beyond plain", "foretold", "gained", "of foretold")
     rows = []
     for number in range(options.advice):
-        cause = ("slow link", "bad prefetch")[number % 2]
+        cause = options.only or ("slow link", "bad prefetch")[number % 2]
         case = draw_case(cause, number, options.seed)
         if options.netlab:
             case = replace(for_hosts(case), ranks=2)
-        rows.append({**asdict(case), **(said := advised(case, options.netlab))})
-        if "foretold_s" not in said:
-            table.add_row(said["advice"], *[""] * 5)
-            continue
-        ratio = said["gained_s"] / said["foretold_s"]
-        shares = (f"{said[name]:.1%}" for name in ("exposed_share", "beyond_plain_share"))
-        times = (f"{said[name] * 1e3:.1f} ms" for name in ("foretold_s", "gained_s"))
-        table.add_row(said["advice"].split(":")[0], *shares, *times, f"{ratio:.0%}")
+        for said in advised(case, options.netlab, options.rounds):
+            rows.append({**asdict(case), **said})
+            if "foretold_s" not in said:
+                table.add_row(said["advice"], *[""] * 5)
+                continue
+            ratio = said["gained_s"] / said["foretold_s"]
+            shares = (f"{said[name]:.1%}" for name in ("exposed_share", "beyond_plain_share"))
+            times = (f"{said[name] * 1e3:.1f} ms" for name in ("foretold_s", "gained_s"))
+            table.add_row(said["advice"].split(":")[0], *shares, *times, f"{ratio:.0%}")
     console.print(table)
     write_report(options.out, rows)
-    return sum(abs(row.get("gained_s", 0) / row.get("foretold_s", 1) - 1) <= 0.15 for row in rows)
+    told = [row for row in rows if "foretold_s" in row]
+    gained = sum(abs(row["gained_s"] / row["foretold_s"] - 1) <= 0.15 for row in told)
+    shown = sum(abs(row["exposed_share"] - row["beyond_plain_share"]) <= 0.05 for row in told)
+    console.print(f"of {len(rows)}, {gained} gain what was foretold within 15%,")
+    console.print(f"and {shown} wait as long as the step is beyond computing, within 5% of it")
+    return int(gained < len(rows) or shown < len(rows))
 
 
 def all_cases(options):
@@ -164,6 +196,7 @@ def main():
     parser.add_argument("--faulty", type=int, default=40)
     parser.add_argument("--healthy", type=int, default=20)
     parser.add_argument("--advice", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--cases", type=Path)
     parser.add_argument("--only", choices=[*CAUSES, HEALTHY])
     parser.add_argument("--netlab", action="store_true")
@@ -181,9 +214,7 @@ def judged(options):
     torch.set_num_threads(1)
     console, rows = Console(), []
     if options.advice:
-        right = follow_advice(options, console)
-        console.print(f"{right} of {options.advice} gain what was foretold within 15%")
-        return int(right < options.advice)
+        return follow_advice(options, console)
     for case in all_cases(options):
         named, sentence = diagnosed(case, options.netlab)
         right = named == case.expected

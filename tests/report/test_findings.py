@@ -6,13 +6,19 @@ from dataclasses import replace
 import pytest
 from support.simulated_runs import MIB, Prefetch, Simulated
 
+from fullshard.core.errors import ConfigurationError
 from fullshard.report.findings import CAUSES, diagnose
-from fullshard.report.measure import measure
+from fullshard.report.measure import TimedCollective, Waits, measure
+from fullshard.report.record import RankRecord, RunRecord
+from fullshard.report.replay import as_exposed, costs_of, events_of, replay, setting_of
 from fullshard.report.summary import judge
 
 FORWARD, BACKWARD, DATA = "forward", "backward", "data"
 CASES = {
-    "slow link": [({"link_s": 9e-3}, None, None)],
+    "slow link": [
+        ({"link_s": 9e-3}, None, None),
+        ({"link_s": 9e-3, "prefetch": Prefetch(0, 0, 1)}, None, None),
+    ],
     "slow rank in forward": [
         ({"slow": {(2, FORWARD, 3): 8e-3}}, 2, "blocks.2"),
         ({"slow": {(0, FORWARD, None): 12e-3}}, 0, None),
@@ -91,6 +97,68 @@ def test_advice_gains_what_it_says(options):
         change = {"link_s": before.link_s / 2}
     gained = measure(before.run()).step.value - measure(replace(before, **change).run()).step.value
     assert first.gain_s == pytest.approx(gained, rel=0.15)
+
+
+def test_each_change_is_said_with_its_gain():
+    before = Simulated(jitter=0.0, link_s=9e-3, prefetch=Prefetch(0, 0, 1))
+    report = judge(before.run())
+    found = report.diagnoses[0]
+    assert "SHARD_GRAD_OP" in found.advice
+    (short, short_s), (ahead, ahead_s) = found.others
+    assert "compression" in short
+    assert "set_prefetch" in ahead
+    for gain_s, change in (
+        (short_s, {"link_s": 4.5e-3}),
+        (ahead_s, {"prefetch": Prefetch(2, 2, 1)}),
+    ):
+        after = measure(replace(before, **change).run())
+        assert gain_s == pytest.approx(report.measured.step.value - after.step.value, rel=0.15)
+    said = report.changes(found)
+    assert len(said) == 3
+    assert all(each.endswith("would be gained") for each in said)
+
+
+def _collective(step, op, unit, begin_s, end_s):
+    waits = {rank: Waits(begin_s, end_s, begin_s, begin_s) for rank in (0, 1)}
+    return TimedCollective(step, op, unit, 0, 8 * MIB, 0, waits)
+
+
+def test_what_shares_a_link_is_not_priced_twice():
+    measured = measure(Simulated(world=2).run())
+    shared = [_collective(2, "reduce", 2, 0.0, 0.018), _collective(2, "gather", 1, 0.0, 0.018)]
+    alone = [_collective(2, "gather", 3, 0.02, 0.029)]
+    costs = costs_of(replace(measured, collectives=shared + alone))
+    seconds = [costs.reduce_s[2], costs.gather_s[1], costs.gather_s[3]]
+    assert seconds == pytest.approx([0.009] * 3)
+
+
+def test_waits_for_the_link_add_up_by_step_whichever_unit_waits():
+    measured = measure(Simulated(world=2).run())
+    turns = [_collective(step, "gather", step % 3, 0.0, 0.01) for step in measured.detailed]
+    assert replace(measured, collectives=turns).link_s == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize("longer_s", [0.004, -0.004])
+def test_a_replay_waits_as_long_as_the_run_did(longer_s):
+    measured = measure(Simulated(jitter=0.0, link_s=9e-3).run())
+    step = measured.first.steps[-1]
+    events, setting = events_of(step), setting_of(measured, step)
+    exposed_s = measured.link_s + longer_s
+    ops = replay(events, setting, as_exposed(events, setting, costs_of(measured), exposed_s))[0]
+    waited_s = sum(op.end_s - op.begin_s for op in ops if op.op.startswith("await_"))
+    assert waited_s == pytest.approx(exposed_s, rel=0.02)
+
+
+def test_who_ended_in_an_error_is_said_first():
+    attempts = list(Simulated(world=2).attempts())
+    attempts[0] = replace(attempts[0], ending="CommunicationError: rank 1 is gone")
+    attempts[1] = replace(attempts[1], ended_s=attempts[1].last_s - 1e-3, ending="ValueError: <b>")
+    run = RunRecord({rank: RankRecord(rank, (each,)) for rank, each in enumerate(attempts)})
+    assert judge(run).verdict.startswith("rank 1 ended in step 8 by ValueError: <b>; until then h")
+    empty = [replace(each, steps=()) for each in attempts]
+    run = RunRecord({rank: RankRecord(rank, (each,)) for rank, each in enumerate(empty)})
+    with pytest.raises(ConfigurationError, match="rank 1 ended in its first step by ValueError"):
+        judge(run)
 
 
 def test_causes_come_by_what_they_cost():

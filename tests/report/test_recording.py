@@ -283,6 +283,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path):
         {"detailed_every": True},
         {"limit_bytes": 10},
         {"settings": {"device": torch.device("cpu")}},
+        {"optimizer": [torch.optim.SGD(model.parameters()), model]},
     ):
         with pytest.raises(ConfigurationError, match="must be"):
             recording(folder, model, **options).__enter__()
@@ -341,8 +342,38 @@ def test_a_plain_model_is_recorded_as_one_unit(tmp_path):
     assert attempt.facts.settings["name"] == "<b>"
     assert attempt.facts.units == (("(root)", 12, 48, 48, 48),)
     passes = [op.op for op in attempt.steps[1].ops]
-    assert passes == ["await_gather", "forward", "backward"]
+    assert passes == ["forward", "backward"]
     assert "memory of gather buffers" in attempt.facts.missing[0]
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_backward_whose_inputs_have_no_gradients_ends_with_all_of_it(tmp_path, accumulated):
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with recording(tmp_path, model, optimizer, detailed_every=1):
+        for _ in range(4):
+            for _ in range(accumulated):
+                model(torch.tensor([1, 2])).sum().backward()
+            optimizer.step()
+    (attempt,) = read_run(tmp_path).ranks[0].attempts
+    for each in attempt.steps:
+        assert [op.op for op in each.ops] == ["forward", "backward"] * accumulated
+        assert each.sums_s["backward"] > 0
+
+
+def test_a_step_of_several_optimizers_ends_when_all_have_stepped(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    second = torch.optim.AdamW(model[1].parameters(), lr=0.1)
+    with recording(tmp_path, model, [first, second]):
+        for turn in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            for optimizer in [first, second][:: -1 if turn else 1]:
+                optimizer.step()
+    (attempt,) = read_run(tmp_path).ranks[0].attempts
+    assert [step.step for step in attempt.steps] == [0, 1, 2]
+    assert [span.what for step in attempt.steps for span in step.spans] == ["optimizer"] * 6
+    assert attempt.steps[-1].memory[-1].optimizer_bytes == 2 * 24 + 2 * 4  # AdamW's of six values
 
 
 def test_pytorchs_fsdp2_is_recorded_as_far_as_its_hooks_tell(tmp_path, gloo_world):
@@ -359,6 +390,9 @@ def test_pytorchs_fsdp2_is_recorded_as_far_as_its_hooks_tell(tmp_path, gloo_worl
         assert block.shard_bytes < block.full_bytes
         ops = [(op.op, op.unit) for op in attempt.steps[1].ops]
         assert {("await_gather", 1), ("forward", 2), ("backward", 2)} <= set(ops)
+        assert {("backward", 0), ("await_reduce", 1), ("await_reduce", 2)} <= set(ops)
+        behind = ops[ops.index(("forward", 0)) :]  # of the root, which ends last
+        assert ("await_gather", 2) in behind
         assert attempt.steps[2].sums_s["await_gather"] > 0
 
 

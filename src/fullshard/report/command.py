@@ -83,9 +83,8 @@ def print_report(report: RunReport, console: Console, other: RunReport | None = 
     for number, each in enumerate(report.diagnoses):
         if number:
             console.print(Text(f"also {each.cause}: {each.what}"), soft_wrap=True)
-        gain = report.gain_text(each)
-        advice = f"  change: {each.advice}" + (f"; {gain}" if gain else "")
-        console.print(Text(advice), soft_wrap=True)
+        for change in report.changes(each):
+            console.print(Text(f"  change: {change}"), soft_wrap=True)
     for title, heads, rows in tables_of(report, other):
         console.print(Text(f"\n{title}", "bold"), soft_wrap=True)
         table = Table(box=None, header_style="dim", pad_edge=False)

@@ -14,7 +14,15 @@ from fullshard.core.strategy import Prefetch
 from fullshard.core.text import bytes_text
 from fullshard.report.measure import EXPOSED, Figure, MeasuredRun, Wanted
 from fullshard.report.record import Attempt
-from fullshard.report.replay import Costs, Setting, costs_of, events_of, replay, setting_of
+from fullshard.report.replay import (
+    Costs,
+    Setting,
+    as_exposed,
+    costs_of,
+    events_of,
+    replay,
+    setting_of,
+)
 
 __all__ = ["CAUSES", "Diagnosis", "diagnose"]
 
@@ -44,6 +52,7 @@ _LEAST = {
 }
 _TINY_BYTES, _MANY_UNITS = 2**18, 48
 _GIANT = 0.6  # of all bytes in one unit
+_WORTH, _SPARED = 0.05, 0.4  # of what is exposed: a change that is worth a word; bad prefetch
 _OF_PHASE = 0.5  # of a rank's excess: then one unit is named
 _STALL, _STALLS = 0.5, 2  # of a step that a stall takes at least, and how many are no accident
 _KNOWN = {  # shares that rules speak of, or that every run has
@@ -64,7 +73,7 @@ class Diagnosis:
     """A cause, and where: ``rank`` and ``unit`` are None where it is about all of them.
 
     ``cost_s`` are seconds of a step, ``gain_s`` those that the ``advice`` would save, None where
-    that is not known.
+    that is not known. ``others`` are further changes, with their gains, the largest first.
     """
 
     cause: str
@@ -74,6 +83,7 @@ class Diagnosis:
     rank: int | None = None
     unit: str | None = None
     gain_s: float | None = None
+    others: Sequence[tuple[str, float]] = ()
 
 
 def diagnose(measured: MeasuredRun) -> list[Diagnosis]:
@@ -120,7 +130,7 @@ def _slow_ranks(measured: MeasuredRun) -> Iterator[Diagnosis]:
     whats = [what for what in measured.mean_shares if what not in (*EXPOSED, "issue")]
     for rank in measured.ranks:
         waited_s = measured.waited_for(rank)
-        if measured.by_op and waited_s < 0.6 * _LEAST["rank"] * measured.mean_step_s:
+        if measured.collectives and waited_s < 0.6 * _LEAST["rank"] * measured.mean_step_s:
             continue
         longer = {
             what: seconds
@@ -158,10 +168,9 @@ def _slow_rank(
 ) -> Diagnosis:
     waited_s = measured.waited_for(rank)
     others = "the others wait" if len(measured.ranks) > 2 else "the other one waits"
-    what = (
-        f"rank {rank} takes {_ms(cost_s)} longer than the others {where}; "
-        f"{others} {_ms(waited_s)} for it in each step ({_percent(measured, waited_s)})"
-    )
+    what = f"rank {rank} takes {_ms(cost_s)} longer than the others {where}"
+    if measured.collectives:  # else nobody knows who waited for whom
+        what += f"; {others} {_ms(waited_s)} for it in each step ({_percent(measured, waited_s)})"
     return Diagnosis(cause, cost_s, what, _advice_for(rank, cause, unit), rank, unit, cost_s)
 
 
@@ -312,10 +321,10 @@ def _memory_share(attempt: Attempt) -> float | None:
 def _communication(measured: MeasuredRun) -> Iterator[Diagnosis]:
     """Waits for the link, and the setting that would spare most of them."""
     issue_s = measured.mean_s(Wanted("issue"))
-    # Without ops nobody knows who was late: that rank waits for the link alone, and so the least.
-    cost_s = min(measured.mean_s(Wanted(*EXPOSED), [rank]) for rank in measured.ranks)
-    if measured.by_op:
+    if measured.collectives:
         cost_s = measured.link_s
+    else:  # nobody knows who was late: that rank waits for the link alone, and so the least
+        cost_s = measured.on_all_s(Wanted(*EXPOSED))
     sizes = [unit.full_bytes for unit in measured.units if unit.numel]
     tiny = len(sizes) > _MANY_UNITS and statistics.median(sizes) < _TINY_BYTES
     if tiny and cost_s + issue_s > _LEAST["exposed"] * measured.mean_step_s:
@@ -335,20 +344,24 @@ def _of_link(measured: MeasuredRun, cost_s: float, sizes: Sequence[int]) -> Diag
     exposed += f"({_percent(measured, cost_s)})"
     if worst is not None:
         exposed += f", most for {measured.units[worst].name}"
-    gains = _gains(measured)
     largest = max(measured.units, key=lambda unit: unit.full_bytes)
     if largest.full_bytes > _GIANT * sum(sizes):
         part = largest.full_bytes / sum(sizes)
         what = f"{exposed}: {largest.name} has {part:.0%} of all bytes, which travel at once"
         advice = f"wrap the blocks inside {largest.name} as units of their own"
         return Diagnosis("bad wrapping", cost_s, what, advice, None, largest.name)
-    ahead_s = gains.get(_AHEAD, 0.0)
-    if ahead_s > 0.4 * cost_s:
-        what = f"{exposed}, though there is enough to compute meanwhile: gathers begin too late"
-        return Diagnosis("bad prefetch", cost_s, what, _AHEAD, gain_s=ahead_s)
-    best = max(gains, key=lambda advice: gains[advice], default=None)
-    advice = best or "send less: larger batches, SHARD_GRAD_OP, compression"
-    return Diagnosis("slow link", cost_s, exposed, advice, gain_s=gains.get(best or ""))
+    gains = sorted(_gains(measured, cost_s).items(), key=lambda each: -each[1])
+    if not gains:
+        advice = (
+            "send less: larger batches, SHARD_GRAD_OP (reshard_after_forward=False), compression"
+        )
+        return Diagnosis("slow link", cost_s, exposed, advice)
+    (advice, gain_s), *others = gains
+    cause = "slow link"
+    if advice == _AHEAD and gain_s > _SPARED * cost_s:
+        cause = "bad prefetch"
+        exposed += ", though there is enough to compute meanwhile: gathers begin too late"
+    return Diagnosis(cause, cost_s, exposed, advice, gain_s=gain_s, others=others)
 
 
 _AHEAD = "gather further ahead: set_prefetch(model, forward=2, backward=2)"
@@ -356,23 +369,23 @@ _ONCE = "keep units full from forward to backward (SHARD_GRAD_OP): one gather le
 _SHORT = 'halve what is sent: compression of gathers and reduces as "bf16", or larger batches'
 
 
-def _gains(measured: MeasuredRun) -> dict[str, float]:
+def _gains(measured: MeasuredRun, exposed_s: float) -> dict[str, float]:
     """Return the seconds that changes would save, by advice, from replays of the step."""
     steps = [step for step in measured.first.steps if step.step in measured.detailed and step.ops]
     if not steps or measured.first.facts.engine != "torch":
         return {}
-    events, costs = events_of(steps[-1]), costs_of(measured)
-    setting = setting_of(measured, steps[-1])
-    before = _ends_s(events, setting, costs)
+    events, setting = events_of(steps[-1]), setting_of(measured, steps[-1])
+    costs = as_exposed(events, setting, costs_of(measured), exposed_s)
+    before_s = _ends_s(events, setting, costs)
     gains = {}
     ahead = Setting(setting.policies, Prefetch(2, 2, setting.prefetch.reduces_in_flight))
     if setting.prefetch.forward < 2 or setting.prefetch.backward < 2:
-        gains[_AHEAD] = before - _ends_s(events, ahead, costs)
+        gains[_AHEAD] = before_s - _ends_s(events, ahead, costs)
     if any(policy.reshard_after_forward for policy in setting.policies.values()):
-        gains[_ONCE] = before - _ends_s(events, setting.keeping_full(), costs)
+        gains[_ONCE] = before_s - _ends_s(events, setting.keeping_full(), costs)
     if not measured.first.facts.settings.get("compressed"):
-        gains[_SHORT] = before - _ends_s(events, setting, costs.sending(0.5))
-    return {advice: gain for advice, gain in gains.items() if gain > 0}
+        gains[_SHORT] = before_s - _ends_s(events, setting, costs.sending(0.5))
+    return {advice: gain for advice, gain in gains.items() if gain > _WORTH * exposed_s}
 
 
 def _ends_s(events: Sequence[Event], setting: Setting, costs: Costs) -> float:

@@ -84,12 +84,13 @@ class Waits(NamedTuple):
 class TimedCollective:
     """One gather or reduce of a unit over ranks; times are those of rank 0's clock.
 
-    ``turn`` is the same in all steps: which one of this kind and unit, and among which ranks.
+    ``peers`` numbers the ranks among which it is.
     """
 
+    step: int
     op: str
     unit: int
-    turn: tuple[int, int]
+    peers: int
     bytes: int
     last: int
     waits: Mapping[int, Waits]
@@ -291,15 +292,14 @@ class MeasuredRun:
 
     @cached_property
     def link_s(self) -> float:
-        """Seconds of a step waited for the link: the lower quartiles of collectives over steps.
+        """Seconds of a step waited for the link: the lower quartile over steps.
 
         A link is slow in all steps; a host that has more to do than it can is so now and then.
         """
-        by_turn: defaultdict[tuple[object, ...], list[float]] = defaultdict(list)
+        by_step = dict.fromkeys(self.detailed, 0.0)
         for each in self.collectives:
-            waited_s = each.exposed_s(late=False) * len(each.waits) / len(self.ranks)
-            by_turn[each.op, each.unit, each.turn].append(waited_s)
-        return sum(sorted(values)[(len(values) - 1) // 4] for values in by_turn.values())
+            by_step[each.step] += each.exposed_s(late=False) * len(each.waits) / len(self.ranks)
+        return sorted(by_step.values())[(len(by_step) - 1) // 4] if by_step else 0.0
 
     @cached_property
     def late_share(self) -> float:
@@ -424,7 +424,7 @@ def _collectives(
             counts[op.op, op.unit] += 1
             peers = rank % group if op.op == "all_reduce" else rank // group
             issued[op.op, op.unit, counts[op.op, op.unit], peers][rank] = op, wait
-    for (_, unit, *turn), ops in issued.items():
+    for (_, unit, _, peers), ops in issued.items():
         at = {rank: attempts[rank].wall_s(op.begin_s) for rank, (op, _) in ops.items()}
         last = max(at, key=lambda rank: at[rank])
         op = ops[last][0]
@@ -437,7 +437,7 @@ def _collectives(
             )
             for rank, (_, wait) in ops.items()
         }
-        yield TimedCollective(op.op, unit, (turn[0], turn[1]), op.bytes, last, waits)
+        yield TimedCollective(number, op.op, unit, peers, op.bytes, last, waits)
 
 
 def pairs_of(ops: Iterable[TimedOp]) -> Iterator[tuple[TimedOp, TimedOp]]:

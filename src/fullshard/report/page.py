@@ -69,7 +69,7 @@ def write_page(report: RunReport, path: Path, other: RunReport | None = None) ->
     ]
     text = environment.get_template("page.html").render(
         verdict=report.verdict,
-        diagnoses=[(each, report.gain_text(each)) for each in report.diagnoses],
+        diagnoses=[(each, report.changes(each)) for each in report.diagnoses],
         charts=charts,
         tables=list(tables_of(report, other)),
         notes=report.notes,

@@ -6,17 +6,27 @@ one when the last rank has issued it. What a step of a record would gain from an
 difference of two such replays.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_low
 
 from fullshard.core.schedule import Event, Moment, OpKind, UnitPolicy, compile_step
 from fullshard.core.strategy import Prefetch
-from fullshard.report.measure import MeasuredRun, Wanted, pairs_of
+from fullshard.report.measure import EXPOSED, MeasuredRun, TimedCollective, Wanted, pairs_of
 from fullshard.report.record import RecordedStep, TimedOp
 from fullshard.report.shares import parts_of
 
-__all__ = ["Costs", "RankWork", "Setting", "costs_of", "events_of", "replay", "setting_of"]
+__all__ = [
+    "Costs",
+    "RankWork",
+    "Setting",
+    "as_exposed",
+    "costs_of",
+    "events_of",
+    "replay",
+    "setting_of",
+]
 
 
 @dataclass(frozen=True)
@@ -189,9 +199,7 @@ def _gathered_ahead(step: RecordedStep, what: str) -> int:
 def costs_of(measured: MeasuredRun) -> Costs:
     """Return what a rank in the middle computes, and the seconds of collectives on the link.
 
-    A collective that all ranks waited for was over when the waits were: it took from then back to
-    its last issue, or to the end of the one before. Others may have been over earlier; they, and
-    those that came behind them, are priced by bytes as the rest of their kind.
+    What cannot be seen on the link is priced by bytes as the rest of its kind.
     """
     ranks, units = measured.ranks, range(len(measured.units))
     forward, backward = (
@@ -199,15 +207,13 @@ def costs_of(measured: MeasuredRun) -> Costs:
         for what in ("forward", "backward")
     )
     times: dict[tuple[str, int], list[float]] = {}
-    busy_s = unclear_s = 0.0
-    for each in sorted(measured.collectives, key=lambda each: (each.moving_s, each.observed)):
-        if not each.observed:
-            unclear_s = max(unclear_s, each.end_s)
-            continue
-        if each.moving_s >= unclear_s:
-            seconds = max(0.0, each.end_s - max(each.moving_s, busy_s))
-            times.setdefault((each.op, each.unit), []).append(seconds)
-        busy_s = max(busy_s, each.end_s)
+    for carried in _busy(measured.collectives):
+        if all(each.observed for each in carried):
+            seconds = max(wait.end_s for each in carried for wait in each.waits.values())
+            seconds -= carried[0].moving_s
+            total = sum(each.bytes for each in carried) or 1
+            for each in carried:
+                times.setdefault((each.op, each.unit), []).append(seconds * each.bytes / total)
     known = {key: median_low(values) for key, values in times.items()}
     sizes = {
         "gather": [unit.full_bytes for unit in measured.units],
@@ -219,6 +225,42 @@ def costs_of(measured: MeasuredRun) -> Costs:
         for op in sizes
     )
     return Costs([RankWork(forward, backward)], gathers, reduces)
+
+
+def _busy(collectives: Iterable[TimedCollective]) -> Iterator[list[TimedCollective]]:
+    """Yield what a link carries without a break, as some of it travels at the same time.
+
+    A collective moves from its last issue until the ranks have waited. Those of other ranks have
+    links of their own.
+    """
+    links: dict[tuple[bool, int], list[TimedCollective]] = {}
+    for each in collectives:
+        links.setdefault((each.op == "all_reduce", each.peers), []).append(each)
+    for carried in links.values():
+        together: list[TimedCollective] = []
+        end_s = -math.inf
+        for each in sorted(carried, key=lambda each: each.moving_s):
+            if together and each.moving_s >= end_s:
+                yield together
+                together = []
+            together.append(each)
+            end_s = max(end_s, each.end_s)
+        yield together
+
+
+def as_exposed(events: Sequence[Event], setting: Setting, costs: Costs, exposed_s: float) -> Costs:
+    """Return ``costs`` with a link on which a replay waits ``exposed_s``, as the run did.
+
+    What travels at the same time shares the link, which costs time that no collective shows. At
+    most the link becomes half or twice as slow.
+    """
+    least, most = 0.5, 2.0
+    for _ in range(10):
+        part = math.sqrt(least * most)
+        waits = replay(events, setting, costs.sending(part))[0]
+        longer = sum(op.end_s - op.begin_s for op in waits if op.op in EXPOSED) > exposed_s
+        least, most = (least, part) if longer else (part, most)
+    return costs.sending(part)
 
 
 def _rate(

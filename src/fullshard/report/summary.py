@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import seconds_text
 from fullshard.report.files import read_run
 from fullshard.report.findings import Diagnosis, diagnose
@@ -31,17 +32,22 @@ _ENOUGH = 2  # steps beyond the first ones
 class RunReport:
     """All that is said of a run; ``diagnoses`` begin with what costs most, none if it is healthy.
 
-    ``notes`` are sentences on what the record lacks.
+    ``failed`` says who ended in an error, ``notes`` are sentences on what the record lacks.
     """
 
     measured: MeasuredRun
     wall: WallTime
     diagnoses: Sequence[Diagnosis]
+    failed: str
     notes: Sequence[str]
 
     @property
     def verdict(self) -> str:
-        """One sentence: what limits the run."""
+        """One sentence: who failed, and what limits the run."""
+        return f"{self.failed}; until then {self._limit}" if self.failed else self._limit
+
+    @property
+    def _limit(self) -> str:
         steps = len(self.measured.looked_at) if self.measured.warm else 0
         if not self.diagnoses and steps < _ENOUGH:
             beyond = f"{steps} step{'' if steps == 1 else 's'} beyond the first two"
@@ -53,15 +59,18 @@ class RunReport:
         first = self.diagnoses[0]
         return f"{first.cause}: {first.what}"
 
-    def gain_text(self, diagnosis: Diagnosis) -> str:
-        """Return what a change would gain, as a sentence; empty if that is not known."""
-        if diagnosis.gain_s is None:
-            return ""
-        share = diagnosis.gain_s / (self.measured.mean_step_s + self._between_s(diagnosis))
-        return f"about {seconds_text(diagnosis.gain_s)} a step ({share:.0%}) would be gained"
-
-    def _between_s(self, diagnosis: Diagnosis) -> float:
-        return diagnosis.cost_s if diagnosis.cause == "checkpoint stall" else 0.0
+    def changes(self, diagnosis: Diagnosis) -> list[str]:
+        """Say what to change, the best first, and what that would gain where it is known."""
+        # Checkpoints lie between steps.
+        between_s = diagnosis.cost_s if diagnosis.cause == "checkpoint stall" else 0.0
+        step_s = self.measured.mean_step_s + between_s
+        return [
+            advice
+            if gain_s is None
+            else f"{advice}; about {seconds_text(gain_s)} a step ({gain_s / step_s:.0%}) "
+            "would be gained"
+            for advice, gain_s in [(diagnosis.advice, diagnosis.gain_s), *diagnosis.others]
+        ]
 
     def as_json(self, other: "RunReport | None" = None) -> dict[str, Any]:
         """Return the report for programs; all times are in seconds, ``other`` is compared with."""
@@ -101,10 +110,24 @@ def report_of(folder: str | Path) -> RunReport:
 
 def judge(run: RunRecord) -> RunReport:
     """Judge a record that was read. Raises `ConfigurationError` if it has no steps."""
-    measured = measure(run)
-    return RunReport(
-        measured, goodput(run, measured), diagnose(measured), list(_notes(run, measured))
-    )
+    failed = _failed(run)
+    try:
+        measured = measure(run)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{failed}; {error}" if failed else str(error)) from error
+    notes = list(_notes(run, measured))
+    return RunReport(measured, goodput(run, measured), diagnose(measured), failed, notes)
+
+
+def _failed(run: RunRecord) -> str:
+    """Say which rank was the first to end in an error, and in which step."""
+    last = [record.attempts[-1] for record in run.ranks.values()]
+    ended = [each for each in last if each.ending not in ("", "finished")]
+    if not ended:
+        return ""
+    first = min(ended, key=lambda each: each.wall_s(each.last_s))
+    step = f"step {first.steps[-1].step + 1}" if first.steps else "its first step"
+    return f"rank {first.facts.rank} ended in {step} by {first.ending.strip(': ')}"
 
 
 def _notes(run: RunRecord, measured: MeasuredRun) -> Iterator[str]:

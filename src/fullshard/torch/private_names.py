@@ -132,11 +132,15 @@ OPTIONAL: Names = {
     # Without these a state dict under tensor parallelism is refused by name.
     "torch.distributed.device_mesh:DeviceMesh._concatenate": TESTED_TORCH,
     "torch.distributed.device_mesh:DeviceMesh._get_root_mesh": TESTED_TORCH,
+    # Waits in the backward of PyTorch's FSDP2 are not recorded without these.
+    "torch.distributed.fsdp:FSDPModule._get_fsdp_state": TESTED_TORCH,
     # Whether torchao compiles its steps is asked where it has imported torch._dynamo.
     "torch._dynamo:config.disable": TESTED_TORCH,
     "torch._dynamo.eval_frame:_stance": TESTED_TORCH,
-    # On instances alone, where no check can see them: two marks that we set and torch reads, and
-    # the ranks of an earlier generation of sharded tensors.
+    # On instances alone, where no check can see them: what FSDP2 keeps for a module, two marks that
+    # we set and torch reads, and the ranks of an earlier generation of sharded tensors.
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_group": (),
+    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups": (),
     "torch.nn:Parameter._is_param": (),
     "torch.nn:Parameter._fsdp_flattened": (),
     "torch.distributed._shard.sharded_tensor.api:ShardedTensor._process_group": (),

@@ -4,7 +4,9 @@
 [Note: Models of others]
 PyTorch's ``fully_shard`` and plain modules tell nothing. Hooks around each sharded module hear its
 forward, and how long what FSDP does before it held up computation: that is the wait for its
-parameters. Gradients of its outputs and inputs begin and end its backward.
+parameters. Gradients of its outputs begin its backward, those of its inputs end it, or the end of
+all backward where no input has one, as token numbers have not. What FSDP does before and after a
+backward is timed where it is called: `_TimedCall`.
 """
 
 import socket
@@ -13,11 +15,13 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -31,6 +35,7 @@ from fullshard.torch.comm.watch.watchdog import Watchdog
 from fullshard.torch.inspection.forecast import forecast_step, named_units
 from fullshard.torch.inspection.memory_summary import Bytes, resting_bytes
 from fullshard.torch.inspection.traffic import tracker_to_record
+from fullshard.torch.optim.checks import optimizer_state_bytes
 from fullshard.torch.step.managed import ManagedUnit, managed_units
 from fullshard.torch.step.profiling import OpRecorder
 from fullshard.torch.step.structures import tensors_with_gradients
@@ -67,7 +72,7 @@ class RecordedModel(ABC):
         """Say what is known of the model; these two come in addition. Collective."""
 
     @abstractmethod
-    def resting_bytes(self, optimizer: Optimizer | None) -> Bytes:
+    def resting_bytes(self, optimizers: Sequence[Optimizer]) -> Bytes:
         """Return what rests on this rank."""
 
     def _facts(self, ranks: Ranks | None, **others: Any) -> Facts:
@@ -109,8 +114,9 @@ class _OfEngine(RecordedModel):
     def detach(self, recorder: OpRecorder) -> None:
         self._executor.detach(recorder)
 
-    def resting_bytes(self, optimizer: Optimizer | None) -> Bytes:
-        return resting_bytes(self.model, optimizer)
+    def resting_bytes(self, optimizers: Sequence[Optimizer]) -> Bytes:
+        state_bytes = sum(map(optimizer_state_bytes, optimizers))
+        return replace(resting_bytes(self.model, None), optimizer_bytes=state_bytes)
 
     def facts(self, settings: Settings, forecast: Mapping[str, float]) -> Facts:
         largest = max(self._executor.units, key=lambda m: (m.number > 0, m.unit.layout.full_bytes))
@@ -223,16 +229,19 @@ class _OfOthers(RecordedModel):
             return
         self.recorders.append(recorder)
         for unit in self.units:
-            self._handles += _hook(unit, recorder)
+            self._handles += _hook(unit, recorder, self._sharded)
+            for group in _fsdp_groups(unit.module):
+                for name, wait in _OF_BACKWARD.items():
+                    self._handles.append(_TimedCall(group, name, wait, unit, recorder))
 
     def detach(self, recorder: OpRecorder) -> None:
         self.recorders.clear()
         while self._handles:
             self._handles.pop().remove()
 
-    def resting_bytes(self, optimizer: Optimizer | None) -> Bytes:
+    def resting_bytes(self, optimizers: Sequence[Optimizer]) -> Bytes:
         params = list(self.model.parameters())
-        values = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
+        values = tree_leaves([list(each.state.values()) for each in optimizers])
         state = [value for value in values if isinstance(value, Tensor)]
         grads = [param.grad for param in params if param.grad is not None]
         return Bytes(*(sum(map(_bytes_here, tensors)) for tensors in (params, grads, state)))
@@ -241,7 +250,9 @@ class _OfOthers(RecordedModel):
         ranks = ranks_of(None, ShardingStrategy.FULL_SHARD.sharding) if _in_world() else None
         missing = ["memory of gather buffers and gradients on their way"]
         if self._sharded:
-            missing.append("waits in backward, gathers and reduces: PyTorch's FSDP2 has no hooks")
+            missing.append("when gathers and reduces begin: PyTorch's FSDP2 does not tell")
+            if not any(_fsdp_groups(unit.module) for unit in self.units):
+                missing.append("waits in backward, for which this torch has other names")
         return self._facts(
             ranks,
             engine="torch.distributed.fsdp" if self._sharded else "plain",
@@ -269,7 +280,7 @@ def _bytes_here(tensor: Tensor) -> int:
     return tensor.to_local().nbytes if isinstance(tensor, DTensor) else tensor.nbytes
 
 
-def _hook(unit: _Hooked, recorder: OpRecorder) -> list[Any]:
+def _hook(unit: _Hooked, recorder: OpRecorder, waits: bool) -> list[Any]:
     """Let hooks tell ``recorder`` of a module; return their handles."""
     begun: list[Any] = []
 
@@ -277,19 +288,26 @@ def _hook(unit: _Hooked, recorder: OpRecorder) -> list[Any]:
         begun.append(recorder.mark())
 
     def run(*_: Any) -> None:
-        recorder.wait("await_gather", unit, begun.pop())
+        begin = begun.pop()
+        if waits:
+            recorder.wait("await_gather", unit, begin)
         recorder.begins("forward", unit)
 
     def leave(_: nn.Module, inputs: Any, options: Any, output: Any) -> None:
         recorder.ends("forward", unit)
         outputs = tensors_with_gradients(output)
         if torch.is_grad_enabled() and outputs:
-            _once(outputs, lambda: recorder.begins("backward", unit), "any")
-            _once(
-                tensors_with_gradients((inputs, options)),
-                lambda: recorder.ends("backward", unit),
-                "all",
-            )
+            receiving = tensors_with_gradients((inputs, options))
+            _once(outputs, lambda: begin_backward(not receiving), "any")
+            _once(receiving, end_backward, "all")
+
+    def begin_backward(to_its_end: bool) -> None:
+        recorder.begins("backward", unit)
+        if to_its_end:
+            Variable._execution_engine.queue_callback(end_backward)
+
+    def end_backward() -> None:
+        recorder.ends("backward", unit)
 
     module = unit.module
     return [
@@ -297,6 +315,40 @@ def _hook(unit: _Hooked, recorder: OpRecorder) -> list[Any]:
         module.register_forward_pre_hook(run),
         module.register_forward_hook(leave, with_kwargs=True),
     ]
+
+
+_OF_BACKWARD = {
+    "pre_backward": "await_gather",
+    "post_backward": "await_reduce",
+    "finalize_backward": "await_reduce",
+}
+
+
+def _fsdp_groups(module: nn.Module) -> Sequence[Any]:
+    """Return what PyTorch's FSDP2 keeps for a module, if this torch has what we call there."""
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    several = getattr(state, "_fsdp_param_groups", None)
+    groups = [getattr(state, "_fsdp_param_group", None)] if several is None else several
+    return [group for group in groups if all(hasattr(group, name) for name in _OF_BACKWARD)]
+
+
+class _TimedCall:
+    """A method of one object whose time is noted as a wait, until `remove`."""
+
+    def __init__(self, owner: Any, name: str, wait: str, unit: _Hooked, recorder: OpRecorder):
+        self._owner, self._name = owner, name
+        plain = getattr(owner, name)
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin = recorder.mark()
+            result = plain(*arguments, **options)
+            recorder.wait(wait, unit, begin)
+            return result
+
+        setattr(owner, name, timed)
+
+    def remove(self) -> None:
+        delattr(self._owner, self._name)
 
 
 def _once(tensors: Sequence[Tensor], tell: Callable[[], None], mode: Any) -> None:

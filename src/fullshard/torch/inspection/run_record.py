@@ -73,12 +73,12 @@ class RunRecording:
         writer: Callable[[Facts], RecordWriter],
         facts: Facts,
         model: RecordedModel,
-        optimizer: Optimizer | None,
+        optimizers: Sequence[Optimizer],
         detailed_every: int,
     ):
         entered, age_s = time.perf_counter(), age_of_process_s()
         self._zero = entered - age_s  # of the record, by the host's clock
-        self._model, self._optimizer, self._every = model, optimizer, detailed_every
+        self._model, self._optimizers, self._every = model, optimizers, detailed_every
         self._writer = writer(replace(facts, started_at=time.time() - age_s))
         self._recorder = _RunRecorder(model.device, model.units if model.counts_buffers else ())
         self._recorder.sample, self._recorder.computes = self._sample, self._computes
@@ -87,7 +87,7 @@ class RunRecording:
         self._time = RecordTime(self._zero, self._clock, now_s)
         self._numbers = {unit: number for number, unit in enumerate(model.units)}
         self._sampled_s, self._after_backward, self._fails = 0.0, False, False
-        self._rest, self._limit_bytes = model.resting_bytes(optimizer), _limit_bytes(model.device)
+        self._rest, self._limit_bytes = model.resting_bytes(optimizers), _limit_bytes(model.device)
         self._recent_s, self._recent_waits_s = 0.0, 0.0
         self._written: deque[OpenStep] = deque()  # by the host, not yet by the device
         started_s = self._time.of(self._clock.start) if self._clock.on_host else now_s
@@ -193,7 +193,7 @@ class RunRecording:
             for unit in self._model.units:
                 recorder.weigh(unit)
         if done.step < _DETAILED_AT_FIRST:
-            self._rest = self._model.resting_bytes(self._optimizer)
+            self._rest = self._model.resting_bytes(self._optimizers)
         self._sample(done.end)
         self._weigh(done)
         done.notes, recorder.notes = recorder.notes, []
@@ -205,19 +205,23 @@ class RunRecording:
         self._prepare()
         self._write(keep=1)
 
-    def follow(self, optimizer: Optimizer) -> Sequence[Any]:
-        """End steps with those of ``optimizer``; return the handles of the hooks."""
+    def follow(self) -> Sequence[Any]:
+        """End a step when all optimizers have stepped; return the handles of the hooks."""
         begun: list[tuple[float, float]] = []
+        stepped: set[int] = set()
 
         def begin(*_: Any) -> None:
             begun.append((self._now_s(), self._told_s()))
 
-        def end(*_: Any) -> None:
+        def end(optimizer: Optimizer, *_: Any) -> None:
             self._add_span("optimizer", *begun.pop())
-            self.end_step()
+            stepped.add(id(optimizer))
+            if len(stepped) == len(self._optimizers):
+                stepped.clear()
+                self.end_step()
 
-        hooks = optimizer.register_step_pre_hook(begin), optimizer.register_step_post_hook(end)
-        return hooks
+        before = [each.register_step_pre_hook(begin) for each in self._optimizers]
+        return before + [each.register_step_post_hook(end) for each in self._optimizers]
 
     def explain(self, error: BaseException) -> None:
         """Leave what an error tells: who waits where, or what was live as memory ran out."""
@@ -263,7 +267,7 @@ class RunRecording:
 
     def _computes(self, what: str) -> None:
         """Something is computed that belongs to the present step, or begins the next one."""
-        if self._optimizer is None and what == "forward" and self._after_backward:
+        if not self._optimizers and what == "forward" and self._after_backward:
             self.end_step()
         self._after_backward |= what == "backward"
         self._step.begun = True
@@ -326,7 +330,7 @@ class RunRecording:
 def recording(
     folder: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     detailed_every: int = 50,
     limit_bytes: int = 32 * 2**20,
@@ -337,14 +341,16 @@ def recording(
 
     Collective at its begin, where ranks compare their clocks; afterwards each writes a file of its
     own, ``folder/trace/rank-00000.jsonl``, of at most ``limit_bytes``. A step ends when
-    ``optimizer`` has stepped; without one, when a forward follows a backward. The first steps and
+    ``optimizer`` has stepped, of several when all have; without one, when a forward follows a
+    backward. The first steps and
     every ``detailed_every``-th are recorded op by op, of others sums. ``model`` is one that
     fullshard has sharded, by either interface, or by PyTorch's ``fully_shard``, or a plain one;
     the record says what it lacks of these. ``settings`` and ``forecast`` (``step_s``, ...) are
     written beside what is known of the model. A file that is there is gone on with.
 
-    Raises `ConfigurationError` for numbers below 1, settings of other types, and a folder that
-    cannot be written to, `UsageError` if the model is being recorded already, or the file written.
+    Raises `ConfigurationError` for numbers below 1, settings of other types, what is no optimizer,
+    and a folder that cannot be written to, `UsageError` if the model is being recorded already, or
+    the file written.
     """
     for name, value, least in (
         ("detailed_every", detailed_every, 1),
@@ -357,6 +363,7 @@ def recording(
             raise ConfigurationError(
                 f"settings[{name!r}] must be text, a number, a truth value or None, got {setting!r}"
             )
+    optimizers = _optimizers_of(optimizer)
     recorded = recorded_model(model)
     if any(isinstance(each, _RunRecorder) for each in recorded.recorders):
         raise UsageError("this model is being recorded already")
@@ -374,9 +381,9 @@ def recording(
         except OSError as error:
             raise ConfigurationError(f"cannot write {str(path)!r}: {error.strerror}") from error
 
-    run = RunRecording(writer, facts, recorded, optimizer, detailed_every)
+    run = RunRecording(writer, facts, recorded, optimizers, detailed_every)
     _being_written.add(path)
-    handles = () if optimizer is None else run.follow(optimizer)
+    handles = run.follow()
     ending = "finished"
     try:
         yield run
@@ -389,6 +396,19 @@ def recording(
             handle.remove()
         _being_written.discard(path)
         run.close(ending)
+
+
+def _optimizers_of(given: Any) -> Sequence[Optimizer]:
+    """Return what was given as ``optimizer`` as those of torch; accelerate wraps them."""
+    several = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    plain: list[Any] = [getattr(each, "optimizer", each) for each in several]
+    if wrong := [each for each in plain if not isinstance(each, Optimizer)]:
+        raise ConfigurationError(
+            f"optimizer must be one of torch.optim, or several in a list, got "
+            f"{type(wrong[0]).__name__}; leave it out for another, and call end_step() behind its "
+            "steps"
+        )
+    return plain
 
 
 def _limit_bytes(device: torch.device) -> int:

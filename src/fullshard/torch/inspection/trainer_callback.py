@@ -27,8 +27,7 @@ class RecordingCallback:
         self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any
     ) -> None:
         """Begin to record. Collective."""
-        plain = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        record = recording(self._folder, model, plain, **self._options)
+        record = recording(self._folder, model, optimizer, **self._options)
         self.run = self._recording.enter_context(record)
         self.run.goes_on_from(state.global_step)
 

@@ -91,7 +91,7 @@ def floors(*rooms: str) -> dict[str, Set[str]]:
 
 _TORCH = ("comm", "tensor", "unit", "step", "state", "optim", "sharding")
 _TOLD_IN_TRAIN = ("metrics", "survival", "run_checkpoints", "summary", "loop")
-SHARED_IN_TRAIN = ("config", "loggers", "fits", "data", "run", *_TOLD_IN_TRAIN)
+SHARED_IN_TRAIN = ("signals", "config", "loggers", "fits", "data", "run", *_TOLD_IN_TRAIN)
 # For a package in folders: the rooms (folders and files directly inside it) that each room may
 # import, besides itself. What else it may import says the package's row in LAYERS. The package's
 # __init__ shows what its rooms have and may import all of them; none may import it.

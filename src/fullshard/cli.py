@@ -13,6 +13,7 @@ from functools import partial
 
 from fullshard.core.errors import ConfigurationError, FullshardError
 from fullshard.core.text import HelpFormatter
+from fullshard.train.signals import leaving_at_once
 
 __all__ = ["main"]
 
@@ -81,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+@leaving_at_once()
 def _train(argv: Sequence[str]) -> int:
     with _needing("torch,train"):
         from fullshard.train.config import describe_options, resolve  # noqa: PLC0415

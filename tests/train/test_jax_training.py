@@ -31,8 +31,9 @@ from fullshard.train.jax.setup import build_model, prepare
 from fullshard.train.loop import conclude, fit, train_step
 from fullshard.train.metrics import Reporter
 from fullshard.train.run_checkpoints import RunCheckpoints
+from fullshard.train.signals import COME_AGAIN, StopRequest
 from fullshard.train.summary import NonFiniteError
-from fullshard.train.survival import CHECKPOINTS, COME_AGAIN, StopRequest
+from fullshard.train.survival import CHECKPOINTS
 from fullshard.train.torch import setup as torch_setup
 from fullshard.train.torch.run import TorchRun
 from fullshard.train.torch.world import RankWorld

@@ -15,6 +15,7 @@ from support.models import seeded
 
 from fullshard import local_ranks
 from fullshard.checkpoint import Files, open_checkpoint, steps_in
+from fullshard.cli import main
 from fullshard.core.errors import ConfigurationError
 from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel
@@ -23,15 +24,8 @@ from fullshard.train.config import CheckpointConfig, resolve, to_toml
 from fullshard.train.loop import fit
 from fullshard.train.metrics import Reporter
 from fullshard.train.run_checkpoints import RunCheckpoints
-from fullshard.train.survival import (
-    CHECKPOINTS,
-    COME_AGAIN,
-    SaveClock,
-    StopRequest,
-    folder_to_resume,
-    forget_after,
-    stop_request,
-)
+from fullshard.train.signals import COME_AGAIN, StopRequest, stop_request
+from fullshard.train.survival import CHECKPOINTS, SaveClock, folder_to_resume, forget_after
 from fullshard.train.torch.run import TorchRun
 from fullshard.train.torch.world import RankWorld
 
@@ -267,3 +261,19 @@ def test_the_command_passes_signals_on_to_its_ranks_instead_of_dying_of_them(nam
     with pytest.raises(SystemExit) as ended, local_ranks._ended_by_signals():
         os.kill(os.getpid(), number)
     assert ended.value.code == 128 + number
+
+
+def test_a_signal_before_training_has_begun_ends_the_command_with_come_again(monkeypatch):
+    launch = pytest.importorskip("fullshard.train.torch.launch")
+
+    def ends(*_, **__):
+        raise SystemExit(128 + signal.SIGUSR1)  # as ranks that could not save
+
+    monkeypatch.setattr(launch, "run_local_ranks", ends)
+    assert main(["train", "--nproc", "1"]) == COME_AGAIN
+    monkeypatch.setattr(launch, "check_run", lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--nproc", "1"])
+    assert ended.value.code == COME_AGAIN
+    assert signal.getsignal(signal.SIGUSR1) is before

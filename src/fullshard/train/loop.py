@@ -10,6 +10,7 @@ from fullshard.train.loggers import logging_to
 from fullshard.train.metrics import Reporter, Speed, bytes_table, writing
 from fullshard.train.run import TrainingRun
 from fullshard.train.run_checkpoints import RunCheckpoints
+from fullshard.train.signals import stop_request
 from fullshard.train.summary import (
     PROMPT,
     NonFiniteError,
@@ -20,7 +21,7 @@ from fullshard.train.summary import (
     say_sample,
     turn_away,
 )
-from fullshard.train.survival import FINISHED, stop_request
+from fullshard.train.survival import FINISHED
 
 __all__ = ["conclude", "fit", "train", "train_step"]
 

@@ -7,7 +7,8 @@ from fullshard.checkpoint import Files, Keep, RunFolder, Saving, steps_in
 from fullshard.core.errors import ConfigurationError
 from fullshard.train.metrics import Reporter
 from fullshard.train.run import TrainingRun
-from fullshard.train.survival import CHECKPOINTS, COME_AGAIN, SaveClock, StopRequest, forget_after
+from fullshard.train.signals import COME_AGAIN, StopRequest
+from fullshard.train.survival import CHECKPOINTS, SaveClock, forget_after
 
 __all__ = ["RunCheckpoints"]
 

@@ -8,11 +8,7 @@ all steps so far have taken; see `fullshard.train.data` for why nothing else is 
 import json
 import os
 import re
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,18 +19,14 @@ from fullshard.train.metrics import writing
 
 __all__ = [
     "CHECKPOINTS",
-    "COME_AGAIN",
     "FINISHED",
     "SaveClock",
-    "StopRequest",
     "folder_to_resume",
     "forget_after",
-    "stop_request",
 ]
 
 CHECKPOINTS = "checkpoints"  # the folder of a run that has its steps
 FINISHED = "model.safetensors"  # what a run leaves behind when it is done
-COME_AGAIN = 75  # exit status after a signal: saved, start it again (EX_TEMPFAIL of sysexits.h)
 
 
 def folder_to_resume(config: Config) -> Path | None:
@@ -122,33 +114,3 @@ class SaveClock:
     def saved(self) -> None:
         """Count minutes from now."""
         self._last_s = time.monotonic()
-
-
-class StopRequest:
-    """The wish that the run saves and leaves: the signal that brought it, or 0."""
-
-    def __init__(self) -> None:
-        self.signal = 0
-
-
-@contextmanager
-def stop_request() -> Iterator[StopRequest]:
-    """Take SIGTERM (and SIGUSR1, SLURM's usual warning) as a wish to save and leave.
-
-    Outside of the main thread signals are left alone.
-    """
-    request = StopRequest()
-
-    def note(number: int, _: object) -> None:
-        request.signal = number
-
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -2,6 +2,7 @@
 """From one command to many ranks: join those that a launcher started, or start some here."""
 
 import os
+import signal
 import sys
 
 import torch
@@ -14,7 +15,7 @@ from fullshard.train.config import Config
 from fullshard.train.data import load
 from fullshard.train.fits import check_run
 from fullshard.train.loop import train
-from fullshard.train.survival import COME_AGAIN
+from fullshard.train.signals import COME_AGAIN
 from fullshard.train.torch.setup import OPTIONAL, prepare
 from fullshard.train.torch.world import joined
 
@@ -60,10 +61,12 @@ def _start_local(config: Config, nproc: int) -> int:
         print(f"\nfullshard train: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, SystemExit) as stopped:
-        saved = isinstance(stopped, SystemExit) and stopped.code == COME_AGAIN
-        how = "stopped and saved; --resume goes on" if saved else "interrupted"
+        code = int(stopped.code or 0) if isinstance(stopped, SystemExit) else 130
+        how = "stopped and saved; --resume goes on" if code == COME_AGAIN else "interrupted"
         print(f"\nfullshard train: {how}; all ranks have ended", file=sys.stderr)
-        return int(stopped.code or 0) if isinstance(stopped, SystemExit) else 130
+        # Ranks that were not yet training have nothing to save, and end by the signal itself.
+        asked = code in (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+        return COME_AGAIN if asked else code
     return 0
 
 

@@ -148,21 +148,22 @@ def test_units_are_stepped_while_gradients_of_the_next_travel_and_counted_once(s
 
 
 class CountingForAll(torch.optim.SGD):
-    """Counts steps beside its parameters, as MADGRAD does, and in a tensor of its own."""
+    """Counts steps beside its parameters, as MADGRAD, and in a tensor and a dict, as heavyball."""
 
     def __init__(self, params, **options):
         super().__init__(params, **options)
-        self.counted = torch.zeros(())
+        self.counted, self.inner = torch.zeros(()), {}
 
     @torch.no_grad()
     def step(self, closure=None):
         count = self.state.setdefault("k", torch.zeros(()))
         count += 1
         self.counted += 1
+        self.inner["steps"] = self.inner.get("steps", 0) + 1
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    param -= group["lr"] * param.grad / (count + self.counted)
+                    param -= group["lr"] * param.grad / (count + self.counted + self.inner["steps"])
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -172,11 +173,12 @@ def test_a_step_counts_once_what_is_counted_for_all(door):
     def body(comm):
         model, optimizers = made(comm, door, make)
         train(model, optimizers, comm.rank)
-        return full(model), optimizers[0].state["k"], optimizers[0].counted
+        counted = optimizers[0].state["k"], optimizers[0].counted, optimizers[0].inner["steps"]
+        return full(model), *counted
 
     for values, *counts in LocalWorld(3).run(body):
         assert_equal(values, alone(3, make=make))
-        assert counts == [5, 5]
+        assert counts == [5, 5, 5]
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "state dict"])
@@ -202,7 +204,8 @@ def test_what_is_counted_for_all_is_saved(align, way, tmp_path):
             if align == "exchanged":
                 fs.exchange_matrices(other)
             other.load_state_dict(optimizer.state_dict())
-        other.counted.fill_(3)  # an attribute, of which no state dict knows
+        other.counted.fill_(3)  # attributes, of which no state dict knows
+        other.inner["steps"] = 3
         train(again, [other], comm.rank, steps=range(3, 5))
         assert fs.memory_summary(again, other)
         return full(again), other.state["k"]

@@ -51,6 +51,17 @@ class Counting(Estimating):
     grows = False
 
 
+class Alike(torch.optim.SGD):
+    """One norm of all matrices of a shape, as where these are stacked."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for param in params:
+            stack = torch.stack([p.grad for p in params if p.shape == param.shape])
+            param -= param.grad / stack.norm()
+
+
 class Drawing(torch.optim.SGD):
     """Random numbers, of which a matrix gets others when it is stepped alone."""
 
@@ -116,6 +127,7 @@ def matrices():
         (Clipping, "in another way if there are others"),
         (Averaging, "in another way if there are others"),
         (Estimating, "in another way if there are others"),
+        (Alike, "in another way if there are others"),
         (Counting, "keeps other numbers for all if there are others"),
         (Drawing, "draws random numbers"),
         (Gathering, "communicates"),

@@ -6,7 +6,8 @@ An optimizer such as Muon multiplies matrices, and treats each parameter apart f
 the rank that owns a matrix steps it as one process would, on a plain tensor that shares the memory,
 and the others do without: nothing is sent. ``step()`` runs on a twin of the optimizer, which has
 these plain tensors in its groups and their state, and when it is done what it changed is handed
-back. The optimizer of the user has the sharded parameters at all times, also after a step that
+back. A parameter has the same plain tensor in every step, for optimizers that remember which is
+which. The optimizer of the user has the sharded parameters at all times, also after a step that
 fails.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from fullshard.core.errors import UsageError
 from fullshard.torch.optim.exchange import MatrixExchange
@@ -40,6 +42,7 @@ class OwnedStep:
         self._optimizer = weakref.ref(optimizer)
         self._twin: Optimizer | None = None
         self._pairs: list[tuple[ShardedParameter, nn.Parameter]] = []
+        self._stand_ins: dict[tuple[Tensor, bool], nn.Parameter] = {}  # with memory, and without
         self._exchange = MatrixExchange(exchanged(optimizer))
         self._units: list[tuple[ShardedParameter, ...]] = []  # exchanged in this step
         self._receive: Callable[[], dict[ShardedParameter, dict[str, Tensor]]] | None = None
@@ -109,7 +112,7 @@ class OwnedStep:
         if number + 1 < len(self._units):
             self._receive = self._exchange.send(self._units[number + 1], optimizer.state)
         for param, values in receive().items():
-            owned[param] = stand_in = nn.Parameter(values.pop(""), param.requires_grad)
+            owned[param] = stand_in = self._standing_for(param, values.pop(""))
             stand_in.grad = values.pop("grad of")
             state = {**optimizer.state.get(param, {}), **values}
             if state:
@@ -126,18 +129,30 @@ class OwnedStep:
     ) -> Any:
         """Return the plain tensor that ``twin`` steps; without memory where another rank does."""
         if param in moved:
-            return owned[param] if param in owned else _without_memory(param)
+            return owned[param] if param in owned else self._standing_for(param, None)
         if not isinstance(param, ShardedParameter) or param.ownership.owner is None:
             return param
         if param.ownership.owner != param.ownership.comm.rank:
             twin.state.pop(param, None)
-            return _without_memory(param)
-        stand_in = nn.Parameter(param.local.view(_shape(param)), param.requires_grad)
+            return self._standing_for(param, None)
+        stand_in = self._standing_for(param, param.local.detach().view(_shape(param)))
         if param in twin.state:
             twin.state[stand_in] = plain_state(twin.state.pop(param), param)
         self._pairs.append((param, stand_in))
         _give_grad(param, stand_in)
         return stand_in
+
+    def _standing_for(self, param: Tensor, values: Tensor | None) -> nn.Parameter:
+        """Return the plain tensor in the place of ``param``, with ``values``, or without memory."""
+        key = param, values is None
+        known = self._stand_ins.get(key)
+        if values is None:
+            values = torch.empty(_shape(param), dtype=param.dtype, device="meta")
+        if known is None or (known.dtype, known.device) != (values.dtype, values.device):
+            known = self._stand_ins[key] = nn.Parameter(values)
+        known.data = values
+        known.requires_grad_(param.requires_grad)
+        return known
 
     def _following(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure, behind which the twin has the gradients that it has made."""
@@ -216,7 +231,9 @@ class OwnedStep:
         twin.param_groups = [
             {
                 **of_group,
-                "params": [owned[p] if p in owned else _without_memory(p) for p in group["params"]],
+                "params": [
+                    owned[p] if p in owned else self._standing_for(p, None) for p in group["params"]
+                ],
             }
             for group, of_group in zip(optimizer.param_groups, options, strict=True)
         ]
@@ -233,18 +250,21 @@ def _copied(
     attributes: Mapping[str, Any], of_all: dict[Any, Any], options: list[dict[str, Any]]
 ) -> _Common:
     """Return a copy of what a step may change where it is."""
-    own = {k: v.clone() if type(v) is Tensor else v for k, v in attributes.items()}
+    own = {k: copy.deepcopy(v) if _is_own(v) else v for k, v in attributes.items()}
     return own, copy.deepcopy(of_all), copy.deepcopy(options)
+
+
+def _is_own(value: Any) -> bool:
+    """Return True for a plain tensor, and for a container of numbers and texts."""
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and value.is_leaf
+    plain = (bool, int, float, str, type(None))
+    return all(isinstance(each, plain) for each in tree_leaves(value))
 
 
 def _shape(param: Tensor) -> tuple[int, ...]:
     """Return the shape in which its owner steps a parameter."""
     return param.ownership.part_shape if isinstance(param, ShardedParameter) else param.shape
-
-
-def _without_memory(param: Tensor) -> nn.Parameter:
-    empty = torch.empty(_shape(param), dtype=param.dtype, device="meta")
-    return nn.Parameter(empty, param.requires_grad)
 
 
 def _give_grad(param: ShardedParameter, stand_in: nn.Parameter) -> None:

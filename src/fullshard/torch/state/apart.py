@@ -6,11 +6,12 @@ Matrices with one owner each are stepped rightly by optimizers that look at one 
 wrongly by those that look at all (that clip by one norm, or estimate one step size). No list of
 names says which is which: classes of one name differ between libraries and with their options. So
 an optimizer is tried before it steps owned matrices the first time. Its class, with its options,
-steps a few small matrices: once all together, and once each by itself beside others that have
-neither memory nor gradients, as it is with owners. Gradients are large and small in turn, so that
-clipping shows, and agree on the way down, so that estimates of a step size grow. Unless all values
-are equal to the last bit, and what it keeps for all of them, it is not used on owned matrices. A
-trial takes some milliseconds, sends nothing, and changes nothing of the optimizer.
+steps a few small matrices, two of one shape: once all together, and once each by itself beside
+others that have neither memory nor gradients, as it is with owners. Gradients are large and small
+in turn, so that clipping shows, and agree on the way down, so that estimates of a step size grow.
+Unless all values are equal to the last bit, and what it keeps for all of them, it is not used on
+owned matrices. A trial takes some milliseconds, sends nothing, and changes nothing of the
+optimizer.
 
 [Note: A trial of stacks]
 Of a stack of matrices, as experts on an axis of their own, an owner has some, and others are on
@@ -56,7 +57,7 @@ ELEMENTWISE = frozenset(
 """Classes of optimizers whose step is known to treat every element by itself. Classes derived from
 them are not meant: nobody knows what they do."""
 
-_SHAPES = ((48, 64), (64, 48))
+_SHAPES = ((48, 64), (61, 48), (61, 48))
 _STACK = (3, 48, 64)
 _SCALES = (1.0, 100.0, 0.01)  # of gradients, in turn
 _STEPS = 12
@@ -155,10 +156,11 @@ def _try(optimizer: Optimizer) -> str | None:
     if not all(bool(torch.isfinite(each).all()) for each in together):
         return "tried on small matrices it makes no finite numbers of them"
     for number, expected in enumerate(together):
+        group = number // len(_SHAPES)
         (alone,), of_one = _stepped(optimizer, chosen, start, grads, [number])
         if not torch.equal(alone, expected):
             return "tried on small matrices it steps one in another way if there are others"
-        if not _same(_common(of_one, number // 2), _common(of_all, number // 2)):
+        if not _same(_common(of_one, group), _common(of_all, group)):
             return "tried on small matrices it keeps other numbers for all if there are others"
     return None
 
@@ -166,7 +168,7 @@ def _try(optimizer: Optimizer) -> str | None:
 def _try_stack(optimizer: Optimizer) -> str | None:
     """See [Note: A trial of stacks]."""
     chosen = _chosen(optimizer)
-    start, grads = _drawn(optimizer, [_STACK] * 2 * len(chosen))
+    start, grads = _drawn(optimizer, [_STACK] * len(_SHAPES) * len(chosen))
     for of_step in grads:
         for grad in of_step:
             grad *= torch.tensor([1.0, 10.0, 0.1], device=grad.device).view(-1, 1, 1)
@@ -253,7 +255,7 @@ def _stepped(
             twin.__dict__[name] = copy.deepcopy(value, memo)
     twin.state = defaultdict(dict)
     twin.param_groups = [
-        {**copy.deepcopy(group), "params": params[2 * number : 2 * number + 2]}
+        {**copy.deepcopy(group), "params": params[number * len(_SHAPES) :][: len(_SHAPES)]}
         for number, group in enumerate(groups)
     ]
     step = plain_step(optimizer)

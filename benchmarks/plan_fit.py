@@ -270,7 +270,7 @@ def written(
         f"spread = {interval[0]:.4f}",
         f"away = {interval[1]:.4f}",
         "# What was fitted: device, then parameters, sequence and tokens of a micro-batch as",
-        "# logarithms to the base 2, float8, LoRA.",
+        "# logarithms to the base 2, float8, LoRA, compiled.",
         "runs = [",
         *(f"    {_toml(each)}," for each in interval[2]),
         "]",

@@ -20,7 +20,7 @@ from fullshard.plan.cluster.read import cluster_of, named_device
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.model import Model
 from fullshard.plan.model.named import named_model
-from fullshard.plan.run import AttentionKernel, Engine, Loss, Recompute, Run
+from fullshard.plan.run import AttentionKernel, Engine, ExpertKernel, Loss, Recompute, Run
 
 GIGABIT = 1e9 / 8
 MIXED = Precision(compute="bfloat16", reduce="float32")
@@ -134,6 +134,7 @@ def _published(source: str, record: dict[str, str]) -> Row:
         loss=_loss(told),
         use_cache="keeps keys and values" in told,
         attention=_attention(told),
+        experts=_experts(told),
         accumulate=int(_number(r"accumulate (\d+)", told, 1)),
         fused_optimizer="fused optimizer" in told or "torchtitan" in told,
         engine=Engine.FSDP1 if record["system"] == "FSDP1" else Engine.FSDP2,
@@ -207,7 +208,13 @@ def _attention(told: str) -> AttentionKernel:
     version = re.search(r"\bfa[ _-]?([234])\b|flash[ _-]?att(?:entio)?n[ _-]*v?([234])", told)
     if version:
         return AttentionKernel(f"flash{version.group(1) or version.group(2)}")
-    return AttentionKernel.CUDNN if "cudnn" in told else AttentionKernel.FLASH
+    return AttentionKernel.CUDNN if "cudnn" in told else AttentionKernel.FLASH2
+
+
+def _experts(told: str) -> ExpertKernel | None:
+    """Such as ``experts in a loop``, ``fused experts``."""
+    found = re.search(r"experts in a (loop)|(fused|grouped) experts", told)
+    return ExpertKernel(found.group(1) or found.group(2)) if found else None
 
 
 def _model_name(name: str) -> str:

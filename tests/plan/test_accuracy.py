@@ -207,6 +207,25 @@ def test_memory_of_unseen_sources_is_told_within_ten_percent_and_no_failed_run_t
     assert sum(large) <= len(large) / 10
 
 
+@pytest.mark.parametrize(
+    ("file", "error", "width"),
+    [("experts", 0.25, 2.1), ("expert_parallel", 0.2, 2.3), ("found_later", 0.13, 2.4)],
+)
+def test_sources_that_are_left_out_are_inside_and_intervals_not_wide(rows, file, error, width):
+    found = [
+        (row, predict(row.model, row.run, row.cluster))
+        for row in rows.read_rows(DATA / f"unseen/{file}.csv")
+    ]
+    errors = [abs(each.tokens_per_s / row.tokens - 1) for row, each in found]
+    assert sum(errors) / len(errors) <= error
+    inside = [
+        each.low_s <= each.step_s * each.tokens_per_s / row.tokens <= each.high_s
+        for row, each in found
+    ]
+    assert sum(inside) >= 0.85 * len(inside)
+    assert max(each.high_s / each.low_s for _, each in found) <= width
+
+
 def test_memory_of_experts_is_told_and_their_speed_is_unsure(rows):
     failed = []
     kept = rows.read_rows(DATA / "unseen/experts.csv", failed=failed)

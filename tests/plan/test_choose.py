@@ -35,7 +35,7 @@ def choice():
 
 def test_the_best_is_as_fast_as_any_that_fits(choice):
     speeds = [each.tokens_per_s for each in choice.ranked]
-    assert choice.best.tokens_per_s >= 0.995 * max(speeds)
+    assert choice.best.tokens_per_s >= 0.99 * max(speeds)  # steps of 1%, then by memory
     assert all(each.memory.peak_bytes <= choice.budget_bytes for each in choice.ranked)
     alone = predict(MODEL, choice.best.run, EIGHT)
     assert alone.step_s == pytest.approx(choice.best.step_s)

@@ -12,6 +12,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Precision, ShardingStrategy
 from fullshard.plan import (
     Cluster,
+    ExpertKernel,
     Loss,
     Recompute,
     Run,
@@ -27,7 +28,9 @@ from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model
 from fullshard.plan.model.operations import Kind
 from fullshard.plan.model.shape import LLAMA, Experts, Shape
+from fullshard.plan.model.work import Pricer
 from fullshard.plan.step.collectives import Group, exchange_s
+from fullshard.plan.step.roofline import operation_s
 from fullshard.plan.step.script import write_script
 from fullshard.plan.step.units import units_of
 
@@ -159,8 +162,35 @@ def test_every_strategy_is_told(strategy, recompute):
     assert found.memory.peak_bytes > 0
 
 
-def test_speed_is_unsure_by_how_tokens_are_sent():
-    found = predict(
-        named_model("mixtral-8x7b"), Run(expert_parallel=8, sequence=4096), cluster_of(H100, 16)
-    )
-    assert any("tokens are sent" in each.name for each in found.unknowns)  # one expert on each
+def told(kernel, **more):
+    run = Run(sequence=4096, recompute=Recompute.FULL, experts=kernel, **more)
+    return predict(named_model("mixtral-8x7b"), run, cluster_of(H100, 16))
+
+
+@pytest.mark.parametrize("experts", [1, 8])  # with 8 there is one on each device
+def test_speed_is_unsure_by_how_experts_are_computed_unless_it_is_told(experts):
+    unknown = told(None, expert_parallel=experts)
+    grouped = told(ExpertKernel.GROUPED, expert_parallel=experts)
+    assert unknown.step_s == grouped.step_s
+    assert any("--experts tells" in each.name for each in unknown.unknowns)
+    assert any("tokens are sent" in each.name for each in grouped.unknowns)
+    assert grouped.high_s / grouped.low_s < unknown.high_s / unknown.low_s
+    assert told(ExpertKernel.FUSED, expert_parallel=experts).step_s < grouped.step_s
+
+
+def test_a_loop_over_experts_gathers_nothing_ahead_and_waits_for_each():
+    loop, grouped = told(ExpertKernel.LOOP), told(ExpertKernel.GROUPED)
+    assert loop.step_s > grouped.step_s
+    assert loop.parts["exposed communication"] > 1.5 * grouped.parts["exposed communication"]
+    assert loop.parts["host"] > grouped.parts["host"] == 0.0
+
+
+def test_grouped_products_are_as_fast_as_plain_ones_times_the_devices_share():
+    b200, constants = named_device("b200"), fitted_constants()
+    operation = Pricer(16_384, 4096, 2).experts("up", 5120, 8192, 1, 8)
+    cluster, work = cluster_of(b200, 8), operation.forward
+    both = [
+        work.flops / operation_s(operation, work, Run(experts=kernel), cluster, constants) / 1e12
+        for kernel in (ExpertKernel.GROUPED, ExpertKernel.LOOP)
+    ]
+    assert 900 < both[0] < 1200 < both[1]  # pytorch/ao's pull request 2999: 936 to 1,155

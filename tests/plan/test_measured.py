@@ -145,6 +145,15 @@ def test_what_cannot_be_recorded_is_told():
     with pytest.raises(NotSupportedError, match="decides by values"):
         record_step(Deciding(2, 2), [torch.ones(1, 2)])
 
+    class Selecting(nn.Linear):
+        def forward(self, x):
+            return super().forward(x[torch.where(x.sum(-1) > 0)[0]])
+
+    with pytest.raises(NotSupportedError, match="decides by values"):
+        record_step(Selecting(2, 2), [torch.ones(1, 2)])
+    with pytest.raises(ConfigurationError, match="call it once"):
+        record_step(nn.LazyLinear(2), [torch.ones(1, 2)])
+
     def sharded(comm):
         with pytest.raises(UsageError, match="sharded already"):
             record_step(fully_shard(nn.Linear(4, 4), mesh=comm), [torch.ones(1, 4)])

@@ -136,7 +136,10 @@ def test_parameters_of_transformers_own_models(tmp_path):
         "qwen3": ("Qwen3", {"head_dim": 32}),
         "mixtral": ("Mixtral", {"num_local_experts": 4}),
         "starcoder2": ("Starcoder2", {}),
-        "qwen2_moe": ("Qwen2Moe", {**routed, "shared_expert_intermediate_size": 40}),
+        "qwen2_moe": (
+            "Qwen2Moe",
+            {**routed, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+        ),
         "qwen3_moe": ("Qwen3Moe", {**routed, "head_dim": 32, "mlp_only_layers": [0]}),
         "deepseek_v2": ("DeepseekV2", {**deepseek, "q_lora_rank": None}),
         "deepseek_v3": ("DeepseekV3", {**deepseek, "q_lora_rank": 12}),
@@ -176,6 +179,14 @@ def test_an_unknown_architecture_is_refused_with_the_nearest():
         ({"num_hidden_layers": 1.5}, "num_hidden_layers must be a whole number"),
         ({"num_key_value_heads": 3}, "cannot share 3 key and value heads evenly"),
         ({"vocab_size": None}, "vocab_size must be a whole number"),
+        ({"sliding_window": -4}, "sliding_window must be a whole number of at least 0, got -4"),
+        ({"sliding_window": "big"}, "sliding_window must be a whole number"),
+        ({"num_hidden_layers": 10**7}, "of more than 4096 no plan"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 20},
+            "a token cannot go to 20 of 8 experts",
+        ),
+        ({"model_type": "llava", "text_config": {}}, "'llava': a model of several; .* plan_module"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(change, said):

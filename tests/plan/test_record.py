@@ -74,3 +74,17 @@ def test_what_cannot_be_a_record_is_refused(changed, said, tmp_path):
 def test_a_record_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="No such file"):
         read_record(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tokens_per_s": 7000.0 * 64}, "tokens_per_s is that of one device"),
+        ({"tokens_per_s": 7.0}, "where 0.* was expected"),
+        ({"reserved_bytes": 2**30}, "tensors alone take about"),
+        ({"reserved_bytes": 70_000 * 2**30}, "what torch reserved on one device"),
+    ],
+)
+def test_a_speed_or_a_peak_that_no_device_has_corrects_nothing(record, changed, said):
+    with pytest.raises(ConfigurationError, match=said):
+        corrected(replace(record, **changed))

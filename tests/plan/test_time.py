@@ -24,7 +24,7 @@ from fullshard.plan import (
 )
 from fullshard.plan.cluster.cluster import Link
 from fullshard.plan.cluster.read import device_names, device_of_driver, fitted_constants
-from fullshard.plan.run import AttentionKernel
+from fullshard.plan.run import AttentionKernel, Engine
 from fullshard.plan.step.collectives import Group, gather_s, reduce_all_s
 
 H100 = named_device("h100")
@@ -121,6 +121,35 @@ def test_intervals_hold_the_prediction_and_grow_with_what_is_unknown():
         assert each.low_s < each.step_s < each.high_s
     assert assumed.high_s / assumed.low_s > known.high_s / known.low_s
     assert any("assumption" in each.name for each in assumed.unknowns)
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [("a100-80", AttentionKernel.FLASH2), ("h100", AttentionKernel.CUDNN), ("b200", "cudnn")],
+)
+def test_attention_that_is_not_told_is_what_pytorch_picks(name, kernel):
+    cluster = cluster_of(named_device(name), 8)
+    told = predict(MODEL, Run(attention=AttentionKernel(kernel)), cluster)
+    assert predict(MODEL, Run(), cluster).step_s == told.step_s
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_adapters_that_are_units_of_their_own_hold_the_host_up(devices):
+    """FSDP1 only, where there is anything to gather, and the less the longer a micro-batch is."""
+    cluster = cluster_of(named_device("a100-80"), devices)
+    run = Run(lora_rank=16, recompute=Recompute.FULL, sequence=1024)
+
+    def waited_s(engine, batch):
+        changed = replace(run, engine=engine, micro_batch=batch)
+        return predict(MODEL, changed, cluster).parts["host"]
+
+    assert max(waited_s(Engine.FSDP2, batch) for batch in (1, 16)) < 1e-4
+    if devices == 1:
+        assert waited_s(Engine.FSDP1, 1) < 1e-4
+    else:
+        calls_s = 32 * (8 + 8 + 16) * 1e-3  # forward, again, backward with its reduces
+        assert 0.5 * calls_s < waited_s(Engine.FSDP1, 1) < calls_s
+        assert waited_s(Engine.FSDP1, 16) < 0.2 * waited_s(Engine.FSDP1, 1)
 
 
 @pytest.mark.parametrize("name", device_names())

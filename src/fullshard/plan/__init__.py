@@ -23,7 +23,7 @@ from fullshard.plan.model.config_json import model_from_config, read_model
 from fullshard.plan.model.model import Model
 from fullshard.plan.model.named import MODEL_NAMES, named_model
 from fullshard.plan.predict import Prediction, predict
-from fullshard.plan.run import AttentionKernel, Engine, Loss, Recompute, Run, Wrap
+from fullshard.plan.run import AttentionKernel, Engine, ExpertKernel, Loss, Recompute, Run, Wrap
 from fullshard.plan.step.clock import Timeline, replay
 from fullshard.plan.step.script import Script, write_script
 
@@ -36,6 +36,7 @@ __all__ = [
     "Cluster",
     "Device",
     "Engine",
+    "ExpertKernel",
     "Link",
     "Loss",
     "MemoryForecast",

@@ -13,10 +13,13 @@ from fullshard.plan.cluster.cluster import Cluster, Constants, Device
 from fullshard.plan.cluster.read import cluster_of, fitted_constants, fitted_spread, named_device
 from fullshard.plan.model.config_json import read_model
 from fullshard.plan.model.model import Model
-from fullshard.plan.predict import predict
+from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.run import Run
 
 __all__ = ["Record", "corrected", "device_toml", "read_record"]
+
+
+_MOST_SLOWER = 20  # than predicted: what is slower yet is another run
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,13 @@ def corrected(record: Record) -> Device:
     difference that is expected of one run beside others like it: the fitted rows' spread, squared,
     over all that was uncertain. The allocator's slack is what makes the peak right, if the record
     has one. A run whose memory was almost full may have waited for the allocator instead, which
-    others do not: half of its difference counts.
+    others do not: half of its difference counts. Raises `ConfigurationError` for a speed or a peak
+    that no such run can have.
     """
     device = record.cluster.device
     before = device.constants or fitted_constants()
     found = predict(record.model, record.run, record.cluster, before)
+    _refuse_impossible(record, found)
     faster = record.tokens_per_s / found.tokens_per_s
     uncertain = math.log(found.step_s / found.low_s)
     shared = 1 - (fitted_spread() / uncertain) ** 2
@@ -88,6 +93,26 @@ def corrected(record: Record) -> Device:
         without = found.memory.reserved_bytes - found.memory.peak["allocator slack"]
         slack = record.reserved_bytes / without - 1
     return replace(device, constants=constants, slack=slack, assumed=())
+
+
+def _refuse_impossible(record: Record, found: Prediction) -> None:
+    """Raise `ConfigurationError` for what no device reaches, or no such run."""
+    mfu = found.mfu * record.tokens_per_s / found.tokens_per_s
+    if mfu > 1 or mfu < found.mfu / _MOST_SLOWER:
+        raise ConfigurationError(
+            f"{record.tokens_per_s:,g} tokens/s of one device are {mfu:.3g} of the peak of "
+            f"{record.cluster.device.title}, where {found.mfu:.2f} was expected: tokens_per_s is "
+            "that of one device, and model, batch and precision are those of the run"
+        )
+    reserved, most = record.reserved_bytes, record.cluster.device.memory_bytes
+    least = found.memory.allocated_bytes / 2
+    if reserved is not None and not least <= reserved <= most:
+        raise ConfigurationError(
+            f"a peak of {reserved / 2**30:,.1f} GiB cannot be this run's on "
+            f"{record.cluster.device.title} with {most / 2**30:.1f} GiB: tensors alone take about "
+            f"{found.memory.allocated_bytes / 2**30:.1f}; memory_gib is what torch reserved on one "
+            "device, and may be left out"
+        )
 
 
 def device_toml(device: Device, origin: str) -> str:

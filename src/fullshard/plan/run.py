@@ -9,7 +9,16 @@ from fullshard.core.layout import Align
 from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
 
-__all__ = ["OPTIMIZERS", "AttentionKernel", "Engine", "Loss", "Recompute", "Run", "Wrap"]
+__all__ = [
+    "OPTIMIZERS",
+    "AttentionKernel",
+    "Engine",
+    "ExpertKernel",
+    "Loss",
+    "Recompute",
+    "Run",
+    "Wrap",
+]
 
 
 class Wrap(Enum):
@@ -44,13 +53,21 @@ class Loss(Enum):
 class AttentionKernel(Enum):
     """The kernel that computes attention."""
 
-    FLASH = "flash"  # not told: FlashAttention 2, which is PyTorch's own on most devices
+    FLASH = "flash"  # not told: what PyTorch picks, cuDNN on Hopper and Blackwell, else the next
     FLASH2 = "flash2"  # arXiv:2307.08691
     FLASH3 = "flash3"  # arXiv:2407.08608, Hopper
     FLASH4 = "flash4"  # Hopper and Blackwell
     CUDNN = "cudnn"
     MATH = "math"  # scores in memory, in float32
     TRITON = "triton"  # the first FlashAttention as a Triton kernel, of 2022 and 2023
+
+
+class ExpertKernel(Enum):
+    """The way to compute the experts of a block."""
+
+    GROUPED = "grouped"  # stacked: PyTorch's grouped product, rows put in order by its indexing
+    FUSED = "fused"  # the same, rows moved by kernels of their own, as DeepEP and Megatron have
+    LOOP = "loop"  # one after another, as transformers had them; the host waits for each
 
 
 class Engine(Enum):
@@ -80,7 +97,8 @@ class Run:
     ``recompute_stops`` it ends where the last tensor that backward needs is there again (PyTorch
     2.1 and newer). ``lora_rank`` 0 trains all parameters. ``fused_norms`` are one kernel each.
     ``tensor_parallel`` devices share each layer. Experts are dealt out over ``expert_parallel``
-    devices, to which tokens travel; the fullest gets ``imbalance`` times its share of them. With
+    devices, to which tokens travel; the fullest gets ``imbalance`` times its share of them;
+    ``experts`` says how they are computed (None: unknown, taken for grouped). With
     ``fp8`` matrix products run in float8; ``gather_dtype`` is that of gathers on the wire, if it is
     not that of computation. ``align`` is "element" behind the wrapper and "row" behind
     `fully_shard`, unless they are asked for the other. With ``offload_activations`` what blocks
@@ -121,6 +139,7 @@ class Run:
     tensor_parallel: int = 1
     expert_parallel: int = 1
     imbalance: float = 1.0
+    experts: ExpertKernel | None = None
     fp8: bool = False
     gather_dtype: str | None = None
     autocast: str | None = None

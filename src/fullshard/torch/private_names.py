@@ -49,6 +49,7 @@ ENGINE: Names = dict.fromkeys(
         "torch:Tensor._version",
         "torch:UntypedStorage._cdata",
         "torch._subclasses.fake_tensor:DataDependentOutputException",
+        "torch._subclasses.fake_tensor:DynamicOutputShapeException",
         "torch._subclasses.fake_tensor:FakeTensor",
         "torch._subclasses.fake_tensor:FakeTensorMode",
         # Operations: lists in one launch, and what a dispatch hands over.

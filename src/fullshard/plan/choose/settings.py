@@ -10,7 +10,16 @@ from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrate
 from fullshard.core.text import did_you_mean
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.cluster.read import cluster_of, named_device
-from fullshard.plan.run import OPTIMIZERS, AttentionKernel, Engine, Loss, Recompute, Run, Wrap
+from fullshard.plan.run import (
+    OPTIMIZERS,
+    AttentionKernel,
+    Engine,
+    ExpertKernel,
+    Loss,
+    Recompute,
+    Run,
+    Wrap,
+)
 
 __all__ = ["KEYS", "Setup", "choose_one", "with_setting"]
 
@@ -146,6 +155,7 @@ RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
     "tensor-parallel": _field("tensor-parallel", _whole),
     "expert-parallel": _field("expert-parallel", _whole),
     "imbalance": _field("imbalance", _number),
+    "experts": _field("experts", _member(ExpertKernel)),
     "overhead": _overhead,
     "sync-each": _field("sync-each", _flag),
 }

@@ -52,7 +52,9 @@ class Device:
     the driver shows, ``bandwidth`` that of its memory in bytes/s, ``host_link`` that to the host's.
     ``sustained`` is the share of the peak that the best large matrix products reach, ``attention``
     that of fused attention kernels over forward and backward with long sequences, of which they
-    reach half with ``attention_ramp`` tokens. ``context_bytes`` is taken by the driver's context.
+    reach half with ``attention_ramp`` tokens; ``sdpa`` is the one of these that PyTorch picks.
+    Grouped products reach ``grouped`` of what plain ones do. ``context_bytes`` is taken by the
+    driver's context.
     Hosts have ``per_host`` of it with the links ``inside`` and ``between``, unless a cluster says
     otherwise. ``assumed`` names the fields that nobody has measured, ``origin`` where the others
     come from. A device that was calibrated has ``constants`` of its own. ``fresh`` is the rate in
@@ -78,6 +80,8 @@ class Device:
     assumed: tuple[str, ...]
     origin: str
     attention_ramp: float = 0.0
+    sdpa: str = "flash2"
+    grouped: float = 1.0
     cpu: bool = False
     constants: Constants | None = None
     fresh: float | None = None

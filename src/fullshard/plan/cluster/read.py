@@ -4,7 +4,7 @@
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -42,13 +42,11 @@ def _devices() -> dict[str, Device]:
 
 
 def _device(key: str, entry: Mapping[str, Any]) -> Device:
-    known = {field.name for field in fields(Device)}
-    unknown = sorted(set(entry) - known)
-    missing = sorted(
-        known
-        - {"key", "driver", "cpu", "constants", "fresh", "attention_ramp", "slack"}
-        - set(entry)
-    )
+    known = {
+        field.name: field.default is MISSING for field in fields(Device) if field.name != "key"
+    }
+    unknown = sorted(set(entry) - set(known))
+    missing = sorted(name for name, needed in known.items() if needed and name not in entry)
     if unknown or missing:
         raise ConfigurationError(f"device {key!r}: unknown {unknown}, missing {missing}")
     made = dict(entry)

@@ -118,6 +118,7 @@ _HELP = {
     "overhead": "milliseconds that the loop adds to a step: data, logging",
     "tensor-parallel": "devices that share each layer",
     "expert-parallel": "devices that experts are dealt out over",
+    "experts": "how they are computed: grouped, fused, loop",
     "imbalance": "tokens of the fullest of these, as a multiple of its share",
 }
 

@@ -76,6 +76,7 @@ def _run_data(run: Run) -> dict[str, Any]:
         "engine": run.engine.value,
         "expert_parallel": run.expert_parallel,
         "imbalance": run.imbalance,
+        "experts": None if run.experts is None else run.experts.value,
         "overhead_s": run.overhead_s,
         "compiled": run.compiled,
     }

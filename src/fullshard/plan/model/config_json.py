@@ -45,7 +45,9 @@ class _Fields:
 
 def _llama_like(fields: _Fields, **more: Any) -> Shape:
     width, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    window = fields.get("sliding_window") if fields.get("use_sliding_window", default=True) else 0
+    window = 0
+    if fields.get("use_sliding_window", default=True):
+        window = fields.whole("sliding_window", default=0, least=0)
     told: dict[str, Any] = {
         "layers": fields.whole("num_hidden_layers"),
         "width": width,
@@ -58,7 +60,7 @@ def _llama_like(fields: _Fields, **more: Any) -> Shape:
         "tied": bool(fields.get("tie_word_embeddings", default=False)),
         "bias": bool(fields.get("mlp_bias", default=False)),
         "qkv_bias": bool(fields.get("attention_bias", default=False)),
-        "window": window or 0,
+        "window": window,
         "naming": LLAMA,
     }
     return Shape(**{**told, **more})
@@ -91,8 +93,14 @@ def _experts(fields: _Fields, hidden: str, shared: int = 0, dense_blocks: int = 
 
 
 def _dense_layers(fields: _Fields) -> int:
-    layers = fields.get("mlp_only_layers", default=[])
-    return len(layers) if isinstance(layers, list) else 0
+    """The number of layers without experts, which are taken for the first."""
+    layers, every = (
+        fields.whole("num_hidden_layers"),
+        fields.whole("decoder_sparse_step", default=1),
+    )
+    told = fields.get("mlp_only_layers", default=[])
+    plain = told if isinstance(told, list) else []
+    return sum(layer in plain or (layer + 1) % every != 0 for layer in range(layers))
 
 
 def _qwen2_moe(fields: _Fields) -> Shape:
@@ -204,9 +212,12 @@ def model_from_config(config: Config, name: str) -> Decoder:
     kind = str(config.get("model_type"))
     if kind not in ARCHITECTURES:
         hint = did_you_mean(kind, ARCHITECTURES)
+        if any(name in config for name in ("text_config", "vision_config", "encoder", "decoder")):
+            hint = "a model of several; "
         raise ConfigurationError(
             f"config.json has model_type {kind!r}: {hint}known are {', '.join(ARCHITECTURES)}; any "
-            "other model, encoder-decoders included, can be recorded: see docs/planner.md"
+            "other model, encoder-decoders included, can be recorded: "
+            "see plan_module in docs/planner.md"
         )
     shape = ARCHITECTURES[kind](_Fields(config))
     return Decoder(name, shape, _classes(kind))

@@ -24,6 +24,9 @@ __all__ = [
 ]
 
 
+_MOST_LAYERS = 4096  # each is told by itself; the deepest in use have a few hundred
+
+
 class Norm(Enum):
     """The normalisation before attention and feed-forward, by its parameters."""
 
@@ -48,6 +51,12 @@ class Experts:
     dense_blocks: int = 0
     of: int = 0
     gated_shared: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("count", "active", "hidden"):
+            check_whole(f"experts' {name}", getattr(self, name))
+        if self.active > self.routed:
+            raise ConfigurationError(f"a token cannot go to {self.active} of {self.routed} experts")
 
     @property
     def routed(self) -> int:
@@ -173,6 +182,11 @@ class Shape:
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "head_width", "hidden", "vocab"):
             check_whole(f"a model's {name}", getattr(self, name))
+        check_whole("a model's window", self.window, 0)
+        if self.layers > _MOST_LAYERS:
+            raise ConfigurationError(
+                f"{self.layers} layers: of more than {_MOST_LAYERS} no plan is made"
+            )
         if self.heads % self.kv_heads:
             raise ConfigurationError(
                 f"{self.heads} heads cannot share {self.kv_heads} key and value heads evenly"

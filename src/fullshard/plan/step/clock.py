@@ -27,6 +27,12 @@ __all__ = ["Busy", "Timeline", "replay"]
 _ENGINE_COPIES = {Engine.FULLSHARD: 0, Engine.FSDP1: 4, Engine.FSDP2: 4}
 # Reads and writes of full parameters; those of FSDP1 are fitted with those of FSDP2.
 _SYSTEM_BYTES = 2**25  # from here on the C library gives memory back when it is released
+_WAIT_KERNELS = 4  # launched before the device, for which the host has waited, is busy again
+# FSDP1 asks for frozen and trained parameters apart, so that PEFT makes a unit of each adapter: two
+# for each of a block's queries, keys, values and outputs. A call of a unit costs the host a
+# millisecond (pytorch/pytorch issue 173680), and `limit_all_gathers` keeps it two units ahead.
+_ADAPTER_UNITS = 8
+_UNIT_CALL_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ class _Streams:
         self.gathers: dict[int, float] = {}
         self.reduces: dict[int, float] = {}
         self.wire: list[tuple[float, float]] = []
-        self._acts: dict[tuple[int, Pass], tuple[float, int, float, float]] = {}
+        self._acts: dict[tuple[int, Pass], tuple[float, int, float, float, float]] = {}
         self._units: dict[int, tuple[float, float, float]] = {}
         self._priced: dict[tuple[int, ...], tuple[float, float, float]] = {}
 
@@ -102,8 +108,9 @@ class _Streams:
         key = (id(call.operations), act.phase)
         if key not in self._acts:
             self._acts[key] = self._price(call.operations, act)
-        seconds, kernels, attention, travel = self._acts[key]
+        seconds, kernels, attention, travel, idle = self._acts[key]
         self.attention += attention
+        self.stalled += idle
         if self.cluster.device.cpu:  # the host itself computes, one operation after another
             seconds += self.constants.kernel_s * kernels
             kernels = 0
@@ -112,7 +119,7 @@ class _Streams:
         start = max(self.compute, launched)
         self.stalled += start - self.compute
         slowed = self._contended(start, seconds) if self.wire else 0.0
-        stop = start + seconds + slowed
+        stop = start + seconds + idle + slowed
         self.busy += seconds - travel
         self.waited += travel
         self.communication += travel
@@ -125,9 +132,13 @@ class _Streams:
 
     def _price(
         self, operations: tuple[Operation, ...], act: Act
-    ) -> tuple[float, int, float, float]:
-        """Seconds and kernels of an act; and of these seconds, attention's and collectives'."""
-        seconds, kernels, attention, travel = 0.0, 0, 0.0, 0.0
+    ) -> tuple[float, int, float, float, float]:
+        """Seconds and kernels of an act; of these seconds, attention's and collectives'; idle ones.
+
+        Idle is a device that waits for a host that cannot be ahead of it.
+        """
+        seconds, kernels, attention, travel, waits = 0.0, 0, 0.0, 0.0, 0
+        beside = 0.0  # what runs while the host is at adapters
         run = self.run
         for operation in _computed(operations, act.phase, run):
             backward = act.phase is Pass.BACKWARD
@@ -137,7 +148,14 @@ class _Streams:
             attention += spent if operation.kind is Kind.ATTENTION else 0.0
             travel += spent if operation.kind in (Kind.WIRE, Kind.EXCHANGE) else 0.0
             kernels += work.kernels
-        return seconds, kernels, attention, travel
+            waits += work.waits
+            if operation.name == "attention out":
+                beside = seconds
+        idle = waits * _WAIT_KERNELS * self.constants.kernel_s
+        if beside and run.engine is Engine.FSDP1 and run.lora_rank and self.cluster.devices > 1:
+            calls = 2 if act.phase is Pass.BACKWARD else 1  # a gather and a reduce
+            idle += max(0.0, calls * _ADAPTER_UNITS * _UNIT_CALL_S - beside)
+        return seconds, kernels, attention, travel, idle
 
     def _contended(self, start: float, seconds: float) -> float:
         """Seconds that compute takes longer beside collectives, which need its memory and cores."""

@@ -26,6 +26,7 @@ class Features(NamedTuple):
     tokens: float  # of a device's micro-batch
     float8: bool = False
     lora: bool = False
+    compiled: bool = False
 
 
 def features_of(script: Script, run: Run, cluster: Cluster, context: int) -> Features:
@@ -43,6 +44,7 @@ def features_of(script: Script, run: Run, cluster: Cluster, context: int) -> Fea
         math.log2(length * run.micro_batch),
         run.fp8,
         run.lora_rank > 0,
+        run.compiled,
     )
 
 
@@ -65,7 +67,7 @@ def extrapolated(run: Features, fitted: Sequence[Features]) -> tuple[float, str]
     ]
     if run.device != nearest.device:
         said.insert(0, f"{run.device} ({nearest.device})")
-    for name in ("float8", "lora"):
+    for name in ("float8", "lora", "compiled"):
         if getattr(run, name) != getattr(nearest, name):
             said.append(name if getattr(run, name) else f"not {name}")
     return distance(run, nearest), ", ".join(said)

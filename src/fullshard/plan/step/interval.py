@@ -17,7 +17,9 @@ _SEEN_DEVICES = 512  # the largest cluster among the rows of the fit
 _ASSUMED = 0.08  # of time, for each field of a device that nobody has measured
 _HOST = 0.2  # of a step: from here on it is bound by the host
 _LOOP_S = 0.1  # of a loop's own in a step: data, logging, norms that are waited for
-_SENT = 0.25  # of a step: no fitted row has experts, and transformers loops over them
+# Of a step, where tokens go to experts, of which no fitted row has any: if it is told how these
+# are computed, and if it is not.
+_EXPERTS = (0.08, 0.16)
 _LINK = 0.25  # of exposed communication: links are shared, and routes differ
 
 
@@ -47,7 +49,10 @@ def unknowns(
     if away[0] > 0.01:
         found.append(Unknown(f"unlike the nearest fitted run: {away[1] or 'sizes'}", away[0]))
     if experts:
-        found.append(Unknown("how tokens are sent to experts: a loop over these is slower", _SENT))
+        if run.experts is None:
+            found.append(Unknown("how experts are computed: --experts tells", _EXPERTS[1]))
+        else:
+            found.append(Unknown("how tokens are sent to experts, and how evenly", _EXPERTS[0]))
     return tuple(sorted(found, key=lambda each: -each.share))
 
 
@@ -68,7 +73,7 @@ def _found(
         slower = 1 - device.attention["flash2"] / max(device.attention.values())
         share = timeline.attention_s / step * slower / 2
         if share > 0.02:
-            yield Unknown("a faster attention kernel may run: --attention tells which", share)
+            yield Unknown("another attention kernel may run: --attention tells which", share)
     if run.fp8:
         yield Unknown("how much of the model runs in float8", 0.08)
     if run.tensor_parallel > 1:

@@ -3,17 +3,14 @@
 
 from fullshard.plan.cluster.cluster import Cluster, Constants
 from fullshard.plan.model.operations import Kind, Operation, Workload
-from fullshard.plan.run import AttentionKernel, Run
+from fullshard.plan.run import AttentionKernel, ExpertKernel, Run
 from fullshard.plan.step.collectives import Group, exchange_s
 
 __all__ = ["operation_s"]
 
 # FlashAttention-2 is 1.3 to 2.5 times as fast as the Triton kernel before it (its section 4.1).
 _TRITON_SHARE = 1 / 1.7
-_KERNELS = {each: each.value for each in AttentionKernel} | {
-    AttentionKernel.FLASH: "flash2",
-    AttentionKernel.TRITON: "flash2",
-}
+_KERNELS = {each: each.value for each in AttentionKernel} | {AttentionKernel.TRITON: "flash2"}
 _USUAL_LENGTH = 4096  # of recorded models, whose kernels do not say theirs
 # The best products in float8 reach 70.9% of their peak, those in bfloat16 80.3% (H100, 2025,
 # stas00/ml-engineering's table of matrix products).
@@ -38,12 +35,17 @@ def operation_s(
         if run.attention is AttentionKernel.MATH:
             return work.bytes / memory
         length = work.shape[0] if work.shape else _USUAL_LENGTH
-        reached = device.attention_flops(_KERNELS[run.attention], run.compute_dtype, length)
+        kernel = _KERNELS[run.attention]
+        if run.attention is AttentionKernel.FLASH:
+            kernel = device.sdpa
+        reached = device.attention_flops(kernel, run.compute_dtype, length)
         reached *= constants.attention_share
         if run.attention is AttentionKernel.TRITON:
             reached *= _TRITON_SHARE
         return max(work.flops / reached, work.bytes / memory)
     reached = device.peak(run.compute_dtype) * device.sustained * constants.matmul_share
+    if work.count > 1 and run.experts is not ExpertKernel.LOOP:
+        reached *= device.grouped
     lost_s = work.flops / reached * _lost(work, constants.matmul_ramp)
     if not run.fp8 or operation.logits:
         return max(work.flops / reached + lost_s, work.bytes / memory)

@@ -6,7 +6,7 @@ as the engine asks it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ from fullshard.core.schedule import Event, Moment, Op, OpKind, compile_step
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.model.model import Model
 from fullshard.plan.model.operations import ModelCall
-from fullshard.plan.run import Run
+from fullshard.plan.run import ExpertKernel, Run
 from fullshard.plan.step.units import PlannedUnit, units_of
 
 __all__ = [
@@ -135,7 +135,10 @@ def write_script(
         walk = Walk(calls, (), tuple(_walk(calls, in_blocks, owners, units, run)))
     events = [each for each in walk.walked if isinstance(each, Event)]
     policies = {number: each.policy for number, each in enumerate(units)}
-    compiled = compile_step(events, policies, run.prefetch)
+    prefetch = run.prefetch
+    if run.experts is ExpertKernel.LOOP:  # the host, which waits for these, is not ahead
+        prefetch = replace(prefetch, forward=0)
+    compiled = compile_step(events, policies, prefetch)
     ops = iter(_as_carried_out(compiled, units))
     lines: list[Act | Op] = []
     for each in walk.walked:

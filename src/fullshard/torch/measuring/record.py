@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.core.strategy import Precision
@@ -47,8 +51,13 @@ def record_step(
     Raises:
         UsageError: if the model is sharded.
         NotSupportedError: if what the model computes depends on values.
-        ConfigurationError: if the loss needs no gradient.
+        ConfigurationError: if the loss needs no gradient, or lazy parameters have no shape yet.
     """
+    if any(isinstance(each, nn.UninitializedParameter) for each in model.parameters()):
+        raise ConfigurationError(
+            f"{type(model).__name__} has parameters without a shape yet: call it once, so that its "
+            "lazy modules make them"
+        )
     params, _ = find_parameters([model])
     if any(isinstance(param, ShardedParameter) for param in model.parameters()):
         raise UsageError("this model is sharded already; record it before that")
@@ -67,7 +76,7 @@ def record_step(
                     stack.callback(remove)
         try:
             _step(model, _fake((args, dict(kwargs or {})), device), loss, compute_dtype, tape)
-        except DataDependentOutputException as error:
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NotSupportedError(
                 f"{type(model).__name__} decides by values ({error.func}), which a recording has "
                 "not; give that part a stand-in whose shapes do not depend on values"

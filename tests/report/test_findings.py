@@ -120,7 +120,7 @@ def test_each_change_is_said_with_its_gain():
 
 def _collective(step, op, unit, begin_s, end_s):
     waits = {rank: Waits(begin_s, end_s, begin_s, begin_s) for rank in (0, 1)}
-    return TimedCollective(step, op, unit, 0, 8 * MIB, 0, waits)
+    return TimedCollective(step, op, unit, 1, 0, 8 * MIB, 0, waits)
 
 
 def test_what_shares_a_link_is_not_priced_twice():
@@ -135,7 +135,20 @@ def test_what_shares_a_link_is_not_priced_twice():
 def test_waits_for_the_link_add_up_by_step_whichever_unit_waits():
     measured = measure(Simulated(world=2).run())
     turns = [_collective(step, "gather", step % 3, 0.0, 0.01) for step in measured.detailed]
-    assert replace(measured, collectives=turns).link_s == pytest.approx(0.01)
+    measured = replace(measured, collectives=turns)
+    assert measured.link_s == pytest.approx(0.01)
+
+
+def test_a_machine_with_too_much_to_do_is_no_slow_link():
+    measured = measure(Simulated(world=2).run())
+    turns = [
+        _collective(step, "gather", unit, 0.0, 0.03 if unit == 1 + step % 6 else 1e-4)
+        for step in measured.detailed
+        for unit in range(1, 7)
+    ]
+    measured = replace(measured, collectives=turns)
+    assert measured.link_s > 0.15 * measured.mean_step_s
+    assert diagnose(measured) == []
 
 
 @pytest.mark.parametrize("longer_s", [0.004, -0.004])

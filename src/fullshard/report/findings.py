@@ -322,18 +322,18 @@ def _communication(measured: MeasuredRun) -> Iterator[Diagnosis]:
     """Waits for the link, and the setting that would spare most of them."""
     issue_s = measured.mean_s(Wanted("issue"))
     if measured.collectives:
-        cost_s = measured.link_s
+        sure_s, cost_s = measured.sure_link_s, measured.link_s
     else:  # nobody knows who was late: that rank waits for the link alone, and so the least
-        cost_s = measured.on_all_s(Wanted(*EXPOSED))
+        sure_s = cost_s = measured.on_all_s(Wanted(*EXPOSED))
     sizes = [unit.full_bytes for unit in measured.units if unit.numel]
     tiny = len(sizes) > _MANY_UNITS and statistics.median(sizes) < _TINY_BYTES
-    if tiny and cost_s + issue_s > _LEAST["exposed"] * measured.mean_step_s:
+    if tiny and sure_s + issue_s > _LEAST["exposed"] * measured.mean_step_s:
         cost_s += issue_s
         what = f"{len(sizes)} units of {bytes_text(int(statistics.median(sizes)))} (median) cost "
         what += f"{_ms(cost_s)} of each step ({_percent(measured, cost_s)}) in calls and waits"
         yield Diagnosis("bad wrapping", cost_s, what, "wrap whole blocks as units, not their parts")
         return
-    if cost_s <= _LEAST["exposed"] * measured.mean_step_s or not sum(sizes):
+    if sure_s <= _LEAST["exposed"] * measured.mean_step_s or not sum(sizes):
         return
     yield _of_link(measured, cost_s, sizes)
 

@@ -9,7 +9,7 @@ that rank's, what they wait afterwards is the link's.
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -84,12 +84,13 @@ class Waits(NamedTuple):
 class TimedCollective:
     """One gather or reduce of a unit over ranks; times are those of rank 0's clock.
 
-    ``peers`` numbers the ranks among which it is.
+    ``turn`` says which one of this kind and unit it is in its step, ``peers`` among which ranks.
     """
 
     step: int
     op: str
     unit: int
+    turn: int
     peers: int
     bytes: int
     last: int
@@ -292,14 +293,26 @@ class MeasuredRun:
 
     @cached_property
     def link_s(self) -> float:
-        """Seconds of a step waited for the link: the lower quartile over steps.
+        """Seconds of a step waited for the link: the lower quartile over steps."""
+        return self._waits_for_link(lambda each: None)
 
-        A link is slow in all steps; a host that has more to do than it can is so now and then.
+    @cached_property
+    def sure_link_s(self) -> float:
+        """Those of them that are the same in all steps: the lower quartile of each collective.
+
+        A host that has more to do than it can holds up one now and then, never the same; a link
+        holds up all. Where several travel at once, steps differ in which one is waited for.
         """
-        by_step = dict.fromkeys(self.detailed, 0.0)
+        return self._waits_for_link(lambda each: (each.op, each.unit, each.turn, each.peers))
+
+    def _waits_for_link(self, what: Callable[["TimedCollective"], object]) -> float:
+        """Return the sum of lower quartiles over steps, of collectives put together by ``what``."""
+        waits: dict[object, dict[int, float]] = {}
         for each in self.collectives:
-            by_step[each.step] += each.exposed_s(late=False) * len(each.waits) / len(self.ranks)
-        return sorted(by_step.values())[(len(by_step) - 1) // 4] if by_step else 0.0
+            waited_s = each.exposed_s(late=False) * len(each.waits) / len(self.ranks)
+            by_step = waits.setdefault(what(each), {})
+            by_step[each.step] = by_step.get(each.step, 0.0) + waited_s
+        return sum(sorted(by_step.values())[(len(by_step) - 1) // 4] for by_step in waits.values())
 
     @cached_property
     def late_share(self) -> float:
@@ -424,7 +437,7 @@ def _collectives(
             counts[op.op, op.unit] += 1
             peers = rank % group if op.op == "all_reduce" else rank // group
             issued[op.op, op.unit, counts[op.op, op.unit], peers][rank] = op, wait
-    for (_, unit, _, peers), ops in issued.items():
+    for (_, unit, turn, peers), ops in issued.items():
         at = {rank: attempts[rank].wall_s(op.begin_s) for rank, (op, _) in ops.items()}
         last = max(at, key=lambda rank: at[rank])
         op = ops[last][0]
@@ -437,7 +450,7 @@ def _collectives(
             )
             for rank, (_, wait) in ops.items()
         }
-        yield TimedCollective(number, op.op, unit, peers, op.bytes, last, waits)
+        yield TimedCollective(number, op.op, unit, turn, peers, op.bytes, last, waits)
 
 
 def pairs_of(ops: Iterable[TimedOp]) -> Iterator[tuple[TimedOp, TimedOp]]:

@@ -189,10 +189,26 @@ def test_a_page_of_many_ranks_shows_some_of_them_op_by_op(tmp_path, browser):
     assert said == []
     assert "ranks of 40" in page.inner_text("#title-gantt")
     assert "rank 33" in page.inner_text("#gantt")
-    bars = page.evaluate(
-        "document.getElementById('gantt').data.reduce((n, each) => n + each.x.length, 0)"
+    shown = """document.getElementById('gantt').data.filter(each => each.visible === true)
+        .reduce((n, each) => n + each.x.length, 0)"""
+    assert 500 < page.evaluate(shown) < 8000
+
+
+def test_another_step_is_shown_where_it_is_chosen(tmp_path, browser):
+    write(Simulated(world=2, steps=5, slow={(1, "data", None): 9e-2}).run(), tmp_path)
+    path = tmp_path / "report.html"
+    write_page(report_of(tmp_path), path)
+    page, said = opened(browser, path)
+    assert page.inner_text("#title-gantt") == "Steps 2, 3, 4"
+    visible = "document.getElementById('gantt').data.map(each => each.visible === true)"
+    before = page.evaluate(visible)
+    page.locator("#gantt .updatemenu-button", has_text="step 2").click()
+    page.wait_for_function(
+        f"JSON.stringify({visible}) !== '{json.dumps(before)}'.replace(/ /g, '')"
     )
-    assert 500 < bars < 8000
+    after = page.evaluate(visible)
+    assert after[: len(after) // 3] == before[-len(after) // 3 :] == [True] * (len(after) // 3)
+    assert said == []
 
 
 class Reporter:

@@ -38,6 +38,7 @@ _COLOURS = {
     "other spans": "#888888",
 }
 _MOST_BARS = 6000
+_MOST_STEPS = 4
 _MOST_RANKS = 16
 _MOST_UNITS = 60
 
@@ -127,52 +128,64 @@ def _bars(measured: MeasuredRun, rank: int, number: int) -> Iterator[tuple[str, 
 
 
 def _gantt(measured: MeasuredRun) -> Iterator[_Chart]:
-    number = _drawn_step(measured)
-    if number is None:
+    numbers = measured.detailed[-_MOST_STEPS:] if measured.by_op else ()
+    if not numbers:
         return
-    count = sum(1 for _ in _bars(measured, measured.ranks[0], number))
+    count = sum(1 for _ in _bars(measured, measured.ranks[0], numbers[-1]))
     ranks = _shown_ranks(measured, count)
+    lanes = [lane for rank in ranks for lane in (f"rank {rank}", f"rank {rank} link")]
+    steps = {number: list(_step_data(measured, ranks, number)) for number in numbers}
+    data = [
+        {**each, "visible": number == numbers[-1]} for number in numbers for each in steps[number]
+    ]
+    choices = [
+        {"label": f"step {number}", "method": "restyle", "args": [{"visible": shown}]}
+        for number in numbers
+        for shown in [[number == other for other in numbers for _ in steps[other]]]
+    ]
+    menu = {"type": "buttons", "direction": "right", "buttons": choices, "active": len(numbers) - 1}
+    layout = {
+        "barmode": "overlay",
+        "dragmode": "zoom",
+        "height": 150 + 34 * len(lanes),
+        "yaxis": {"autorange": "reversed", "categoryarray": lanes, "fixedrange": True},
+        "xaxis": {"title": {"text": "milliseconds since the step began"}},
+        "updatemenus": [{**menu, "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"}],
+    }
+    some = f", {len(ranks)} ranks of {len(measured.ranks)}" * (len(ranks) < len(measured.ranks))
+    title = f"Step{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}{some}"
+    says = (
+        "Each rank's computation, and below it what its link carries. Choose a step; drag to zoom, "
+        "twice to reset."
+    )
+    yield _Chart("gantt", title, says, data, layout)
+
+
+def _step_data(
+    measured: MeasuredRun, ranks: Sequence[int], number: int
+) -> Iterator[Mapping[str, Any]]:
+    """Yield a step's bars of each kind, as plotly draws them."""
     begin_s = min(
         measured.attempts[rank].wall_s(_step_of(measured, rank, number).begin_s) for rank in ranks
     )
     columns: dict[str, dict[str, list[Any]]] = {}
-    lanes = []
     for rank in ranks:
         attempt = measured.attempts[rank]
-        lanes += [f"rank {rank}", f"rank {rank} link"]
         for kind, text, op in _bars(measured, rank, number):
             column = columns.setdefault(kind, {name: [] for name in ("y", "base", "x", "text")})
-            column["y"].append(lanes[-1] if kind in ("gather", "reduce") else lanes[-2])
+            column["y"].append(f"rank {rank}{' link' * (kind in ('gather', 'reduce'))}")
             column["base"].append(round((attempt.wall_s(op.begin_s) - begin_s) * 1e3, 4))
             column["x"].append(round((op.end_s - op.begin_s) * 1e3, 4))
             size = f", {bytes_text(op.bytes)}" if op.bytes else ""
             column["text"].append(_label(f"{text}{size}"))
-    data = [
-        {
-            **{"type": "bar", "orientation": "h", "name": kind, **columns[kind]},
-            **{"textposition": "none", "width": 0.8},
-            "marker": {"color": _COLOURS[kind], "line": {"color": "white", "width": 0.5}},
-            "hovertemplate": "%{text}<br>%{x:.3f} ms from %{base:.3f} ms<extra>%{y}</extra>",
-        }
-        for kind in _COLOURS
-        if kind in columns
-    ]
-    layout = {
-        "barmode": "overlay",
-        "dragmode": "zoom",
-        "height": 130 + 34 * len(lanes),
-        "yaxis": {"autorange": "reversed", "categoryarray": lanes, "fixedrange": True},
-        "xaxis": {"title": {"text": "milliseconds since the step began"}},
-    }
-    some = (
-        ""
-        if len(ranks) == len(measured.ranks)
-        else f", {len(ranks)} ranks of {len(measured.ranks)}"
-    )
-    says = (
-        "Each rank's computation, and below it what its link carries. Drag to zoom, twice to reset."
-    )
-    yield _Chart("gantt", f"Step {number}{some}", says, data, layout)
+    for kind in _COLOURS:
+        if kind in columns:
+            yield {
+                **{"type": "bar", "orientation": "h", "name": kind, **columns[kind]},
+                **{"textposition": "none", "width": 0.8},
+                "marker": {"color": _COLOURS[kind], "line": {"color": "white", "width": 0.5}},
+                "hovertemplate": "%{text}<br>%{x:.3f} ms from %{base:.3f} ms<extra>%{y}</extra>",
+            }
 
 
 # ---- sums ---------------------------------------------------------------------------------------

@@ -298,7 +298,7 @@ class MeasuredRun:
 
     @cached_property
     def sure_link_s(self) -> float:
-        """Those of them that are the same in all steps: the lower quartile of each collective.
+        """Seconds of it that are there in all steps: the lower quartile of each collective.
 
         A host that has more to do than it can holds up one now and then, never the same; a link
         holds up all. Where several travel at once, steps differ in which one is waited for.

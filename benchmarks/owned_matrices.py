@@ -23,7 +23,7 @@ from fullshard.core.layout import lay_out
 from fullshard.plan import Run, cluster_of, named_device, read_model
 from fullshard.plan.step.units import units_of
 
-MODELS = ["llama3-8b", "llama3-70b", "llama3-405b"]
+MODELS = ["gpt2-124m", "gpt2-xl", "llama3-8b", "llama3-70b", "llama3-405b"]
 RANKS = [8, 64, 512, 4096, 16_384]
 
 

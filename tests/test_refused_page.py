@@ -143,6 +143,7 @@ RAISED_FOR = {
     "unit/unit.py:Unit.refuse_unequal": ['`align="matrix"` with'],
     "unit/changes.py:tie": ["weights tied after"],
     "unit/extensions.py:_inner_name": ["trained tensor classes"],
+    "unit/extensions.py:check_trained": ["trained tensor classes"],
     "unit/extensions.py:Extension.send": ["tensor classes whose"],
     "unit/full_parameters.py:FullParameters._find_extensions": [
         "parameters with `fsdp_pre_all_gather`"

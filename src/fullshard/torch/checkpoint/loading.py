@@ -36,6 +36,7 @@ from fullshard.torch.checkpoint.saving import (
 )
 from fullshard.torch.checkpoint.tensors import KnownBoxes, LocalPart, local_part
 from fullshard.torch.checkpoint.values import decode, set_random_state_of
+from fullshard.torch.unit.extensions import resting_bytes
 
 __all__ = ["load_checkpoint"]
 
@@ -236,7 +237,8 @@ class _ModelDelivery:
                     lacking[full] = identity(value)
                 continue
             self._known.append(full)
-            self._check_shape(full, stored.shape, tuple(value.shape))
+            resting = resting_bytes(value)
+            self._check_shape(full, stored.shape, (resting,) if resting else tuple(value.shape))
             first = known.setdefault(identity(value), full)
             if first == full:  # tied values: once
                 self._targets.append((full, local_part(full, value, self._boxes)))

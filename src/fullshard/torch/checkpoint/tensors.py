@@ -24,6 +24,7 @@ from fullshard.torch.state.weights_file import DTYPE_NAMES
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.unit.extensions import plain_data, put_bytes, resting_bytes
 
 __all__ = ["KnownBoxes", "LocalPart", "TensorSource", "local_part", "piece_of"]
 
@@ -85,6 +86,17 @@ class LocalPart:
         self.note_change()
 
 
+@dataclass(frozen=True)
+class _BytesPart(LocalPart):
+    """A parameter of a plain model as the bytes that it rests as, where it is sharded."""
+
+    of: Any = None
+
+    def note_change(self) -> None:
+        """Let the parameter have what was written to its bytes."""
+        put_bytes(self.of, self.local)
+
+
 KnownBoxes = dict[tuple[Any, ...], tuple[DeviceMesh, tuple[Box, ...], Tile | None]]
 """This rank's boxes by shape, mesh and placements: most tensors have those of another one.
 
@@ -106,6 +118,9 @@ def local_part(name: str, value: Tensor, known: KnownBoxes | None = None) -> Loc
         raise NotSupportedError(f"{name!r} is {value.dtype}, which safetensors files cannot hold")
     if isinstance(value, ShardedParameter):
         return _of_sharded(name, value)
+    if resting_bytes(value):
+        flat = plain_data(value)
+        return _BytesPart(tuple(flat.shape), _whole(flat.shape), flat, tile=Tile((), 0), of=value)
     if isinstance(value, DTensor):
         local = value.to_local()
         shape, mesh, placements = tuple(value.shape), value.device_mesh, tuple(value.placements)

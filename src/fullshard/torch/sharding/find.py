@@ -15,7 +15,7 @@ from fullshard.torch.step.managed import managed_unit_of, managed_units
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.tensor_parallel import held_here, tensor_parallel_of
 from fullshard.torch.unit.buffers import dtype_name
-from fullshard.torch.unit.extensions import is_extended, resting_bytes
+from fullshard.torch.unit.extensions import check_trained, is_extended, resting_bytes
 from fullshard.torch.unit.sites import ParamSites, clean_name, notes_on
 from fullshard.torch.unit.unit import Unit, owner_of, set_owner
 
@@ -152,6 +152,7 @@ def _places(sites: Sequence[_Site]) -> tuple[tuple[dict[str, Any], str], ...]:
 
 def _param_sites(param: nn.Parameter, sites: Sequence[_Site]) -> ParamSites:
     names = list(dict.fromkeys(site.name for site in sites))
+    check_trained(names[0], param)
     size = resting_bytes(param)
     spec = ParamSpec(
         name=names[0],

@@ -31,7 +31,15 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import FlatBuffer
 from fullshard.torch.unit.sites import ParamSites
 
-__all__ = ["Extension", "is_extended", "plain_data", "resting_bytes", "without_values"]
+__all__ = [
+    "Extension",
+    "check_trained",
+    "is_extended",
+    "plain_data",
+    "put_bytes",
+    "resting_bytes",
+    "without_values",
+]
 
 
 def is_extended(param: Tensor) -> bool:
@@ -54,6 +62,18 @@ def resting_bytes(param: Tensor) -> int:
     if any(type(each) not in (Tensor, nn.Parameter) for each in inner):
         return 0
     return sum(aligned_bytes(each.numel() * each.element_size()) for each in inner)
+
+
+def check_trained(name: str, param: Tensor) -> None:
+    """Raise `NotSupportedError` for a trained parameter that could only rest as bytes."""
+    if param.requires_grad and not _has_hooks(param) and resting_bytes(param.detach()):
+        inner = ", ".join(each for each, _ in _inner(param))
+        raise NotSupportedError(
+            f"parameter {name!r} is trained and a {type(param).__name__}, whose inner tensors "
+            f"({inner}) an optimizer cannot step in slices. Freeze it (requires_grad_(False)) "
+            "before it is sharded, as for LoRA, or train the plain weight and quantise it in "
+            "forward"
+        )
 
 
 def _inner(param: Any) -> Iterator[tuple[str, Tensor]]:
@@ -81,6 +101,13 @@ def _of_bytes(template: Any, flat: Tensor) -> Tensor:
         for (name, each), size, start in zip(inner.items(), sizes, starts, strict=False)
     }
     return _made(template, views, template.shape, template.stride())
+
+
+def put_bytes(param: Any, flat: Tensor) -> None:
+    """Let the inner tensors of a parameter that rests as bytes have the values in ``flat``."""
+    values = dict(_inner(_of_bytes(param, flat)))
+    for name, each in _inner(param):
+        each.detach().copy_(values[name])
 
 
 def _made(template: Any, inner: dict[str, Tensor], shape: Any, stride: Any) -> Tensor:

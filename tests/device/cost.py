@@ -104,7 +104,7 @@ def steps_of(engine, blocks, reduces="fp32", links=LINKS, orders=()):
         mesh = init_device_mesh("cuda", (RANKS,), mesh_dim_names=("shard",))
         ranks.ranks_of(mesh, FULL_SHARD)
         with on_device(machine):
-            model = _model(engine, blocks, reduces, mesh)
+            model = model_of(engine, blocks, reduces, mesh)
             for order in orders or [range(blocks)] * 3:
                 model.order = order
                 begin_s, first = machine.now_s, len(machine.launches)
@@ -127,7 +127,7 @@ def steps_of(engine, blocks, reduces="fp32", links=LINKS, orders=()):
     ]
 
 
-def _model(engine, blocks, reduces, mesh):
+def model_of(engine, blocks, reduces, mesh):
     dtype = torch.bfloat16 if engine == "plain" else torch.float32
     with torch.device("cuda"):
         model = Blocks(*(Block(dtype) for _ in range(blocks)))

@@ -20,6 +20,7 @@ from device import (
     mutations,
     optional_parts,  # noqa: F401 - has programs
     peers,  # noqa: F401 - has programs
+    repeated,
     values,  # noqa: F401 - has programs
 )
 from device.interleavings import Recorder, Trace
@@ -259,6 +260,10 @@ def main(kind, *, seeds=100_000, seed=0, count=30):
     if kind in ("offloaded", "sample"):
         for line in cost.offloaded(cost.OFFLOADED if kind == "offloaded" else cost.OFFLOADED[2:]):
             print(json.dumps(line), flush=True)
+    if kind in ("repeated", "sample"):
+        for reduces in cost.REDUCES if kind == "repeated" else ["bf16"]:
+            found = repeated.repeated(reduces, 100 if kind == "repeated" else 2)
+            print(json.dumps(found), flush=True)
     if kind in ("memory", "sample"):
         for case in memory.CASES if kind == "memory" else memory.FEW_CASES:
             print(json.dumps(memory.memory_of(*case)), flush=True)

@@ -34,7 +34,7 @@ def ask(kind):
         cwd=TESTS,
         capture_output=True,
         text=True,
-        timeout=PROCESS_S,
+        timeout=2 * PROCESS_S,  # 80 s of processor time
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -42,7 +42,8 @@ def ask(kind):
 
 @pytest.fixture(scope="module")
 def answers():
-    everything = ("programs", "mutants", "cost", "orders", "offloaded", "memory", "schedules")
+    everything = ("programs", "mutants", "cost", "orders", "offloaded", "memory", "repeated")
+    everything = (*everything, "schedules")
     return [each for kind in everything for each in ask(kind)] if FULL else ask("sample")
 
 
@@ -73,6 +74,15 @@ def test_the_host_never_asks_what_the_device_has_done(runs):
     """
     asked = {run["program"]: run["questions"] for run in runs if run["questions"]}
     assert asked == {"recorded": 1}
+
+
+def test_a_step_repeats_the_one_before_at_the_same_addresses(answers):
+    """As a captured graph would replay it: no question, no wait of the host, the same kernels."""
+    ours = [each for each in answers if "repeated" in each]
+    assert [each["repeated"] for each in ours] == ([100, 100] if FULL else [2])
+    assert [each["differs"] for each in ours] == [None] * len(ours)
+    assert [(each["asked"], each["waited"]) for each in ours] == [(0, {})] * len(ours)
+    assert all(each["notes"] > 500 for each in ours)
 
 
 def test_ranks_issue_collectives_in_one_order(runs):

@@ -776,6 +776,18 @@ def test_what_one_rank_used_has_a_gradient_on_all(comm):
 
 
 @on_ranks(2)
+def test_what_nobody_used_behind_frozen_parameters_has_no_gradient(comm):
+    model = seeded(Branches).double()
+    model.a.requires_grad_(False)
+    model = shard(model, comm, "function", units=())
+    model(X, use_b=True).sum().backward()
+    assert [name for name, grad in grads(model).items() if grad is not None] == [
+        "b.weight",
+        "b.bias",
+    ]
+
+
+@on_ranks(2)
 def test_a_gather_under_way_is_awaited_before_an_optimizer_writes(comm):
     """The world reports inputs that change while they are in flight."""
     model = shard(seeded(net), comm, "function")

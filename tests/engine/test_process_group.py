@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from support import workers
 
+from fullshard.torch.comm import process_group
 from fullshard.torch.comm.process_group import ProcessGroupComm, _Pending, forget_destroyed
+from fullshard.torch.comm.protocol import Parts
 from fullshard.torch.comm.sibling_groups import options_like, sibling_group, without_host
 
 CPU = torch.device("cpu")
@@ -157,6 +159,38 @@ def test_an_extreme_takes_as_many_rounds_as_the_number_of_ranks_has_bits(monkeyp
         sent.clear()
         comm.all_reduce([torch.zeros(3)], "max").wait()
         assert sent == [2**number - 1 for number in range(rounds)]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_call_takes_the_equal_slices_of_one_dtype_and_unequal_ones_go_alone(gathers):
+    """As on NCCL; a single pair goes by the call for one."""
+    calls = []
+
+    def noted(name):
+        return lambda outputs, inputs, _options: calls.append((name, len(outputs)))
+
+    names = ("_GATHER", "_GATHERS") if gathers else ("_REDUCE", "_REDUCES")
+    single, several = (getattr(process_group, name) for name in names)
+    alone = "allgather" if gathers else "reduce_scatter"
+    group = SimpleNamespace(**{name: noted(name) for name in (single, several, alone)})
+    comm = SimpleNamespace(group=group)
+    route = process_group._Route(None, on_gloo=False, together=True)
+
+    def send(*kinds):
+        tensors, fulls = [], []
+        for dtype, unequal in kinds:
+            full, shard = torch.zeros(4, dtype=dtype), torch.zeros(2, dtype=dtype)
+            tensors += [full, shard] if gathers else [shard, full]
+            fulls.append(Parts(full, [2, 2]) if unequal else full)
+        ProcessGroupComm._by_pairs(comm, single, route, tensors, fulls)
+        found = calls.copy()
+        calls.clear()
+        return found
+
+    wide, low = (torch.float32, False), (torch.bfloat16, False)
+    assert send(wide, low, (torch.float32, True), wide) == [(alone, 1), (several, 2), (several, 1)]
+    assert send((torch.float32, True), wide) == [(alone, 1), (single, 4 if gathers else 2)]
+    assert send(low) == [(single, 4 if gathers else 2)]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -787,6 +787,26 @@ def test_what_nobody_used_behind_frozen_parameters_has_no_gradient(comm):
     ]
 
 
+class OfTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x, y):
+        return self.a(y) + self.b(x)
+
+
+@on_ranks(2)
+def test_a_unit_waits_for_the_gradients_of_all_its_inputs(comm):
+    """The weight that the second one's needs is frozen, so no gradient of its own is waited for."""
+    plain = seeded(OfTwo).double()
+    plain.a.requires_grad_(False)
+    inputs = [torch.ones(2, 3, dtype=torch.double, requires_grad=True) for _ in range(2)]
+    expected = torch.autograd.grad(plain(*inputs).square().sum(), inputs)
+    shard(plain, comm, "function", units=())(*inputs).square().sum().backward()
+    torch.testing.assert_close([each.grad for each in inputs], list(expected))
+
+
 @on_ranks(2)
 def test_a_gather_under_way_is_awaited_before_an_optimizer_writes(comm):
     """The world reports inputs that change while they are in flight."""

@@ -23,6 +23,7 @@ HELD_BY = {
     "FSDP1's optimizer state dicts": (
         "test_fsdp1s_state_dicts_do_not_know_what_is_counted_for_all"
     ),
+    "parameters of one module": "test_parameters_on_a_mesh_of_their_own",
     "experts that ranks cannot": "test_mistakes_are_refused_with_the_way_out",
     "optional parts": "test_what_ranks_could_not_recompute_together_is_refused",
     "a backward that begins inside": (
@@ -107,8 +108,9 @@ RAISED_FOR = {
     "fsdp1/flat_params.py:_RestingParameter._local_shard": ["`FlatParameter`"],
     "fsdp1/wrapper.py:FullyShardedDataParallel.register_comm_hook": ["communication hooks"],
     "fsdp1/units.py:check_unit_options": ["`FSDP_USE_FULL_PREC_IN_EVAL"],
-    "fsdp2/fully_shard.py:_chosen_dims": ["`dp_mesh_dims` without"],
-    "fsdp2/fully_shard.py:_cut_along.cut": ["`Shard(d)`", "`Shard(d)`"],
+    "fsdp2/placements.py:_parts": ["parameters of one module"],
+    "fsdp2/placements.py:chosen_dims": ["`dp_mesh_dims` without"],
+    "fsdp2/placements.py:cut_along.cut": ["`Shard(d)`", "`Shard(d)`"],
     "fsdp2/experts.py:_check_alike": ["experts that ranks cannot"],
     "fsdp2/experts.py:_check_list": ["experts that ranks cannot"] * 2,
     "fsdp2/experts.py:_tensor_dims": ["experts that ranks cannot"] * 2,

@@ -22,6 +22,7 @@ from support.expert_workers import (
     train,
     train_and_save,
     train_beside_tensor_parallelism,
+    train_by_parameter,
     train_hybrid,
     whole,
 )
@@ -194,6 +195,16 @@ def test_mistakes_beside_tensor_parallelism_are_refused(gloo_world):
     for told in gloo_world.run_joined(2, tensor_mistakes):
         for text, message in zip(told, messages, strict=True):
             assert message in text
+
+
+def test_parameters_on_a_mesh_of_their_own(gloo_world):
+    """As ``ShardPlacementResult`` of PyTorch's FSDP2 asks for it; torchtitan's experts do."""
+    results = zip(*gloo_world.run_joined(4, train_by_parameter), strict=True)
+    of_ranks, kinds, texts, (order, *_) = results
+    check(of_ranks, in_one_process("stacked", 2, 2, 1), bytes_too=False)
+    assert set(kinds) == {"Sequential"}, "it was refused before anything was changed"
+    assert "gives 'other' of Linear another mesh" in texts[0]
+    assert order.index(("gather", "mixture.experts")) < order.index(("free", "before")), str(order)
 
 
 def test_what_is_ignored_is_left_alone(gloo_world):

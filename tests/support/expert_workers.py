@@ -5,13 +5,14 @@ import runpy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from support.models import seeded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +24,7 @@ from fullshard.torch import (
     load_checkpoint,
     save_checkpoint,
     shard_experts,
+    tracing,
 )
 from fullshard.torch.state.apart import looks_beyond
 
@@ -275,6 +277,39 @@ def train_beside_tensor_parallelism(experts, shards, door="fully_shard", folder=
     else:
         fully_shard(model, mesh=data)
     return steps_of(model, data, 1, folder=folder)
+
+
+def train_by_parameter():
+    """Steps on four ranks, with a mesh for the experts' parameters beside that of the others."""
+    # torch keeps what it knows of equal meshes, also of those of a world that has ended.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("slices", "places"))
+    model = whole("stacked", mesh.get_group("places"))
+    experts = model.mixture.experts
+    for name, param in list(experts.named_parameters()):
+        part = param.data.chunk(2)[mesh.get_local_rank("places")].clone()
+        dealt = DTensor.from_local(part, mesh["places"], [Shard(0)], run_check=False)
+        setattr(experts, name, nn.Parameter(dealt))
+    shared = SimpleNamespace(mesh=mesh["slices"], shard_mesh_dim=0, replicate_mesh_dim=None)
+    inside = set(experts.parameters())
+
+    def chosen(param):
+        return SimpleNamespace(placement=None, mesh_info=shared) if param in inside else Shard(0)
+
+    fully_shard(model.before)
+    fully_shard(model.mixture, shard_placement_fn=chosen)
+    model.before.set_modules_to_forward_prefetch([model.mixture])
+    zeros = torch.zeros(1, WIDTH, dtype=torch.float64)
+    fully_shard(model)(zeros).backward()
+    with tracing(model) as trace:
+        model(zeros).backward()
+    model.zero_grad()
+    experts.set_gradient_divide_factor(4.0)  # tokens of all ranks reach them
+    torn = nn.Sequential(nn.Linear(4, 4))
+    torn[0].other = nn.Parameter(distribute_tensor(torch.ones(4), mesh["places"], [Shard(0)]))
+    inside.add(torn[0].other)
+    text = refused(fully_shard, torn, shard_placement_fn=chosen)
+    order = [(record.op, record.unit) for record in trace.records]
+    return steps_of(model, mesh, 1), type(torn).__name__, text, order
 
 
 def ignore():

@@ -9,18 +9,23 @@ from typing import Any, overload
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
-from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.strategy import Sharding
 from fullshard.torch.comm.compressed import CommunicationCompression, check_compression
 from fullshard.torch.comm.ranks import Ranks, Where, compressed, in_blocks, ranks_of
 from fullshard.torch.fsdp2.module import FSDPModule
+from fullshard.torch.fsdp2.placements import (
+    by_mesh,
+    chosen_dims,
+    cut_along,
+    has_forward,
+    placement_of,
+)
 from fullshard.torch.fsdp2.pretrained import SavesPretrained
 from fullshard.torch.sharding.find import ignored_parts
 from fullshard.torch.sharding.module_buffers import move_buffers
 from fullshard.torch.sharding.options import (
-    DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
     check_align,
@@ -113,7 +118,9 @@ def fully_shard(
             alone (1 is False, all ranks are True); it must divide the ranks that share slices.
         shard_placement_fn: gives ``Shard(d)`` for a parameter that is to be cut along dimension d,
             None for ``Shard(0)``, or with ``align="matrix"`` for a matrix that is not to be cut.
-            Along another dimension than the first, parts must be equal.
+            Along another dimension than the first, parts must be equal. PyTorch's
+            ``ShardPlacementResult`` names a mesh, too: modules whose parameters are for another one
+            than ``mesh`` become a unit of their own over that.
         mp_policy: see `MixedPrecisionPolicy`.
         offload_policy: see `CPUOffloadPolicy`.
         ignored_params: parameters that stay as they are on every rank, their gradients unreduced.
@@ -137,8 +144,8 @@ def fully_shard(
         ConfigurationError: if parameters are on several devices, ``mesh`` is not a DeviceMesh,
             ``align`` or a placement is none, or ranks start with different values.
         NotSupportedError: for a placement that does not divide a dimension, with
-            ``align="element"`` another than ``Shard(0)``, or with ``align="matrix"`` a number for
-            ``reshard_after_forward``.
+            ``align="element"`` another than ``Shard(0)``, with ``align="matrix"`` a number for
+            ``reshard_after_forward``, or if one module's parameters are for several meshes.
         UsageError: if there is no process group, or a module is sharded already.
     """
     precision = precision_of("mp_policy", mp_policy)
@@ -150,7 +157,19 @@ def fully_shard(
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
     _, ignored = ignored_parts({"ignored_params": ignored_params})
-    where = _chosen_dims(mesh, dp_mesh_dims)
+    where, apart = by_mesh(modules, shard_placement_fn, chosen_dims(mesh, dp_mesh_dims), ignored)
+    for parts in apart:
+        fully_shard(
+            parts,
+            reshard_after_forward=reshard_after_forward is not False,
+            shard_placement_fn=shard_placement_fn,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored_params,
+            compression=compression,
+            check_values=check_values,
+            align=align,
+        )
     found = shardable_parameters(modules, where, ignored)
     hybrid = isinstance(where, tuple) or (isinstance(where, DeviceMesh) and where.ndim == 2)
     ranks = ranks_of(where, Sharding(True, True, replicated=hybrid))
@@ -158,7 +177,7 @@ def fully_shard(
         ranks, reshard_after_forward = _in_blocks(ranks, reshard_after_forward)
     ranks = compressed(ranks, compression)
     if shard_placement_fn is not None:
-        found = _cut_along(found, shard_placement_fn, ranks.gather.size, align)
+        found = cut_along(found, shard_placement_fn, ranks.gather.size, align)
     if align == "matrix":
         found, align = _owned(found, modules, ranks, shard_placement_fn, together), "row"
     plan = Plan(ranks, found.device, reshard_after_forward, precision, offload, align=align)
@@ -168,9 +187,9 @@ def fully_shard(
     params = found.claim()
     for each in modules:
         move_buffers(each, found.device)
-        each.__class__ = _sharded_class(type(each))
         _mark(each)
-    shard_modules(modules, params, plan)
+    managed = shard_modules(modules, params, plan)
+    managed.parts = [unit for parts in apart if (unit := managed_unit_of(parts[0]))]
     if optional:
         mark_optional(*modules)
     return module
@@ -187,74 +206,18 @@ def _in_blocks(ranks: Ranks, size: Any) -> tuple[Ranks, bool]:
     return blocks, True
 
 
-def _chosen_dims(mesh: Where, dims: DataParallelMeshDims | None) -> Where:
-    """The 1-D or 2-D mesh that ``dims`` picks out of a larger one."""
-    if dims is None:
-        return mesh
-    if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
-        raise ConfigurationError("dp_mesh_dims needs a DeviceMesh with names as mesh")
-    axes = []
-    for names in (dims.replicate_names, dims.shard_names):
-        if unknown := set(names) - set(mesh.mesh_dim_names):
-            raise ConfigurationError(f"dp_mesh_dims names {sorted(unknown)}, not dims of {mesh}")
-        if names:
-            axis = mesh[names]
-            axes.append(axis if len(names) == 1 else axis._flatten("_".join(names)))
-    if not dims.shard_names:
-        raise NotSupportedError(
-            "dp_mesh_dims without shard replicates everything: use FullyShardedDataParallel with "
-            "NO_SHARD for that"
-        )
-    if len(axes) == 1:
-        return axes[0]
-    return axes[1].get_group(), axes[0].get_group()
-
-
-def _cut_along(
-    found: ToShard, placement_of: Callable[[nn.Parameter], Any], slices: int, align: AlignOrMatrix
-) -> ToShard:
-    """Note along which dimension each parameter is to be cut."""
-
-    def cut(each: ParamSites) -> ParamSites:
-        wanted = placement_of(each.param)
-        wanted = getattr(wanted, "placement", wanted)
-        if wanted is None or wanted == Shard(0):
-            return each
-        name, shape = each.spec.name, each.spec.shape
-        if not isinstance(wanted, Shard) or not -len(shape) <= wanted.dim < len(shape):
-            raise ConfigurationError(
-                f"shard_placement_fn gives {wanted} for parameter {name!r} of shape {shape}; it "
-                "must give Shard(d) with one of its dimensions, or None"
-            )
-        dim = wanted.dim % len(shape)
-        if align == "element" and dim:
-            raise NotSupportedError(
-                f'shard_placement_fn asks for {wanted} of parameter {name!r}, and align="element" '
-                'cuts everything where it happens to be; leave align="row"'
-            )
-        if dim and shape[dim] % slices:
-            raise NotSupportedError(
-                f"shard_placement_fn asks for {wanted} of parameter {name!r}: its {shape[dim]} "
-                f"parts cannot be dealt out evenly to {slices} ranks; only Shard(0) may be uneven"
-            )
-        return replace(each, spec=replace(each.spec, cut_dim=dim))
-
-    tied = [replace(each, everywhere=cut(each.everywhere)) for each in found.tied]
-    return replace(found, params=[cut(each) for each in found.params], tied=tied)
-
-
 def _owned(
     found: ToShard,
     modules: Sequence[nn.Module],
     ranks: Ranks,
-    placement_of: Callable[[nn.Parameter], Any] | None,
+    wanted: Callable[[nn.Parameter], Any] | None,
     together: WholeMatrices | None,
 ) -> ToShard:
     """Give matrices to ranks, but those for which the user has chosen a placement."""
     tables = set().union(*(tables_of(module) for module in modules))
 
     def whole(each: ParamSites) -> bool:
-        chosen = placement_of is not None and placement_of(each.param) is not None
+        chosen = wanted is not None and placement_of(wanted, each.param) is not None
         return is_matrix(each, tables) and not chosen
 
     (owned,) = matrices_owned([(found.all_of_them, ranks)], whole, together)
@@ -269,7 +232,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     if not modules:
         raise ConfigurationError("fully_shard needs at least one module, got an empty list")
     for each in modules:
-        if not isinstance(each, nn.Module) or isinstance(each, (nn.ModuleList, nn.ModuleDict)):
+        if not isinstance(each, nn.Module) or not has_forward(each):
             raise ConfigurationError(
                 "fully_shard needs modules that have a forward, got "
                 f"{type(each).__name__}; shard the modules inside it"
@@ -279,7 +242,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
 
 
 def _mark(module: nn.Module) -> None:
-    """Let torch's own composable functions, such as ``replicate``, leave ``module`` alone."""
+    """Make ``module`` an `FSDPModule`, which torch's ``replicate`` and its like leave alone."""
+    module.__class__ = _sharded_class(type(module))
     applied = module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())
     applied[fully_shard.__name__] = RegistryItem()
 

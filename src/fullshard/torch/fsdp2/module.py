@@ -156,11 +156,11 @@ class FSDPModule(_OwnModule):
 
         Every unit in the list costs its full parameters' memory until it has run.
         """
-        _managed(self).change("prefetch_forward", [_managed(module) for module in modules])
+        _managed(self).change("prefetch_forward", _with_parts(modules))
 
     def set_modules_to_backward_prefetch(self, modules: "list[FSDPModule]") -> None:
         """Gather the units of ``modules`` when this one's backward begins."""
-        _managed(self).change("prefetch_backward", [_managed(module) for module in modules])
+        _managed(self).change("prefetch_backward", _with_parts(modules))
 
     # ---- gradients ------------------------------------------------------------------------------
 
@@ -445,6 +445,10 @@ def _managed(module: object) -> ManagedUnit:
     if managed is None:
         raise ConfigurationError(f"expected a module that is a unit's, got {type(module).__name__}")
     return managed
+
+
+def _with_parts(modules: Sequence[object]) -> list[ManagedUnit]:
+    return [unit for module in modules for unit in (_managed(module), *_managed(module).parts)]
 
 
 def _managed_below(module: object, recurse: bool) -> list[ManagedUnit]:

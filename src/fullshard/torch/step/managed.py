@@ -105,6 +105,7 @@ class ManagedUnit:
         self.declared_runs: float = math.inf
         self.mean_over: str = "ranks"  # what the gradient of an optional unit is: or "users"
         self.summoned = False  # modules show full parameters that are not the unit's own
+        self.parts: list[ManagedUnit] = []  # on a mesh of their own, which it was sharded with
         self.number = -1
         self.tracker: StepWatcher | None = None
         self._adopt = adopt  # makes a tracker, with the module that runs first as its root

@@ -52,7 +52,7 @@ from fullshard.jax import (
     make_train_step,
     shardings,
 )
-from fullshard.jax.analysis.hlo import memory_of, traffic_of
+from fullshard.jax.hlo import memory_of, traffic_of
 
 DEVICES = 8
 BY_HAND, OURS = "shard_map by hand", "fullshard, helpers"

@@ -78,8 +78,11 @@ def main() -> None:
             state, loss, _ = step(state, batch)
         print(f"{name}: loss {float(loss):.6f} after {args.steps} steps; {describe_mesh(mesh)}")
 
-    # The last of them beside what else these devices could do; nothing is allocated for it.
-    print(f"\n{compare(step, batch)}")
+    # The last of them beside data parallelism and groups; nothing is allocated for it.
+    whole = step.variant(create_mesh(), rule=Rule(replicate=("",)), mode="jit")
+    groups = step.variant(create_mesh(data=2), rule=None)
+    ways = {"data parallel": whole, "groups": groups, name: step}
+    print(f"\n{compare(ways, batch)}")
 
 
 if __name__ == "__main__":

@@ -138,8 +138,8 @@ def test_jax_hybrid(run_here):
     losses = losses_in(printed)
     assert len(losses) == 3
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
-    rows = [line.split("  ")[0] for line in printed.splitlines()[-4:]]
-    assert rows == ["data parallel", "FSDP over 8", "hybrid, 2 x 4", "as it is"]
+    rows = [line.split("  ")[0] for line in printed.splitlines()[-3:]]
+    assert rows == ["data parallel", "groups", "fsdp=4 x tensor=2"]
 
 
 def test_slurm_template():

@@ -21,8 +21,7 @@ from fullshard.jax import (
     make_train_step,
     scan_layers,
 )
-from fullshard.jax.compute.context import Tracing, tracing
-from fullshard.jax.compute.outside import used_outside
+from fullshard.jax.layers import Tracing, tracing, used_outside
 
 VECTORS = next(models.vector_batches(1, 8, 6))
 

@@ -5,12 +5,11 @@ import sys
 import fullshard.jax
 
 PUBLIC = """
-Loaded Needs NeedsTable Placement Profile Rule StateSpec StepOptions StepTraffic StoredAs
-TrainState TrainStep batch_sharding communication compare create_mesh cross_entropy describe
-describe_mesh embed gather gathered generate global_batch initialize load_checkpoint
-load_weights make_train_step memory_analysis overlap_flags profile replicate
-save_checkpoint save_weights scan_layers selective shard shardings threshold torch_layout
-torch_names which_needs_less
+Loaded Needs NeedsTable Placement Rule StateSpec StepOptions StepTraffic StoredAs TrainState
+TrainStep batch_sharding communication compare create_mesh cross_entropy describe describe_mesh
+embed gathered generate global_batch initialize load_checkpoint load_weights make_train_step
+memory_analysis overlap_flags save_checkpoint save_weights scan_layers selective shard shardings
+threshold torch_layout torch_names
 """
 
 

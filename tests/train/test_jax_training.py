@@ -19,7 +19,7 @@ from fullshard.checkpoint import Files, open_checkpoint, steps_in
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import TRANSFORMERS, Transformer
 from fullshard.jax import create_mesh, load_checkpoint, make_train_step, save_checkpoint
-from fullshard.jax.arrays.mesh import devices_of_process
+from fullshard.jax.mesh import devices_of_process
 from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import resolve

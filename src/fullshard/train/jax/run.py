@@ -26,7 +26,7 @@ from fullshard.jax import (
     save_weights,
     torch_layout,
 )
-from fullshard.jax.files.leaves import leaves_of
+from fullshard.jax.checkpoint import leaves_of
 from fullshard.train.data import Batch
 from fullshard.train.jax.record import StepsRecord
 from fullshard.train.jax.world import DeviceWorld

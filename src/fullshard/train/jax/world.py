@@ -6,7 +6,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from fullshard.jax.files.processes import process_ranks
+from fullshard.jax.checkpoint import process_ranks
 from fullshard.train.run import World
 
 __all__ = ["DeviceWorld", "device_stats"]

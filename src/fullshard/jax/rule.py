@@ -18,15 +18,10 @@ from dataclasses import dataclass, field
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 from fullshard.core.text import bytes_text
-from fullshard.jax.arrays.mesh import MeshAxes, axis_names
+from fullshard.jax.mesh import Axis, MeshAxes, axis_names
 
-__all__ = [
-    "Axis", "Placement", "Rule", "coverage", "place", "refuse_idle_axes", "refuse_low_coverage",
-    "selective", "threshold",
-]  # fmt: skip
-
-Axis = str | tuple[str, ...] | None
-"""The cut of one dimension: by an axis of the mesh, several, or none."""
+__all__ = ["Placement", "Rule", "coverage", "place", "refuse_idle_axes", "refuse_low_coverage",
+           "selective", "threshold"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,14 +67,15 @@ class Rule:
                 return dim % len(spec.shape)
         return None
 
-    def check(self, specs: Sequence[ParamSpec]) -> None:
-        """Raise `ConfigurationError` for a pattern that is found in no path."""
-        for pattern in (*self.replicate, *self.only, *self.tensor, *self.dims):
-            if not any(re.search(pattern, spec.name) for spec in specs):
-                some = ", ".join(spec.name for spec in specs[:5])
-                raise ConfigurationError(
-                    f"the rule's pattern {pattern!r} matches no array; paths are like {some}"
-                )
+    def axis(self, name: str, mesh: MeshAxes) -> str | None:
+        """The axis of the mesh that ``name``, which a variable carries, stands for."""
+        axis = self.logical.get(name, name if name in mesh.mesh.shape else None)
+        if axis is not None and axis not in mesh.mesh.shape:
+            raise ConfigurationError(
+                f"the rule translates {name!r} to {axis!r}, which is no axis of the mesh: it has "
+                f"{', '.join(mesh.mesh.shape)}"
+            )
+        return axis
 
 
 def threshold(min_numel: int = 1024) -> Rule:
@@ -133,38 +129,47 @@ def place(
     rule = Rule() if rule is None else rule
     if not isinstance(rule, Rule):
         raise ConfigurationError(f"rule={rule!r}: expected a fullshard.jax.Rule")
-    rule.check(specs)
-    annotated = annotations or {}
-    return [_place(spec, mesh, rule, annotated.get(spec.name, ())) for spec in specs]
+    for pattern in (*rule.replicate, *rule.only, *rule.tensor, *rule.dims):
+        if not any(re.search(pattern, spec.name) for spec in specs):
+            some = ", ".join(spec.name for spec in specs[:5])
+            raise ConfigurationError(
+                f"the rule's pattern {pattern!r} matches no array; paths are like {some}"
+            )
+    return [_place(spec, mesh, rule, (annotations or {}).get(spec.name, ())) for spec in specs]
 
 
 def _place(spec: ParamSpec, mesh: MeshAxes, rule: Rule, names: Sequence[Axis]) -> Placement:
     axes = _axes_asked(spec, mesh, rule, names)
-    reason = "" if mesh.shard in _used(axes) else rule.why_replicated(spec)
-    if mesh.shard not in _used(axes) and not reason:
-        dim = _choose(spec.shape, mesh, axes)
-        if dim is not None:
+    reason = ""
+    if mesh.shard not in _used(axes):
+        # Where it divides; in front, where stacked layers lie, only if nowhere else.
+        dims = [dim for dim, size in enumerate(spec.shape)
+                if axes[dim] is None and size and size % mesh.shards == 0]  # fmt: skip
+        stack = 0 if len(spec.shape) >= 3 else None
+        dim = max(dims, key=lambda dim: (dim != stack, spec.shape[dim], -dim), default=None)
+        reason = rule.why_replicated(spec)
+        if not reason and dim is not None:
             axes[dim] = mesh.shard
-        else:
+        elif not reason:
             no_dim = f"{mesh.shards} divides no dimension of {spec.shape}"
             reason = no_dim if spec.shape else "a scalar"
     shards = mesh.count(tuple(_used(axes)))
-    return Placement(spec, tuple(axes), shards, mesh.shard in _used(axes), reason)
+    return Placement(spec, tuple(axes), shards, not reason, reason)
 
 
 def _axes_asked(spec: ParamSpec, mesh: MeshAxes, rule: Rule, names: Sequence[Axis]) -> list[Axis]:
     """The cuts that the user has asked for, checked."""
     axes: list[Axis] = [None] * len(spec.shape)
     for dim, name in enumerate(names):
-        parts = [_translated(part, mesh, rule) for part in axis_names(name)]
+        parts = [rule.axis(part, mesh) for part in axis_names(name)]
         known = tuple(part for part in parts if part is not None)
         axes[dim] = known[0] if len(known) == 1 else known or None
     tensor, asked = rule.named_dim(rule.tensor, spec), rule.named_dim(rule.dims, spec)
     if tensor is not None:
-        if rule.tensor_axis not in mesh.sizes:
+        if rule.tensor_axis not in mesh.mesh.shape:
             raise ConfigurationError(
                 f"the rule cuts {spec.name!r} along {rule.tensor_axis!r}, which is no axis of the "
-                f"mesh: it has {', '.join(mesh.sizes)}; name one by Rule(tensor_axis=)"
+                f"mesh: it has {', '.join(mesh.mesh.shape)}; name one by Rule(tensor_axis=)"
             )
         axes[tensor] = rule.tensor_axis
     if asked is not None and axes[asked] is None and mesh.shard not in _used(axes):
@@ -176,24 +181,6 @@ def _axes_asked(spec: ParamSpec, mesh: MeshAxes, rule: Rule, names: Sequence[Axi
                 f"{dim} of {spec.name!r}, whose shape is {spec.shape}: change the rule or the mesh"
             )
     return axes
-
-
-def _translated(name: str, mesh: MeshAxes, rule: Rule) -> str | None:
-    axis = rule.logical.get(name, name if name in mesh.sizes else None)
-    if axis is not None and axis not in mesh.sizes:
-        raise ConfigurationError(
-            f"the rule translates {name!r} to {axis!r}, which is no axis of the mesh: it has "
-            f"{', '.join(mesh.sizes)}"
-        )
-    return axis
-
-
-def _choose(shape: Sequence[int], mesh: MeshAxes, axes: Sequence[Axis]) -> int | None:
-    """The dimension that the shard axis cuts; None if it divides none."""
-    dims = [dim for dim, size in enumerate(shape)
-            if axes[dim] is None and size and size % mesh.shards == 0]  # fmt: skip
-    last = len(shape) >= 3
-    return max(dims, key=lambda dim: (not (last and dim == 0), shape[dim], -dim), default=None)
 
 
 def _used(axes: Iterable[Axis]) -> set[str]:
@@ -209,7 +196,7 @@ def coverage(placements: Sequence[Placement]) -> float:
 def refuse_idle_axes(placements: Sequence[Placement], mesh: MeshAxes) -> None:
     """Raise `ConfigurationError` for an axis along which all devices would do the same."""
     used = {*mesh.batch, *(axis for each in placements for axis in _used(each.axes))}
-    for axis, size in mesh.sizes.items() if any(each.sharded for each in placements) else ():
+    for axis, size in mesh.mesh.shape.items() if any(x.sharded for x in placements) else ():
         if size > 1 and axis not in used:
             raise ConfigurationError(
                 f"the mesh has {axis}={size}, but no rule says what to cut along it: give "

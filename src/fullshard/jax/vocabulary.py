@@ -26,8 +26,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.jax.compute.context import Tracing, current
-from fullshard.jax.compute.gathered import reduced_gather
+from fullshard.jax.layers import Tracing, current, reduced_gather
 
 __all__ = ["cross_entropy", "embed"]
 
@@ -46,7 +45,7 @@ def embed(table: Array, tokens: Array) -> Array:
         return table[tokens]
     axis, count = now.axes.shard, now.axes.shards
     classes, width = table.shape
-    rests = now.rests(table.shape, table.dtype)
+    rests = now.rests(table)
     if axis not in rests:
         return table[tokens]
     cut = rests.index(axis)
@@ -99,7 +98,7 @@ def cross_entropy(
         picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - picked
     axis, count = now.axes.shard, now.axes.shards
-    rests = now.rests(head.shape, head.dtype)
+    rests = now.rests(head)
     in_group = targets.size // (now.axes.parts // count)
     turned = classes // count if rests[dim] != axis else 0
     by_classes = in_group + turned < classes

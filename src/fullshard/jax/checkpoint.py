@@ -7,33 +7,177 @@ the torch engine stores of the same model and AdamW.
 """
 
 import os
+import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from numpy.typing import NDArray
 
-from fullshard.checkpoint import Background, Checkpoint, RunFolder, Saving
+from fullshard.checkpoint import (
+    Background,
+    Checkpoint,
+    CheckpointRanks,
+    Files,
+    RunFolder,
+    Saving,
+    SoloRanks,
+)
 from fullshard.checkpoint.conversion import change_of_kind, is_narrower, refuse_lost_numbers
 from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.format.tiling import grid_tile
 from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.checkpoint.loading import Loading, Want
+from fullshard.checkpoint.ranks import FolderRanks, agree
 from fullshard.checkpoint.runs.folder import run_folder
 from fullshard.checkpoint.saving import versions_of
 from fullshard.checkpoint.session import Content, Loaded, SaveSession, check_step
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError, ConfigurationError
-from fullshard.jax.arrays.leaves import STORED_DTYPES, as_key, is_key
-from fullshard.jax.files.leaves import Leaf, Names, leaves_of
-from fullshard.jax.files.processes import process_ranks
+from fullshard.jax.placing import as_key, is_key, key_data
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "STORED_DTYPES",
+    "Leaf",
+    "Names",
+    "StoredAs",
+    "leaves_of",
+    "load_checkpoint",
+    "process_ranks",
+    "save_checkpoint",
+]  # fmt: skip
 
+STORED_DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "uint16": "U16", "int16": "I16", "float16": "F16", "bfloat16": "BF16", "uint32": "U32",
+    "int32": "I32", "float32": "F32", "uint64": "U64", "int64": "I64", "float64": "F64",
+}  # fmt: skip
+"""The names that safetensors has for dtypes, by NumPy's (and those of ml_dtypes, as JAX uses)."""
 _NUMPY = {told: np.dtype(jax.numpy.dtype(name)) for name, told in STORED_DTYPES.items()}
+
+
+# -- leaves ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoredAs:
+    """A leaf's place in files: ``name``, with its ``axes`` in that order (None: as they are).
+
+    ``also`` are names of further tensors with the same value, ``aliases`` other names of the one
+    tensor. ``dtype`` (numpy's name) is the one in the file. A leaf that is ``optional`` may be
+    missing there: it stays as it is, or with ``is_step`` becomes the checkpoint's step.
+    """
+
+    name: str
+    axes: tuple[int, ...] | None = None
+    also: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    dtype: str | None = None
+    optional: bool = False
+    is_step: bool = False
+
+
+Names = Mapping[str, StoredAs]
+
+
+class Leaf:
+    """One array of a state: its path, its value, and how it is stored."""
+
+    def __init__(self, path: str, value: Any, stored: StoredAs):
+        self.path: str = path
+        self.value: Any = value
+        self.stored: StoredAs = stored
+        data = key_data(value)  # of random keys
+        self.data: Any = data if hasattr(data, "shape") else np.asarray(data)
+        self.here: tuple[int, ...] = tuple(self.data.shape)
+        self.axes: tuple[int, ...] = (
+            tuple(range(len(self.here))) if stored.axes is None else stored.axes
+        )
+        # as it is stored
+        self.shape: tuple[int, ...] = tuple(self.here[axis] for axis in self.axes)
+        self.dtype = stored.dtype or np.dtype(self.data.dtype).name
+
+    def box(self, index: Sequence[slice]) -> Box:
+        """The box of the stored tensor that ``index`` of the array selects."""
+        ends = [part.indices(size)[:2] for part, size in zip(index, self.here, strict=True)]
+        sizes = tuple(ends[axis][1] - ends[axis][0] for axis in self.axes)
+        return Box(tuple(ends[axis][0] for axis in self.axes), sizes)
+
+    def as_stored(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Turn a device's array into the elements of its box."""
+        turned = array.transpose(self.axes).astype(self.dtype, copy=False)
+        return np.ascontiguousarray(turned).reshape(turned.shape)
+
+    def as_held(self, part: NDArray[Any]) -> NDArray[Any]:
+        """Turn the elements of a box into an array as a device has it."""
+        back = [self.axes.index(axis) for axis in range(len(self.axes))]
+        return part.transpose(back).astype(self.data.dtype, copy=False)
+
+
+def leaves_of(state: Any, names: Names | None) -> list[Leaf]:
+    """List the leaves of ``state`` in the order of its tree."""
+    leaves = []
+    for path, value in jax.tree_util.tree_flatten_with_path(state)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        stored = (names or {}).get(name) or StoredAs(f"state/{name}")
+        leaves.append(Leaf(name, value, stored))
+    return leaves
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+class _ProcessRanks:
+    """The processes of a JAX program."""
+
+    def __init__(self) -> None:
+        self.rank: int = jax.process_index()
+        self.size: int = jax.process_count()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See `fullshard.checkpoint.CheckpointRanks`."""
+        parts = self.share(data)
+        return [] if self.rank else parts
+
+    def broadcast(self, data: bytes) -> bytes:
+        """See `fullshard.checkpoint.CheckpointRanks`."""
+        return self.share(b"" if self.rank else data)[0]
+
+    def share(self, data: bytes) -> list[bytes]:
+        """See `fullshard.checkpoint.CheckpointRanks`."""
+        sizes = multihost_utils.process_allgather(np.asarray([len(data)], np.int32))
+        padded = np.zeros(max(1, int(sizes.max())), np.uint8)
+        padded[: len(data)] = np.frombuffer(data, np.uint8)
+        rows = multihost_utils.process_allgather(padded)
+        return [bytes(row[: int(n)]) for row, n in zip(rows, sizes.reshape(-1), strict=True)]
+
+    def duplicate(self, run: Path, files: Files) -> FolderRanks:
+        """Ranks that talk through ``run``: threads of a JAX program have no collectives."""
+        name = self.broadcast(uuid.uuid4().hex.encode()).decode()
+        aside = FolderRanks(run, name, self.rank, self.size, files)
+        failure: Exception | None = None
+        try:
+            if self.rank == 0:
+                aside.open()
+        except OSError as error:
+            failure = error
+        agree(self, f"nothing can be saved to {run}", failure)
+        return aside
+
+
+def process_ranks() -> CheckpointRanks:
+    """All processes."""
+    return _ProcessRanks() if jax.process_count() > 1 else SoloRanks()
+
+
+# -- saving ----------------------------------------------------------------------------------------
 
 
 class _Trained:
@@ -101,26 +245,25 @@ def save_checkpoint(
 def _pieces(leaf: Leaf) -> list[Piece]:
     if leaf.dtype not in STORED_DTYPES:
         raise ConfigurationError(f"{leaf.path!r} is {leaf.dtype}, which safetensors cannot hold")
-    parts: list[tuple[Box | None, Any]] = []
+    parts: list[tuple[Box, Any]] = []
     if isinstance(leaf.data, jax.Array):
         shards = [shard for shard in leaf.data.addressable_shards if shard.replica_id == 0]
         parts = [(leaf.box(shard.index), shard.data) for shard in shards]
     elif jax.process_index() == 0:
         parts = [(leaf.box((slice(None),) * len(leaf.shape)), leaf.data)]
-    if 0 in leaf.shape:
-        parts = parts[:1]  # an array without elements, once
+    # An array without elements is there once, one with some has no empty parts.
+    parts = parts[:1] if 0 in leaf.shape else [part for part in parts if part[0].numel]
     return [
         Piece(
             name,
             leaf.shape,
             STORED_DTYPES[leaf.dtype],
-            () if box is None else (box,),
+            (box,) if box.numel else (),
             _ShardSource(leaf, data),
-            None if box is None else grid_tile(leaf.shape, box),
+            grid_tile(leaf.shape, box) if box.numel else None,
         )
         for name in (leaf.stored.name, *leaf.stored.also)
         for box, data in parts
-        if box is not None or 0 in leaf.shape
     ]
 
 
@@ -146,7 +289,7 @@ def _plain_value(value: Any) -> Any:
     return np.asarray(value).tolist() if hasattr(value, "dtype") else value
 
 
-# -- loading -------------------------------------------------------------------------------------
+# -- loading ---------------------------------------------------------------------------------------
 
 
 def load_checkpoint(
@@ -226,7 +369,7 @@ class _StateDelivery:
             change := change_of_kind(name, stored.dtype, here, strict)
         ):
             self._converted.append(change)
-        boxes = dict.fromkeys(box for index in _indices(leaf) if (box := leaf.box(index)))
+        boxes = dict.fromkeys(box for index in _indices(leaf) if (box := leaf.box(index)).numel)
         inspect = strict and is_narrower(stored.dtype, here)
         return [Want(name, (box,), key=(number, box), inspect=inspect) for box in boxes]
 
@@ -283,21 +426,16 @@ def _indices(leaf: Leaf) -> Sequence[Sequence[slice]]:
 
 
 def _array(leaf: Leaf, parts: Mapping[Box, NDArray[Any]]) -> Any:
-    """The leaf made of its ``parts``."""
+    """The leaf made of its ``parts``; those without elements need not be there."""
 
-    def part(index: Sequence[slice]) -> NDArray[Any]:
-        box = leaf.box(index)
-        if box is not None:
-            return leaf.as_held(parts[box])
-        return np.empty(
-            [len(range(n)[s]) for s, n in zip(index, leaf.here, strict=True)], leaf.data.dtype
-        )
+    def part(index: Sequence[slice] | None) -> NDArray[Any]:
+        box = leaf.box(index or ())
+        return leaf.as_held(parts[box] if box.numel else np.empty(box.sizes))
 
     sharding = _sharding(leaf)
     if sharding is None:
         return _like(leaf, part((slice(None),) * len(leaf.here)))
-    made = jax.make_array_from_callback(leaf.here, sharding, lambda index: part(index or ()))
-    return _like(leaf, made)
+    return _like(leaf, jax.make_array_from_callback(leaf.here, sharding, part))
 
 
 def _like(leaf: Leaf, made: Any) -> Any:

@@ -18,13 +18,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from fullshard.core.errors import ConfigurationError
 from fullshard.launchers import launcher_environment
 
-__all__ = [
-    "MeshAxes", "axis_names", "create_mesh", "describe_mesh", "devices_of_process", "initialize",
-    "read_mesh",
-]  # fmt: skip
+__all__ = ["Axis", "MeshAxes", "axis_names", "create_mesh", "describe_mesh", "devices_of_process",
+           "initialize", "read_mesh"]  # fmt: skip
 
 AXES = ("data", "fsdp", "tensor")
 _log = logging.getLogger(__name__)
+
+Axis = str | tuple[str, ...] | None
+"""The cut of one dimension: by an axis of the mesh, several, or none."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,9 @@ class MeshAxes:
     batch: tuple[str, ...]
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """The number of devices along each axis."""
-        return dict(self.mesh.shape)
-
-    @property
     def shards(self) -> int:
         """Devices along the shard axis."""
-        return int(self.mesh.shape[self.shard])
+        return self.count(self.shard)
 
     @property
     def parts(self) -> int:
@@ -60,27 +56,27 @@ class MeshAxes:
         """The axes that cut a weight in `jax.shard_map`; over an axis left out XLA sums, so those
         of one device are named.
         """
-        return (self.shard, *(n for n, k in self.sizes.items() if k == 1 and n != self.shard))
+        return self.shard, *(n for n, k in self.mesh.shape.items() if k == 1 and n != self.shard)
 
     @property
     def examples(self) -> tuple[str, ...]:
         """The axes that cut examples in `jax.shard_map`."""
         return tuple(dict.fromkeys((*self.batch, *self.weights[1:])))
 
-    def count(self, axis: str | tuple[str, ...] | None) -> int:
+    def count(self, axis: Axis) -> int:
         """The number of parts into which this cuts a dimension."""
-        return math.prod(self.sizes[name] for name in axis_names(axis))
+        return math.prod(self.mesh.shape[name] for name in axis_names(axis))
 
-    def sharding(self, *axes: str | tuple[str, ...] | None) -> NamedSharding:
+    def sharding(self, *axes: Axis) -> NamedSharding:
         """The sharding of arrays whose dimensions these axes cut; of none, that of whole ones."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
-    def gathered(self, axes: Sequence[str | tuple[str, ...] | None]) -> NamedSharding:
+    def gathered(self, axes: Sequence[Axis]) -> NamedSharding:
         """The sharding of arrays that these axes cut at rest, once the shard axis cuts them not."""
         return self.sharding(*(None if axis == self.shard else axis for axis in axes))
 
 
-def axis_names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def axis_names(axis: Axis) -> tuple[str, ...]:
     """The axes of the mesh that cut one dimension."""
     return () if axis is None else (axis,) if isinstance(axis, str) else axis
 
@@ -92,10 +88,7 @@ def read_mesh(
 
     The shard axis is "fsdp", or the only axis that there is. The batch is cut along "data" and the
     shard axis. Explicit axes, as ``jax.make_mesh`` makes them, are taken as Auto: ordinary models
-    need that.
-
-    Raises:
-        ConfigurationError: if that is undecided, or a name is no axis of the mesh.
+    need that. Raises `ConfigurationError` if that is undecided, or for a name that is no axis.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise ConfigurationError(
@@ -128,11 +121,8 @@ def create_mesh(
     """A mesh of ``data`` x ``fsdp`` x ``tensor`` devices, with those axis names, all of type Auto.
 
     ``fsdp`` is what the others leave if it is None. Fewer devices than there are may be asked for:
-    the first ones are taken, and the log says so.
-
-    Raises:
-        ConfigurationError: if an axis is smaller than 1, the product is larger than the number of
-            devices, or, with ``fsdp`` None, the others do not divide that number.
+    the first ones are taken, and the log says so. Raises `ConfigurationError` for sizes that the
+    devices do not give.
     """
     there = list(jax.devices() if devices is None else devices)
     for axis, size in zip(AXES, (data, fsdp, tensor), strict=True):
@@ -175,11 +165,9 @@ def initialize() -> bool:
     """Join the processes of a launcher, each with its devices; before any other use of JAX.
 
     Every process must call it. A launcher (torchrun, Open MPI, SLURM) says in the environment who
-    is who; where there is none nothing is joined and False is returned. Without one call
-    ``jax.distributed.initialize``, which this does. On CPUs collectives run over Gloo.
-
-    Raises:
-        ConfigurationError: if the launcher's variables contradict each other.
+    is who; where there is none nothing is joined and False is returned: call
+    ``jax.distributed.initialize`` then, which this does. On CPUs collectives run over Gloo. Raises
+    `ConfigurationError` if the launcher's variables contradict each other.
     """
     launched = launcher_environment(os.environ)
     if launched is None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make_train_step`: a model, an optimizer and a loss function as one sharded, compiled step."""
+"""The train step that users call: made, compiled, run, evaluated, and made to draw sequences."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,31 +10,29 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
 from jax.sharding import Mesh
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text
-from fullshard.jax.arrays.leaves import as_key
-from fullshard.jax.arrays.mesh import MeshAxes, read_mesh
-from fullshard.jax.arrays.placing import describe, put
-from fullshard.jax.arrays.rule import (
-    Placement,
-    coverage,
-    place,
-    refuse_idle_axes,
-    refuse_low_coverage,
+from fullshard.jax.layers import AROUND_LOOP
+from fullshard.jax.mesh import MeshAxes, read_mesh
+from fullshard.jax.placing import as_key, describe, put, to_host
+from fullshard.jax.program import (
+    KEY,
+    LARGE_BYTES,
+    StepOptions,
+    StepProgram,
+    is_whole,
+    read_options,
 )
-from fullshard.jax.compute.outside import AROUND_LOOP
-from fullshard.jax.training.model import ModelArrays, read_model
-from fullshard.jax.training.options import StepOptions, is_whole, read_options
-from fullshard.jax.training.program import KEY, StepProgram
-from fullshard.jax.training.state import StateArrays, StateSpec, TrainState
+from fullshard.jax.rule import Placement, coverage, place, refuse_idle_axes, refuse_low_coverage
+from fullshard.jax.state import ModelArrays, StateArrays, StateSpec, TrainState, read_model
 
-__all__ = ["TrainState", "TrainStep", "make_train_step"]
+__all__ = ["TrainStep", "generate", "make_train_step"]
 
 _log = logging.getLogger(__name__)
 
-_LARGE_BYTES = 1 << 20
 _WHOLE = "if it is the same for all examples, name it by whole=(pattern,)"
 
 
@@ -93,7 +92,7 @@ class TrainStep:
         if options["at_most_unsharded"] is not None:
             refuse_low_coverage(self.placements, options["at_most_unsharded"])
         elif options["rule"] is None:
-            refuse_low_coverage(self.placements, 0.02, _LARGE_BYTES)
+            refuse_low_coverage(self.placements, 0.02, LARGE_BYTES)
         refuse_idle_axes(self.placements, axes)
         self.axes: MeshAxes = axes
         self.options: StepOptions = options
@@ -180,10 +179,11 @@ class TrainStep:
         """
 
         def placed(leaf: Any) -> Any:
+            leaf = _read(leaf)
             cut = np.ndim(leaf) and np.shape(leaf)[0] % self.axes.parts == 0
             return _on_device(leaf, self.axes.sharding(*((self.axes.batch,) if cut else ())))
 
-        args = jax.tree.map(placed, _read_arrays(args))
+        args = jax.tree.map(placed, args)
         with jax.set_mesh(self.mesh):
             return self._apply(function, self._arrays.fitted(state), *args)
 
@@ -229,7 +229,7 @@ class TrainStep:
             for each in self.placements
             if each.sharded
             and each.name in self.outside
-            and (each.spec.bytes >= _LARGE_BYTES or self.outside[each.name] == AROUND_LOOP)
+            and (each.spec.bytes >= LARGE_BYTES or self.outside[each.name] == AROUND_LOOP)
         )
         for note in self.notes:
             _log.warning("%s", note)
@@ -269,7 +269,7 @@ class TrainStep:
 
     def _checked(self, batch: Any) -> Any:
         """``batch`` as arrays that the devices can share."""
-        batch = _read_arrays(batch)
+        batch = jax.tree.map(_read, batch)
         parts, accumulate = self.axes.parts, self.options["accumulate"]
         first: tuple[str, int] | None = None
         for path, leaf in jax.tree.leaves_with_path(batch):
@@ -292,14 +292,10 @@ class TrainStep:
         return batch
 
 
-def _read_arrays(tree: Any) -> Any:
-    """``tree`` with what is no array of JAX or NumPy, but can become one, as such."""
-
-    def read(leaf: Any) -> Any:
-        other = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array | np.generic)
-        return np.asarray(leaf) if other else leaf
-
-    return jax.tree.map(read, tree)
+def _read(leaf: Any) -> Any:
+    """Turn what is no array of JAX or NumPy, but can become one, into such."""
+    other = hasattr(leaf, "__array__") and not isinstance(leaf, jax.Array | np.generic)
+    return np.asarray(leaf) if other else leaf
 
 
 def _on_device(leaf: Any, sharding: Any) -> Any:
@@ -317,12 +313,87 @@ def _dtype_on_device(leaf: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """A function of a model, which is put in evaluation mode before."""
+    """A function of a model that is put in evaluation mode before; compiled once for equal ones."""
 
     function: Callable[..., Any]
-    key: tuple[Any, ...] = field(compare=False)
+    key: tuple[Any, ...] = field(default=(), compare=False)
 
-    def __call__(self, model: Any, batch: Any) -> Any:
+    def __call__(self, model: Any, *args: Any) -> Any:
         if hasattr(model, "eval"):
             model.eval()
-        return self.function(model, batch, *self.key)
+        return self.function(model, *args, *self.key)
+
+
+# -- sequences -----------------------------------------------------------------------------------
+
+
+def generate(
+    step: TrainStep,
+    state: TrainState,
+    prompt: Any,
+    count: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    decoder: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+) -> np.ndarray[Any, Any]:
+    """Tokens (rows, count) that the model of ``state`` draws after ``prompt`` (rows, length).
+
+    The model has two methods, or ``decoder`` two functions that take it first.
+    ``decode(tokens, cache, position)`` takes one token of each row (rows,) that stands at
+    ``position`` and gives logits (rows, classes) for the next, and the cache of keys and values
+    with this position in it; ``cache(rows, length)`` makes one with room for ``length`` positions.
+    The whole is one program, a scan over positions in which each layer's weights are gathered when
+    its turn comes. Rows are cut over the devices if they divide.
+
+    With ``temperature`` 0 the likeliest token is taken. With several processes all of them must
+    call, with the same arguments; all get the same tokens.
+
+    Raises:
+        ConfigurationError: if the prompt is empty or has another shape, or ``count`` is below 1.
+    """
+    prompt = np.asarray(prompt, np.int32)
+    if prompt.ndim != 2 or not prompt.size or count < 1:
+        raise ConfigurationError(
+            f"generate wants a prompt of shape (rows, length) and a count of at least 1, got "
+            f"{prompt.shape} and {count}"
+        )
+    arguments = (prompt, np.float32(temperature), np.uint32(seed))
+    return to_host(step.apply(state, _Evaluation(_drawing(count, decoder)), *arguments))
+
+
+@functools.cache
+def _drawing(
+    count: int, decoder: tuple[Callable[..., Any], Callable[..., Any]] | None
+) -> Callable[..., Array]:
+    """One program that draws."""
+
+    def draw(model: Any, prompt: Array, temperature: Array, seed: Array) -> Array:
+        if decoder is not None:
+            decode, new_cache = (functools.partial(function, model) for function in decoder)
+        elif hasattr(model, "decode") and hasattr(model, "cache"):
+            decode, new_cache = model.decode, model.cache
+        else:
+            lacks = "decode" if hasattr(model, "cache") else "cache"
+            raise ConfigurationError(
+                f"generate wants a model with methods decode and cache, and {type(model).__name__} "
+                f"has no {lacks}: give decoder=(decode, cache), functions that take the model first"
+            )
+        rows, length = prompt.shape
+        key = jax.random.key(seed)
+
+        def position(carry: Any, at: Array) -> tuple[Any, Array]:
+            token, cache = carry
+            logits, cache = decode(token, cache, at)
+            logits = logits.astype(jnp.float32)
+            noise = jax.random.gumbel(jax.random.fold_in(key, at), logits.shape)
+            # The largest of logits plus Gumbel noise is a draw from their softmax.
+            drawn = (logits + noise * temperature).argmax(-1).astype(prompt.dtype)
+            known = lax.dynamic_index_in_dim(prompt, jnp.minimum(at + 1, length - 1), 1, False)
+            token = jnp.where(at + 1 < length, known, drawn)
+            return (token, cache), token
+
+        start = prompt[:, 0], new_cache(rows, length + count)
+        _, tokens = lax.scan(position, start, jnp.arange(length + count - 1))
+        return tokens[length - 1 :].T
+
+    return draw

@@ -17,7 +17,10 @@ numbers for all examples from one key. Statistics that are only used inside are 
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -28,15 +31,75 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
-from fullshard.jax.arrays.leaves import is_array, path_name, split_arrays
-from fullshard.jax.arrays.rule import Axis
-from fullshard.jax.compute.context import Tracing, current, tracing
+from fullshard.core.spec import ParamSpec
+from fullshard.jax.mesh import Axis, MeshAxes
+from fullshard.jax.placing import is_array, path_name, split_arrays
+from fullshard.jax.rule import Placement, place
 
-__all__ = ["gathered", "jaxprs_in", "reduced_gather", "scan_layers"]
+__all__ = ["AROUND_LOOP", "Tracing", "current", "gathered", "reduced_gather", "scan_layers",
+           "tracing", "used_outside"]  # fmt: skip
 
 _ALONE_BYTES = 1 << 19
 _KEPT = ("block", "matmuls", "none")  # as a step calls them
 _POLICIES = {"matmuls": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+
+
+@dataclass
+class Tracing:
+    """The step whose loss is being traced, for the helpers that it calls.
+
+    ``plain`` makes them compute as they would outside of a step. ``notes`` are what they have to
+    say; ``mixing`` has, when layers are checked, by name how far a layer's results for a part of
+    the batch were from those for all of it.
+    """
+
+    axes: MeshAxes
+    placements: Mapping[str, Placement]
+    reduce: Any = None  # the dtype in which gradients are summed; None: their own
+    remat: Any = True
+    plain: bool = False
+    notes: list[str] = field(default_factory=list)
+    mixing: dict[str, float] | None = None
+
+    def rests(self, x: Any) -> tuple[Axis, ...]:
+        """The cut of a weight like this one, or of a slice of a stack of such, as the rule has it.
+
+        Where several arrays of one shape are cut in different ways, the default rule answers; XLA
+        then moves what lies otherwise.
+        """
+        alike = set()
+        for each in self.placements.values():
+            if each.spec.shape == x.shape:
+                alike.add(each.axes)
+            elif each.spec.shape[1:] == x.shape and each.axes[:1] == (None,):
+                alike.add(each.axes[1:])
+        if len(alike) == 1:
+            return alike.pop()
+        return place([ParamSpec("weight", x.shape, str(x.dtype))], self.axes)[0].axes
+
+    def cut_dim(self, x: Any) -> int | None:
+        """The dimension of such a weight that the shard axis cuts."""
+        axes = self.rests(x)
+        return axes.index(self.axes.shard) if self.axes.shard in axes else None
+
+
+_tracing: ContextVar[Tracing | None] = ContextVar("fullshard_jax_tracing", default=None)
+
+
+def current() -> Tracing | None:
+    """The step whose loss is being traced, if its helpers are to act; else None."""
+    now = _tracing.get()
+    return None if now is None or now.plain else now
+
+
+@contextmanager
+def tracing(now: Tracing | None) -> Iterator[None]:
+    """Make ``now`` the current one."""
+    token = _tracing.set(now)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
 
 
 def gathered(layer: Any, *, remat: Any = None) -> Callable[..., Any]:
@@ -172,8 +235,8 @@ class _Call:
         axes = self.now.axes
         if axes.parts == 1:
             return plain(weights, *args, **kwargs)
-        if not axes.only_batch:
-            return plain(_constrained(self.now, weights), *args, **kwargs)
+        if not axes.only_batch:  # with a tensor axis XLA gathers, where it is told to
+            return plain(jax.tree.map(self._whole, weights), *args, **kwargs)
         try:
             apart = self._apart()
         except Exception as error:
@@ -189,6 +252,11 @@ class _Call:
         result = plain(weights, *args, **kwargs)
         self._compare(result, apart(), self.now.mixing)
         return result
+
+    def _whole(self, x: Any) -> Any:
+        if not is_array(x) or not x.ndim:
+            return x
+        return lax.with_sharding_constraint(x, self.now.axes.gathered(self.now.rests(x)))
 
     def _flat(self, *arrays: Any) -> Any:
         """The layer as a function of arrays alone; what it calls is computed as it stands."""
@@ -246,7 +314,7 @@ class _Call:
 
     def _mapped(self, run: Any, batched: Sequence[bool], out: Sequence[int]) -> Any:
         now = self.now
-        cuts = [_cut_dim(now, x) if at < self.weights else None
+        cuts = [now.cut_dim(x) if at < self.weights else None
                 for at, x in enumerate(self.arrays)]  # fmt: skip
         examples = PartitionSpec(now.axes.examples)
         specs = [
@@ -322,22 +390,6 @@ reduced_gather.defvjp(
 )
 
 
-def _constrained(now: Tracing, weights: Any) -> Any:
-    """Weights whole along the shard axis, for XLA to gather, on a mesh with a tensor axis."""
-
-    def one(x: Any) -> Any:
-        if not is_array(x) or not x.ndim:
-            return x
-        return lax.with_sharding_constraint(x, now.axes.gathered(now.rests(x.shape, x.dtype)))
-
-    return jax.tree.map(one, weights)
-
-
-def _cut_dim(now: Tracing, x: Any) -> int | None:
-    axes: tuple[Axis, ...] = now.rests(x.shape, x.dtype)
-    return axes.index(now.axes.shard) if now.axes.shard in axes else None
-
-
 def _dim_of_examples(own: Sequence[int], twice: Sequence[int], factor: int) -> int:
     differ = [dim for dim, (a, b) in enumerate(zip(own, twice, strict=True)) if a != b]
     if len(differ) != 1 or twice[differ[0]] != factor * own[differ[0]]:
@@ -348,7 +400,7 @@ def _dim_of_examples(own: Sequence[int], twice: Sequence[int], factor: int) -> i
     return differ[0]
 
 
-def jaxprs_in(eqn: Any) -> list[Any]:
+def _jaxprs_in(eqn: Any) -> list[Any]:
     """The jaxprs among the parameters of an operation, without their constants."""
     parts = [x for value in eqn.params.values()
              for x in (value if isinstance(value, tuple | list) else (value,))]  # fmt: skip
@@ -363,7 +415,7 @@ def _refuse_shared_draws(jaxpr: Any) -> None:
             raise NotSupportedError(
                 "it draws random numbers of all examples from one key: give a key for each example"
             )
-        for inner in jaxprs_in(eqn):
+        for inner in _jaxprs_in(eqn):
             _refuse_shared_draws(inner)
 
 
@@ -389,3 +441,52 @@ def _unequal(number: int, where: str) -> str:
         f"scan_layers: blocks 0 and {number} differ {where}; layers that differ go through "
         "gathered(block)(x), one by one"
     )
+
+
+AROUND_LOOP = "gathered(layer)(weights, x) around the loop"
+"""The call for weights that every turn of a loop uses: XLA sums their gradients in each."""
+
+_CALLS = {
+    "gather": "embed(table, tokens)",
+    "conv_general_dilated": "gathered(layer)(weights, x)",
+    "dot_general": "gathered(layer)(weights, x), or of a head cross_entropy(hidden, head, targets)",
+    "ragged_dot_general": "gathered(layer)(weights, x)",
+    "while": AROUND_LOOP,
+}
+
+
+def used_outside(jaxpr: Any, names: Sequence[str]) -> dict[str, str]:
+    """Name the arrays of ``names``, the first operands, that XLA gathers, with the call to write.
+
+    A weight stays itself through operations on it alone, as casts, slices and transposes.
+    """
+    outside: dict[str, str] = {}
+    _walk(jaxpr, dict(zip(jaxpr.invars, names, strict=False)), outside)
+    return outside
+
+
+def _walk(jaxpr: Any, named: dict[Any, str], outside: dict[str, str]) -> list[str | None]:
+    """Go through a jaxpr whose variables ``named`` are weights; the names of its results."""
+
+    def name(atom: Any) -> str | None:
+        return None if hasattr(atom, "val") else named.get(atom)
+
+    for eqn in jaxpr.eqns:
+        weights = [name(atom) for atom in eqn.invars]
+        kind = eqn.primitive.name
+        if not any(weights) or kind == "shard_map":
+            continue
+        results: Sequence[str | None] = []
+        if kind in _CALLS:
+            outside.update((each, _CALLS[kind]) for each in weights if each)
+        elif inner := _jaxprs_in(eqn):
+            for one in inner:  # what chooses a branch stands before its operands
+                theirs = weights[max(0, len(weights) - len(one.invars)) :]
+                pairs = zip(one.invars, theirs, strict=False)
+                results = _walk(one, {a: b for a, b in pairs if b}, outside)
+            constants = weights[: eqn.params["num_consts"]] if kind == "scan" else ()
+            outside.update((each, AROUND_LOOP) for each in constants if each in outside)
+        elif not any(x.aval.shape for x in eqn.invars if not name(x)):
+            results = [next(filter(None, weights))] * len(eqn.outvars)
+        named.update((x, n) for x, n in zip(eqn.outvars, results, strict=False) if n)
+    return [name(atom) for atom in jaxpr.outvars]

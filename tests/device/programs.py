@@ -167,7 +167,7 @@ def _(job):
     model = shard(gpt(), job.mesh, align="matrix")
     matrices = [p for p in model.blocks.parameters() if p.ownership.owner is not None]
     muon = torch.optim.Muon(matrices, lr=1e-2)
-    muon._fullshard_looks_beyond = (1, None)  # tensors here have no values to try it with
+    muon._fullshard_looks_beyond = ((1, False), None)  # tensors here have no values to try it with
 
     def before_step(_):
         begun.append(len(job.machine.collectives))
@@ -190,7 +190,7 @@ def _(job):
     matrices = [param for param in model.blocks.parameters() if param.dim() == 2]
     others = set(model.parameters()).difference(matrices)
     muon = torch.optim.Muon(matrices, lr=1e-2)
-    muon._fullshard_looks_beyond = (1, None)  # tensors here have no values to try it with
+    muon._fullshard_looks_beyond = ((1, False), None)  # tensors here have no values to try it with
     ours.exchange_matrices(muon)
     job.train(model, muon, before_step=lambda _: [setattr(each, "grad", None) for each in others])
     calls = [kind for _, kind, *_ in job.machine.collectives]

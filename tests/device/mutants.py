@@ -213,7 +213,7 @@ MUTANTS = {
         "a class that decides what travels",
     ),
     "parameters keep what a class wraps": _edit(
-        "unit.sites:notes_on", "k not in values", "True", "a class that decides what travels",
+        "unit.sites:notes_on", "k not in inner", "True", "a class that decides what travels",
     ),
     "unshard's handle waits for nothing": _edit(
         "fsdp2.module:UnshardHandle.wait", "self._managed.unit.await_gather()", "pass",
@@ -400,10 +400,6 @@ MUTANTS = {
     "a function is recomputed before what came behind it is over": _optional(
         "core.schedule.step:StepMachine.runs_again", "if again:", "if False:"
     ),
-    "ranks that follow a recomputation await its backward": _optional(
-        "step.optional:OptionalUnits._take_part", " and not self._following"
-    ),
-    # values
     "comparisons of what norms are of are not waited for": _edit(
         "tensor.reductions:_are_alike", 'a norm or sum is of").wait()', 'a norm or sum is of")',
         "operations by element",
@@ -458,7 +454,7 @@ MUTANTS = {
     "an owner keeps copies of gradients": Mutant(
         (
             ("optim.owned_step:_give_grad", "plain.view(", "plain.clone().view("),
-            ("optim.owned_step:OwnedStep._finish", "self._pairs, self._units,", "_, self._units,"),
+            ("optim.owned_step:_let_go", "each.grad = None", "pass"),
         ),
         ("owned matrices",),
     ),
@@ -471,7 +467,7 @@ MUTANTS = {
         "exchanged matrices",
     ),
     "an owner keeps what was exchanged": _edit(
-        "optim.owned_step:OwnedStep._finish", "self._pairs, self._units,", "_, self._units,",
+        "optim.owned_step:_let_go", "each.grad = None", "pass",
         "exchanged matrices", ranks=(1,),
     ),
     "owners keep the new values": _edit(

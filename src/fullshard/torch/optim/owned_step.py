@@ -14,7 +14,7 @@ fails.
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -179,6 +179,7 @@ class OwnedStep:
             if stand_in.grad is not None and param not in moved:
                 count_change(param.local)
         self._give_back(optimizer, stepped, state)
+        _let_go(stepped.values())
         self._pairs, self._units, self._before = [], [], None
         for group, changed in zip(optimizer.param_groups, twin.param_groups, strict=True):
             group.update({name: value for name, value in changed.items() if name != "params"})
@@ -207,15 +208,17 @@ class OwnedStep:
 
         By a twin for each, made as the first one was, so that what a step counts it counts once.
         """
-        finish = None
+        finish, earlier = None, stepped
         for number, unit in enumerate(self._units):
             if number:
-                stepped = self._step_another(number, optimizer, state)
+                earlier, stepped = stepped, self._step_another(number, optimizer, state)
             before, finish = finish, self._exchange.give_back(unit, stepped)
             if before is not None:
                 before()
+                _let_go(earlier.values())
         if finish is not None:
             finish()
+            _let_go(stepped.values())
 
     def _step_another(
         self, number: int, optimizer: Optimizer, state: dict[Any, Any]
@@ -260,6 +263,13 @@ def _is_own(value: Any) -> bool:
         return type(value) is Tensor and value.is_leaf
     plain = (bool, int, float, str, type(None))
     return all(isinstance(each, plain) for each in tree_leaves(value))
+
+
+def _let_go(stand_ins: Iterable[nn.Parameter]) -> None:
+    """Leave values and gradients, which tensors that are kept would hold until the next step."""
+    for each in stand_ins:
+        each.grad = None
+        each.data = each.data.new_empty(0)
 
 
 def _shape(param: Tensor) -> tuple[int, ...]:

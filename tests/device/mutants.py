@@ -400,6 +400,7 @@ MUTANTS = {
     "a function is recomputed before what came behind it is over": _optional(
         "core.schedule.step:StepMachine.runs_again", "if again:", "if False:"
     ),
+    # values
     "comparisons of what norms are of are not waited for": _edit(
         "tensor.reductions:_are_alike", 'a norm or sum is of").wait()', 'a norm or sum is of")',
         "operations by element",

@@ -23,9 +23,9 @@ from fullshard.testing import LocalWorld, LocalWorldError
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.checked import CheckedComm, checked_in_debug_mode
 from fullshard.torch.comm.protocol import Comm, SoloComm
-from fullshard.torch.comm.watch.parting import deadlock, parting
+from fullshard.torch.comm.watch.parting import PARTED, deadlock, parting
 from fullshard.torch.comm.watch.store import own_store
-from fullshard.torch.comm.watch.watchdog import Watchdog, period_s_of
+from fullshard.torch.comm.watch.watchdog import Watchdog, Witness, period_s_of
 
 CPU = torch.device("cpu")
 
@@ -188,6 +188,16 @@ def test_what_watchdogs_ask_of_the_store_is_bounded_in_large_worlds():
     assert 5 not in asked
     assert told.endswith("(64 of 16383 others were asked)")
     assert "asked" not in Watchdog.table(watchdog, range(65))
+
+
+def test_a_parting_is_told_though_the_store_has_ended():
+    def publish():
+        raise RuntimeError("Broken pipe")
+
+    watchdog = SimpleNamespace(hear=lambda family: f"{PARTED}left out", publish=publish)
+    witness = SimpleNamespace(watchdog=watchdog, family="all", _rank=2)
+    told = str(Witness.failure(witness, "gather", RuntimeError("connection closed")))
+    assert told == f"gather is given up on rank 2: {PARTED}left out"
 
 
 def test_at_first_both_may_be_at_fault():

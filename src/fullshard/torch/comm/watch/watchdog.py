@@ -147,7 +147,8 @@ class Witness:
         if self.watchdog is not None:
             parted = self.watchdog.hear(self.family)
             if parted is not None and parted.startswith(PARTED):
-                self.watchdog.publish()
+                with contextlib.suppress(RuntimeError):  # another rank's end ends the store
+                    self.watchdog.publish()
                 time.sleep(PERIOD_S / 4)  # the others read it now: their connections are closed
                 return CommunicationError(f"{what} is given up on rank {self._rank}: {parted}")
             self.watchdog.announce(self.family, text)

@@ -273,6 +273,13 @@ OF_USERS = {
 }
 
 
+@pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_run_parts_with_gradients_and_without(ranks, door):
+    steps = [[patterns(ranks, 2 * s + batch, least=-1) for batch in range(2)] for s in range(8)]
+    check(ranks, steps, door, again=ranks == 3)
+
+
 @pytest.mark.parametrize(
     ("way", "no_sync"), [*((way, False) for way in OF_USERS), ("fully_shard", True)]
 )

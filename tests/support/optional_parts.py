@@ -44,11 +44,17 @@ class Model(nn.Module):
             draw(self, seed=7)
 
     def forward(self, text, used):
-        """``used`` gives for each part how often it runs, on inputs made from the text."""
+        """``used`` gives for each part how often it runs, on inputs made from the text.
+
+        Less than 0: so many times without gradients.
+        """
         x = self.embed(text)
         for name, block in zip(PARTS, [*self.blocks, None], strict=True):
-            for _ in range(used.get(name, 0)):
-                x = x + getattr(self, name)(torch.cat([text, text[:, :2]], dim=1))
+            runs = used.get(name, 0)
+            for _ in range(abs(runs)):
+                with torch.set_grad_enabled(runs > 0 and torch.is_grad_enabled()):
+                    added = getattr(self, name)(torch.cat([text, text[:, :2]], dim=1))
+                x = x + added
             if block is not None:
                 run = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
                 x = torch.tanh(run)
@@ -160,7 +166,7 @@ def of_one_process(ranks, steps, again=False, model=None, mean_over="ranks"):
             losses = [model(inputs[r], pattern[r]).square().mean() for r in range(ranks)]
             weights = {}
             if mean_over == "users":
-                users = {part: sum(map(bool, (u.get(part, 0) for u in pattern))) for part in PARTS}
+                users = {part: sum(u.get(part, 0) > 0 for u in pattern) for part in PARTS}
                 weights = {part: ranks / count for part, count in users.items() if count}
             add_gradients(model, sum(losses) / ranks, weights)
         history.append(update(model, optimizer))
@@ -190,10 +196,10 @@ def train(model, rank, ranks, steps, no_sync=False, announce=()):
     return history
 
 
-def patterns(ranks, seed, most=1):
+def patterns(ranks, seed, most=1, least=0):
     """For each rank how often it runs each part, drawn at random."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(0, most + 1, (ranks, len(PARTS)), generator=generator).tolist()
+    drawn = torch.randint(least, most + 1, (ranks, len(PARTS)), generator=generator).tolist()
     return [dict(zip(PARTS, row, strict=True)) for row in drawn]
 
 

@@ -444,10 +444,6 @@ MUTANTS = {
         "optim.owned_step:OwnedStep._finish", "count_change(param.local)", "param.full_tensor()",
         "owned matrices",
     ),
-    "state stays with what stands in": _edit(
-        "optim.owned_step:OwnedStep._collect", "state[param] =", "state[stand_in] =",
-        "owned matrices",
-    ),
     "an owner asks the device for gradients": _edit(
         "optim.owned_step:OwnedStep._finish", "if stand_in.grad is not None and",
         "if stand_in.grad is not None and bool(stand_in.grad[0, 0] + 1) and", "owned matrices",

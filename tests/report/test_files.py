@@ -26,6 +26,7 @@ from fullshard.report import (
     read_run,
     record_path,
 )
+from fullshard.report.summary import report_of
 
 UNITS = (RecordedUnit("(root)", 10, 40, 20, 40), RecordedUnit("layers.<b>0</b>", 6, 24, 12, 24))
 FACTS = Facts(
@@ -177,6 +178,20 @@ def test_what_is_no_run_is_refused_with_what_was_expected(tmp_path: Path) -> Non
     record_path(tmp_path, 1).rename(path)
     with pytest.raises(ConfigurationError, match="is the record of rank 1"):
         read_run(tmp_path)
+
+
+def test_ranks_whose_files_cannot_be_read_are_left_out_and_named(tmp_path: Path) -> None:
+    write(tmp_path, STEP).end(2.0)
+    record_path(tmp_path, 2).write_bytes(record_path(tmp_path, 1).read_bytes())
+    record_path(tmp_path, 3).write_bytes(b"\0" * 100)
+    record_path(tmp_path, 4).mkdir()
+    assert list(read_run(tmp_path).ranks) == [1]
+    told = [note for note in report_of(tmp_path).notes if note.startswith("left out: ")]
+    for note, file, why in zip(
+        told, (2, 3, 4), ("the record of rank 1", "1 lines cannot", "Is a directory"), strict=True
+    ):
+        assert f"rank-0000{file}.jsonl" in note
+        assert why in note
 
 
 def test_numbers_that_are_none_are_written_as_null(tmp_path: Path) -> None:

@@ -156,24 +156,31 @@ def age_of_process_s() -> float:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read the records that a run has left in ``folder``.
+    """Read the records that a run has left in ``folder``; what cannot be read is left out.
 
-    Raises `ConfigurationError` if there is none, one cannot be read, or none of its lines is right.
+    Raises `ConfigurationError` if there is none, or none can be read.
     """
-    place = Path(folder) / "trace"
-    found = {_NAME.fullmatch(path.name): path for path in sorted(place.glob("rank-*.jsonl"))}
-    ranks = {int(match[1]): read_rank(path) for match, path in found.items() if match}
+    ranks: dict[int, RankRecord] = {}
+    unread: list[ConfigurationError] = []
+    for path in sorted((Path(folder) / "trace").glob("rank-*.jsonl")):
+        if match := _NAME.fullmatch(path.name):
+            try:
+                record = read_rank(path)
+                if record.rank != int(match[1]):
+                    raise ConfigurationError(f"{path}: this is the record of rank {record.rank}")
+                ranks[record.rank] = record
+            except ConfigurationError as error:
+                unread.append(error)
     if not ranks:
-        raise ConfigurationError(
-            f"{str(folder)!r} holds no record: expected trace/rank-00000.jsonl in it, as "
-            "fullshard train and fullshard.report.recording write it"
-        )
-    for rank, record in ranks.items():
-        if record.rank != rank:
-            raise ConfigurationError(
-                f"{record_path(folder, rank)}: this is the record of rank {record.rank}"
-            )
-    return RunRecord(ranks)
+        raise (unread or [_nothing_in(folder)])[0]
+    return RunRecord(ranks, tuple(map(str, unread)))
+
+
+def _nothing_in(folder: str | Path) -> ConfigurationError:
+    return ConfigurationError(
+        f"{str(folder)!r} holds no record: expected trace/rank-00000.jsonl in it, as "
+        "fullshard train and fullshard.report.recording write it"
+    )
 
 
 def read_rank(path: str | Path) -> RankRecord:

@@ -252,9 +252,13 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The records of all ranks of a run that have left one, by rank."""
+    """The records of all ranks of a run that have left one, by rank.
+
+    ``unread`` says of other files why they cannot be read.
+    """
 
     ranks: Mapping[int, RankRecord]
+    unread: tuple[str, ...] = ()
 
     @property
     def world(self) -> int:

@@ -133,6 +133,8 @@ def _failed(run: RunRecord) -> str:
 def _notes(run: RunRecord, measured: MeasuredRun) -> Iterator[str]:
     if run.absent:
         yield f"there is no record of {_ranks(run.absent)}: what they did is not known"
+    for why in run.unread:
+        yield f"left out: {why}"
     damaged = sum(record.damaged for record in run.ranks.values())
     if damaged:
         yield f"{damaged} lines of the record cannot be read, as after a kill; they are left out"

@@ -27,7 +27,9 @@ from fullshard.torch import (
     summon_full_params,
     tracing,
 )
+from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.step.managed import managed_unit_of
+from fullshard.torch.step.paths import make_ties
 from fullshard.torch.unit.unit import UnitState
 
 FSDP = FullyShardedDataParallel
@@ -182,6 +184,33 @@ def test_an_unsharded_unit_can_be_used_outside_forward():
     # the forward found it full; backward gathered it again
     expected = (UnitState.RESTING, 1, ShardedParameter, (1, WIDTH))
     assert [(a, b, c, tuple(d)) for a, b, c, d in LocalWorld(2).run(body)] == [expected] * 2
+
+
+def test_a_state_dict_looks_once_for_what_is_unsharded_or_tied(monkeypatch):
+    looked = []
+
+    def counted(root):
+        looked.append(root)
+        return make_ties(root)
+
+    monkeypatch.setattr("fullshard.torch.fsdp2.module.make_ties", counted)
+    comm = SoloComm()
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    for module in (*model, model):
+        fully_shard(module, mesh=comm)
+    model.state_dict()
+    assert looked == [model]
+
+    # One that a hook of another asks for is none of its parts, and a wrapper does not look.
+    inner = fully_shard(nn.Linear(2, 2), mesh=comm)
+    found = []
+    outer = fully_shard(nn.Linear(2, 2), mesh=comm)
+    outer.register_state_dict_post_hook(lambda *_: found.append(inner.state_dict(keep_vars=True)))
+    for collect in (outer.state_dict, FSDP(nn.Sequential(inner), comm).state_dict):
+        inner.unshard()
+        found.append(collect(keep_vars=True))
+    assert {type(value) for state in found for value in state.values()} == {ShardedParameter}
 
 
 @on_ranks(2)

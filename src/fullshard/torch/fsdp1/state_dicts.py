@@ -49,7 +49,7 @@ class StateDictForms(nn.Module):
         asking = _asking_module()
         if asking == _DCP_STATE_DICT or (chosen is None and asking.startswith(_DCP)):
             chosen = settings_of(StateDictType.SHARDED_STATE_DICT)
-        with collecting() as outermost:
+        with collecting("wrapper") as (outermost, _):
             state = wrapped.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if outermost and not keep_vars:
             for name, dtype in buffer_dtypes(self).items():

@@ -90,8 +90,9 @@ class FSDPModule(_OwnModule):
         """
         if args:
             destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[:3]
-        _show_sharded(_module(self))
-        with collecting() as outermost:
+        with collecting("function") as (outermost, first):
+            if first or destination is None:  # else a module around this one has seen to it
+                _show_sharded(_module(self))
             state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if outermost and not keep_vars:
             hand_out(state, prefix, AS_DTENSORS)

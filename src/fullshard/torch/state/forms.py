@@ -59,21 +59,25 @@ _INSTEAD = {
 }
 
 
-class _Depth(threading.local):
-    value = 0
+class _Doors(threading.local):
+    def __init__(self) -> None:
+        self.open: list[str] = []
 
 
-_depth = _Depth()
+_doors = _Doors()
 
 
 @contextmanager
-def collecting() -> Iterator[bool]:
-    """Enter the collection of a state dict; yield True for the outermost, which changes form."""
-    _depth.value += 1
+def collecting(door: str) -> Iterator[tuple[bool, bool]]:
+    """Enter the collection of a state dict of a module of the interface ``door``.
+
+    Yields if it is the outermost of all, which changes form, and the outermost of that interface.
+    """
+    _doors.open.append(door)
     try:
-        yield _depth.value == 1
+        yield len(_doors.open) == 1, _doors.open.count(door) == 1
     finally:
-        _depth.value -= 1
+        _doors.open.pop()
 
 
 def hand_out(state: MutableMapping[str, Any], prefix: str, form: StateForm) -> None:

@@ -336,6 +336,27 @@ def test_options_of_the_wrong_kind_are_refused(comm):
     assert untouched(model)
 
 
+@on_ranks(2)
+def test_a_container_whose_class_has_a_forward_can_be_sharded(comm):
+    class Layers(nn.ModuleList):
+        def forward(self, x):
+            for layer in self:
+                x = layer(x)
+            return x
+
+    class Named(nn.ModuleDict):
+        def forward(self, x):
+            return self["first"](x)
+
+    torch.manual_seed(0)
+    plain = Named({"first": Layers([nn.Linear(2, 2)])})
+    x = torch.randn(3, 2)
+    expected = plain(x)
+    for module in (plain["first"], plain):
+        fully_shard(module, mesh=comm)
+    assert torch.equal(plain(x), expected)
+
+
 @on_ranks(1)
 def test_parameters_on_several_devices_are_refused_by_name(comm):
     model = Net()

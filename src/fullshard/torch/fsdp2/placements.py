@@ -112,8 +112,9 @@ def _parts(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return False for containers, which nobody calls."""
-    return not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    """Return False for containers, which nobody calls, unless their class defines a forward."""
+    containers = (nn.ModuleList, nn.ModuleDict)
+    return not isinstance(module, containers) or type(module).forward is not nn.Module.forward
 
 
 def _where(info: Any) -> Where:

@@ -500,6 +500,20 @@ def collectives_stay_in_comm(source: Source) -> Iterator[str]:
                 yield source.at(node.lineno, f"collective {ast.unparse(node)}")
 
 
+# Of those that take a default device, of which a user's context may choose another.
+FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "ones", "rand", "randint", "randn"}
+FACTORIES |= {"randperm", "scalar_tensor", "tensor", "zeros"}
+
+
+def new_tensors_name_their_device(source: Source) -> Iterator[str]:
+    """``with torch.device("meta")`` and ``torch.set_default_device`` are users' to say."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch."):
+            name = ast.unparse(node.func).removeprefix("torch.")
+            if name in FACTORIES and "device" not in {each.arg for each in node.keywords}:
+                yield source.at(node.lineno, f"torch.{name} without device=")
+
+
 CHECKS = {
     imports_go_down: (PACKAGE,),
     rooms_import_down: (PACKAGE,),
@@ -509,6 +523,7 @@ CHECKS = {
     licence_is_named_once: (PACKAGE, "tests", "benchmarks", "examples"),
     docstrings_are_sentences: (PACKAGE,),
     collectives_stay_in_comm: (PACKAGE + "torch",),
+    new_tensors_name_their_device: (PACKAGE + "torch",),
 }
 
 
@@ -793,6 +808,12 @@ SAMPLES = """
     == collectives_stay_in_comm torch/comm/process_group.py
     import torch.distributed as dist
     dist.all_reduce(x)
+
+    == new_tensors_name_their_device torch/a.py
+    torch.empty(3, dtype=x)  #! torch.empty without device=
+    x.add(torch.tensor([1]))  #! torch.tensor without device=
+    == new_tensors_name_their_device torch/a.py
+    torch.zeros(3, device="cpu"), torch.zeros_like(x), x.new_zeros(3)
 """
 
 

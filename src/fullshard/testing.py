@@ -308,7 +308,7 @@ class LocalComm:
             parts = [torch.split(flat, numels.tolist()) for flat, numels in inputs]
             return [[torch.cat([row[rank] for row in parts])] for rank in range(self.size)]
 
-        inputs = [sent.flat, torch.tensor(sent.numels)]
+        inputs = [sent.flat, torch.tensor(sent.numels, device="cpu")]
         return self._issue("all_to_all", label, inputs, [received.flat], combine, inputs[1:])
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import values_workers as workers
 from support.models import GPT, loss_of, make_batches, seeded
 from support.threads import on_ranks
 from torch import nn
@@ -244,3 +245,12 @@ def test_a_sharded_model_is_not_moved_to_the_meta_device(comm):
     with pytest.raises(UsageError, match="cannot be moved to the meta device"):
         model.to("meta")
     assert model(torch.zeros(1, 3, dtype=torch.int64)).isfinite().all().item()
+
+
+def test_users_may_choose_another_default_device(gloo_world):
+    """One on which what the engine sends could not be computed."""
+    usual, other = (
+        gloo_world.run(4, workers.train_with_another_default_device, device)
+        for device in ("cpu", "meta")
+    )
+    assert other == usual

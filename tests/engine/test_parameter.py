@@ -111,7 +111,7 @@ def test_reading_gradients_and_data():
         param.data = full + 1
         assert torch.equal(param.full_tensor(), full + 1)
         param.data = param.data
-        with pytest.raises(NotSupportedError, match=r"'p0'.*before it is sharded"):
+        with pytest.raises(NotSupportedError, match=r"'p0'.*as by model.to"):
             param.data = full.double()
         frozen = param.requires_grad_(False)
         assert frozen is param

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with values of their own, and children that they fork."""
+"""Ranks with values of their own, children that they fork, and users' default devices."""
 
 import os
 import select
 
 import torch
+import torch.distributed as dist
 from support.limits import PEERS_S
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
-from fullshard.torch import FullyShardedDataParallel, fully_shard
+from fullshard.torch import FullyShardedDataParallel, any_rank, fully_shard, mark_optional
 from fullshard.torch.comm.process_group import ProcessGroupComm
 
 
@@ -88,3 +90,26 @@ def different_values(group, door):
         synced = shard(build(), sync_module_states=True)
         assert bool((synced.module[1].weight.full_tensor() == 1).all())
     return text, off.get_parameter("1.weight").detach().full_tensor().tolist()
+
+
+def train_with_another_default_device(group, default):
+    """Losses of a model whose calls find a default device on which nothing could be computed."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for number, param in enumerate(model.parameters()):
+        nn.init.constant_(param, 0.1 * number)
+    x, losses = torch.ones(2, 4), []
+    with torch.device(default):
+        for module in (*model, model):
+            fully_shard(module, mesh=group)
+        mark_optional(model[1])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            assert any_rank(step == dist.get_rank(group), group) == (step < group.size())
+        whole = model[0].weight.full_tensor().tolist()
+    return losses, whole

@@ -194,7 +194,7 @@ def import_dcp(source: str | Path, run: str | Path, step: int = 0) -> Path:
             if isinstance(told, BytesStorageMetadata):
                 state[name] = None
             else:
-                state[name] = torch.empty(told.size, dtype=told.properties.dtype)
+                state[name] = torch.empty(told.size, dtype=told.properties.dtype, device="cpu")
         tensors = {name: value for name, value in state.items() if value is not None}
         others = {name: None for name, value in state.items() if value is None}
         load(tensors, storage_reader=_Reader(source), no_dist=True)

@@ -303,7 +303,7 @@ class _ModelDelivery:
                 and stored.dtype == "U8"
                 and len(stored.shape) == 1
             ):
-                value = torch.empty(stored.shape, dtype=torch.uint8)
+                value = torch.empty(stored.shape, dtype=torch.uint8, device="cpu")
                 own = value if number == ranks.rank else own
                 self._targets.append((name, replace(local_part(name, value), fresh=True)))
         return own

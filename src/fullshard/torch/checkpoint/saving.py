@@ -43,7 +43,7 @@ RANDOM = "random"  # tensors "random/<rank>": the state of that rank's generator
 
 
 def _pinned_block(size_bytes: int) -> memoryview:
-    memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     return memory.numpy().data
 
 

@@ -76,7 +76,7 @@ def _with_tensors(value: Any) -> Any:
     if isinstance(value, dict):
         if set(value) == {TENSOR, "shape", "data"} and value[TENSOR] in DTYPES:
             if not value["data"]:
-                return torch.empty(value["shape"], dtype=DTYPES[value[TENSOR]])
+                return torch.empty(value["shape"], dtype=DTYPES[value[TENSOR]], device="cpu")
             data = torch.frombuffer(bytearray(value["data"]), dtype=torch.uint8)
             return data.view(DTYPES[value[TENSOR]]).view(value["shape"]).clone()
         return {key: _with_tensors(each) for key, each in value.items()}

@@ -61,7 +61,7 @@ def hierarchical_between_hosts(comm: ProcessGroupComm) -> Comm:
         return comm
     digest = hashlib.blake2b(_host_name().encode(), digest_size=8).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-    names = torch.empty(comm.size, dtype=torch.int64)
+    names = torch.empty(comm.size, dtype=torch.int64, device="cpu")
     comm.all_gather([(names, mine)], label="exchange of host names").wait()
     count = ranks_per_host(names.tolist())
     return HierarchicalComm(comm, count) if 1 < count < comm.size else comm
@@ -158,7 +158,7 @@ class HierarchicalComm(WrappedComm):
         across, within = channels
         first, second = [], []
         for shard, full in equal:
-            sums = torch.empty(across.size * shard.numel(), dtype=full.dtype)
+            sums = torch.empty(across.size * shard.numel(), dtype=full.dtype, device=full.device)
             of_hosts = full.chunk(across.size)
             first += list(zip(sums.chunk(across.size), of_hosts, strict=True))
             second.append((shard, sums))

@@ -45,7 +45,7 @@ def any_rank(flag: bool, group: Where = None) -> bool:
     Collective over ``group``, by default all ranks. For generation, where a rank whose sequences
     have ended keeps running the model while ``any_rank(not finished)``.
     """
-    vote = torch.tensor(int(flag))
+    vote = torch.tensor(int(flag), device="cpu")
     _comm_of(group).all_reduce([vote], "max", label="any_rank").wait()
     return bool(vote.item())
 
@@ -127,8 +127,8 @@ def _turns(
             vote, size = (_HAS_NOTHING if last is None else _AT_END), 0.0
         else:
             last, vote, size = batch, _HAS_BATCH, float(size_of(batch)) if size_of else 1.0
-        said = torch.zeros(2, comm.size, dtype=torch.float64)
-        said[:, comm.rank] = torch.tensor([vote, size], dtype=torch.float64)
+        said = torch.zeros(2, comm.size, dtype=torch.float64, device="cpu")
+        said[:, comm.rank] = torch.tensor([vote, size], dtype=torch.float64, device="cpu")
         return last, size, said, comm.all_reduce([said], label="uneven inputs")
 
     ahead = look_ahead()

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.core.errors import NotSupportedError
-from fullshard.torch.optim.original_params import switch_optimizers
 from fullshard.torch.step.managed import managed_unit_of, managed_units
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.changes import LOW_PRECISION, rest_in_float32, rest_on
+from fullshard.torch.unit.changes import LOW_PRECISION, rest_as, rest_on
 from fullshard.torch.unit.unit import Unit
 
 __all__ = ["FlatHandles", "FlatParameter", "mark_flattened"]
@@ -68,7 +67,7 @@ class _CastableParameter:
                 f"float32 (flat.data = flat.data.float()), got {value.numel()} elements of "
                 f"{value.dtype}; use the parameters that model.parameters() gives"
             )
-        switch_optimizers(rest_in_float32(self._unit))
+        rest_as(self._unit, dict.fromkeys(LOW_PRECISION, torch.float32), trained_only=True)
 
 
 class _RestingParameter:

@@ -54,7 +54,7 @@ from fullshard.torch.sharding.shard import (
 )
 from fullshard.torch.sharding.summon import summon_full_params
 from fullshard.torch.step.managed import managed_unit_of, managed_units
-from fullshard.torch.unit.changes import LOW_PRECISION
+from fullshard.torch.unit.changes import LOW_PRECISION, follow_conversion
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.sites import WRAPPED, ParamSites, clean_name
 from fullshard.wrap import modules_to_wrap
@@ -233,6 +233,10 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module's forward; its parameters are gathered by then."""
         return self.module(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        fn = follow_conversion((managed.unit for managed in managed_units(self)), fn)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -30,8 +30,7 @@ from fullshard.torch.state.forms import AS_DTENSORS, ask_before_loading, collect
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.paths import make_ties
 from fullshard.torch.step.tracker import ensure_tracker, tracker_of
-from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.changes import rest_on, take_over
+from fullshard.torch.unit.changes import follow_conversion, take_over
 from fullshard.torch.unit.sites import clean_name
 
 __all__ = [
@@ -348,7 +347,7 @@ class FSDPModule(_OwnModule):
         module = _module(self)
         make_ties(module)
         on_meta = any(m.unit.shards.device.type == "meta" for m in managed_units(module))
-        fn = self._having_moved(fn)
+        fn = follow_conversion((m.unit for m in managed_units(module)), fn)
         try:
             with filled_with_nan() if on_meta else nullcontext():
                 applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -358,18 +357,6 @@ class FSDPModule(_OwnModule):
                 managed.unit.show_sharded()  # all of it as it was
             raise
         return applied
-
-    def _having_moved(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Move shards where ``fn`` would, if it only moves; return what is left to do."""
-        moved = False
-        for managed in managed_units(_module(self)):
-            unit = managed.unit
-            if unit.sharded and not unit.on_meta:
-                probe = torch.empty(0, dtype=unit.sharded[0].dtype, device=unit.shards.device)
-                there, home = fn(probe), unit.plan.resting_device
-                if there.dtype == probe.dtype and there.device.type in (home.type, "cpu"):
-                    moved |= rest_on(unit, there.device)
-        return (lambda t: t if isinstance(t, ShardedParameter) else fn(t)) if moved else fn
 
     def __deepcopy__(self, memo: Any) -> Any:
         """Refuse: buffers, communicators and hooks are one rank's share of something common."""

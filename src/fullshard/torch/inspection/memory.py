@@ -109,8 +109,8 @@ def memory_of_ranks(group: Where = None) -> MemoryOfRanks:
         return MemoryOfRanks([mine])
     comm = ranks_of(group, ShardingStrategy.FULL_SHARD.sharding).gather
     figures = [-1 if figure is None else figure for figure in astuple(mine)[1:]]
-    shard = torch.tensor(figures, dtype=torch.int64)
-    full = torch.empty(comm.size * len(figures), dtype=torch.int64)
+    shard = torch.tensor(figures, dtype=torch.int64, device="cpu")
+    full = torch.empty(comm.size * len(figures), dtype=torch.int64, device="cpu")
     comm.all_gather([(full, shard)], label="memory of ranks").wait()
     rows = full.view(comm.size, len(figures)).tolist()
     return MemoryOfRanks(_from_figures(rank, row) for rank, row in enumerate(rows))

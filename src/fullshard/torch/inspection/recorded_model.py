@@ -188,7 +188,7 @@ def _clock_offset_s(ranks: Ranks, device: torch.device) -> float:
     for _ in range(_ROUNDS):
         ranks.any(False, device)  # all ranks leave it at about the same moment
         mine = time.time()
-        first = torch.tensor([host, mine // 1, mine % 1], dtype=torch.float64).to(device)
+        first = torch.tensor([host, mine // 1, mine % 1], dtype=torch.float64, device=device)
         ranks.broadcast(first)
         first_host, seconds, fraction = first.tolist()
         offsets.append(mine // 1 - seconds + mine % 1 - fraction)

@@ -131,10 +131,12 @@ def _drawn(
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Return tensors to step, and gradients of each for each step."""
     device = next(p for group in optimizer.param_groups for p in group["params"]).device
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def drawn() -> list[Tensor]:
-        return [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+        return [
+            torch.randn(shape, generator=generator, device="cpu").to(device) for shape in shapes
+        ]
 
     start, downhill = drawn(), drawn()
     grads = [  # of different size, so that what is common of all is not what one alone has

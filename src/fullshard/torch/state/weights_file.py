@@ -125,7 +125,7 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
         failure = error
     entries.raise_together(f"cannot load the weights in {source}", failure)
     try:
-        buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
         with SliceReader(source) as file:
             for name, tensor in entries.values.items():
                 _read_into(name, tensor, file, places[name].start, buffer)
@@ -287,7 +287,7 @@ def _read_into(name: str, tensor: Tensor, file: SliceReader, start: int, buffer:
         _read_pieces(tensor.local, file, begin, buffer)
         count_change(tensor.local)
     elif isinstance(tensor, ShardedParameter | DTensor):
-        full = torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+        full = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
         _read_pieces(full, file, start, buffer)
         if isinstance(tensor, ShardedParameter):
             tensor.local.copy_(tensor.ownership.cut(full))

@@ -102,7 +102,7 @@ def save_in_checkpoint(outputs: Sequence[Tensor]) -> "weakref.ref[Tensor]":
 
     It lives as long as the graph behind the ``outputs`` of a call inside the checkpoint.
     """
-    lead = torch.zeros((), requires_grad=True)
+    lead = torch.zeros((), device="cpu", requires_grad=True)
     saved: Tensor = _Saved.apply(lead)  # type: ignore[no-untyped-call]
     for tensor in outputs:
         node: Any = tensor.grad_fn

@@ -119,7 +119,7 @@ class _Question:
         wants one. Collective.
         """
         units = len(self.inside)
-        votes = torch.zeros(2 * units + 6, dtype=torch.float64)
+        votes = torch.zeros(2 * units + 6, dtype=torch.float64, device="cpu")
         if wanted is not None:
             votes[self.inside.index(wanted)] = 1
             again = wanted.step.recomputed is Moment.RECOMPUTATION and torch.is_grad_enabled()
@@ -376,7 +376,7 @@ class OptionalUnits:
             root.weights = weights
         for comms, together in by_ranks.items():
             mine = [self._machine.leads_back(managed.step) for managed in together]
-            leads = torch.tensor(mine, dtype=torch.float64)
+            leads = torch.tensor(mine, dtype=torch.float64, device="cpu")
             if uneven:
                 for comm in comms:
                     label = "which units a backward may reach"
@@ -488,7 +488,7 @@ class _Reachable(torch.autograd.Function):
 
 def reachable() -> Callable[[Tensor], Tensor]:
     """Return what makes tensors ones that a backward can begin at, though it will find nothing."""
-    lead = torch.zeros((), requires_grad=True)
+    lead = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
 
     def change(tensor: Tensor) -> Tensor:
         if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):

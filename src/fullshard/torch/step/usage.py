@@ -49,7 +49,7 @@ def _settle(units: list[Unit]) -> None:
             unit.gradients.settle(None)
         return
     counts = [len(unit.gradients.trained) for unit in units]
-    joined = torch.ones(sum(counts) + 2)
+    joined = torch.ones(sum(counts) + 2, dtype=torch.float32, device="cpu")
     start = 2
     for unit, count in zip(units, counts, strict=True):
         for index in unit.gradients.absent or ():

@@ -92,6 +92,13 @@ class ShardedParameter(torch.Tensor):
         """Make a gradient or a state that is cut as its parameter is; ``local`` is not copied."""
         return _make(local, ownership, False)
 
+    def hold(self, local: Tensor) -> None:
+        """Have the elements ``local`` from now on, which are not copied, in their dtype."""
+        if local.dtype != self.dtype:
+            alike = _make(local, self.ownership, False)
+            Tensor.data.__set__(self, alike)  # type: ignore[attr-defined]
+        self.local = local
+
     @property
     def span(self) -> Span:
         """The elements of the flattened parameter that this rank holds."""
@@ -146,7 +153,7 @@ class ShardedParameter(torch.Tensor):
             raise NotSupportedError(
                 f"{self.ownership}: .data is {self.dtype} on {self.device} and cannot become "
                 f"{value.dtype} of shape {tuple(value.shape)} on {value.device}; convert or move "
-                "the model before it is sharded"
+                "the sharded module, as by model.to(...)"
             )
         if not (
             isinstance(value, ShardedParameter) and value.local.data_ptr() == self.local.data_ptr()

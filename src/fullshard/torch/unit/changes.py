@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes of a unit between steps: parameters thawed, given up, cast, materialised or assigned."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from fullshard.core.layout import lay_out_segments
 from fullshard.core.spec import ParamSpec
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import dtype_name, dtype_of
-from fullshard.torch.unit.guards.replaced import Successor, mark_replaced, put_back
+from fullshard.torch.unit.guards.replaced import mark_replaced, put_back
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.sites import ParamSites, notes_on
 from fullshard.torch.unit.unit import Unit, UnitState, owner_of, set_owner
@@ -23,10 +22,11 @@ from fullshard.torch.unit.unit import Unit, UnitState, owner_of, set_owner
 __all__ = [
     "LOW_PRECISION",
     "check_initialised",
+    "follow_conversion",
     "follow_requires_grad",
     "gather_apart",
     "give_up",
-    "rest_in_float32",
+    "rest_as",
     "rest_on",
     "take_over",
     "tie",
@@ -98,25 +98,74 @@ def give_up(unit: Unit, originals: Mapping[str, nn.Parameter]) -> None:
         mark_replaced(sharded, each.spec.name)
 
 
-def rest_in_float32(unit: Unit) -> list[Successor]:
-    """Keep trained parameters of lower precision in float32. Collective.
+def follow_conversion(
+    units: Iterable[Unit], convert: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    """Keep ``units`` where and as `torch.nn.Module.to` and its like would ``convert`` parameters.
 
-    Returns which new parameter replaces which, since a tensor cannot change its dtype.
+    Returns what is left to do, for all other tensors. Collective where dtypes change. Nothing is
+    changed if a unit cannot be where it would be. Raises as `rest_on` does.
     """
-    before, names = unit.sharded, [param.ownership.name for param in unit.sharded]
-    _lay_out_anew(unit, lambda specs: [[_raised(spec) for spec in specs]])
-    replaced: list[Successor] = []
-    for old, new, name in zip(before, unit.sharded, names, strict=True):
-        if new is not old:
-            new.ownership = replace(new.ownership, name=name)
-            mark_replaced(old, name)
-            replaced.append((ref(old), new))
-    return replaced
+    known = [unit for unit in units if unit.sharded and not unit.on_meta]
+    probes = [
+        {
+            dtype: convert(torch.empty(0, dtype=dtype, device=unit.shards.device))
+            for dtype in {param.dtype for param in unit.sharded}
+        }
+        for unit in known
+    ]
+    devices = [next(iter(each.values())).device for each in probes]
+    for unit, device, probe in zip(known, devices, probes, strict=True):
+        if device.type not in (unit.plan.resting_device.type, "cpu"):
+            return convert
+        if any(
+            (there.dtype, there.device) != (d, unit.shards.device) for d, there in probe.items()
+        ):
+            _check_between_steps(unit, "converted")
+    done = False
+    for unit, device, probe in zip(known, devices, probes, strict=True):
+        done |= rest_as(unit, {dtype: there.dtype for dtype, there in probe.items()})
+        done |= rest_on(unit, device)
+    return (lambda t: t if isinstance(t, ShardedParameter) else convert(t)) if done else convert
 
 
-def _raised(spec: ParamSpec) -> ParamSpec:
-    low = spec.trainable and dtype_of(spec.dtype) in LOW_PRECISION
-    return replace(spec, dtype=dtype_name(torch.float32)) if low else spec
+def rest_as(
+    unit: Unit, dtypes: Mapping[torch.dtype, torch.dtype], *, trained_only: bool = False
+) -> bool:
+    """Keep parameters, and their gradients, in other ``dtypes``; False if they are. Collective.
+
+    Parameters stay the same objects. Between steps. Raises as `rest_on` does.
+    """
+
+    def converted(spec: ParamSpec) -> ParamSpec:
+        dtype = dtype_of(spec.dtype)
+        stays = trained_only and not spec.trainable
+        return spec if stays else replace(spec, dtype=dtype_name(dtypes.get(dtype, dtype)))
+
+    if all(converted(each.spec) == each.spec for each in unit.params):
+        return False
+    _check_between_steps(unit, "converted")
+    grads = [param.grad for param in unit.sharded]
+    for param in unit.sharded:
+        param.grad = None
+    by_param = dict(zip(unit.sharded, grads, strict=True))
+    _lay_out_anew(unit, lambda specs: [[converted(spec) for spec in specs]])
+    for param, grad in by_param.items():
+        if isinstance(grad, ShardedParameter):
+            grad.hold(grad.local.to(param.dtype))
+        param.grad = grad
+    return True
+
+
+def _check_between_steps(unit: Unit, what: str) -> None:
+    waiting = unit.gradients.kept or unit.gradients.reducing
+    if unit.on_meta or waiting or unit.state in (UnitState.GRADS, UnitState.FULL_WITH_GRADS):
+        raise UsageError(
+            f"unit {unit.name!r} cannot be {what} now: it is on the meta device, or holds "
+            "gradients that are not reduced yet. Do it between steps"
+        )
+    if unit.is_full and not unit.resident:
+        unit.free()
 
 
 def rest_on(unit: Unit, device: torch.device) -> bool:
@@ -137,15 +186,8 @@ def rest_on(unit: Unit, device: torch.device) -> bool:
             f"unit {unit.name!r} rests on {home}, and can be moved to the CPU and back, not to "
             f"{device}; choose the device when the model is sharded"
         )
-    waiting = unit.gradients.kept or unit.gradients.reducing
-    if unit.on_meta or waiting or unit.state in (UnitState.GRADS, UnitState.FULL_WITH_GRADS):
-        raise UsageError(
-            f"unit {unit.name!r} cannot be moved to {device} now: it is on the meta device, or "
-            "holds gradients that are not reduced yet. Move it between steps"
-        )
+    _check_between_steps(unit, f"moved to {device}")
     values = {each.spec.name: p for each, p in zip(unit.params, unit.sharded, strict=True)}
-    if unit.is_full and not unit.resident:
-        unit.free()
     plan = replace(unit.plan, values=lambda each: values[each.spec.name])
     unit.rest_in(Shards(unit.params, unit.layout, plan, device, values))
     for grad in (param.grad for param in unit.sharded):

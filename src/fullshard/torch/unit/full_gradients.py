@@ -244,7 +244,7 @@ class FullGradients:
             self._buffer.release()
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 def _is_plain(grad: Tensor, dtype: torch.dtype) -> bool:

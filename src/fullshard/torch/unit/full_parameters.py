@@ -40,7 +40,7 @@ class GradientWatch(Protocol):
         """Take the gradients of ``param``, the one with this index in the unit."""
 
 
-_NOT_YET = nn.Parameter(torch.empty(0), requires_grad=False)
+_NOT_YET = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)
 """Stands for a full parameter that is made when it has been gathered for the first time."""
 
 

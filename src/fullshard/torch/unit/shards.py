@@ -110,8 +110,9 @@ class Shards:
         value = values(each)
         if not (value.device.type == "meta" and self.device.type != "meta"):
             local.copy_(span_of(value, ownership))
-        if known is not None and (known.is_meta, known.dtype) == (local.is_meta, local.dtype):
-            known.local, known.ownership = local, replace(ownership, name=known.ownership.name)
+        if known is not None and known.is_meta == local.is_meta:
+            known.ownership = replace(ownership, name=known.ownership.name)
+            known.hold(local)
             return known
         param = ShardedParameter.parameter(local, ownership, requires_grad=spec.trainable)
         param.__dict__.update(notes_on(each.param))

@@ -48,7 +48,7 @@ class RankWorld(World):
     def of_all(self, *values: float) -> list[list[float]]:
         """See `World.of_all`."""
         rows = torch.zeros(self.size, len(values), dtype=torch.float64, device=self.device)
-        rows[self.part[0]] = torch.tensor(values, dtype=torch.float64)
+        rows[self.part[0]] = torch.tensor(values, dtype=torch.float64, device="cpu")
         return self.total(rows).tolist()
 
     def somewhere(self, *flags: bool) -> tuple[bool, ...]:

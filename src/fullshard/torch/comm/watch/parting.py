@@ -123,4 +123,4 @@ def wake(group: dist.ProcessGroup, rank: int, members: Sequence[int]) -> None:
     with contextlib.suppress(RuntimeError):
         if group._get_backend(torch.device("cpu")).name() == dist.Backend.GLOO:
             source = next(place for place, member in enumerate(members) if member != rank)
-            group.recv([torch.empty(1)], source, 0).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, device="cpu")], source, 0).wait(timedelta(milliseconds=1))

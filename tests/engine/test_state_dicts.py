@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """State dicts at the border: whole tensors, true DTensors, and PyTorch's own functions on them."""
 
+import copy
+import io
 import itertools
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from support import state_dict_workers as workers
 from support.models import seeded
 from support.threads import on_ranks
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Replicate, Shard
 
 from fullshard.core.errors import ConfigurationError
@@ -160,6 +164,59 @@ def test_forms_of_states(gloo_world):
     for other in others:
         assert other["FULL", False] == (0, 0)
         assert other["SHARDED", True] == other["LOCAL", True] == (names, 2)
+
+
+@on_ranks(2)
+def test_keys_that_do_not_fit_are_named_as_a_state_dict_has_them(comm):
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = FSDP(nn.Sequential(nn.Linear(2, 2)), comm, auto_wrap_policy=policy)
+    state = {"0.weight": torch.ones(2, 2), "0.other": torch.ones(2)}
+    found = model.load_state_dict(state, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["0.bias"], ["0.other"])
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "0.other"'):
+        model.load_state_dict(state)
+
+
+@on_ranks(2)
+def test_states_of_optimizers_come_without_groups_and_by_name_and_in_order(comm):
+    model = FSDP(nn.Sequential(nn.Linear(2, 2)), comm)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = FSDP.optim_state_dict(model, optimizer)
+    names = ["0.weight", "0.bias"]
+    for stored in (saved, {"state": dict(reversed(saved["state"].items()))}):
+        for named, keys in ((False, [0, 1]), (True, names)):
+            loaded = FSDP.optim_state_dict_to_load(
+                model, optimizer, stored, is_named_optimizer=named
+            )
+            assert list(loaded["state"]) == keys
+            assert [group["params"] for group in loaded.get("param_groups", ())] == (
+                [keys] if "param_groups" in stored else []
+            )
+    without = {"state": optimizer.state_dict()["state"]}
+    assert list(FSDP.optim_state_dict(model, optimizer, without)) == ["state"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@on_ranks(2)
+def test_spans_are_not_saved_as_if_they_were_copies_of_one_tensor(comm, tmp_path):
+    model = FSDP(nn.Linear(4, 4), comm)
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+        state = model.state_dict()
+        for told in (state, copy.deepcopy(state)):
+            with pytest.raises(CheckpointException, match="use SHARDED_STATE_DICT with it"):
+                dcp.save(told, checkpoint_id=tmp_path / f"{comm.rank}", no_dist=True)
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        plain = torch.load(file, weights_only=True)
+        assert {type(value) for value in plain.values()} == {torch.Tensor}
+        kept = {name: value.clone() for name, value in plain.items()}
+        nn.init.zeros_(model.weight)
+        model.load_state_dict(plain)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, kept[name])
 
 
 def test_plain_models_and_optimizers(gloo_world):

@@ -69,7 +69,9 @@ class OptimizerStateDicts(StateDictForms):
         """Turn a dict by name into one for ``optim.load_state_dict``. Collective.
 
         With ``rank0_only`` in the settings only the first rank needs to have ``optim_state_dict``.
-        ``load_directly``: load it, too. ``is_named_optimizer`` and ``group`` have no effect.
+        ``load_directly``: load it, too. ``is_named_optimizer``: parameters keep their names, by
+        which such an optimizer loads. Without groups in the dict there are none in the result.
+        ``group`` has no effect.
 
         Raises:
             ConfigurationError: if a parameter is in no group, or state is of an unknown one.
@@ -82,7 +84,7 @@ class OptimizerStateDicts(StateDictForms):
         if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             state = uncut_spans(optim_state_dict["state"], _params_by_name(model))
             optim_state_dict = {**optim_state_dict, "state": state}
-        result = _to_load(model, optim.param_groups, optim_state_dict)
+        result = _to_load(model, optim.param_groups, optim_state_dict, named=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(result)
         return result
@@ -209,15 +211,13 @@ def _packed(optim: Optimizer) -> dict[str, Any]:
 def _rekeyed(state: Mapping[str, Any], keys: Mapping[Any, Any]) -> dict[str, Any]:
     """Replace the keys of parameters; keys that have their new form already stay."""
     known = {**{new: new for new in keys.values()}, **keys}
-    groups = [
-        {**group, "params": [known[key] for key in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    return {
-        **state,
-        "state": {known[key]: each for key, each in state["state"].items()},
-        "param_groups": groups,
-    }
+    result = {**state, "state": {known[key]: each for key, each in state["state"].items()}}
+    if "param_groups" in state:  # users take them out
+        result["param_groups"] = [
+            {**group, "params": [known[key] for key in group["params"]]}
+            for group in state["param_groups"]
+        ]
+    return result
 
 
 def _saved(
@@ -238,11 +238,14 @@ def _from_first_rank(model: nn.Module, state: dict[str, Any] | None, what: str) 
 
 
 @torch.no_grad()
-def _to_load(model: nn.Module, groups: _Groups, given: Mapping[str, Any]) -> dict[str, Any]:
+def _to_load(
+    model: nn.Module, groups: _Groups, given: Mapping[str, Any], *, named: bool = False
+) -> dict[str, Any]:
     params = _params_by_name(model)
     names = _names(model, groups)
-    saved = {name: group for group in given["param_groups"] for name in group["params"]}
-    missing = sorted(set(names) - set(saved))
+    in_groups = given.get("param_groups")
+    saved = {name: group for group in in_groups or () for name in group["params"]}
+    missing = [] if in_groups is None else sorted(set(names) - set(saved))
     unknown = sorted(set(given["state"]) - set(names))
     if missing or unknown:
         raise ConfigurationError(
@@ -261,9 +264,13 @@ def _to_load(model: nn.Module, groups: _Groups, given: Mapping[str, Any]) -> dic
         state[numbers[name]] = {
             key: value.clone() if type(value) is Tensor else value for key, value in values.items()
         }
+    keys: list[Any] = names if named else list(range(len(names)))
+    result: dict[str, Any] = {"state": {keys[n]: state[n] for n in sorted(state)}}
+    if in_groups is None:
+        return result
     loaded = []
     for group in groups:
         own = _names(model, [group])
         settings = saved[own[0]] if own else group
-        loaded.append({**settings, "params": [numbers[name] for name in own]})
-    return {"state": state, "param_groups": loaded}
+        loaded.append({**settings, "params": [keys[numbers[name]] for name in own]})
+    return {**result, "param_groups": loaded}

@@ -27,7 +27,7 @@ from fullshard.torch.step.tracker import Tracker
 from fullshard.torch.unit.changes import give_up, take_over
 from fullshard.torch.unit.extensions import plain_data, resting_bytes
 from fullshard.torch.unit.plan import Plan, own_value
-from fullshard.torch.unit.sites import ParamSites, device_of
+from fullshard.torch.unit.sites import WRAPPED, ParamSites, device_of
 from fullshard.torch.unit.unit import Unit
 
 __all__ = [
@@ -174,11 +174,14 @@ def _before_loading(
             state[key] = plain_data(value)  # as one process has saved it
 
 
-def _after_loading(module: nn.Module, _incompatible: object) -> None:
+def _after_loading(module: nn.Module, incompatible: Any) -> None:
     """Take over what ``assign=True`` has put there, or ``to_empty`` before.
 
-    What else a module shows a user has put there: the next forward refuses it by name.
+    What else a module shows a user has put there: the next forward refuses it by name. Keys that
+    are missing or unexpected are named as a state dict has them, without a wrapper's part.
     """
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [key.replace(f"{WRAPPED}.", "") for key in keys]
     managed = managed_unit_of(module)
     if managed is not None and (module.__dict__.pop(_ASSIGNS, False) or managed.unit.on_meta):
         take_over(managed.unit)

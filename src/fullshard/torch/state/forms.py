@@ -5,11 +5,12 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.comm.watch.roll_call import call_roll
@@ -21,6 +22,7 @@ from fullshard.torch.tensor.placements import Placed
 
 __all__ = [
     "AS_DTENSORS",
+    "LocalSpan",
     "StateForm",
     "ask_before_loading",
     "change_form",
@@ -45,6 +47,33 @@ class StateForm:
     on_host: bool = False
     kept: bool = True
     shared: bool = False
+
+
+class LocalSpan(Tensor):
+    """This rank's span of a value in a LOCAL_STATE_DICT, flat.
+
+    `torch.distributed.checkpoint` would take the spans of all ranks for copies of one tensor and
+    keep that of one rank, so it is refused. To everybody else it is a plain tensor, as which
+    `torch.save` writes it.
+    """
+
+    def __create_write_items__(self, fqn: str, value: Any) -> NoReturn:
+        """Refuse, with the way out."""
+        raise NotSupportedError(
+            f"{fqn!r} of a LOCAL_STATE_DICT is this rank's span without its place in the whole, "
+            "which torch.distributed.checkpoint must know: use SHARDED_STATE_DICT with it, or "
+            "torch.save on each rank"
+        )
+
+    __create_chunk_list__ = __get_tensor_shard__ = __create_write_items__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be written as a plain tensor."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LocalSpan":
+        """Copy the elements."""
+        return memo.setdefault(id(self), self.clone())  # type: ignore[no-any-return]
 
 
 K = TypeVar("K")
@@ -196,7 +225,7 @@ def _taken(value: Any, source: ShardedParameter | None, form: StateForm) -> Any:
     if isinstance(value, DTensor) and form.kind is StateDictType.FULL_STATE_DICT:
         value = value.full_tensor()
     elif source is not None and form.kind is StateDictType.LOCAL_STATE_DICT:
-        value = source.local.detach().clone()
+        value = source.local.detach().clone().as_subclass(LocalSpan)
     elif source is None and isinstance(value, Tensor) and not form.shared:
         value = value.detach().clone()
     return _placed(value, form)

@@ -247,7 +247,7 @@ def as_span(value: Any, param: Any) -> Any:
         return value  # a DTensor is of the global shape, which may be that of a span
     if not isinstance(value, Tensor) or value.shape != param.local.shape:
         return value
-    return ShardedParameter.value(value, param.ownership)
+    return ShardedParameter.value(value.as_subclass(Tensor), param.ownership)
 
 
 def in_form(

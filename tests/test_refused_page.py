@@ -134,7 +134,7 @@ RAISED_FOR = {
     "sharding/owners.py:matrices_owned": ['`align="matrix"` with'],
     "state/dtensors.py:without_sharded_tensor": ["a `ShardedTensor`"],
     "state/owned.py:_check": ["state that is neither"],
-    "state/forms.py:LocalSpan.__create_write_items__": ["saving a `LOCAL"],
+    "state/forms.py:LocalSpan._refuse": ["saving a `LOCAL"],
     "step/optional.py:OptionalUnits._look_for_checkpoint": ["optional parts", "optional parts"],
     "step/optional.py:OptionalUnits.before": ["optional parts"],
     "step/optional.py:_Question.__init__": ["optional parts", "optional parts"],

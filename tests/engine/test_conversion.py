@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from support import values_workers as workers
 from support.models import seeded
 from support.threads import on_ranks
 from torch import nn
@@ -73,6 +74,12 @@ def test_a_sharded_model_is_converted_as_a_plain_one(door):
     expected = convert_and_train(seeded(net))
     for losses in LocalWorld(2).run(lambda comm: convert_and_train(DOORS[door](comm))):
         assert losses == pytest.approx(expected, rel=1e-6)
+
+
+def test_dtensors_are_converted_too(gloo_world):
+    for told, expected, loss in gloo_world.run(2, workers.converted):
+        assert told == {(True, torch.float64, torch.float64, torch.float64)}
+        assert loss == pytest.approx(expected, rel=1e-12)
 
 
 @on_ranks(2)

@@ -207,6 +207,12 @@ def test_spans_are_not_saved_as_if_they_were_copies_of_one_tensor(comm, tmp_path
         for told in (state, copy.deepcopy(state)):
             with pytest.raises(CheckpointException, match="use SHARDED_STATE_DICT with it"):
                 dcp.save(told, checkpoint_id=tmp_path / f"{comm.rank}", no_dist=True)
+        whole = {"bias": torch.zeros(state["bias"].shape)}  # of the size of the span
+        dcp.save(whole, checkpoint_id=tmp_path / f"whole {comm.rank}", no_dist=True)
+        if comm.rank == 0:
+            told = {"bias": state["bias"]}
+            with pytest.raises(CheckpointException, match="use SHARDED_STATE_DICT with it"):
+                dcp.load(told, checkpoint_id=tmp_path / f"whole {comm.rank}", no_dist=True)
         file = io.BytesIO()
         torch.save(state, file)
         file.seek(0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with values of their own, children that they fork, and users' default devices."""
+"""Ranks with values of their own, children that they fork, users' default devices and dtypes."""
 
+import copy
 import os
 import select
 
@@ -8,6 +9,8 @@ import torch
 import torch.distributed as dist
 from support.limits import PEERS_S
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 from fullshard.torch import FullyShardedDataParallel, any_rank, fully_shard, mark_optional
@@ -90,6 +93,32 @@ def different_values(group, door):
         synced = shard(build(), sync_module_states=True)
         assert bool((synced.module[1].weight.full_tensor() == 1).all())
     return text, off.get_parameter("1.weight").detach().full_tensor().tolist()
+
+
+def converted(group):
+    """What a model of DTensors is after it is converted, and its loss beside a plain model's."""
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    for number, param in enumerate(plain.parameters()):
+        nn.init.constant_(param, 0.1 * number)
+    model = copy.deepcopy(plain)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    losses = []
+    for each in (plain, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each.double()
+        for _ in range(2):
+            loss = each(torch.ones(2, 4, dtype=torch.float64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    told = {
+        (isinstance(p, DTensor), p.dtype, p.to_local().dtype, p._spec.tensor_meta.dtype)
+        for p in model.parameters()
+    }
+    return told, *losses
 
 
 def train_with_another_default_device(group, default):

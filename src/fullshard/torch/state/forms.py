@@ -57,23 +57,23 @@ class LocalSpan(Tensor):
     `torch.save` writes it.
     """
 
-    def __create_write_items__(self, fqn: str, value: Any) -> NoReturn:
-        """Refuse, with the way out."""
+    def _refuse(self, *_: Any) -> NoReturn:
         raise NotSupportedError(
-            f"{fqn!r} of a LOCAL_STATE_DICT is this rank's span without its place in the whole, "
-            "which torch.distributed.checkpoint must know: use SHARDED_STATE_DICT with it, or "
-            "torch.save on each rank"
+            f"an entry of {self.numel()} elements of a LOCAL_STATE_DICT is this rank's span "
+            "without its place in the whole, which torch.distributed.checkpoint must know: use "
+            "SHARDED_STATE_DICT with it, or torch.save on each rank"
         )
 
-    __create_chunk_list__ = __get_tensor_shard__ = __create_write_items__
+    # What it calls to save and to load.
+    __create_write_items__ = __create_chunk_list__ = __get_tensor_shard__ = _refuse
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be written as a plain tensor."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LocalSpan":
-        """Copy the elements."""
-        return memo.setdefault(id(self), self.clone())  # type: ignore[no-any-return]
+        """Copy the elements; the class stays."""
+        return self.clone()  # type: ignore[return-value]
 
 
 K = TypeVar("K")

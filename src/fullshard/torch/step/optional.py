@@ -335,7 +335,7 @@ class OptionalUnits:
         here = coming.number + 1 if coming is not None else 0
         if coming is None and place.around.number == 0 and not place.recomputing:
             leads = [m.number for m in self._executor.units if self._machine.leads_back(m.step)]
-            here = -(zlib.crc32(repr(leads).encode()) % 2**20)  # so that a sum of squares is exact
+            here = -(zlib.crc32(repr(leads).encode()) % 2**20)  # their squares add up exactly
         wanted = coming if coming is not None and coming.step.optional else None
         if wanted is not None:
             place.run(wanted)

@@ -20,9 +20,9 @@ its place in vectorised loops: see [Note: Thirty-two elements] in `fullshard.cor
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from operator import attrgetter, is_, sub
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +42,8 @@ _MOST_MISSES = 8
 """After so many steps on end that each need another plan, one is made only now and then."""
 
 _version = attrgetter("_version")
+_local = attrgetter("local")
+_owner = attrgetter("ownership")
 
 Lists = Sequence[list[Any]]
 """What ``_init_group`` has filled: parameters, gradients, then state by kind. Empty for a kind that
@@ -186,15 +188,6 @@ class _SpanRun:
         first: Tensor = items[self.held[0] if self.held else self.first].local
         return first if len(self.held) < 2 else first.as_strided((self.numel,), (1,))
 
-    def fits_storage(self, items: Sequence[Any]) -> bool:
-        """Return True if the storage of the first of ``items`` is as long as the run.
-
-        Whatever lies at an address within a storage belongs to it.
-        """
-        first: Tensor = items[self.held[0]].local
-        numel = first.storage_offset() + self.numel
-        return numel * first.element_size() <= first.untyped_storage().nbytes()
-
     def joined(self, items: Sequence[Any]) -> Tensor:
         """View state as `view` does, after moving it into a run if it does not lie in one."""
         if len(self.held) < 2:
@@ -217,44 +210,59 @@ def _where(part: Tensor, *, behind: bool = False) -> tuple[int, int]:
     return part.untyped_storage().data_ptr(), part.data_ptr() + end
 
 
-class _HeldSpan(NamedTuple):
-    """A span that this rank holds elements of, by the place of its parameter in the lists."""
-
-    place: int
-    first: int  # the place of the first of its run
-    offset: int  # bytes that its gradient lies behind that one's
-
-
 class _Merging:
     """The replacements in the lists of one group, valid while these hold the same tensors."""
 
     def __init__(self, lists: Lists, equal: Callable[[list[Tensor]], list[Any]]):
         self._columns = [k for k in range(2, len(lists)) if lists[k]]  # of state
         self.runs: list[_SpanRun] = []
-        self._rows: list[_SpanRun | int] = []  # what the lists become: a run, or what is at a place
+        self._rows: list[int] = []  # what the lists become, by its place in runs and then lists
         self._find_runs(lists, equal)
         self._members = [i for run in self.runs for i in run.members]
-        self._spans = list(self._find_spans(lists[1]))
-        self._long_runs = [run for run in self.runs if len(run.held) > 1]
+        # Places of spans that this rank has elements of; the first of each one's run among these.
+        self._held: list[int] = []
+        self._firsts: list[int] = []
+        for run in self.runs:
+            self._firsts += [len(self._held)] * len(run.held)
+            self._held += run.held
+        self._offsets = self._find_offsets(lists[1])
+        self._lengths = list(map(len, lists))
         self._numbers: list[Tensor] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []  # of the first of a run, to another
+        # The number of a run's first parameter is copied to the others.
+        self._others: list[Tensor] = []
+        self._copied: list[Tensor] = []
         self._state: dict[int, list[Tensor]] = {}  # by column, for each run
         for run in self.runs:
             run.param = run.view(lists[0])
-        for k in self._columns if self.runs else ():
-            if isinstance(lists[k][self.runs[0].first], ShardedParameter):
+        fitting = self._columns if self.runs else []
+        first = self._members[0] if self.runs else 0
+        self._cut = [k for k in fitting if isinstance(lists[k][first], ShardedParameter)]
+        for k in fitting:
+            if k in self._cut:
                 self._state[k] = [run.joined(lists[k]) for run in self.runs]
             else:
                 self._state[k] = self._take_numbers(lists[k])
-        self._ids = _ids(lists)
+        self._ids = self._find_ids(lists)
         self._versions = list(map(_version, self._numbers))
         self._watched: list[weakref.ref[Any]] = []
 
-    def _find_spans(self, grads: Sequence[Any]) -> Iterator[_HeldSpan]:
-        for run in self.runs:
-            at = [grads[place].local.data_ptr() for place in run.held]
-            for place, here in zip(run.held, at, strict=True):
-                yield _HeldSpan(place, run.held[0], here - at[0])
+    def _find_offsets(self, grads: Sequence[Any]) -> list[int]:
+        """Return how many bytes each gradient that is held lies behind the first of its run."""
+        at = [grads[place].local.data_ptr() for place in self._held]
+        return list(map(sub, at, map(at.__getitem__, self._firsts)))
+
+    def _find_ids(self, lists: Lists) -> list[list[int]]:
+        """Return the identities of members; of what is sharded, of its span.
+
+        That may become another one, moved by another plan too.
+
+        Raises `AttributeError` if something is sharded no more.
+        """
+        ids = [list(map(id, map(_local, map(lists[0].__getitem__, self._members))))]
+        for k in self._state:
+            items: Any = map(lists[k].__getitem__, self._members)
+            ids.append(list(map(id, map(_local, items) if k in self._cut else items)))
+        return ids
 
     def _find_runs(self, lists: Lists, equal: Callable[[list[Tensor]], list[Any]]) -> None:
         params, grads, *_ = lists
@@ -282,15 +290,16 @@ class _Merging:
                 self.runs.append(run)
             run.add(i, span, grad)
         self.runs.sort(key=attrgetter("first"))
-        places = {run.first: run for run in self.runs}
-        by_themselves = (i for i, kind in enumerate(kinds) if kind is None)
-        self._rows = [places.get(i, i) for i in sorted([*places, *by_themselves])]
+        order = {run.first: row for row, run in enumerate(self.runs)}
+        by_themselves = {i: len(order) + i for i, kind in enumerate(kinds) if kind is None}
+        self._rows = [row for _, row in sorted((order | by_themselves).items())]
 
     def _take_numbers(self, items: Sequence[Tensor]) -> list[Tensor]:
         for run in self.runs:
             first = items[run.first]
             others = [items[i] for i in run.members if i != run.first]
-            self._copies += [(other, first) for other in others]
+            self._others += others
+            self._copied += [first] * len(others)
             self._numbers += [first, *others]
         return [items[run.first] for run in self.runs]
 
@@ -306,44 +315,37 @@ class _Merging:
 
     def merged_grads(self, lists: Lists) -> list[Tensor] | None:
         """Return the gradients of the runs as they are now; None if the plan does not fit."""
-        if not self.runs or _ids(lists) != self._ids:
+        if not self.runs or list(map(len, lists)) != self._lengths:
             return None
         if list(map(_version, self._numbers)) != self._versions:
             return None  # somebody has changed them, and they may differ
-        params, grads, *_ = lists
-        mine = [grads[i] for i in self._members]
-        if not all(map(_goes_with, mine, [params[i] for i in self._members])):
-            return None
-        at = {span.place: grads[span.place].local.data_ptr() for span in self._spans}
-        if any(at[span.place] - at[span.first] != span.offset for span in self._spans):
-            return None
-        if not all(run.fits_storage(grads) for run in self._long_runs):
-            return None
-        return [run.view(grads) for run in self.runs]
+        params, grads = (list(map(each.__getitem__, self._members)) for each in lists[:2])
+        try:
+            cut_alike = all(map(is_, map(_owner, grads), map(_owner, params)))
+            if not (cut_alike or all(map(_goes_with, grads, params))):
+                return None
+            contiguous = all(map(Tensor.is_contiguous, map(_local, grads)))
+            if not contiguous or self._find_ids(lists) != self._ids:
+                return None
+            if self._find_offsets(lists[1]) != self._offsets:
+                return None
+            return [run.view(lists[1]) for run in self.runs]
+        except (AttributeError, RuntimeError):
+            return None  # something is sharded no more, or lies at such addresses by chance
 
     def apply(self, lists: Lists, merged_grads: list[Tensor]) -> None:
         """Change ``lists``, which the plan fits."""
         merged = {0: [run.param for run in self.runs], 1: merged_grads, **self._state}
         for k, tensors in merged.items():
-            of_runs = iter(tensors)
-            lists[k][:] = [
-                lists[k][row] if isinstance(row, int) else next(of_runs) for row in self._rows
-            ]
+            lists[k][:] = map([*tensors, *lists[k]].__getitem__, self._rows)
         # Fused steps count no change of their own.
         count_change(*merged[0])
 
     def finish(self) -> None:
         """After the step: numbers that are equal stay equal."""
-        if self._copies:
-            others, firsts = map(list, zip(*self._copies, strict=True))
-            torch._foreach_copy_(others, firsts)
+        if self._others:
+            torch._foreach_copy_(self._others, self._copied)
         self._versions = list(map(_version, self._numbers))
-
-
-def _ids(lists: Lists) -> list[list[int]]:
-    params, _, *state = lists
-    # Of what is sharded its span: that may become another one, moved by another plan too.
-    return [[id(getattr(item, "local", item)) for item in items] for items in (params, *state)]
 
 
 def _goes_with(value: Any, param: ShardedParameter) -> bool:

@@ -173,6 +173,19 @@ def test_memory_of_others_is_not_taken_for_a_run(comm):
     assert type(collected(optimizer)[0]) is ShardedParameter
 
 
+@on_ranks(1)
+def test_state_that_became_a_plain_tensor_ends_its_run(comm):
+    flat = Flat(comm, values(0))
+    optimizer = torch.optim.AdamW(flat.params)
+    flat.set_grads(values(1))
+    optimizer.step()
+    assert len(collected(optimizer)) == 4
+    state = optimizer.state[flat.params[0]]
+    state["exp_avg"] = state["exp_avg"].full_tensor()
+    kinds = [type(tensor) for tensor in collected(optimizer)]
+    assert kinds == [ShardedParameter, *[Tensor] * 4]
+
+
 # ---- whatever users do --------------------------------------------------------------------------
 
 

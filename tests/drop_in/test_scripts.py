@@ -12,15 +12,14 @@ from support.rounding import rounding
 from support.world import home_of, run_script, without_warnings
 
 SCRIPTS = Path(__file__).parent / "scripts"
-T5, GPT = "summarize_t5_fsdp1.py", "gpt_fsdp2_checkpoints.py"
-OWN = "own_checkpoints_fsdp2.py"
-EXAMPLE, IN_PLACE = "meta_example_fsdp2.py", "resume_in_place_fsdp2.py"
+T5, CHECKPOINTS = "summarize_t5_fsdp1.py", "checkpoints_fsdp2.py"
+IN_PLACE = "resume_in_place_fsdp2.py"
 RANK_0, PLACEMENTS = "weights_on_rank_0_fsdp2.py", "placements_fsdp2.py"
 ACCUMULATE, HYBRID, LORA = "accumulate_fsdp1.py", "hybrid.py", "lora.py"
-RESUMING = (GPT, OWN, EXAMPLE, IN_PLACE)
+RESUMING = (CHECKPOINTS, IN_PLACE)
 NUMBER = r"(loss|norm) (\S+)"
 PRINTED = {"loss": 1e-8, "norm": 1e-6}  # one unit of the last digit that the scripts print
-AVERAGED = {T5: 2 * 4 * 6, GPT: 4 * 16}  # the predictions in a loss that is printed
+AVERAGED = {T5: 2 * 4 * 6, CHECKPOINTS: 4 * 12}  # the predictions in a loss that is printed
 PRECISIONS = {
     "--bf16": torch.bfloat16,
     "--mixed-precision": torch.bfloat16,
@@ -31,9 +30,11 @@ PRECISIONS = {
 COMMANDS = {
     "T5, full and sharded checkpoints": [T5, "--checkpoint-dir"],
     "T5 in bf16": [T5, "--bf16", "--strategy", "SHARD_GRAD_OP"],
-    "GPT in mixed precision": [GPT, "--mixed-precision", "--checkpoint-dir"],
-    "checkpoints of the script's own": [OWN, "--checkpoint-dir"],
-    "meta, two ways to save": [EXAMPLE, "--explicit-prefetching", "--checkpoint-dir"],
+    "three ways to save": [CHECKPOINTS, "--explicit-prefetching", "--checkpoint-dir"],
+    "saved in mixed precision": [
+        *(CHECKPOINTS, "--mixed-precision", "--accumulate", "--explicit-prefetching"),
+        "--checkpoint-dir",
+    ],
     "resumed in place": [IN_PLACE, "--checkpoint-dir"],
     "saved in background": [IN_PLACE, "--in-background", "--mixed-precision", "--checkpoint-dir"],
     "weights on rank 0": [RANK_0],
@@ -51,7 +52,7 @@ COMMANDS = {
 }
 
 if SWAPPED:  # these want DTensors, or refuse to go on
-    BY_ROW = (EXAMPLE, IN_PLACE, RANK_0, PLACEMENTS)
+    BY_ROW = (CHECKPOINTS, IN_PLACE, RANK_0, PLACEMENTS)
     COMMANDS = {name: each for name, each in COMMANDS.items() if each[0] not in BY_ROW}
 
 

@@ -143,22 +143,20 @@ def test_no_forward_and_no_second_summoning_within(comm):
     loss.backward()
 
 
-def test_apply_sees_full_parameters():
+@on_ranks(2)
+def test_apply_sees_full_parameters(comm):
     def ones(module):
         if isinstance(module, nn.Linear):
             assert module.weight.dim() == 2
             assert type(module.weight) is nn.Parameter
             nn.init.ones_(module.weight)
 
-    def body(comm):
-        model = wrap(comm).apply(ones)
-        params = dict(model.named_parameters())
-        return [
-            params[name].full_tensor().unique().tolist()
-            for name in ("blocks.1.mlp.0.weight", "head.weight")
-        ]
-
-    assert LocalWorld(2).run(body) == [[[1.0], [1.0]]] * 2
+    model = wrap(comm).apply(ones)
+    params = dict(model.named_parameters())
+    assert [
+        params[name].full_tensor().unique().tolist()
+        for name in ("blocks.1.mlp.0.weight", "head.weight")
+    ] == [[1.0], [1.0]]
 
 
 # ---- unshard and reshard ------------------------------------------------------------------------

@@ -7,11 +7,10 @@ import sys
 from collections import Counter
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from support.limits import PROCESS_S
-from support.models import GPT, loss_of, make, make_batches
+from support.models import GPT, make
 from support.threads import on_ranks
 from support.training import shard
 from support.workers import meshes, ways_to_name_axes
@@ -123,92 +122,15 @@ def test_names_shapes_attributes_and_modes_are_the_plain_models(door):
     assert LocalWorld(3).run(body) == [1, 1, 1]
 
 
-def test_the_function_door_changes_class_and_nothing_else():
-    def body(comm):
-        model = make("gpt")
-        assert fully_shard(model.blocks[0], mesh=comm) is model.blocks[0]
-        fully_shard([model.norm, model.head], mesh=comm)
-        fully_shard(model, mesh=comm)
-        assert isinstance(model, FSDPModule)
-        assert isinstance(model, GPT)
-        assert type(model).__name__ == "FSDPGPT"
-        batch = make_batches("gpt", 1, 2)[0]
-        loss_of(model(batch[0]), batch[1]).backward()
-        return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-
-    plain = make("gpt")
-    batch = make_batches("gpt", 1, 2)[0]
-    loss_of(plain(batch[0]), batch[1]).backward()
-    for found in LocalWorld(2).run(body):
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(found[name], param.grad)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_tied_weights_of_an_auto_wrapped_model_have_one_owner(world):
-    """The embedding is its own unit by policy; its weight is the head's too, so the root has it."""
-    batch = make_batches("gpt", 1, 6)[0]
-
-    def build():
-        torch.manual_seed(0)
-        return GPT(tied=True)
-
-    plain = build()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss_of(plain(batch[0]), batch[1]).backward()
-        optimizer.step()
-    models = [build() for _ in range(world)]
-
-    def body(comm):
-        model = FSDP(
-            models[comm.rank], comm, auto_wrap_policy=ModuleWrapPolicy({nn.Embedding, nn.Linear})
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        part = slice(comm.rank * 6 // world, (comm.rank + 1) * 6 // world)
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss_of(model(batch[0][part]), batch[1][part]).backward()
-            optimizer.step()
-        assert model.embed.weight is model.head.weight
-        return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
-
-    for found in LocalWorld(world).run(body):
-        assert found.keys() == dict(plain.named_parameters()).keys()
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(found[name], param.detach(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("door", ["wrapper", "function"])
-def test_a_full_state_dict_loads(door):
-    wanted = make("nested", seed=7).state_dict()
-
-    def body(comm):
-        model = shard(make("nested"), "nested", comm, door=door)
-        model.load_state_dict(wanted)
-        return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
-
-    for found in LocalWorld(3).run(body):
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_saved_weights_are_the_plain_models(tmp_path, strategy):
-    plain = make("odd")
-    wanted = {k: v.clone() for k, v in plain.state_dict().items()}
-
-    def body(comm):
-        model = shard(make("odd"), "odd", comm, strategy=strategy)
-        save_full_weights(model, tmp_path / "weights.safetensors")
-
-    LocalWorld(3).run(body)
-    loaded = safetensors.torch.load_file(tmp_path / "weights.safetensors")
-    assert loaded.keys() == wanted.keys()
-    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
-    plain.load_state_dict(loaded)
-    assert [path.name for path in tmp_path.iterdir()] == ["weights.safetensors"]
+@on_ranks(2)
+def test_the_function_door_changes_class_and_nothing_else(comm):
+    model = make("gpt")
+    assert fully_shard(model.blocks[0], mesh=comm) is model.blocks[0]
+    fully_shard([model.norm, model.head], mesh=comm)
+    fully_shard(model, mesh=comm)
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model, GPT)
+    assert type(model).__name__ == "FSDPGPT"
 
 
 def test_weights_that_cannot_be_written_fail_on_every_rank(tmp_path):
@@ -222,32 +144,6 @@ def test_weights_that_cannot_be_written_fail_on_every_rank(tmp_path):
 
     LocalWorld(2).run(body)
     assert sorted(failed) == [0, 1]
-
-
-@pytest.mark.parametrize("door", ["wrapper", "function"])
-def test_initialisation_after_sharding_is_that_of_one_process(door):
-    def initialiser():
-        generator = torch.Generator().manual_seed(3)  # the default one is shared by all threads
-
-        def init(module):
-            if isinstance(module, nn.Linear):
-                nn.init.kaiming_uniform_(module.weight, generator=generator)
-                if module.bias is not None:
-                    nn.init.normal_(module.bias, generator=generator)
-            elif isinstance(module, nn.Embedding):
-                nn.init.trunc_normal_(module.weight, std=0.02, generator=generator)
-
-        return init
-
-    wanted = make("gpt").apply(initialiser()).state_dict()
-
-    def body(comm):
-        model = shard(make("gpt"), "gpt", comm, door=door)
-        model.apply(initialiser())
-        return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
-
-    for found in LocalWorld(3).run(body):
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -487,16 +383,9 @@ def test_without_a_group_and_without_a_launcher_it_says_what_to_do():
     assert "sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT, missing here" in result.stderr
 
 
-@on_ranks(1)
-def test_sharded_parameters_are_of_one_type_behind_both_doors(comm):
-    assert [
-        {type(p) for p in shard(make("twice"), "twice", comm, door=door).parameters()}
-        for door in ("wrapper", "function")
-    ] == [{ShardedParameter}] * 2
-
-
 @pytest.mark.parametrize("door", ["wrapper", "function"])
-def test_ranks_that_disagree_are_told_before_anything_changes(door):
+@on_ranks(3)
+def test_ranks_that_disagree_are_told_before_anything_changes(comm, door):
     def differently(comm, what):
         width = 4 if what == "shape" and comm.rank == 1 else 3
         model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 3))
@@ -508,18 +397,15 @@ def test_ranks_that_disagree_are_told_before_anything_changes(door):
             return model, lambda: FSDP(model, comm, strategy)
         return model, lambda: fully_shard(model, mesh=comm, reshard_after_forward=not keep)
 
-    def body(comm):
-        for what, line in (
-            ("shape", r"0\.weight: \(3, 3\) .* on ranks 0, 2; \(4, 3\) .* on rank 1"),
-            ("frozen", r"1\.bias: \(3,\) float32 trained.*; \(3,\) float32 frozen.* on rank 1"),
-            ("strategy", r"unit .*: 3 slices.* on ranks 0, 2; .*=False.* on rank 1"),
-        ):
-            model, act = differently(comm, what)
-            with pytest.raises(ConfigurationError, match=f"the ranks disagree(.|\n)*{line}"):
-                act()
-            assert untouched(model)
-
-    LocalWorld(3).run(body)
+    for what, line in (
+        ("shape", r"0\.weight: \(3, 3\) .* on ranks 0, 2; \(4, 3\) .* on rank 1"),
+        ("frozen", r"1\.bias: \(3,\) float32 trained.*; \(3,\) float32 frozen.* on rank 1"),
+        ("strategy", r"unit .*: 3 slices.* on ranks 0, 2; .*=False.* on rank 1"),
+    ):
+        model, act = differently(comm, what)
+        with pytest.raises(ConfigurationError, match=f"the ranks disagree(.|\n)*{line}"):
+            act()
+        assert untouched(model)
 
 
 def test_axes_to_shard_and_to_replicate_over(gloo_world):

@@ -569,7 +569,8 @@ class Language(nn.Module):
 
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_group_whose_modules_run_apart(chunks, micro_batches):
+@on_ranks(2)
+def test_a_group_whose_modules_run_apart(comm, chunks, micro_batches):
     def step(model):
         total = 0.0
         for _ in range(micro_batches):
@@ -582,24 +583,21 @@ def test_a_group_whose_modules_run_apart(chunks, micro_batches):
             hidden.backward(cut.grad)
         return total
 
-    def body(comm):
-        model, plain = seeded(Language).double(), seeded(Language).double()
-        fully_shard(model.embed, mesh=comm)
-        fully_shard([model.norm, model.head], mesh=comm)
-        fully_shard(model, mesh=comm)
-        ours = torch.optim.SGD(model.parameters(), lr=0.01)
-        theirs = torch.optim.SGD(plain.parameters(), lr=0.01)
-        for _ in range(3):
-            assert step(model) == pytest.approx(step(plain), abs=1e-12)
-            assert_grads(model, plain)
-            for optimizer in (ours, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-        model.head(model(X)).sum().backward()  # in one graph
-        plain.head(plain(X)).sum().backward()
+    model, plain = seeded(Language).double(), seeded(Language).double()
+    fully_shard(model.embed, mesh=comm)
+    fully_shard([model.norm, model.head], mesh=comm)
+    fully_shard(model, mesh=comm)
+    ours = torch.optim.SGD(model.parameters(), lr=0.01)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.01)
+    for _ in range(3):
+        assert step(model) == pytest.approx(step(plain), abs=1e-12)
         assert_grads(model, plain)
-
-    LocalWorld(2).run(body)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    model.head(model(X)).sum().backward()  # in one graph
+    plain.head(plain(X)).sum().backward()
+    assert_grads(model, plain)
 
 
 # ---- double backward ------------------------------------------------------------------------
@@ -670,23 +668,21 @@ def loss_of_features(model, where):
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("where", ["hook", "input of a hook", "attribute"])
-def test_losses_on_features_from_inside_a_unit_equal_one_process(door, both, where):
+@on_ranks(2)
+def test_losses_on_features_from_inside_a_unit_equal_one_process(comm, door, both, where):
     def blocks():
         return nn.Sequential(Featured(), Featured(), Featured()).double()
 
-    def body(comm):
-        model, plain = shard(seeded(blocks), comm, door, units=(Featured,)), seeded(blocks)
+    model, plain = shard(seeded(blocks), comm, door, units=(Featured,)), seeded(blocks)
+    for each in (model, plain):
+        features_of(each)[0].where = where
+    model(X).sum().backward()  # the hooks come after the first step
+    model.zero_grad()
+    for _ in range(2):
         for each in (model, plain):
-            features_of(each)[0].where = where
-        model(X).sum().backward()  # the hooks come after the first step
-        model.zero_grad()
-        for _ in range(2):
-            for each in (model, plain):
-                output, loss = loss_of_features(each, where)
-                (loss + output.sum() if both else loss).backward()
-            assert_grads(model, plain)
-
-    LocalWorld(2).run(body)
+            output, loss = loss_of_features(each, where)
+            (loss + output.sum() if both else loss).backward()
+        assert_grads(model, plain)
 
 
 class Taken:

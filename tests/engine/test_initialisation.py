@@ -194,7 +194,8 @@ def test_the_wrapper_calls_reset_parameters_without_a_function(comm):
     assert wrapped(torch.randn(4, 3)).shape == (4, 3)
 
 
-def test_the_wrapper_finds_what_its_function_forgets():
+@on_ranks(2)
+def test_the_wrapper_finds_what_its_function_forgets(comm):
     def forgetful(module):
         module.to_empty(device="cpu", recurse=False)
 
@@ -203,17 +204,10 @@ def test_the_wrapper_finds_what_its_function_forgets():
             super().__init__()
             self.weight = nn.Parameter(torch.ones(3))
 
-    def body(comm):
-        with pytest.raises(ConfigurationError, match="'weight' came from the meta device, and par"):
-            FullyShardedDataParallel(
-                on_meta(lambda: nn.Linear(2, 2)), comm, param_init_fn=forgetful
-            )
-        with pytest.raises(
-            ConfigurationError, match=r"Bare is on the meta .* reset_parameters\(\)"
-        ):
-            FullyShardedDataParallel(on_meta(Bare), comm)
-
-    LocalWorld(2).run(body)
+    with pytest.raises(ConfigurationError, match="'weight' came from the meta device, and par"):
+        FullyShardedDataParallel(on_meta(lambda: nn.Linear(2, 2)), comm, param_init_fn=forgetful)
+    with pytest.raises(ConfigurationError, match=r"Bare is on the meta .* reset_parameters\(\)"):
+        FullyShardedDataParallel(on_meta(Bare), comm)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -106,29 +106,26 @@ def assert_same(sharded, optimizer, plain, plain_optimizer):
 
 
 @pytest.mark.parametrize(("name", "form"), CASES)
-def test_steps_are_those_of_one_process_bit_by_bit(name, form):
+@on_ranks(2)
+def test_steps_are_those_of_one_process_bit_by_bit(comm, name, form):
     make = partial(OPTIMIZERS[name], **FORMS[form])
-
-    def body(comm):
-        for dtype in (torch.float32, torch.bfloat16):
-            if (name, form, dtype) in UNLIKE:
-                continue
-            plain = [nn.Parameter(value) for value in values(0, dtype)]
-            flat = Flat(comm, values(0, dtype))
-            reference, optimizer = make(plain), make(flat.params)
-            for step in range(1, 4):
-                for param, grad in zip(plain, values(step, dtype), strict=True):
-                    param.grad = grad
-                flat.set_grads(values(step, dtype))
-                before = flat.shard._version
-                reference.step()
-                optimizer.step()
-                assert flat.shard._version > before
-            assert_same(flat.params, optimizer, plain, reference)
-            (plan,) = MergedStep.of(optimizer)._plans.values()
-            assert len(plan.runs) < len(SHAPES)
-
-    LocalWorld(2).run(body)
+    for dtype in (torch.float32, torch.bfloat16):
+        if (name, form, dtype) in UNLIKE:
+            continue
+        plain = [nn.Parameter(value) for value in values(0, dtype)]
+        flat = Flat(comm, values(0, dtype))
+        reference, optimizer = make(plain), make(flat.params)
+        for step in range(1, 4):
+            for param, grad in zip(plain, values(step, dtype), strict=True):
+                param.grad = grad
+            flat.set_grads(values(step, dtype))
+            before = flat.shard._version
+            reference.step()
+            optimizer.step()
+            assert flat.shard._version > before
+        assert_same(flat.params, optimizer, plain, reference)
+        (plan,) = MergedStep.of(optimizer)._plans.values()
+        assert len(plan.runs) < len(SHAPES)
 
 
 @on_ranks(1)
@@ -393,19 +390,17 @@ def test_an_optimizer_goes_without_the_garbage_collector():
         gc.enable()
 
 
-def test_classes_that_nobody_knows_step_as_they_are():
+@on_ranks(1)
+def test_classes_that_nobody_knows_step_as_they_are(comm):
     class Mine(torch.optim.AdamW):
         pass
 
-    def body(comm):
-        flat = Flat(comm, values(0))
-        optimizer = Mine(flat.params)
-        flat.set_grads(values(1))
-        optimizer.step()
-        assert MergedStep.of(optimizer) is None
-        assert all(type(tensor) is ShardedParameter for tensor in collected(optimizer))
-
-    LocalWorld(1).run(body)
+    flat = Flat(comm, values(0))
+    optimizer = Mine(flat.params)
+    flat.set_grads(values(1))
+    optimizer.step()
+    assert MergedStep.of(optimizer) is None
+    assert all(type(tensor) is ShardedParameter for tensor in collected(optimizer))
 
 
 def test_the_classes_are_those_that_collect_lists():
@@ -413,7 +408,8 @@ def test_the_classes_are_those_that_collect_lists():
         assert callable(kind._init_group)
 
 
-def test_a_sharded_model_trains_as_with_a_class_that_nobody_knows():
+@on_ranks(2)
+def test_a_sharded_model_trains_as_with_a_class_that_nobody_knows(comm):
     class Apart(torch.optim.AdamW):
         pass
 
@@ -436,12 +432,9 @@ def test_a_sharded_model_trains_as_with_a_class_that_nobody_knows():
             assert len(MergedStep.of(optimizer)._plans) == 1
         return [param.full_tensor() for param in model.parameters()]
 
-    def body(comm):
-        for form in FORMS.values():
-            got, expected = train(comm, torch.optim.AdamW, form), train(comm, Apart, form)
-            assert all(map(torch.equal, got, expected))
-
-    LocalWorld(2).run(body)
+    for form in FORMS.values():
+        got, expected = train(comm, torch.optim.AdamW, form), train(comm, Apart, form)
+        assert all(map(torch.equal, got, expected))
 
 
 @pytest.mark.parametrize(("width", "runs"), [(128, 1), (12, 4)])

@@ -29,6 +29,7 @@ from support.optional_parts import (
     train_on_gloo,
     update,
 )
+from support.threads import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -209,17 +210,15 @@ def test_ranks_announce_what_they_will_run(announce, again):
     check(3, [[patterns(3, s, most=2)] for s in range(8)], "wrapper", again, announce=announce)
 
 
-def test_less_than_was_announced_is_told_on_all_ranks():
-    def body(comm):
-        model = sharded(comm, "fully_shard")
-        told = r"2 runs .* announced by using\(...\); on this rank: " + ("none", "'ear'")[comm.rank]
-        runs = {"eye": 0, "ear": 2 * comm.rank, "hand": 0}
-        with pytest.raises(UsageError, match=told), using(model, **runs):
-            model(texts(2, 0)[comm.rank], {})
-        with using(model, eye=0, ear=0, hand=0):  # the step after is not harmed
-            model(texts(2, 0)[comm.rank], {}).sum().backward()
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_less_than_was_announced_is_told_on_all_ranks(comm):
+    model = sharded(comm, "fully_shard")
+    told = r"2 runs .* announced by using\(...\); on this rank: " + ("none", "'ear'")[comm.rank]
+    runs = {"eye": 0, "ear": 2 * comm.rank, "hand": 0}
+    with pytest.raises(UsageError, match=told), using(model, **runs):
+        model(texts(2, 0)[comm.rank], {})
+    with using(model, eye=0, ear=0, hand=0):  # the step after is not harmed
+        model(texts(2, 0)[comm.rank], {}).sum().backward()
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -233,19 +232,17 @@ def test_more_than_was_announced_is_told(others):
         LocalWorld(2).run(body)
 
 
-def test_announcements_that_mean_nothing_are_refused():
-    def body(comm):
-        model = sharded(comm, "wrapper")
-        for runs, told in [
-            ({"nose": 1}, "has no such module"),
-            ({"blocks": 1}, "no unit there is optional"),
-            ({"eye": -1}, "expected how often"),
-            ({"eye": torch.tensor(True)}, "expected how often"),
-        ]:
-            with pytest.raises(ConfigurationError, match=told), using(model, **runs):
-                raise AssertionError("not reached")
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_announcements_that_mean_nothing_are_refused(comm):
+    model = sharded(comm, "wrapper")
+    for runs, told in [
+        ({"nose": 1}, "has no such module"),
+        ({"blocks": 1}, "no unit there is optional"),
+        ({"eye": -1}, "expected how often"),
+        ({"eye": torch.tensor(True)}, "expected how often"),
+    ]:
+        with pytest.raises(ConfigurationError, match=told), using(model, **runs):
+            raise AssertionError("not reached")
 
 
 @pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
@@ -337,16 +334,14 @@ def test_a_mark_may_go_back_to_the_mean_over_ranks():
         torch.testing.assert_close(users, 2 * ranks, rtol=0, atol=1e-12)
 
 
-def test_marks_of_another_mean_are_refused():
-    def body(comm):
-        model = sharded(comm, "fully_shard", mark=False)
-        with pytest.raises(ConfigurationError, match='expected "ranks" or "users"'):
-            mark_optional(model.eye, mean_over="all")
-        mark_optional(model.eye, mean_over=("ranks", "users")[comm.rank])
-        with pytest.raises(ConfigurationError, match="means over users of"):
-            model(texts(2, 0)[comm.rank], {})
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_marks_of_another_mean_are_refused(comm):
+    model = sharded(comm, "fully_shard", mark=False)
+    with pytest.raises(ConfigurationError, match='expected "ranks" or "users"'):
+        mark_optional(model.eye, mean_over="all")
+    mark_optional(model.eye, mean_over=("ranks", "users")[comm.rank])
+    with pytest.raises(ConfigurationError, match="means over users of"):
+        model(texts(2, 0)[comm.rank], {})
 
 
 BACKWARDS = {
@@ -519,15 +514,13 @@ def test_evaluation_asks_too():
             torch.testing.assert_close(output, model(texts(2, 0)[rank], use).detach())
 
 
-def test_units_that_are_not_marked_must_run_on_all_ranks():
-    def body(comm):
-        model = sharded(comm, "fully_shard")
-        rank = comm.rank
-        model.forward = lambda text: model.blocks[rank](model.embed(text))
-        with pytest.raises(UsageError, match="ranks have come to different units"):
-            model(texts(2, 0)[rank])
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_units_that_are_not_marked_must_run_on_all_ranks(comm):
+    model = sharded(comm, "fully_shard")
+    rank = comm.rank
+    model.forward = lambda text: model.blocks[rank](model.embed(text))
+    with pytest.raises(UsageError, match="ranks have come to different units"):
+        model(texts(2, 0)[rank])
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -571,15 +564,13 @@ def test_a_part_may_checkpoint_around_one_unit_and_evaluation_come_between():
         compare([history], [expected])
 
 
-def test_ranks_recompute_a_part_alike():
-    def body(comm):
-        model = as_recomputing(comm, frozen=False)
-        model.forward = (Recomputing if comm.rank else Model).forward.__get__(model)
-        model.again = False
-        with pytest.raises(UsageError, match="'eye' runs in a checkpoint on 1"):
-            model(texts(2, 0)[comm.rank], {"eye": 1})
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_ranks_recompute_a_part_alike(comm):
+    model = as_recomputing(comm, frozen=False)
+    model.forward = (Recomputing if comm.rank else Model).forward.__get__(model)
+    model.again = False
+    with pytest.raises(UsageError, match="'eye' runs in a checkpoint on 1"):
+        model(texts(2, 0)[comm.rank], {"eye": 1})
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -646,21 +637,19 @@ def test_both_doors_take_the_mark_when_they_shard():
             torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
 
 
-def test_marks_are_refused_where_they_mean_nothing():
-    def body(comm):
-        with pytest.raises(UsageError, match="holds no unit"):
-            mark_optional(Model())
-        alone = fully_shard(nn.Linear(3, 3), mesh=comm, optional=True)
-        with pytest.raises(UsageError, match="no unit encloses it"):
-            alone(torch.ones(1, 3))
-        model = sharded(comm, "fully_shard")
-        model(texts(2, 0)[comm.rank], {}).sum().backward()
-        with pytest.raises(UsageError, match="is the root of its model"):
-            mark_optional(model)
-        with pytest.raises(UsageError, match=r"'eye\.first' runs outside of the forward"):
-            model.eye.first(torch.ones(1, 5, dtype=torch.float64))
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_marks_are_refused_where_they_mean_nothing(comm):
+    with pytest.raises(UsageError, match="holds no unit"):
+        mark_optional(Model())
+    alone = fully_shard(nn.Linear(3, 3), mesh=comm, optional=True)
+    with pytest.raises(UsageError, match="no unit encloses it"):
+        alone(torch.ones(1, 3))
+    model = sharded(comm, "fully_shard")
+    model(texts(2, 0)[comm.rank], {}).sum().backward()
+    with pytest.raises(UsageError, match="is the root of its model"):
+        mark_optional(model)
+    with pytest.raises(UsageError, match=r"'eye\.first' runs outside of the forward"):
+        model.eye.first(torch.ones(1, 5, dtype=torch.float64))
 
 
 def check_told(texts_of_ranks):
@@ -677,7 +666,8 @@ def test_processes_that_mark_different_parts_are_told(gloo_world):
     check_told(gloo_world.run(2, mark_differently))
 
 
-def test_only_what_some_rank_runs_is_sent():
+@on_ranks(2)
+def test_only_what_some_rank_runs_is_sent(comm):
     """As for a model without marks whose ranks all do the same."""
 
     def ops(model, rank, used):
@@ -686,11 +676,8 @@ def test_only_what_some_rank_runs_is_sent():
                 model(texts(2, 0)[rank], used).square().mean().backward()
         return sorted((r.unit, r.op) for r in trace.records if r.op in ("gather", "reduce"))
 
-    def body(comm):
-        marked, plain = (sharded(comm, "fully_shard", mark=mark) for mark in (True, False))
-        for used in ({}, dict.fromkeys(PARTS, 1)):
-            assert ops(marked, comm.rank, used) == ops(plain, comm.rank, used)
-        mine = {"eye": comm.rank}
-        assert ops(marked, comm.rank, mine) == ops(plain, comm.rank, {"eye": 1})
-
-    LocalWorld(2).run(body)
+    marked, plain = (sharded(comm, "fully_shard", mark=mark) for mark in (True, False))
+    for used in ({}, dict.fromkeys(PARTS, 1)):
+        assert ops(marked, comm.rank, used) == ops(plain, comm.rank, used)
+    mine = {"eye": comm.rank}
+    assert ops(marked, comm.rank, mine) == ops(plain, comm.rank, {"eye": 1})

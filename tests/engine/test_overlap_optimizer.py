@@ -362,21 +362,19 @@ def test_reduces_that_outlive_backward_are_refused(comm, plain):
     assert all(map(torch.equal, [param.full_tensor() for param in params], before))
 
 
-def test_optimizers_that_cannot_go_unit_by_unit_are_refused(plain):
+@on_ranks(1)
+def test_optimizers_that_cannot_go_unit_by_unit_are_refused(comm, plain):
     class Mine(torch.optim.AdamW):
         pass
 
-    def body(comm):
-        model = function(comm, copy_of(plain))
-        params = list(model.parameters())
-        with pytest.raises(NotSupportedError, match="Mine is none of them"):
-            overlap_optimizer(model, Mine(params))
-        with pytest.raises(NotSupportedError, match="differentiable"):
-            overlap_optimizer(model, torch.optim.AdamW(params, differentiable=True))
-        with pytest.raises(UsageError, match="no parameter of the units"):
-            overlap_optimizer(model, torch.optim.AdamW([nn.Parameter(torch.ones(1))]))
-        with pytest.raises(UsageError, match="no sharded unit"):
-            overlap_optimizer(nn.Linear(2, 2), torch.optim.AdamW(params))
-        assert not any(managed.unit.settings.on_delivered for managed in managed_units(model))
-
-    LocalWorld(1).run(body)
+    model = function(comm, copy_of(plain))
+    params = list(model.parameters())
+    with pytest.raises(NotSupportedError, match="Mine is none of them"):
+        overlap_optimizer(model, Mine(params))
+    with pytest.raises(NotSupportedError, match="differentiable"):
+        overlap_optimizer(model, torch.optim.AdamW(params, differentiable=True))
+    with pytest.raises(UsageError, match="no parameter of the units"):
+        overlap_optimizer(model, torch.optim.AdamW([nn.Parameter(torch.ones(1))]))
+    with pytest.raises(UsageError, match="no sharded unit"):
+        overlap_optimizer(nn.Linear(2, 2), torch.optim.AdamW(params))
+    assert not any(managed.unit.settings.on_delivered for managed in managed_units(model))

@@ -180,40 +180,34 @@ if hasattr(torch, "_foreach_clone"):  # not in torch 2.11
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_operations_run_on_the_spans(name):
+@on_ranks(3)
+def test_elementwise_operations_run_on_the_spans(comm, name):
     work = ELEMENTWISE[name]
     shaped = [0, 2, 3, 4, 5, 6, 7]  # not the 0-dim one, which a mask cannot index
     fulls = [(values(0)[i], values(1)[i]) for i in shaped]
-
-    def body(comm):
-        xs = sharded(comm, [x for x, _ in fulls])
-        ys = sharded(comm, [y for _, y in fulls])
-        with torch.no_grad():
-            for x, y, (full_x, full_y) in zip(xs, ys, fulls, strict=True):
-                y.ownership = x.ownership
-                got, want = work(x, y), work(full_x, full_y)
-                assert type(got) is ShardedParameter
-                assert (got.shape, got.dtype) == (want.shape, want.dtype)
-                assert torch.equal(got.full_tensor(), want)
-
-    LocalWorld(3).run(body)
+    xs = sharded(comm, [x for x, _ in fulls])
+    ys = sharded(comm, [y for _, y in fulls])
+    with torch.no_grad():
+        for x, y, (full_x, full_y) in zip(xs, ys, fulls, strict=True):
+            y.ownership = x.ownership
+            got, want = work(x, y), work(full_x, full_y)
+            assert type(got) is ShardedParameter
+            assert (got.shape, got.dtype) == (want.shape, want.dtype)
+            assert torch.equal(got.full_tensor(), want)
 
 
-def test_a_plain_tensor_of_the_global_shape_is_cut_to_the_span():
+@on_ranks(3)
+def test_a_plain_tensor_of_the_global_shape_is_cut_to_the_span(comm):
     full, other = torch.arange(60.0).view(5, 12), torch.sin(torch.arange(60.0)).view(5, 12)
-
-    def body(comm):
-        param = one(comm, full).detach()
-        assert torch.equal((param + other).full_tensor(), full + other)
-        assert torch.equal((other - param).full_tensor(), other - full)
-        assert param.copy_(other.t().contiguous().t()) is param
-        assert torch.equal(param.full_tensor(), other)
-        param.lerp_(full, 0.9)  # an exponential moving average
-        assert torch.equal(param.full_tensor(), other.lerp(full, 0.9))
-        torch._foreach_copy_([param], [full])
-        assert torch.equal(param.full_tensor(), full)
-
-    LocalWorld(3).run(body)
+    param = one(comm, full).detach()
+    assert torch.equal((param + other).full_tensor(), full + other)
+    assert torch.equal((other - param).full_tensor(), other - full)
+    assert param.copy_(other.t().contiguous().t()) is param
+    assert torch.equal(param.full_tensor(), other)
+    param.lerp_(full, 0.9)  # an exponential moving average
+    assert torch.equal(param.full_tensor(), other.lerp(full, 0.9))
+    torch._foreach_copy_([param], [full])
+    assert torch.equal(param.full_tensor(), full)
 
 
 @on_ranks(2)
@@ -402,17 +396,14 @@ def test_a_list_of_norms_is_one_collective_and_a_comparison():
     assert sorted(calls) == [0, 0, 1, 1]
 
 
-def test_low_precision_norms_are_rounded_once_and_sums_of_squares_do_not_overflow():
+@on_ranks(3)
+def test_low_precision_norms_are_rounded_once_and_sums_of_squares_do_not_overflow(comm):
     low, large = torch.full((3000,), 0.1, dtype=torch.bfloat16), torch.zeros(64)
     large[0] = large[40] = 1.5e19  # on two ranks; a square fits into fp32, the sum does not
-
-    def body(comm):
-        got = one(comm, low).detach().norm()
-        assert got.dtype is torch.bfloat16
-        assert got == low.float().norm().bfloat16()
-        assert one(comm, large).detach().norm().item() == pytest.approx(1.5e19 * math.sqrt(2))
-
-    LocalWorld(3).run(body)
+    got = one(comm, low).detach().norm()
+    assert got.dtype is torch.bfloat16
+    assert got == low.float().norm().bfloat16()
+    assert one(comm, large).detach().norm().item() == pytest.approx(1.5e19 * math.sqrt(2))
 
 
 @on_ranks(2)
@@ -432,16 +423,13 @@ def test_a_global_scalar_is_a_plain_tensor_to_everything_else(comm):
     assert type(torch.load(file, weights_only=True)) is Tensor
 
 
-def test_any_and_all_see_every_rank():
+@on_ranks(3)
+def test_any_and_all_see_every_rank(comm):
     full = torch.zeros(100)
     full[70] = 1
-
-    def body(comm):
-        param = one(comm, full).detach()
-        seen = (param > 0).any(), (param > 0).all(), (param >= 0).all(), (param > 1).any()
-        return [bool(each) for each in seen]
-
-    assert LocalWorld(3).run(body) == [[True, False, True, False]] * 3
+    param = one(comm, full).detach()
+    seen = (param > 0).any(), (param > 0).all(), (param >= 0).all(), (param > 1).any()
+    assert [bool(each) for each in seen] == [True, False, True, False]
 
 
 # ---- initialisation -----------------------------------------------------------------------------

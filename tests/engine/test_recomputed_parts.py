@@ -18,6 +18,7 @@ from support.optional_parts import (
 )
 from support.recomputed_parts import InFunctions, RandomParts, WrappedInside, as_in_functions
 from support.sampling import FULL
+from support.threads import on_ranks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fullshard.core.errors import NotSupportedError
@@ -95,22 +96,20 @@ def test_functions_of_the_root_run_parts_and_evaluation_comes_between(way):
         compare([grads], [expected])
 
 
-def test_what_ranks_could_not_recompute_together_is_refused():
-    def body(comm):
-        model = sharded(comm, "fully_shard")
-        inside, seen = model.eye.forward, texts(2, 0)[comm.rank]
-        model.eye.forward = lambda x: checkpoint(inside, x, use_reentrant=False)
-        eye = model.eye
+@on_ranks(2)
+def test_what_ranks_could_not_recompute_together_is_refused(comm):
+    model = sharded(comm, "fully_shard")
+    inside, seen = model.eye.forward, texts(2, 0)[comm.rank]
+    model.eye.forward = lambda x: checkpoint(inside, x, use_reentrant=False)
+    eye = model.eye
 
-        def twice(text, used):
-            x = checkpoint(eye, torch.cat([text, text[:, :2]], dim=1), use_reentrant=False)
-            return model.embed(text) + x
+    def twice(text, used):
+        x = checkpoint(eye, torch.cat([text, text[:, :2]], dim=1), use_reentrant=False)
+        return model.embed(text) + x
 
-        model.forward = twice
-        with pytest.raises(NotSupportedError, match=r"'eye\.first'.* inside another one, around"):
-            model(seen, {"eye": 1})
-
-    LocalWorld(2).run(body)
+    model.forward = twice
+    with pytest.raises(NotSupportedError, match=r"'eye\.first'.* inside another one, around"):
+        model(seen, {"eye": 1})
 
 
 @pytest.mark.parametrize("seed", [110, 163])

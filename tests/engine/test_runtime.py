@@ -9,7 +9,7 @@ from itertools import groupby
 import pytest
 import torch
 from support.models import CASES, loss_of, make, make_batches
-from support.stack import WIDTH, Stack, shard_stack, step
+from support.stack import WIDTH, shard_stack, step
 from support.threads import on_ranks
 from support.training import shard
 from torch import nn
@@ -144,20 +144,6 @@ def run_sharded(name, body, world=2, **how):
     return LocalWorld(world).run(lambda comm: body(shard(make(name), name, comm, **how)))
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("name", ["gpt", "nested", "twice"])
-def test_gradients_accumulate_over_backwards(name, strategy):
-    batches = make_batches(name, 3, 2)
-
-    def body(model):
-        for inputs, targets in batches:
-            loss_of(model(inputs), targets).backward()
-        return gradients(model)
-
-    for found in run_sharded(name, body, strategy=strategy):
-        assert_equal_gradients(found, plain_gradients(name, batches))
-
-
 @pytest.mark.parametrize(
     ("door", "strategy"),
     [
@@ -198,22 +184,6 @@ def test_accumulation_without_communication(name, strategy, door):
         assert_equal_gradients(found, expected)
         assert reduces == len(CASES[name].units) + 1
         assert held == 0
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_two_forwards_before_two_backwards(strategy):
-    batches = make_batches("nested", 2, 2)
-
-    def body(model):
-        for _ in range(2):
-            model.zero_grad()
-            losses = [loss_of(model(inputs), targets) for inputs, targets in batches]
-            for loss in losses:
-                loss.backward()
-        return gradients(model)
-
-    for found in run_sharded("nested", body, strategy=strategy):
-        assert_equal_gradients(found, plain_gradients("nested", batches))
 
 
 def test_backward_twice_through_a_retained_graph():
@@ -302,39 +272,6 @@ def test_a_good_step_after_an_exception_in_the_middle_of_one(where, door):
         assert_equal_gradients(found, plain_gradients("gpt", [batch]))
 
 
-def test_an_unused_unit_on_one_rank_counts_as_zero_and_hangs_nothing():
-    class Choice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.left, self.last = (nn.Linear(4, 4) for _ in range(3))
-
-        def forward(self, x, use):
-            x = self.first(x)
-            left = self.left(x)
-            return self.last(x + left if use else x)
-
-    torch.manual_seed(0)
-    plain = Choice()
-    state = plain.state_dict()
-    for use in (True, False):
-        plain(torch.ones(1, 4), use).sum().backward()
-    expected = {name: p.grad / 2 for name, p in plain.named_parameters()}
-
-    def body(comm):
-        model = Choice()
-        model.load_state_dict(state)
-        for child in (model.first, model.left, model.last):
-            fully_shard(child, mesh=comm)
-        fully_shard(model, mesh=comm)
-        for _ in range(2):
-            model.zero_grad()
-            model(torch.ones(1, 4), use=comm.rank == 0).sum().backward()
-        return gradients(model)
-
-    for found in LocalWorld(2).run(body):
-        assert_equal_gradients(found, expected)
-
-
 def test_units_that_one_rank_does_not_use_are_reduced_in_the_order_of_the_other():
     """One lies inside a unit that is used, one before it, one is used by an earlier call."""
 
@@ -385,7 +322,8 @@ def test_units_that_one_rank_does_not_use_are_reduced_in_the_order_of_the_other(
     assert_equal_gradients(second, expected)
 
 
-def test_a_unit_run_without_gradients_inside_a_step_gets_none():
+@on_ranks(2)
+def test_a_unit_run_without_gradients_inside_a_step_gets_none(comm):
     class Teacher(nn.Module):
         def __init__(self):
             super().__init__()
@@ -396,16 +334,14 @@ def test_a_unit_run_without_gradients_inside_a_step_gets_none():
                 wanted = self.teacher(x)
             return (self.pupil(x) - wanted).square().mean()
 
-    def body(comm):
-        model = Teacher()
-        for child in (model.teacher, model.pupil):
-            fully_shard(child, mesh=comm)
-        fully_shard(model, mesh=comm)
-        for _ in range(2):
-            model(torch.ones(1, 4)).backward()
-        return [name for name, p in model.named_parameters() if p.grad is not None]
-
-    assert LocalWorld(2).run(body) == [["pupil.weight", "pupil.bias"]] * 2
+    model = Teacher()
+    for child in (model.teacher, model.pupil):
+        fully_shard(child, mesh=comm)
+    fully_shard(model, mesh=comm)
+    for _ in range(2):
+        model(torch.ones(1, 4)).backward()
+    trained = [name for name, p in model.named_parameters() if p.grad is not None]
+    assert trained == ["pupil.weight", "pupil.bias"]
 
 
 class Views(nn.Module):
@@ -505,7 +441,8 @@ def test_unusual_calls(cls):
 
 
 @pytest.mark.parametrize("backward", [True, False])
-def test_graphs_are_not_kept(backward):
+@on_ranks(2)
+def test_graphs_are_not_kept(comm, backward):
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -527,20 +464,17 @@ def test_graphs_are_not_kept(backward):
     class Token:
         pass
 
-    def body(comm):
-        model = fully_shard(Two(), mesh=comm)
-        alive = []
-        x = torch.ones(2, 4, requires_grad=True)
-        for _ in range(3):
-            token = Token()
-            alive.append(weakref.ref(token))
-            output = model(Mark.apply(x, token), Mark.apply(x, token)).sum()
-            if backward:
-                output.backward()
-            del output, token
-        return [reference() for reference in alive]
-
-    assert LocalWorld(2).run(body) == [[None] * 3] * 2
+    model = fully_shard(Two(), mesh=comm)
+    alive = []
+    x = torch.ones(2, 4, requires_grad=True)
+    for _ in range(3):
+        token = Token()
+        alive.append(weakref.ref(token))
+        output = model(Mark.apply(x, token), Mark.apply(x, token)).sum()
+        if backward:
+            output.backward()
+        del output, token
+    assert [reference() for reference in alive] == [None] * 3
 
 
 def test_an_ignored_parameter_behind_frozen_weights():
@@ -607,85 +541,6 @@ def test_hooks_on_sharded_parameters_see_the_reduced_gradient():
         torch.testing.assert_close(seen, [2 * expected, 4 * expected])
 
 
-def test_frozen_parameters_have_no_gradients_and_units_of_them_no_reduce():
-    batch = make_batches("gpt", 1, 2)[0]
-
-    def freeze(model):
-        model.requires_grad_(False)
-        model.blocks[0].attention.qkv.requires_grad_(True)
-        return model
-
-    plain = freeze(make("gpt"))
-    loss_of(plain(batch[0]), batch[1]).backward()
-
-    def body(comm):
-        counts = Counter()
-        model = shard(freeze(make("gpt")), "gpt", CountingComm(comm, counts))
-        loss_of(model(batch[0]), batch[1]).backward()
-        reduces = counts["reduce_scatter"]
-        bytes_of_grads = managed_unit_of(model.blocks[1]).unit.layout.grad_shard_bytes
-        return (
-            reduces,
-            bytes_of_grads,
-            {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None},
-        )
-
-    for reduces, bytes_of_grads, found in LocalWorld(2).run(body):
-        assert (reduces, bytes_of_grads) == (1, 0)
-        assert_equal_gradients(
-            found, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-        )
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_in_and_around_units(reentrant):
-    checkpoint = torch.utils.checkpoint.checkpoint
-    inputs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(0))
-
-    def run(model):
-        x = inputs.clone().requires_grad_()
-        for block in model.blocks:
-            x = checkpoint(block, x, use_reentrant=reentrant)
-        x.square().mean().backward()
-        return model
-
-    torch.manual_seed(0)
-    plain = Stack()
-    state = {k: v.clone() for k, v in plain.state_dict().items()}
-    run(plain)
-
-    class Around(nn.Module):
-        """Calls what it is given, so that the recomputed units have a root."""
-
-        def __init__(self, stack):
-            super().__init__()
-            self.stack = stack
-
-        def forward(self, function):
-            return function(self.stack)
-
-    def body(comm):
-        stack = Stack()
-        stack.load_state_dict(state)
-        for block in stack.blocks:
-            fully_shard(block, mesh=comm)
-        model = fully_shard(Around(stack), mesh=comm)
-        for _ in range(2):
-            stack.zero_grad()
-            x = inputs.clone().requires_grad_()
-
-            def forward(stack, x=x):
-                for block in stack.blocks:
-                    x = checkpoint(block, x, use_reentrant=reentrant)
-                return x
-
-            model(forward).square().mean().backward()
-        return gradients(stack)
-
-    for found in LocalWorld(2).run(body):
-        assert_equal_gradients(found, {n: p.grad for n, p in plain.named_parameters()})
-
-
 @on_ranks(2)
 def test_prefetch_cannot_change_in_the_middle_of_a_step(comm):
     model = shard_stack(comm)
@@ -747,7 +602,8 @@ def test_a_unit_stays_full_while_a_tied_parameter_is_reached_through_it(comm):
     assert torch.equal(grad, torch.full((5, 5), 6.0))
 
 
-def test_an_output_that_is_an_input_recomputed():
+@on_ranks(2)
+def test_an_output_that_is_an_input_recomputed(comm):
     """Reentrant checkpointing returns a view of what it passes through: the unit's output."""
 
     class Passes(nn.Module):
@@ -770,16 +626,13 @@ def test_an_output_that_is_an_input_recomputed():
         def part(self, x):
             return self.inner(x + self.bias)
 
-    def body(comm):
-        model = Outer()
-        fully_shard(model.inner, mesh=comm)
-        model = fully_shard(model, mesh=comm)
-        for _ in range(3):
-            model.zero_grad()
-            model(torch.ones(2, 5)).sum().backward()
-        return model.bias.grad.full_tensor().tolist()
-
-    assert LocalWorld(2).run(body) == [[2.0] * 5] * 2
+    model = Outer()
+    fully_shard(model.inner, mesh=comm)
+    model = fully_shard(model, mesh=comm)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(2, 5)).sum().backward()
+    assert model.bias.grad.full_tensor().tolist() == [2.0] * 5
 
 
 def test_units_that_share_an_input_are_freed_one_by_one():
@@ -823,7 +676,8 @@ def test_units_that_share_an_input_are_freed_one_by_one():
         assert units <= 4  # the root's one kept, one full, its gradients, what a reduce awaits
 
 
-def test_gradients_held_back_are_reduced_though_the_last_micro_batch_does_not_use_their_unit():
+@on_ranks(2)
+def test_gradients_held_back_are_reduced_though_the_last_micro_batch_does_not_use_their_unit(comm):
     class Sometimes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -834,21 +688,18 @@ def test_gradients_held_back_are_reduced_though_the_last_micro_batch_does_not_us
             x = self.always(x)
             return self.sometimes(x) if use else x
 
-    def body(comm):
-        model = Sometimes()
-        fully_shard(model.always, mesh=comm)
-        fully_shard(model.sometimes, mesh=comm)
-        model = fully_shard(model, mesh=comm)
-        found = []
-        for _ in range(2):
-            model.set_requires_gradient_sync(False)
-            model(torch.ones(1, 3), use=True).sum().backward()
-            assert model.sometimes.bias.grad is None
-            model.set_requires_gradient_sync(True)
-            model(torch.ones(1, 3), use=False).sum().backward()
-            found.append(model.sometimes.bias.grad.full_tensor().tolist())
-            model.zero_grad()
+    model = Sometimes()
+    fully_shard(model.always, mesh=comm)
+    fully_shard(model.sometimes, mesh=comm)
+    model = fully_shard(model, mesh=comm)
+    found = []
+    for _ in range(2):
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(1, 3), use=True).sum().backward()
+        assert model.sometimes.bias.grad is None
+        model.set_requires_gradient_sync(True)
         model(torch.ones(1, 3), use=False).sum().backward()
-        return found, model.sometimes.bias.grad
-
-    assert LocalWorld(2).run(body) == [([[1.0] * 3] * 2, None)] * 2
+        found.append(model.sometimes.bias.grad.full_tensor().tolist())
+        model.zero_grad()
+    model(torch.ones(1, 3), use=False).sum().backward()
+    assert (found, model.sometimes.bias.grad) == ([[1.0] * 3] * 2, None)

@@ -6,25 +6,19 @@ its communicator's stream, behind what all ranks had issued when they called it:
 filled with NaN, the stream sleeps, and only then are the inputs read and the outputs written. Who
 reads a result before he has waited for it sees NaN, who changes or frees an input too early changes
 the result. On a CPU outputs hold NaN until they are waited for.
-
-[Note: One autograd thread a device]
-Autograd runs all backwards on a GPU in one thread of its own. Ranks that are threads would wait for
-each other in it for ever; so multithreading is switched off, and each rank runs its own backward.
 """
 
-import threading
 import time
 from contextlib import contextmanager, nullcontext
 
 import torch
 
-from fullshard.torch.comm.protocol import rank_order_sum
+from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch.unit import full_parameters, gradients
 from fullshard.torch.unit.buffers import FlatBuffer
 from fullshard.torch.unit.streams import CopyStream
 
 SLEEP_CYCLES = 5_000_000  # some milliseconds: far longer than a step of a small model computes
-TIMEOUT_S = 60.0
 
 
 def sleep_on(device, cycles=SLEEP_CYCLES):
@@ -46,47 +40,28 @@ def own_stream(device):
     before.wait_stream(stream)
 
 
-class StreamWorld:
+class StreamWorld(LocalWorld):
     """``size`` ranks as threads. Those in ``careless`` do not wait for collectives."""
 
     def __init__(self, size, device, *, cycles=SLEEP_CYCLES):
-        self.size, self.device, self.cycles = size, device, cycles
+        super().__init__(size, timeout_s=60.0)
+        self.device, self.cycles = device, cycles
         self.careless = set()
         self.issued = 0
-        self._changed = threading.Condition()
-        self._exchanges = {}
         self._streams = {}
-        self._failure = None
 
     def run(self, body):
         """``body(comm)`` on every rank; the results in rank order, or the first failure."""
-        results = [None] * self.size
 
-        def rank_main(rank):
-            try:
-                # See [Note: One autograd thread a device].
-                with torch.autograd.set_multithreading_enabled(False), own_stream(self.device):
-                    results[rank] = body(StreamComm(self, tuple(range(self.size)), rank, ()))
-            except BaseException as error:
-                with self._changed:
-                    self._failure = self._failure or error
-                    self._changed.notify_all()
+        def on_own_stream(comm):
+            with own_stream(self.device):
+                return body(StreamComm(self, comm.members, comm.rank))
 
-        threads = [
-            threading.Thread(target=rank_main, args=(rank,), daemon=True)
-            for rank in range(self.size)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self._failure is not None:
-            raise self._failure
-        return results
+        return super().run(on_own_stream)
 
     def exchange(self, key, comm, given, combine):
         """Hand in (inputs, outputs), wait for the other ranks' hosts, and get the `_Exchange`."""
-        deadline = time.monotonic() + TIMEOUT_S
+        deadline = time.monotonic() + self.timeout_s
         with self._changed:
             exchange = self._exchanges.setdefault(key, _Exchange(self))
             exchange.add(comm.rank, *given)
@@ -99,7 +74,7 @@ class StreamWorld:
                 if self._failure is not None:
                     raise RuntimeError(f"rank {comm.rank} waits for one that has failed")
                 if not self._changed.wait(deadline - time.monotonic()):
-                    raise RuntimeError(f"rank {comm.rank} waited {TIMEOUT_S} s for others")
+                    raise RuntimeError(f"rank {comm.rank} waited {self.timeout_s} s for others")
         return exchange
 
     def _stream_of(self, channel):
@@ -149,7 +124,7 @@ class _Exchange:
                     self.late[rank] = [result.clone() for result in mine]
                     continue
                 for output, result in zip(self.given[rank][1], mine, strict=True):
-                    output.copy_(result)
+                    output.copy_(result.view_as(output))
             if stream is not None:
                 self.done = stream.record_event()
         self.given.clear()
@@ -169,7 +144,7 @@ class _Work:
             exchange.done.wait()
             return
         for output, result in zip(self._outputs, exchange.late.pop(comm.rank), strict=True):
-            output.copy_(result)
+            output.copy_(result.view_as(output))
 
     def is_completed(self):
         if self._exchange is None:
@@ -177,69 +152,17 @@ class _Work:
         return self._exchange.done is not None and self._exchange.done.query()
 
 
-class StreamComm:
+class StreamComm(LocalComm):
     """The `Comm` of one rank of a `StreamWorld`."""
 
-    def __init__(self, world, members, rank, channel):
-        self.world, self.members, self.rank, self.size = world, members, rank, len(members)
-        self._channel = channel
-        self._calls = self._derived = 0
-
-    def duplicate(self):
-        return self.subgroup(range(self.size))
-
-    def block(self, size):
-        first = self.rank // size * size
-        return self.subgroup(range(first, first + size))
-
     def subgroup(self, ranks):
-        self._derived += 1
-        members = tuple(self.members[rank] for rank in ranks)
-        channel = (*self._channel, self._derived)
-        return StreamComm(self.world, members, list(ranks).index(self.rank), channel)
+        own = super().subgroup(ranks)
+        return StreamComm(self.world, own.members, own.rank, own._number)
 
-    def all_gather(self, pairs, label=""):
-        def combine(inputs):
-            return [[torch.cat(shards) for shards in zip(*inputs, strict=True)]] * self.size
-
-        return self._issue([s for _, s in pairs], [f for f, _ in pairs], combine)
-
-    def reduce_scatter(self, pairs, label=""):
-        def combine(inputs):
-            sums = [_sum(fulls) for fulls in zip(*inputs, strict=True)]
-            return [[total.chunk(self.size)[rank] for total in sums] for rank in range(self.size)]
-
-        return self._issue([f for _, f in pairs], [s for s, _ in pairs], combine)
-
-    def all_reduce(self, tensors, op="sum", label=""):
-        def combine(inputs):
-            columns = list(zip(*inputs, strict=True))
-            if op == "sum":
-                return [[_sum(column) for column in columns]] * self.size
-            extreme = torch.amax if op == "max" else torch.amin
-            return [[extreme(torch.stack(column), 0) for column in columns]] * self.size
-
-        return self._issue(list(tensors), list(tensors), combine)
-
-    def broadcast(self, tensors, source=0):
-        return self._issue(
-            list(tensors), list(tensors), lambda inputs: [inputs[source]] * self.size
-        )
-
-    def all_to_all(self, received, sent, label=""):
-        def combine(inputs):
-            parts = [flat.split(numels.tolist()) for flat, numels in inputs]
-            return [[torch.cat([row[rank] for row in parts])] for rank in range(self.size)]
-
-        return self._issue([sent.flat, torch.tensor(sent.numels)], [received.flat], combine)
-
-    def reduce_scratch_bytes(self, full):
-        return 0
-
-    def _issue(self, inputs, outputs, combine):
+    def _issue(self, name, label, inputs, outputs, combine, alike=()):
         inputs = [tensor.detach() for tensor in inputs]
         outputs = [tensor.detach() for tensor in outputs]
-        key = ((self._channel, self.members), self._calls)
+        key = ((self._number, *self.members), self._calls)
         self._calls += 1
         exchange = self.world.exchange(key, self, (inputs, outputs), combine)
         # As NCCL's works do: what travels stays referenced until it is waited for.
@@ -297,12 +220,6 @@ def poison_buffers(monkeypatch):
 
     monkeypatch.setattr(full_parameters, "FlatBuffer", PoisonedBuffer)
     monkeypatch.setattr(gradients, "FlatBuffer", PoisonedBuffer)
-
-
-def _sum(column):
-    total = torch.empty_like(column[0])
-    rank_order_sum(column, total)
-    return total
 
 
 def _safe(tensor, outputs):

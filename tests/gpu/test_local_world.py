@@ -4,6 +4,7 @@
 import pytest
 import torch
 from gpu.training import assert_same, build, full_parameters, plain, shard, train
+from support.threads import on_ranks
 
 from fullshard.testing import LocalWorld
 from fullshard.torch import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -31,29 +32,24 @@ def test_training_equals_one_process(option, eager, device):
         assert_same(found, expected)
 
 
-def test_outputs_hold_nan_until_they_are_waited_for(device):
-    def body(comm):
-        full = torch.zeros(8, device=device)
-        work = comm.all_gather([(full, torch.full((4,), float(comm.rank), device=device))])
-        before = full.isnan().all().item()
-        work.wait()
-        return before, full.tolist()
-
-    assert LocalWorld(2).run(body) == [(True, [0.0] * 4 + [1.0] * 4)] * 2
+@on_ranks(2)
+def test_outputs_hold_nan_until_they_are_waited_for(comm, device):
+    full = torch.zeros(8, device=device)
+    work = comm.all_gather([(full, torch.full((4,), float(comm.rank), device=device))])
+    before = full.isnan().all().item()
+    work.wait()
+    assert (before, full.tolist()) == (True, [0.0] * 4 + [1.0] * 4)
 
 
-def test_a_result_is_behind_the_stream_it_was_issued_on(gpu):
+@on_ranks(2)
+def test_a_result_is_behind_the_stream_it_was_issued_on(comm, gpu):
     """As with NCCL: issued on one stream, awaited on another."""
-
-    def body(comm):
-        mine, full = torch.zeros(4, device=gpu), torch.zeros(8, device=gpu)
-        side = torch.cuda.Stream(gpu)
-        side.wait_stream(torch.cuda.current_stream(gpu))
-        with torch.cuda.stream(side):
-            torch.cuda._sleep(20_000_000)
-            mine.fill_(comm.rank + 1.0)
-            work = comm.all_gather([(full, mine)])
-        work.wait()
-        return full.tolist()
-
-    assert LocalWorld(2).run(body) == [[1.0] * 4 + [2.0] * 4] * 2
+    mine, full = torch.zeros(4, device=gpu), torch.zeros(8, device=gpu)
+    side = torch.cuda.Stream(gpu)
+    side.wait_stream(torch.cuda.current_stream(gpu))
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        mine.fill_(comm.rank + 1.0)
+        work = comm.all_gather([(full, mine)])
+    work.wait()
+    assert full.tolist() == [1.0] * 4 + [2.0] * 4

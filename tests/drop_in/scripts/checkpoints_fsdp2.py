@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a transformer that is built on meta, look at its parameters, save it in either of two ways.
+"""Train a transformer that is built on meta, look at its parameters, save it in three ways.
 
 The ways are the state-dict functions of torch.distributed.checkpoint, with whole tensors on rank
-0, and DTensors that are gathered one by one and cut by hand.
+0, distributed checkpoints, and DTensors that are gathered one by one and cut by hand.
 """
 
 import argparse
@@ -10,14 +10,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     _init_optim_state,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -57,7 +60,7 @@ class Model(nn.Module):
         self.logits = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens):
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for layer in self.layers:
             x = layer(x)
         return self.logits(self.norm(x))
@@ -144,8 +147,31 @@ class ByStateDictFunctions:
         return torch.load(self.folder / name, weights_only=True, mmap=True)
 
 
+class ByDistributedCheckpoints:
+    """Each rank's rows in a file of its own, read into the state dicts and set from there."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def save(self, model, optimizer):
+        dcp.save(self._state(model, optimizer), checkpoint_id=self.folder)
+
+    def load_model(self, model):
+        initialise(model)
+
+    def load_optimizer(self, model, optimizer):
+        state = self._state(model, optimizer)
+        dcp.load(state, checkpoint_id=self.folder)
+        weights, states = state["model"], state["optimizer"]
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+
+    def _state(self, model, optimizer):
+        weights, states = get_state_dict(model, optimizer)
+        return {"model": weights, "optimizer": states}
+
+
 class ByHand:
-    """The same of DTensors' own methods only."""
+    """Whole tensors in a file of rank 0, by DTensors' own methods only."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -169,7 +195,7 @@ class ByHand:
         for name, empty in model.state_dict().items():
             cut = distribute_tensor(full[name], empty.device_mesh, empty.placements)
             sharded[name] = nn.Parameter(cut)
-        model.load_state_dict(sharded, assign=True)
+        model.load_state_dict(sharded, strict=False, assign=True)
 
     def load_optimizer(self, model, optimizer):
         full = torch.load(self.folder / "optimizer.pt", weights_only=True, mmap=True)
@@ -193,11 +219,17 @@ def train(model, optimizer, steps, args):
         generator = torch.Generator().manual_seed(3 * step + dist.get_rank())
         tokens = torch.randint(0, VOCABULARY, (8, LENGTH), generator=generator)
         if args.explicit_prefetching:
-            model.unshard()
-        logits = model(tokens)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            model.unshard(async_op=args.accumulate)
+        parts = tokens.chunk(2 if args.accumulate else 1)
+        for number, part in enumerate(parts, 1):
+            model.set_requires_gradient_sync(number == len(parts))
+            logits = model(part)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), part.flatten())
+            (loss / len(parts)).backward()
+        if args.accumulate:
+            for layer in model.layers:
+                layer.reshard()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=args.accumulate or None)
         for parameter in model.parameters():
             assert isinstance(parameter.grad, DTensor)
             assert parameter.grad.placements == parameter.placements
@@ -217,6 +249,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--mixed-precision", action="store_true")
     parser.add_argument("--explicit-prefetching", action="store_true")
+    parser.add_argument("--accumulate", action="store_true")
     parser.add_argument("--checkpoint-dir", default=".")
     args = parser.parse_args()
     dist.init_process_group("gloo")
@@ -225,27 +258,20 @@ def main():
     initialise(model)
     describe(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
-    train(model, optimizer, range(4), args)
-    for kind in (ByStateDictFunctions, ByHand):
-        way = kind(new_folder(args, f"{kind.__name__}-4"))
+    train(model, optimizer, range(2), args)
+    ways = (ByStateDictFunctions, ByDistributedCheckpoints, ByHand)
+    for step, kind in enumerate(2 * ways, 2):  # what one way has loaded the next one saves
+        way = kind(new_folder(args, f"{kind.__name__}-{step}"))
         way.save(model, optimizer)
-        train(model, optimizer, range(4, 8), args)
+        train(model, optimizer, [step], args)
         model = build(args)
         way.load_model(model)
         optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
         way.load_optimizer(model, optimizer)
-        train(model, optimizer, range(4, 8), args)
-        way = kind(new_folder(args, f"{kind.__name__}-8"))
-        way.save(model, optimizer)
-        model = build(args)
-        way.load_model(model)
-        optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
-        way.load_optimizer(model, optimizer)
-        print("saved again")
-        train(model, optimizer, range(8, 10), args)
-        initialise(model)  # over weights that were trained
-        optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
-        train(model, optimizer, range(4), args)
+        train(model, optimizer, [step], args)
+    initialise(model)  # over weights that were trained
+    optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
+    train(model, optimizer, range(2), args)
     dist.destroy_process_group()
 
 

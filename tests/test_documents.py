@@ -21,32 +21,20 @@ from fullshard.torch import CPUOffload
 PAGE = Path(__file__).parent.parent / "docs" / "documents.md"
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def size(request):
-    """The number of ranks; of this scope, so that pytest puts tests of one size together."""
-    return request.param
-
-
 # ---- the minimal setup ---------------------------------------------------------------------------
-
-
-def test_minimal_setup(gloo_world, size):
-    for losses, units, distance in gloo_world.run_joined(size, blocks.minimal_setup, {}):
-        assert losses[1] < losses[0]
-        assert units == 1  # no layer has a thousand million parameters
-        assert distance < 1e-6
 
 
 @pytest.mark.parametrize(
     ("size", "options"),
     [
+        (2, {}),  # no layer has a thousand million parameters
         (2, {"offload_optimizer": True}),
         (2, {"strategy": "FULL_SHARD_DP"}),
         (4, {"min_num_params": 1e6}),
     ],
-    ids=["optimizer offloaded", "FULL_SHARD_DP", "tuned"],
+    ids=["as written", "optimizer offloaded", "FULL_SHARD_DP", "tuned"],
 )
-def test_minimal_setup_with_what_the_text_names(gloo_world, size, options):
+def test_minimal_setup(gloo_world, size, options):
     for losses, units, distance in gloo_world.run_joined(size, blocks.minimal_setup, options):
         assert losses[1] < losses[0]
         assert units == (3 if "min_num_params" in options else 1)
@@ -63,29 +51,27 @@ def test_minimal_setup_without_a_launcher(monkeypatch):
 # ---- the article ---------------------------------------------------------------------------------
 
 
-def test_article_features_together(gloo_world, size):
-    resting = gloo_world.run_joined(size, blocks.article, False)
+def test_article_features_together(gloo_world):
+    resting, offloaded = (gloo_world.run_joined(4, blocks.article, each) for each in (False, True))
     assert all(losses[-1] < 0.8 * losses[0] for losses in resting)
-    assert (
-        gloo_world.run_joined(size, blocks.article, True) == resting
-    )  # offload changes where, not what
+    assert offloaded == resting  # it changes where, not what
 
 
 # ---- helpers for a cluster -----------------------------------------------------------------------
 
 
-def test_cluster_training(gloo_world, size):
-    for losses, left in gloo_world.launch(size, blocks.cluster_training):
+def test_cluster_training(gloo_world):
+    for losses, left in gloo_world.launch(2, blocks.cluster_training):
         assert losses[1] < losses[0]
         assert not left
 
 
-def test_cluster_checkpoint_on_one_rank(gloo_world, size, tmp_path):
+def test_cluster_checkpoint_on_one_rank(gloo_world, tmp_path):
     path = str(tmp_path / "checkpoint.pth")
     messages, losses, written = zip(
-        *gloo_world.run_joined(size, blocks.checkpoint_on_one_rank, path), strict=True
+        *gloo_world.run_joined(2, blocks.checkpoint_on_one_rank, path), strict=True
     )
-    assert messages[1:] == (None,) * (size - 1)
+    assert messages[1:] == (None,)
     assert "state_dict" in messages[0]
     assert "every rank" in messages[0]
     assert not any(written)
@@ -93,19 +79,17 @@ def test_cluster_checkpoint_on_one_rank(gloo_world, size, tmp_path):
     assert losses[0][1] < losses[0][0]
 
 
-def test_cluster_checkpoint_by_all_ranks(gloo_world, size, tmp_path):
-    found = gloo_world.run_joined(
-        size, blocks.checkpoint_by_all_ranks, str(tmp_path / "checkpoint.pth")
-    )
+def test_cluster_checkpoint_by_all_ranks(gloo_world, tmp_path):
+    path = str(tmp_path / "checkpoint.pth")
+    found = gloo_world.run_joined(4, blocks.checkpoint_by_all_ranks, path)
     for losses, again, _, _ in found:
         assert again == losses
     sizes = [(entries, optimizer) for _, _, entries, optimizer in found]
-    assert sizes[0] == (25, 2)
-    assert sizes[1:] == [(0, 0)] * (size - 1)
+    assert sizes == [(25, 2), *[(0, 0)] * 3]
 
 
-def test_cluster_model_made_on_the_cpu(gloo_world, size):
-    for wrapped_moves, moved_before in gloo_world.run_joined(size, blocks.where_the_model_is_made):
+def test_cluster_model_made_on_the_cpu(gloo_world):
+    for wrapped_moves, moved_before in gloo_world.run_joined(2, blocks.where_the_model_is_made):
         assert wrapped_moves == moved_before
 
 
@@ -129,8 +113,8 @@ def test_cluster_options(gloo_world, size, name, units, dtype):
         assert losses[-1] < losses[0]
 
 
-def test_cluster_sampler(gloo_world, size):
-    epochs = list(zip(*gloo_world.run_joined(size, blocks.sampler_epochs, 2), strict=True))
+def test_cluster_sampler(gloo_world):
+    epochs = list(zip(*gloo_world.run_joined(4, blocks.sampler_epochs, 2), strict=True))
     for of_ranks in epochs:
         assert sorted(itertools.chain(*of_ranks)) == list(range(32))
     assert epochs[0] != epochs[1]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option by both doors on 3 and 4 ranks, each equal to one process that has no shards."""
+"""Every option by both doors on 3 ranks, each equal to one process that has no shards.
+
+Where ranks are in groups, or much depends on their number, on 4 too.
+"""
 
 from functools import cache
 
@@ -27,9 +30,11 @@ from fullshard.torch import (
     set_prefetch,
     summon_full_params,
 )
+from fullshard.wrap import ModuleWrapPolicy
 
 STEPS = 4
 WORLDS = (3, 4)  # all replicas of one rank each, and two of two, where it is hybrid
+GROUPED = ("hybrid", "offload", "reshard")
 
 
 def build(tied=False, dtype=torch.float64):
@@ -65,11 +70,11 @@ def function(comm, model, where=None, embed=False, **options):
     return fully_shard(model, mesh=where or comm, **options)
 
 
-def train(model, rank, size, steps, each_step):
+def train(model, rank, size, each_step):
     """Train on this rank's parts of the batches; ``each_step`` runs the backward its own way."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for number, (inputs, targets) in enumerate(make_batches("gpt", steps, 2 * size)):
+    for number, (inputs, targets) in enumerate(make_batches("gpt", STEPS, 2 * size)):
         part = slice(2 * rank, 2 * rank + 2)
 
         def backward(scale=1.0, inputs=inputs[part], targets=targets[part]):
@@ -85,10 +90,10 @@ def train(model, rank, size, steps, each_step):
 
 
 @cache
-def plain(world, steps, tied=False):
+def plain(world, tied=False):
     model = build(tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for inputs, targets in make_batches("gpt", steps, 2 * world):
+    for inputs, targets in make_batches("gpt", STEPS, 2 * world):
         loss_of(model(inputs), targets).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         optimizer.step()
@@ -100,13 +105,13 @@ def simply(model, number, backward):
     backward()
 
 
-def check(shard, worlds=WORLDS, *, tied=False, each_step=simply, steps=STEPS):
+def check(shard, worlds=(3,), *, tied=False, each_step=simply):
     for world in worlds:
-        expected = plain(world, steps, tied)
+        expected = plain(world, tied)
 
         def body(comm):
             model = shard(comm, build(tied))
-            train(model, comm.rank, comm.size, steps, each_step)
+            train(model, comm.rank, comm.size, each_step)
             return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
         for found in LocalWorld(world).run(body):
@@ -157,7 +162,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_option(option):
-    check(OPTIONS[option])
+    check(OPTIONS[option], WORLDS if option.startswith(GROUPED) else (3,))
 
 
 def test_reshard_to_a_smaller_group():
@@ -171,9 +176,19 @@ def test_reshard_to_a_group_that_does_not_divide_is_refused(comm):
         fully_shard(nn.Linear(2, 2), mesh=comm, reshard_after_forward=2)
 
 
-@pytest.mark.parametrize("door", [wrapper, function, lambda c, m: function(c, m, embed=True)])
+def layers_wrapped(comm, model):
+    """The embedding is a unit by policy; its weight is the head's too, so the root has it."""
+    policy = ModuleWrapPolicy({nn.Embedding, nn.Linear})
+    return FullyShardedDataParallel(model, comm, auto_wrap_policy=policy)
+
+
+@pytest.mark.parametrize(
+    "door",
+    [wrapper, layers_wrapped, function, lambda c, m: function(c, m, embed=True)],
+    ids=["wrapper", "layers wrapped", "function", "embeddings apart"],
+)
 def test_tied_embeddings(door):
-    check(door, worlds=(2, 3, 5), tied=True, steps=10)
+    check(door, worlds=(2, 3, 5), tied=True)
 
 
 # ---- gradient accumulation and its kin ----------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local world of the engine's own tests, on tensors of a GPU."""
+"""The local world of the engine's own tests, which run it on a CPU, on tensors of a GPU."""
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ OPTIONS = {
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_training_equals_one_process(option, eager, device):
+def test_training_equals_one_process(option, eager, gpu):
     size = 4 if option == "reshard 2" else 2
-    expected = plain(size, device)
+    expected = plain(size, gpu)
 
     def body(comm):
-        model = shard(build(device), comm, **OPTIONS[option])
-        train(model, comm.rank, comm.size, device)
+        model = shard(build(gpu), comm, **OPTIONS[option])
+        train(model, comm.rank, comm.size, gpu)
         return full_parameters(model)
 
     for found in LocalWorld(size, eager=eager).run(body):
@@ -33,9 +33,9 @@ def test_training_equals_one_process(option, eager, device):
 
 
 @on_ranks(2)
-def test_outputs_hold_nan_until_they_are_waited_for(comm, device):
-    full = torch.zeros(8, device=device)
-    work = comm.all_gather([(full, torch.full((4,), float(comm.rank), device=device))])
+def test_outputs_hold_nan_until_they_are_waited_for(comm, gpu):
+    full = torch.zeros(8, device=gpu)
+    work = comm.all_gather([(full, torch.full((4,), float(comm.rank), device=gpu))])
     before = full.isnan().all().item()
     work.wait()
     assert (before, full.tolist()) == (True, [0.0] * 4 + [1.0] * 4)

@@ -49,6 +49,7 @@ HELD_BY = {
     "the same in a unit": "test_what_decides_itself_what_is_gathered_is_not_compressed",
     "a module shared": "test_a_shared_module_cannot_give_such_parameters_up",
     "`copy.deepcopy` and": "test_copies_and_pickles_are_refused",
+    "process groups without": "test_a_group_without_a_backend_is_refused_by_name",
     "collectives in a forked": "test_a_forked_child_that_would_communicate_is_told",
     "files of weights": "test_a_file_that_cannot_be_is_refused_before_anything_changes",
     "saving over": "test_only_regular_files_are_replaced",
@@ -103,6 +104,7 @@ def test_every_entry_is_held_by_a_test():
 RAISED_FOR = {
     "checkpoint/tensors.py:local_part": ["checkpoints of values", "checkpoints of values"],
     "checkpoint/tensors.py:_box_of": ["checkpoints of values"],
+    "comm/process_group.py:ProcessGroupComm.__init__": ["process groups without"],
     "fsdp1/flat_params.py:FlatParameter.__new__": ["`FlatParameter`"],
     "fsdp1/optim_state_dicts.py:_packed": ["FSDP1's optimizer state dicts"],
     "fsdp1/flat_params.py:_CastableParameter.data": ["`FlatParameter`"],

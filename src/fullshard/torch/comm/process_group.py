@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import (
     Comm,
     Done,
@@ -119,6 +120,12 @@ class ProcessGroupComm:
     """
 
     def __init__(self, group: dist.ProcessGroup, family: str | None = None):
+        if not group._device_types:
+            raise NotSupportedError(
+                f"a {type(group).__name__} has no backend of c10d, as the process group of torch's "
+                "MultiThreadedTestCase, whose ranks are threads: use a group of Gloo or NCCL, or "
+                "fullshard.testing.LocalWorld for ranks as threads"
+            )
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)

@@ -110,7 +110,7 @@ RAISED_FOR = {
     "fsdp1/flat_params.py:_CastableParameter.data": ["`FlatParameter`"],
     "fsdp1/flat_params.py:_RestingParameter._local_shard": ["`FlatParameter`"],
     "fsdp1/wrapper.py:FullyShardedDataParallel.register_comm_hook": ["communication hooks"],
-    "fsdp1/units.py:check_unit_options": ["`FSDP_USE_FULL_PREC_IN_EVAL"],
+    "fsdp1/units.py:UnitOptions.__post_init__": ["`FSDP_USE_FULL_PREC_IN_EVAL"],
     "fsdp2/placements.py:_parts": ["parameters of one module"],
     "fsdp2/placements.py:chosen_dims": ["`dp_mesh_dims` without"],
     "fsdp2/placements.py:cut_along.cut": ["`Shard(d)`", "`Shard(d)`"],

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import NotSupportedError
@@ -15,7 +16,6 @@ from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.state.dtensors import as_dtensors
-from fullshard.torch.state.state_dict_types import StateDictType
 from fullshard.torch.tensor.ownership import gathered_together
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.placements import Placed

@@ -313,8 +313,8 @@ MUTANTS = {
         "comm.all_gather([(gathered, mine)], label=label)", "full tensors between steps",
     ),
     "sums of parameters are not waited for": _edit(
-        "tensor.reductions:global_sum", "comm.all_reduce([total]).wait()",
-        "comm.all_reduce([total])", "sums of parameters",
+        "tensor.reductions:global_sum", "ownership.combine([total])",
+        "[comm.all_reduce([total]) for comm in ownership.comms]", "sums of parameters",
     ),
     "a found inf is not waited for": _edit(
         "tensor.reductions:unscale", '"max", label="found inf").wait()',
@@ -325,8 +325,8 @@ MUTANTS = {
         'label="found inf")', "scaled losses",
     ),
     "norms are not waited for": _edit(
-        "tensor.reductions:_combine", "comm.all_reduce([norms]).wait()", "comm.all_reduce([norms])",
-        "clipping",
+        "tensor.reductions:_combine", "owners[0].combine([norms])",
+        "[comm.all_reduce([norms]) for comm in owners[0].comms]", "clipping",
     ),
     "norms copy a list to the device": _edit(
         "tensor.reductions:_combine", "norms = norms.pow(order)",
@@ -344,8 +344,8 @@ MUTANTS = {
         "branches that only some ranks use", ranks=(0, 1),
     ),
     "odd ranks order norms by address": _edit(
-        "tensor.reductions:global_norms", "sorted(each, key=_place)",
-        "sorted(each, key=lambda one: id(one[0]) % 127 if one[0].comm.rank % 2 else _place(one))",
+        "tensor.reductions:global_norms", "key=lambda part: part[0].place)",
+        "key=lambda one: id(one[0]) % 127 if one[0].comm.rank % 2 else one[0].place)",
         "clipping", ranks=(0, 1),
     ),
     # parts that only some ranks run
@@ -419,8 +419,8 @@ MUTANTS = {
         "operations by row",
     ),
     "norms are not waited for on the second axis": _edit(
-        "tensor.reductions:_combine", "comm.all_reduce([norms]).wait()",
-        "work = comm.all_reduce([norms]); comm is not comms[0] or work.wait()",
+        "tensor.reductions:_combine", "owners[0].combine([norms])",
+        "works = [comm.all_reduce([norms]) for comm in owners[0].comms]; works[0].wait()",
         "two axes by element",
     ),
     "rows of another dimension are not waited for": _edit(
@@ -480,7 +480,7 @@ MUTANTS = {
         "one rank alone",
     ),
     "a pair of groups is taken the other way round": _edit(
-        "comm.ranks:ranks_of", "within, across = where\n", "across, within = where\n",
+        "comm.ranks:ranks_of", "within, across = _pair_of", "across, within = _pair_of",
         "a pair of groups",
     ),
     "hosts share equal slices": _edit(

@@ -24,7 +24,7 @@ from device.world import real
 from fullshard import torch as ours
 from fullshard.core.errors import CommunicationError
 from fullshard.core.strategy import Sharding
-from fullshard.torch.comm import hierarchical, ranks
+from fullshard.torch.comm import hierarchical, process_group, ranks
 from fullshard.torch.comm.process_group import ProcessGroupComm, witness_of
 from fullshard.torch.comm.watch import roll_call, watchdog
 from fullshard.torch.comm.watch.parting import PARTED
@@ -206,11 +206,11 @@ def on_gloo(ranks_per_host):
         for patch in (
             mock.patch.dict(os.environ, {hierarchical.PRETEND: str(ranks_per_host)}),
             mock.patch.object(hierarchical, "ranks_per_host", return_value=ranks_per_host),
-            mock.patch.object(hierarchical, "_gloo_carries_host_tensors", return_value=True),
+            mock.patch.object(hierarchical, "backend_of", return_value="gloo"),
             mock.patch.object(hierarchical, "queue", SimpleNamespace(SimpleQueue=AtOnce)),
-            mock.patch.object(ranks, "_has_nccl", return_value=False),
+            mock.patch.object(ranks, "backend_of", return_value="gloo"),
             mock.patch.object(FakeTensor, "data_ptr", address_of),
-            mock.patch.object(ProcessGroupComm, "_backend", return_value="gloo"),
+            mock.patch.object(process_group, "backend_of", return_value="gloo"),
             mock.patch.object(ranks, "_communicators", WeakKeyDictionary()),
         ):
             stack.enter_context(patch)

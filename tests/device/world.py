@@ -70,7 +70,7 @@ def rank_of_job(rank, size, machine=None):
         shapes = _unwatched(memories, ShardingPropagator._propagate_tensor_meta_non_cached)
         name = "_propagate_tensor_meta_non_cached"
         stack.enter_context(mock.patch.object(ShardingPropagator, name, shapes))
-        stack.enter_context(mock.patch.object(ranks, "_has_nccl", return_value=True))
+        stack.enter_context(mock.patch.object(ranks, "backend_of", return_value="nccl"))
         asking = (optional._Question, "ask"), (optional.OptionalUnits, "_compare_marks")
         for module, name in (
             *((usage, "_settle"), (placements, "_joined")),

@@ -210,3 +210,29 @@ def test_weights_put_in_after_sharding_are_given_back(comm):
     whole = weakref.ref(layer.weight)
     layer(torch.ones(1, 64)).sum().backward()
     assert whole() is None
+
+
+@pytest.mark.parametrize("change", ["thaw", "convert", "tie"])
+@on_ranks(2)
+def test_whole_parameters_are_given_back_after_a_unit_was_laid_out_anew(comm, change):
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    model[0].requires_grad_(change != "thaw")
+    fully_shard(model, mesh=comm)
+    gathered = managed_unit_of(model).unit.gather_values
+    whole = []
+
+    def noted():
+        values = gathered()
+        whole.extend(weakref.ref(each.untyped_storage()) for each in values.flats)
+        return values
+
+    managed_unit_of(model).unit.gather_values = noted
+    if change == "thaw":
+        model[0].requires_grad_(True)
+    elif change == "convert":
+        model.double()
+    else:
+        model[1].weight = model[0].weight
+    model(torch.ones(1, 64, dtype=model[0].weight.dtype)).sum().backward()
+    assert whole
+    assert not any(each() for each in whole)

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import workers
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
+from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm import process_group
 from fullshard.torch.comm.process_group import ProcessGroupComm, _Pending, forget_destroyed
 from fullshard.torch.comm.protocol import Parts
@@ -199,3 +201,8 @@ def test_extremes_are_those_of_all_ranks(gloo_world, size):
         for numel, (most, *least) in zip((1, 5, 0), found, strict=True):
             assert most == [number + size - 1 for number in range(numel)]
             assert least == [list(range(numel))] * 2
+
+
+def test_a_group_without_a_backend_is_refused_by_name():
+    with pytest.raises(NotSupportedError, match=r"ProcessLocalGroup has no backend.*LocalWorld"):
+        ProcessGroupComm(ProcessLocalGroup(0, 2))

@@ -40,8 +40,8 @@ def group_parameters(
     for param in params:
         owner = _deepest(_around(param.name), groups)
         for alias in param.aliases:
-            while owner is not None and not _contains(owner, alias):
-                owner = _deepest(_around(owner) if owner else (), groups)
+            while owner and not alias.startswith(owner + "."):  # the root contains all
+                owner = _deepest(_around(owner), groups)
         if owner is None:
             raise ConfigurationError(
                 f"parameter {param.name!r} lies in none of the units {sorted(groups)}; "
@@ -73,10 +73,6 @@ def around_of(paths: Sequence[str]) -> list[int | None]:
 
 def _deepest(paths: Iterable[str], units: Container[str]) -> str | None:
     return next((path for path in paths if path in units), None)
-
-
-def _contains(path: str, name: str) -> bool:
-    return path == "" or name.startswith(path + ".")
 
 
 def muon_work(shape: tuple[int, ...]) -> float:

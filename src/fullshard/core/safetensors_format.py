@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.core.spec import item_bytes
 
 __all__ = [
     "DTYPE_BYTES",
+    "DTYPE_NAMES",
     "Entry",
     "EntryPlace",
     "FileWriter",
@@ -32,24 +34,16 @@ __all__ = [
 _METADATA = "__metadata__"  # the one key of a header that is no tensor
 LARGEST_HEADER_BYTES = 100_000_000  # as the format says
 
-# Bytes of one element, by the format's names of dtypes.
-DTYPE_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
-    "F64": 8,
-}
+DTYPE_NAMES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "uint16": "U16", "int16": "I16", "float16": "F16", "bfloat16": "BF16", "uint32": "U32",
+    "int32": "I32", "float32": "F32", "uint64": "U64", "int64": "I64", "float64": "F64",
+}  # fmt: skip
+"""The format's names of dtypes, by those that torch, numpy and JAX share."""
+
+DTYPE_BYTES = {told: item_bytes(name) for name, told in DTYPE_NAMES.items()}
+"""Bytes of one element, by the format's names."""
 
 
 @dataclass(frozen=True)

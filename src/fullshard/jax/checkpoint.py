@@ -40,6 +40,7 @@ from fullshard.checkpoint.session import Content, Loaded, SaveSession, check_ste
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError, ConfigurationError
+from fullshard.core.safetensors_format import DTYPE_NAMES as STORED_DTYPES
 from fullshard.jax.placing import as_key, is_key, key_data
 
 __all__ = [
@@ -53,13 +54,6 @@ __all__ = [
     "save_checkpoint",
 ]  # fmt: skip
 
-STORED_DTYPES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "uint16": "U16", "int16": "I16", "float16": "F16", "bfloat16": "BF16", "uint32": "U32",
-    "int32": "I32", "float32": "F32", "uint64": "U64", "int64": "I64", "float64": "F64",
-}  # fmt: skip
-"""The names that safetensors has for dtypes, by NumPy's (and those of ml_dtypes, as JAX uses)."""
 _NUMPY = {told: np.dtype(jax.numpy.dtype(name)) for name, told in STORED_DTYPES.items()}
 
 

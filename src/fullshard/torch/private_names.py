@@ -5,12 +5,13 @@ torch promises nothing about names that begin with an underscore. Here they all 
 torch that lacks one is refused when fullshard is imported, and not by an `AttributeError` in the
 middle of a training run. ``tests/engine/test_private_names.py`` finds those that the source uses.
 
-A path is ``module:attribute.attribute``; what a class only annotates, and its instances have,
-counts as there.
+A table has a module a line (``#`` begins a comment) and what is taken from it, as ``Class.member``
+if need be. A path is ``module:attribute.attribute``; what a class only annotates, and its instances
+have, counts as there.
 """
 
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 
@@ -19,133 +20,106 @@ from fullshard.core.tested import TESTED_TORCH
 
 __all__ = ["DROP_IN", "ENGINE", "OPTIONAL", "PROVE", "is_there", "require"]
 
-Names = Mapping[str, tuple[str, ...]]
 
-ENGINE: Names = dict.fromkeys(
-    (
-        # Autograd: which backward this is, and which nodes it will run.
-        "torch:_C._current_graph_task_id",
-        "torch:_C._will_engine_execute_node",
-        "torch:_C._autograd._get_sequence_nr",
-        "torch:_C._autograd._profiler_enabled",
-        "torch:_C._autograd._top_saved_tensors_default_hooks",
-        "torch:_C._len_torch_dispatch_stack",
-        "torch.autograd:Variable._execution_engine",
-        "torch.autograd.graph:Node._sequence_nr",
-        # Tensors: versions, views, hooks, classes of our own.
-        "torch:_C._increment_version",
-        "torch:_C._autograd._unsafe_set_version_counter",
-        "torch:_C._disabled_torch_function_impl",
-        "torch:_C.DisableTorchFunctionSubclass",
-        "torch:_C._SetExcludeDispatchKeyGuard",
-        "torch:_C.DispatchKey.ADInplaceOrView",
-        "torch:_C._functorch.peek_interpreter_stack",
-        "torch:_C._VariableFunctions",
-        "torch:_C.TensorBase",
-        "torch:Tensor._backward_hooks",
-        "torch:Tensor._base",
-        "torch:Tensor._is_view",
-        "torch:Tensor._make_wrapper_subclass",
-        "torch:Tensor._version",
-        "torch:UntypedStorage._cdata",
-        "torch._subclasses.fake_tensor:DataDependentOutputException",
-        "torch._subclasses.fake_tensor:DynamicOutputShapeException",
-        "torch._subclasses.fake_tensor:FakeTensor",
-        "torch._subclasses.fake_tensor:FakeTensorMode",
-        # Operations: lists in one launch, and what a dispatch hands over.
-        "torch:_amp_foreach_non_finite_check_and_unscale_",
-        "torch:_foreach_copy_",
-        "torch:_foreach_norm",
-        "torch:_foreach_zero_",
-        "torch:ops.aten._amp_foreach_non_finite_check_and_unscale_",
-        "torch:ops.aten._reshape_alias",
-        "torch:ops.aten._to_copy",
-        "torch:ops.aten._unsafe_view",
-        "torch:ops.aten.add.Tensor._overloadname",
-        "torch:ops.aten.add.Tensor._overloadpacket",
-        "torch:ops.aten.add.Tensor._schema",
-        "torch._ops:OpOverload",
-        "torch.utils._python_dispatch:TorchDispatchMode",
-        "torch.utils._python_dispatch:_get_current_dispatch_mode",
-        "torch.utils._python_dispatch:_pop_mode",
-        "torch.utils._python_dispatch:_push_mode",
-        "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
-        "torch.utils._pytree:keystr",
-        "torch.utils._pytree:tree_flatten",
-        "torch.utils._pytree:tree_flatten_with_path",
-        "torch.utils._pytree:tree_leaves",
-        "torch.utils._pytree:tree_map_only",
-        "torch.utils._pytree:tree_unflatten",
-        "torch.utils._pytree:treespec_dumps",
-        "torch.utils._pytree:treespec_loads",
-        "torch.utils:_foreach_utils",
-        # Modules and optimizers.
-        "torch.nn:Module._apply",
-        "torch.nn:Module._buffers",
-        "torch.nn:Module._call_impl",
-        "torch.nn:Module._forward_hooks",
-        "torch.nn:Module._modules",
-        "torch.nn:Module._parameters",
-        "torch.nn.modules.batchnorm:_BatchNorm",
-        "torch.optim:SGD._init_group",
-        "torch.optim:Optimizer._optimizer_state_dict_post_hooks",
-        "torch.optim:Optimizer._optimizer_step_post_hooks",
-        "torch.amp:GradScaler._unscale_grads_",
-        # Groups, meshes and DTensors.
-        "torch._C._distributed_c10d:AllgatherOptions",
-        "torch._C._distributed_c10d:ReduceScatterOptions",
-        "torch.distributed:ProcessGroup._device_types",
-        "torch.distributed:ProcessGroup._get_backend",
-        "torch.distributed.distributed_c10d:_get_default_store",
-        "torch.distributed.distributed_c10d:_world",
-        "torch.distributed._composable.contract:REGISTRY_KEY",
-        "torch.distributed._composable.contract:RegistryItem",
-        "torch.distributed._shard.sharded_tensor.api:ShardedTensor",
-        "torch.distributed.device_mesh:DeviceMesh._flatten",
-        "torch.distributed.tensor._dtensor_spec:DTensorSpec",
-        "torch.distributed.tensor._dtensor_spec:TensorMeta",
-        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
-        "torch.distributed.tensor.placement_types:_StridedShard",
-    ),
+def _found_in(versions: tuple[str, ...], table: str) -> dict[str, tuple[str, ...]]:
+    """Return the paths in a table, with ``versions`` each."""
+    found: dict[str, tuple[str, ...]] = {}
+    for line in table.splitlines():
+        module, _, names = line.partition("#")[0].partition(":")
+        found |= {f"{module.strip()}:{name}": versions for name in names.split()}
+    return found
+
+
+ENGINE = _found_in(
     TESTED_TORCH,
+    """
+    # Autograd: which backward this is, and which nodes it will run.
+    torch: _C._current_graph_task_id _C._will_engine_execute_node _C._autograd._get_sequence_nr
+    torch: _C._autograd._profiler_enabled _C._autograd._top_saved_tensors_default_hooks
+    torch: _C._len_torch_dispatch_stack
+    torch.autograd: Variable._execution_engine
+    torch.autograd.graph: Node._sequence_nr
+    # Tensors: versions, views, hooks, classes of our own.
+    torch: _C._increment_version _C._autograd._unsafe_set_version_counter
+    torch: _C._disabled_torch_function_impl _C.DisableTorchFunctionSubclass
+    torch: _C._SetExcludeDispatchKeyGuard _C.DispatchKey.ADInplaceOrView
+    torch: _C._functorch.peek_interpreter_stack _C._VariableFunctions _C.TensorBase
+    torch: Tensor._backward_hooks Tensor._base Tensor._is_view Tensor._make_wrapper_subclass
+    torch: Tensor._version UntypedStorage._cdata
+    torch._subclasses.fake_tensor: DataDependentOutputException DynamicOutputShapeException
+    torch._subclasses.fake_tensor: FakeTensor FakeTensorMode
+    # Operations: lists in one launch, and what a dispatch hands over.
+    torch: _amp_foreach_non_finite_check_and_unscale_ _foreach_copy_ _foreach_norm _foreach_zero_
+    torch: ops.aten._amp_foreach_non_finite_check_and_unscale_ ops.aten._reshape_alias
+    torch: ops.aten._to_copy ops.aten._unsafe_view ops.aten.add.Tensor._overloadname
+    torch: ops.aten.add.Tensor._overloadpacket ops.aten.add.Tensor._schema
+    torch._ops: OpOverload
+    torch.utils._python_dispatch: TorchDispatchMode is_traceable_wrapper_subclass
+    torch.utils._python_dispatch: _get_current_dispatch_mode _pop_mode _push_mode
+    torch.utils._pytree: keystr tree_flatten tree_flatten_with_path tree_leaves tree_map_only
+    torch.utils._pytree: tree_unflatten treespec_dumps treespec_loads
+    torch.utils: _foreach_utils
+    # Modules and optimizers.
+    torch.nn: Module._apply Module._buffers Module._call_impl Module._forward_hooks Module._modules
+    torch.nn: Module._parameters
+    torch.nn.modules.batchnorm: _BatchNorm
+    torch.optim: SGD._init_group Optimizer._optimizer_state_dict_post_hooks
+    torch.optim: Optimizer._optimizer_step_post_hooks
+    torch.amp: GradScaler._unscale_grads_
+    # Groups, meshes and DTensors.
+    torch._C._distributed_c10d: AllgatherOptions ReduceScatterOptions
+    torch.distributed: ProcessGroup._device_types ProcessGroup._get_backend
+    torch.distributed.distributed_c10d: _get_default_store _world
+    torch.distributed._composable.contract: REGISTRY_KEY RegistryItem
+    torch.distributed._shard.sharded_tensor.api: ShardedTensor
+    torch.distributed.device_mesh: DeviceMesh._flatten
+    torch.distributed.tensor._dtensor_spec: DTensorSpec TensorMeta
+    torch.distributed.tensor._utils: compute_local_shape_and_global_offset
+    torch.distributed.tensor.placement_types: _StridedShard
+    """,
 )
 
-DROP_IN: Names = dict.fromkeys(
-    (
-        "torch.distributed.fsdp:_fully_shard",
-        "torch.distributed._composable.fsdp:fully_shard",
-        "torch.distributed.algorithms._checkpoint:checkpoint_wrapper",
-        "torch.distributed.algorithms:_optimizer_overlap",
-        "torch.distributed.fsdp.wrap:_Policy._run_policy",
-    ),
+DROP_IN = _found_in(
     TESTED_TORCH,
+    """
+    torch.distributed.fsdp: _fully_shard
+    torch.distributed._composable.fsdp: fully_shard
+    torch.distributed.algorithms._checkpoint: checkpoint_wrapper
+    torch.distributed.algorithms: _optimizer_overlap
+    torch.distributed.fsdp.wrap: _Policy._run_policy
+    """,
 )
 
-PROVE: Names = {"torch.testing._internal.distributed.fake_pg:FakeStore": TESTED_TORCH}
+PROVE = _found_in(TESTED_TORCH, "torch.testing._internal.distributed.fake_pg: FakeStore")
 
-OPTIONAL: Names = {
+OPTIONAL = _found_in(
+    TESTED_TORCH,
+    """
     # A list of types that take the fast way: without it ours take the slow one.
-    "torch.optim.optimizer:_foreach_supported_types": TESTED_TORCH,
-    "torch.utils._foreach_utils:_foreach_supported_types": TESTED_TORCH,
+    torch.optim.optimizer: _foreach_supported_types
+    torch.utils._foreach_utils: _foreach_supported_types
     # Set on first use, by one who asks for it.
-    "torch:Tensor._post_accumulate_grad_hooks": TESTED_TORCH,
-    "torch.distributed:ProcessGroupGloo._Options._timeout": TESTED_TORCH,
+    torch: Tensor._post_accumulate_grad_hooks
+    torch.distributed: ProcessGroupGloo._Options._timeout
     # Without these a state dict under tensor parallelism is refused by name.
-    "torch.distributed.device_mesh:DeviceMesh._concatenate": TESTED_TORCH,
-    "torch.distributed.device_mesh:DeviceMesh._get_root_mesh": TESTED_TORCH,
+    torch.distributed.device_mesh: DeviceMesh._concatenate DeviceMesh._get_root_mesh
     # Waits in the backward of PyTorch's FSDP2 are not recorded without these.
-    "torch.distributed.fsdp:FSDPModule._get_fsdp_state": TESTED_TORCH,
+    torch.distributed.fsdp: FSDPModule._get_fsdp_state
     # Whether torchao compiles its steps is asked where it has imported torch._dynamo.
-    "torch._dynamo:config.disable": TESTED_TORCH,
-    "torch._dynamo.eval_frame:_stance": TESTED_TORCH,
+    torch._dynamo: config.disable
+    torch._dynamo.eval_frame: _stance
+    """,
+) | _found_in(
+    (),
+    """
     # On instances alone, where no check can see them: what FSDP2 keeps for a module, two marks that
     # we set and torch reads, and the ranks of an earlier generation of sharded tensors.
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_group": (),
-    "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups": (),
-    "torch.nn:Parameter._is_param": (),
-    "torch.nn:Parameter._fsdp_flattened": (),
-    "torch.distributed._shard.sharded_tensor.api:ShardedTensor._process_group": (),
-}
+    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._fsdp_param_group
+    torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._fsdp_param_groups
+    torch.nn: Parameter._is_param Parameter._fsdp_flattened
+    torch.distributed._shard.sharded_tensor.api: ShardedTensor._process_group
+    """,
+)
 
 
 def is_there(path: str) -> bool:

@@ -18,7 +18,7 @@ ranks, in bfloat16; it adds its own slice exactly.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ class CompressedComm(WrappedComm):
         sent: list[tuple[Full, Tensor]] = []
         coded: list[tuple[Tensor, Tensor]] = []
         for full, shard in pairs:
-            if codec is None or isinstance(full, Parts) or not _takes(codec, shard):
+            if codec is None or not _takes(full, codec):
                 sent.append((full, shard))
                 continue
             numel = shard.numel()
@@ -151,15 +151,10 @@ class CompressedComm(WrappedComm):
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`. Other ranks' parts come as messages; sums are in float32."""
         codec = self._reduce
-        chosen: list[tuple[Tensor, Tensor]] = []
-        others: list[tuple[Tensor, Full]] = []
-        for shard, full in pairs:
-            if codec is None or isinstance(full, Parts) or not _takes(codec, full):
-                others.append((shard, full))
-            else:
-                chosen.append((shard, full))
+        chosen = [(shard, full) for shard, full in pairs if codec and _takes(full, codec)]
         if codec is None or not chosen:
             return super().reduce_scatter(pairs, label)
+        others = [(shard, full) for shard, full in pairs if not _takes(full, codec)]
         works = []
         if others:
             works.append(super().reduce_scatter(others, label))
@@ -237,5 +232,5 @@ def _bytes(rows: int, columns: int, device: torch.device) -> Tensor:
     return torch.empty(rows, columns, dtype=torch.uint8, device=device)
 
 
-def _takes(codec: Codec, tensor: Tensor) -> bool:
-    return codec.takes(tensor.dtype) and tensor.numel() > 0
+def _takes(full: Full, codec: Codec) -> TypeGuard[Tensor]:
+    return isinstance(full, Tensor) and codec.takes(full.dtype) and full.numel() > 0

@@ -40,8 +40,8 @@ from torch import Tensor
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.process_group import ProcessGroupComm, witness_of
-from fullshard.torch.comm.protocol import Comm, Full, Parts, Work, WrappedComm
-from fullshard.torch.comm.sibling_groups import sibling_group
+from fullshard.torch.comm.protocol import Comm, Full, Parts, Work, WrappedComm, flat_of
+from fullshard.torch.comm.sibling_groups import backend_of, sibling_group
 from fullshard.torch.comm.watch.watchdog import Witness
 
 __all__ = ["HierarchicalComm", "hierarchical_between_hosts", "ranks_per_host"]
@@ -57,7 +57,7 @@ def hierarchical_between_hosts(comm: ProcessGroupComm) -> Comm:
     all ranks each n consecutive ranks of the world count as a host instead, so 1 turns it off.
     Collective.
     """
-    if comm.size < 4 or not _gloo_carries_host_tensors(comm.group):
+    if comm.size < 4 or backend_of(comm.group, "cpu") != dist.Backend.GLOO:
         return comm
     digest = hashlib.blake2b(_host_name().encode(), digest_size=8).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
@@ -78,14 +78,6 @@ def ranks_per_host(hosts: Sequence[object]) -> int:
         hosts[i] == starts[i // count] for i in range(len(hosts))
     )
     return count if equal and len(set(starts)) == len(starts) else 1
-
-
-def _gloo_carries_host_tensors(group: dist.ProcessGroup) -> bool:
-    try:
-        name: str = group._get_backend(torch.device("cpu")).name()
-    except RuntimeError:  # none for that device
-        return False
-    return name == dist.Backend.GLOO
 
 
 def _host_name() -> str:
@@ -131,15 +123,14 @@ class HierarchicalComm(WrappedComm):
 
     def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
-        equal = [(full, shard) for full, shard in pairs if not isinstance(full, Parts)]
-        channels = self._channels_for("gathers", pairs[0][1]) if len(equal) == len(pairs) else None
-        if channels is None:  # unequal slices are sent to each rank by who has them
+        channels = self._channels_for("gathers", pairs)
+        if channels is None:
             return super().all_gather(pairs, label)
         across, within = channels
         hosts, local = across.size, self.rank % self._per_host
         first, second = [], []
-        for full, shard in equal:
-            slices = full.view(hosts, self._per_host, shard.numel())
+        for full, shard in pairs:
+            slices = flat_of(full).view(hosts, self._per_host, shard.numel())
             first.append((slices[:, local], shard))
             second += [(of_host.flatten(), of_host[local]) for of_host in slices]
         what = label or "all_gather"
@@ -151,15 +142,14 @@ class HierarchicalComm(WrappedComm):
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`, and [Note: Order of sums]."""
-        equal = [(shard, full) for shard, full in pairs if not isinstance(full, Parts)]
-        channels = self._channels_for("reduces", pairs[0][0]) if len(equal) == len(pairs) else None
+        channels = self._channels_for("reduces", pairs)
         if channels is None:
             return super().reduce_scatter(pairs, label)
         across, within = channels
         first, second = [], []
-        for shard, full in equal:
-            sums = torch.empty(across.size * shard.numel(), dtype=full.dtype, device=full.device)
-            of_hosts = full.chunk(across.size)
+        for shard, full in pairs:
+            sums = flat_of(full).new_empty(across.size * shard.numel())
+            of_hosts = flat_of(full).chunk(across.size)
             first += list(zip(sums.chunk(across.size), of_hosts, strict=True))
             second.append((shard, sums))
         what = label or "reduce_scatter"
@@ -176,15 +166,17 @@ class HierarchicalComm(WrappedComm):
         received = super().reduce_scratch_bytes(full) * self.size // (self.size - 1)
         return (received * (self._per_host - 1) + full.nbytes) // self._per_host
 
-    def _channels_for(self, purpose: str, tensor: Tensor) -> tuple[Comm, Comm] | None:
+    def _channels_for(
+        self, purpose: str, pairs: Sequence[tuple[Full, Full]]
+    ) -> tuple[Comm, Comm] | None:
         """Return communicators across hosts and within this one, or None for a direct exchange.
 
-        Collective the first time.
-
-        Each purpose has its own; they are made when first needed, as reduces are not called where
-        gathers are.
+        Collective the first time. Each purpose has its own; they are made when first needed, as
+        reduces are not called where gathers are. Unequal slices are sent to each rank by who has
+        them.
         """
-        if tensor.device.type != "cpu":
+        tensors = [each for pair in pairs for each in pair]
+        if any(isinstance(each, Parts) or each.device.type != "cpu" for each in tensors):
             return None
         if purpose not in self._channels:
             host, local = divmod(self.rank, self._per_host)

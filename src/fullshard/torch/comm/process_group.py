@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
+from fullshard.core.errors import NotSupportedError
 from fullshard.torch.comm.protocol import (
     Comm,
     Done,
@@ -24,7 +25,7 @@ from fullshard.torch.comm.protocol import (
     rank_order_sum,
     slices_of,
 )
-from fullshard.torch.comm.sibling_groups import sibling_group, timeout_s_of
+from fullshard.torch.comm.sibling_groups import backend_of, sibling_group, timeout_s_of
 from fullshard.torch.comm.watch.watchdog import Witness
 
 __all__ = ["ProcessGroupComm", "forget_destroyed", "group_of", "witness_of"]
@@ -119,6 +120,12 @@ class ProcessGroupComm:
     """
 
     def __init__(self, group: dist.ProcessGroup, family: str | None = None):
+        if not group._device_types:
+            raise NotSupportedError(
+                f"a {type(group).__name__} has no backend of c10d, as the process group of torch's "
+                "MultiThreadedTestCase, whose ranks are threads: use a group of Gloo or NCCL, or "
+                "fullshard.testing.LocalWorld for ranks as threads"
+            )
         self.group = group
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
@@ -129,13 +136,6 @@ class ProcessGroupComm:
         # By device, since a group may have Gloo for the host and NCCL for CUDA at the same time.
         self._routes: dict[torch.device, _Route] = {}
 
-    def _backend(self, device: torch.device) -> str | None:
-        """Return the name of the backend that carries this device's tensors, or None."""
-        try:
-            return str(self.group._get_backend(device).name())
-        except RuntimeError:
-            return None
-
     def _route_of(self, tensor: Tensor) -> _Route:
         """Return the way that ``tensor`` travels.
 
@@ -144,13 +144,13 @@ class ProcessGroupComm:
         device = tensor.device
         route = self._routes.get(device)
         if route is None:
-            backend, carrier = self._backend(device), None
+            backend, carrier = backend_of(self.group, device), None
             if backend is None:
                 others = (each.type for each in self.group._device_types if each.type != "cpu")
                 carrier = next(others, "cuda") if device.type == "cpu" else "cpu"
             elif backend == dist.Backend.GLOO and device.type != "cpu":
                 carrier = "cpu"
-            sender = self._backend(torch.device(carrier)) if carrier else backend
+            sender = backend_of(self.group, carrier) if carrier else backend
             on_gloo = sender == dist.Backend.GLOO
             route = self._routes[device] = _Route(carrier, on_gloo, sender in _SEVERAL_IN_ONE)
         return route

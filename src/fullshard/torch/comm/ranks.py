@@ -20,6 +20,7 @@ from fullshard.torch.comm.compressed import CommunicationCompression, Compressed
 from fullshard.torch.comm.hierarchical import hierarchical_between_hosts
 from fullshard.torch.comm.process_group import ProcessGroupComm, forget_destroyed
 from fullshard.torch.comm.protocol import Comm, SoloComm
+from fullshard.torch.comm.sibling_groups import backend_of
 
 __all__ = ["Ranks", "Where", "compressed", "compute_device", "in_blocks", "ranks_of"]
 
@@ -124,21 +125,14 @@ def ranks_of(where: Where, sharding: Sharding) -> Ranks:
             "hybrid sharding needs a 2-D DeviceMesh (replicate, shard) or a pair of process groups "
             f"(within, across), other strategies one group; got {where!r} with {sharding}"
         )
-    if not hybrid:
-        comm, mesh = _communicator_of(where)
-        if sharding.sharded:
-            return Ranks(comm, comm, SoloComm(), mesh, apart=_duplicate_of(comm))
-        return Ranks(SoloComm(), SoloComm(), comm, mesh)
-    if isinstance(where, DeviceMesh):
-        within: _OneGroup = where.get_group(1)
-        across: _OneGroup = where.get_group(0)
-    else:
-        assert isinstance(where, tuple)
-        within, across = where
+    if not sharding.sharded:
+        replicas, mesh = _communicator_of(where)
+        return Ranks(SoloComm(), SoloComm(), replicas, mesh)
+    within, across = _pair_of(where) if hybrid else (where, None)
     comm, mesh = _communicator_of(within)
     apart = _duplicate_of(comm)
-    replicas, _ = _communicator_of(across)
-    mesh = where if isinstance(where, DeviceMesh) else mesh
+    replicas = _communicator_of(across)[0] if hybrid else SoloComm()
+    mesh = where if hybrid and isinstance(where, DeviceMesh) else mesh
     return Ranks(comm, comm, replicas, mesh, apart=apart)
 
 
@@ -155,16 +149,6 @@ def _first_dim(mesh: DeviceMesh) -> Where:
     return mesh.get_group(0) if names is None else mesh[first]
 
 
-def _has_nccl(group: dist.ProcessGroup) -> bool:
-    if not torch.cuda.is_available():
-        return False
-    try:
-        name: str = group._get_backend(torch.device("cuda")).name()
-    except RuntimeError:  # none for that device
-        return False
-    return name == dist.Backend.NCCL
-
-
 def _is_pair(where: Where) -> bool:
     if isinstance(where, DeviceMesh):
         if where.ndim > 2:
@@ -173,6 +157,11 @@ def _is_pair(where: Where) -> bool:
             )
         return where.ndim == 2
     return isinstance(where, tuple)
+
+
+def _pair_of(where: Any) -> tuple[Any, Any]:
+    """Return the ranks that share slices, and those with equal ones."""
+    return (where.get_group(1), where.get_group(0)) if isinstance(where, DeviceMesh) else where
 
 
 def _mesh_of_hosts() -> DeviceMesh:
@@ -228,12 +217,14 @@ def compute_device(
                 "torch.cuda.set_device first and build the module there or on the CPU"
             )
         return device
-    if _is_pair(where):
-        where = where[0] if isinstance(where, tuple) else where.get_group(1)  # type: ignore[union-attr]
-    group = _group_of(where)
+    group = _group_of(_pair_of(where)[0] if _is_pair(where) else where)
     if resting.type == "meta":
         resting = torch.device("cpu")
-    if group is not None and _has_nccl(group):
+    if (
+        group is not None
+        and torch.cuda.is_available()
+        and backend_of(group, "cuda") == dist.Backend.NCCL
+    ):
         return torch.device("cuda", torch.cuda.current_device())
     return resting
 

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["options_like", "sibling_group", "timeout_s_of", "without_host"]
+__all__ = ["backend_of", "options_like", "sibling_group", "timeout_s_of", "without_host"]
 
 _naming = threading.Lock()
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
@@ -101,6 +102,14 @@ def options_like(parent: dist.ProcessGroup, *, high_priority: bool = False) -> A
             options.is_high_priority_stream = True
         return options
     return None
+
+
+def backend_of(group: dist.ProcessGroup, device: str | torch.device) -> str | None:
+    """Return the name of the backend that carries tensors on ``device``, None if there is none."""
+    try:
+        return str(group._get_backend(torch.device(device)).name())
+    except RuntimeError:
+        return None
 
 
 def timeout_s_of(group: dist.ProcessGroup) -> float:

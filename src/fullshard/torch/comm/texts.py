@@ -5,8 +5,6 @@ Most messages are short. They travel in one call, each in a place of fixed size 
 further call carries those that are longer.
 """
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
@@ -23,17 +21,15 @@ _LABEL = "exchange of texts"
 def share_bytes(comm: Comm, data: bytes, device: torch.device = _HOST) -> list[bytes]:
     """Return every rank's ``data`` in rank order, on every rank; cheapest for short ones.
 
-    Collective: one all-gather on ``device``, and another one of the longest length if that does not
-    fit into a place.
+    Collective: one all-gather on ``device``, and another one if a message is
+    longer than a place.
     """
     sizes, texts = _beginnings(comm, data, device)
-    longest = max(sizes)
-    if longest <= _SHORT_BYTES:
+    if max(sizes) <= _SHORT_BYTES:
         return texts
-    full = torch.zeros(comm.size * longest, dtype=torch.uint8, device=device)
-    comm.all_gather([(full, _tensor(data.ljust(longest, b"\0"), device))], label=_LABEL).wait()
-    rows = full.cpu().view(comm.size, longest)
-    return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+    full = Parts(torch.zeros(sum(sizes), dtype=torch.uint8, device=device), sizes)
+    comm.all_gather([(full, _tensor(data, device))], label=_LABEL).wait()
+    return _split(full)
 
 
 def gather_bytes(comm: Comm, data: bytes, device: torch.device = _HOST) -> list[bytes]:
@@ -48,12 +44,9 @@ def gather_bytes(comm: Comm, data: bytes, device: torch.device = _HOST) -> list[
     to_first[0] = len(data)
     if comm.rank == 0:
         received = sizes
-    full = torch.zeros(sum(received), dtype=torch.uint8, device=device)
-    comm.all_to_all(Parts(full, received), Parts(_tensor(data, device), to_first), _LABEL).wait()
-    if comm.rank:
-        return []
-    whole, ends = full.cpu(), accumulate(received)
-    return [whole[b - n : b].numpy().tobytes() for n, b in zip(received, ends, strict=True)]
+    full = Parts(torch.zeros(sum(received), dtype=torch.uint8, device=device), received)
+    comm.all_to_all(full, Parts(_tensor(data, device), to_first), _LABEL).wait()
+    return _split(full) if comm.rank == 0 else []
 
 
 def broadcast_bytes(comm: Comm, data: bytes, device: torch.device = _HOST) -> bytes:
@@ -76,6 +69,10 @@ def _beginnings(comm: Comm, data: bytes, device: torch.device) -> tuple[list[int
     comm.all_gather([(places, _placed(data, device))], label=_LABEL).wait()
     taken = [_taken(place) for place in places.cpu().view(comm.size, _PLACE_BYTES)]
     return [size for size, _ in taken], [text for _, text in taken]
+
+
+def _split(full: Parts) -> list[bytes]:
+    return [part.numpy().tobytes() for part in torch.split(full.flat.cpu(), full.numels)]
 
 
 def _placed(data: bytes, device: torch.device) -> Tensor:

@@ -20,8 +20,7 @@ ahead, so that the answer is there when it is asked for; they hold one batch mor
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,8 +54,8 @@ def stop_together(batches: Iterable[T], group: Where = None) -> Iterator[T]:
 
     Every step is collective over ``group``, by default all ranks: iterate on all of them.
     """
-    for turn in _turns(batches, _comm_of(group), min):
-        yield turn.batch
+    for batch, *_ in _turns(batches, _comm_of(group), min):
+        yield batch
 
 
 def pad_to_longest(
@@ -81,29 +80,19 @@ def pad_to_longest(
     Raises, on all ranks: UsageError if a rank never had a batch and has no ``spare``;
     ConfigurationError if ``size_of`` gave anything but a finite number of at least 0.
     """
-    for turn in _turns(batches, _comm_of(group), max, size_of, spare):
-        if _HAS_NOTHING in turn.votes:
-            without = [rank for rank, vote in enumerate(turn.votes) if vote == _HAS_NOTHING]
+    for batch, size, votes, sizes in _turns(batches, _comm_of(group), max, size_of, spare):
+        if _HAS_NOTHING in votes:
+            without = [rank for rank, vote in enumerate(votes) if vote == _HAS_NOTHING]
             raise UsageError(
                 f"ranks {without} have not a single batch to run the model with; give every rank "
                 "at least one, or pass a batch of the usual form as spare (it will count nothing)"
             )
-        if not all(math.isfinite(size) and size >= 0 for size in turn.sizes):
+        if not all(math.isfinite(each) and each >= 0 for each in sizes):
             raise ConfigurationError(
-                f"size_of must give finite numbers of at least 0, the ranks got {turn.sizes}"
+                f"size_of must give finite numbers of at least 0, the ranks got {sizes}"
             )
-        total = sum(turn.sizes)
-        yield turn.batch, turn.size * len(turn.sizes) / total if total else 0.0
-
-
-@dataclass(frozen=True)
-class _Turn(Generic[T]):
-    """One step: this rank's batch and its size, and the votes of all ranks in rank order."""
-
-    batch: T
-    size: float
-    votes: list[float]
-    sizes: list[float]
+        total = sum(sizes)
+        yield batch, size * len(sizes) / total if total else 0.0
 
 
 def _turns(
@@ -112,10 +101,11 @@ def _turns(
     agree: Callable[[list[float]], float],
     size_of: Callable[[T], float] | None = None,
     spare: T | None = None,
-) -> Iterator[_Turn[T]]:
+) -> Iterator[tuple[T, float, list[float], list[float]]]:
     """Yield steps for as long as the ranks ``agree`` that there is a batch.
 
-    The next batch is fetched, and its vote is in flight, when a step is yielded.
+    A step is this rank's batch and its size, and all ranks' votes and sizes in rank order. The next
+    batch is fetched, and its vote is in flight, when a step is yielded.
     """
     iterator = iter(batches)
     last: Any = spare
@@ -139,7 +129,7 @@ def _turns(
         if agree(votes) != _HAS_BATCH:
             return
         ahead = look_ahead()
-        yield _Turn(batch, size, votes, sizes)
+        yield batch, size, votes, sizes
 
 
 def _comm_of(group: Where) -> Comm:

@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface with FSDP1's signature: `FullyShardedDataParallel`, and the types it takes."""
 
-from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
-from fullshard.torch.fsdp1.flat_params import FlatParameter
-from fullshard.torch.fsdp1.wrapper import FullyShardedDataParallel
-from fullshard.torch.optim.grad_scaler import ShardedGradScaler
-from fullshard.torch.sharding.options import CPUOffload, MixedPrecision
-from fullshard.torch.state.state_dict_types import (
+from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -19,6 +14,12 @@ from fullshard.torch.state.state_dict_types import (
     StateDictSettings,
     StateDictType,
 )
+
+from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
+from fullshard.torch.fsdp1.flat_params import FlatParameter
+from fullshard.torch.fsdp1.wrapper import FullyShardedDataParallel
+from fullshard.torch.optim.grad_scaler import ShardedGradScaler
+from fullshard.torch.sharding.options import CPUOffload, MixedPrecision
 
 __all__ = [
     "BackwardPrefetch",

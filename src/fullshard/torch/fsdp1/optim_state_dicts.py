@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.optim import Optimizer
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
@@ -21,7 +22,6 @@ from fullshard.torch.state.broadcast_state import broadcast_state
 from fullshard.torch.state.forms import StateForm
 from fullshard.torch.state.optimizers import cut_state, in_form, uncut_spans
 from fullshard.torch.state.owned import complete_state
-from fullshard.torch.state.state_dict_types import OptimStateKeyType, StateDictType
 from fullshard.torch.step.managed import managed_units, speaks_for_all
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.sites import clean_name

@@ -8,28 +8,33 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.sharding.module_buffers import buffer_dtypes
 from fullshard.torch.state.forms import StateForm, ask_before_loading, collecting, hand_out
 from fullshard.torch.state.optimizers import as_span
-from fullshard.torch.state.state_dict_types import (
-    OptimStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    settings_of,
-)
 from fullshard.torch.step.managed import speaks_for_all
 from fullshard.torch.unit.sites import WRAPPED
 
 __all__ = ["StateDictForms", "wrappers_in"]
 
-_STATE_DICT_SETTINGS = "_fullshard_state_dict_settings"
-
 
 class StateDictForms(nn.Module):
     """The part of FSDP1's wrapper that is about state dicts."""
+
+    _state_dict_settings: StateDictSettings | None = None
 
     def state_dict(
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -45,17 +50,17 @@ class StateDictForms(nn.Module):
             destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[:3]
         wrapped = self._modules[WRAPPED]
         assert wrapped is not None
-        chosen: StateDictSettings | None = self.__dict__.get(_STATE_DICT_SETTINGS)
+        chosen = self._state_dict_settings
         asking = _asking_module()
         if asking == _DCP_STATE_DICT or (chosen is None and asking.startswith(_DCP)):
-            chosen = settings_of(StateDictType.SHARDED_STATE_DICT)
+            chosen = _settings_of(StateDictType.SHARDED_STATE_DICT)
         with collecting("wrapper") as (outermost, _):
             state = wrapped.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         if outermost and not keep_vars:
             for name, dtype in buffer_dtypes(self).items():
                 if (key := f"{prefix}{name}") in state:  # others are not persistent
                     state[key] = state[key].to(dtype)
-            hand_out(state, prefix, _form(chosen or settings_of(), self))
+            hand_out(state, prefix, _form(chosen or _settings_of(), self))
         return state
 
     def load_state_dict(
@@ -65,8 +70,8 @@ class StateDictForms(nn.Module):
 
         Collective for DTensors.
         """
-        chosen: StateDictSettings | None = self.__dict__.get(_STATE_DICT_SETTINGS)
-        if chosen is not None and chosen.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        chosen = self._state_dict_settings or _settings_of()
+        if chosen.state_dict_type is StateDictType.LOCAL_STATE_DICT:
             params = dict(self.named_parameters(remove_duplicate=False))
             state_dict = {key: as_span(v, params.get(key)) for key, v in state_dict.items()}
         ask_before_loading(state_dict.values(), self.parameters())
@@ -87,18 +92,17 @@ class StateDictForms(nn.Module):
 
         Returns the former choice.
         """
-        chosen = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
+        chosen = _settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
         former = StateDictForms.get_state_dict_type(module)
         for wrapper in wrappers_in(module, StateDictForms, root_only=False):
-            wrapper.__dict__[_STATE_DICT_SETTINGS] = chosen
+            wrapper._state_dict_settings = chosen
         return former
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
         """Return the form of state dicts of the first outermost wrapper in ``module``."""
         for wrapper in wrappers_in(module, StateDictForms, root_only=True):
-            settings: StateDictSettings | None = wrapper.__dict__.get(_STATE_DICT_SETTINGS)
-            return settings or settings_of()
+            return wrapper._state_dict_settings or _settings_of()
         raise ConfigurationError(f"{type(module).__name__} holds no FullyShardedDataParallel")
 
     @staticmethod
@@ -111,7 +115,7 @@ class StateDictForms(nn.Module):
     ) -> Iterator[None]:
         """Choose the form of state dicts within, and restore the former choice."""
         wrappers = wrappers_in(module, StateDictForms, root_only=False)
-        former = [wrapper.__dict__.get(_STATE_DICT_SETTINGS) for wrapper in wrappers]
+        former = [wrapper._state_dict_settings for wrapper in wrappers]
         StateDictForms.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
@@ -119,7 +123,31 @@ class StateDictForms(nn.Module):
             yield
         finally:
             for wrapper, settings in zip(wrappers, former, strict=True):
-                wrapper.__dict__[_STATE_DICT_SETTINGS] = settings
+                wrapper._state_dict_settings = settings
+
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def _settings_of(
+    kind: StateDictType = StateDictType.FULL_STATE_DICT,
+    config: StateDictConfig | None = None,
+    optim_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Make the settings for ``kind``; raise `ConfigurationError` for a config of another kind."""
+    if not isinstance(kind, StateDictType):
+        raise ConfigurationError(f"expected a StateDictType, got {kind!r}")
+    expected, expected_optim = _CONFIGS[kind]
+    config = expected() if config is None else config
+    optim_config = expected_optim() if optim_config is None else optim_config
+    for value, of_kind in ((config, expected), (optim_config, expected_optim)):
+        if not isinstance(value, of_kind):
+            raise ConfigurationError(f"expected a {of_kind.__name__}, got {value!r}")
+    return StateDictSettings(kind, config, optim_config)
 
 
 W = TypeVar("W", bound=nn.Module)
@@ -152,16 +180,11 @@ _DCP_STATE_DICT = f"{_DCP}state_dict"
 
 def _asking_module() -> str:
     """Return the name of the module whose code asks for the state dict."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and _passes_on(_module_of(frame)):
+    frame: FrameType | None = sys._getframe(2)
+    name = ""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith(("torch.nn.", "fullshard.torch.")):  # modules ask those inside them
+            break
         frame = frame.f_back
-    return _module_of(frame)
-
-
-def _passes_on(module: str) -> bool:
-    """Return True for code by which modules ask the modules inside them."""
-    return module.startswith(("torch.nn.", "fullshard.torch."))
-
-
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
+    return name

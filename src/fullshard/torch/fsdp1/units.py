@@ -4,6 +4,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torch import nn
 from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.core.grouping import group_parameters
 from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
-from fullshard.torch.comm.compressed import check_compression
+from fullshard.torch.comm.compressed import CommunicationCompression, check_compression
 from fullshard.torch.comm.process_group import group_of
-from fullshard.torch.comm.ranks import compressed, ranks_of
+from fullshard.torch.comm.ranks import Where, compressed, ranks_of
 from fullshard.torch.sharding.initialisation import value_of_first_rank
 from fullshard.torch.sharding.options import (
     CPUOffload,
@@ -23,57 +24,107 @@ from fullshard.torch.sharding.options import (
     offload_of,
     precision_of,
 )
+from fullshard.torch.sharding.owners import AlignOrMatrix
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites, clean_name
 
 __all__ = [
-    "attributes_of",
-    "check_unit_options",
+    "UnitOptions",
     "in_full_precision",
     "members_by_name",
     "parameters_by_module",
-    "plan_of",
-    "prefetch_of",
-    "prefetches_backward",
 ]
 
+_FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # PyTorch's
 _ACCEPTED = {"limit_all_gathers", "use_orig_params"}
 """Options that ask for what is always done."""
 
 
-_FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # PyTorch's
+@dataclass(frozen=True)
+class UnitOptions:
+    """The arguments of the wrapper that a policy may choose for each unit.
 
+    Raises `ConfigurationError` for a value of another class, `NotSupportedError` for mixed
+    precision where evaluation shall be in full precision.
+    """
 
-def check_unit_options(
-    given: dict[str, Any], overrides: Mapping[nn.Module, Mapping[str, Any]]
-) -> None:
-    """Refuse options that a unit does not have, from the caller or from the policy."""
-    for module, its_own in overrides.items():
-        if unknown := sorted(its_own.keys() - given.keys() - _ACCEPTED):
-            raise ConfigurationError(
-                f"the policy's options for {type(module).__name__} have {', '.join(unknown)}, but "
-                f"what a policy can choose for one unit is {', '.join(given)}"
-            )
-        options = {**given, **its_own}
-        strategy = options["sharding_strategy"]
-        if strategy is not None and not isinstance(strategy, ShardingStrategy):
-            raise ConfigurationError(
-                f"sharding_strategy must be a fullshard ShardingStrategy or None, got {strategy!r}"
-            )
-        prefetch = options["backward_prefetch"]
-        if prefetch is not None and not isinstance(prefetch, BackwardPrefetch):
-            raise ConfigurationError(
-                f"backward_prefetch must be a fullshard BackwardPrefetch or None, got {prefetch!r}"
-            )
-        check_align(options["align"])
-        offload_of("cpu_offload", options["cpu_offload"])
-        precision_of("mixed_precision", options["mixed_precision"])
-        if options["mixed_precision"] is not None and os.environ.get(_FULL_IN_EVAL) == "1":
+    process_group: Where
+    sharding_strategy: ShardingStrategy | None
+    cpu_offload: CPUOffload | None
+    mixed_precision: MixedPrecision | None
+    compression: CommunicationCompression | None
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    align: AlignOrMatrix
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("sharding_strategy", ShardingStrategy),
+            ("backward_prefetch", BackwardPrefetch),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise ConfigurationError(
+                    f"{name} must be a fullshard {kind.__name__} or None, got {value!r}"
+                )
+        check_align(self.align)
+        offload_of("cpu_offload", self.cpu_offload)
+        precision_of("mixed_precision", self.mixed_precision)
+        if self.mixed_precision is not None and os.environ.get(_FULL_IN_EVAL) == "1":
             raise NotSupportedError(
                 f"{_FULL_IN_EVAL}=1 asks for full precision in evaluation, which units do not "
                 "change to: unset it, or evaluate a copy that is wrapped without mixed_precision"
             )
-        check_compression(options["compression"])
+        check_compression(self.compression)
+
+    def chosen_for(self, module: nn.Module, choices: Mapping[str, Any]) -> "UnitOptions":
+        """Return the options of one unit, for which the policy has made ``choices``."""
+        names = [each.name for each in fields(self)]
+        if unknown := sorted(choices.keys() - set(names) - _ACCEPTED):
+            raise ConfigurationError(
+                f"the policy's options for {type(module).__name__} have {', '.join(unknown)}, but "
+                f"what a policy can choose for one unit is {', '.join(names)}"
+            )
+        return replace(self, **{name: choices[name] for name in names if name in choices})
+
+    @property
+    def strategy(self) -> ShardingStrategy:
+        """The strategy, FULL_SHARD if none was named."""
+        return self.sharding_strategy or ShardingStrategy.FULL_SHARD
+
+    @property
+    def prefetches_backward(self) -> bool:
+        """True if the next unit is gathered while this one's backward runs."""
+        return self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+
+    def plan(self, device: torch.device, sync_states: bool) -> Plan:
+        """Make the unit's plan. Collective the first time that its ranks are named."""
+        sharding = self.strategy.sharding
+        ranks = compressed(ranks_of(self.process_group, sharding), self.compression)
+        return Plan(
+            ranks,
+            device,
+            None if sharding.reshard_after_forward else False,
+            precision_of("mixed_precision", self.mixed_precision),
+            offload_of("cpu_offload", self.cpu_offload),
+            value_of_first_rank(ranks, device) if sync_states else own_value,
+            "element" if self.align == "matrix" else self.align,
+        )
+
+    def attributes(self, plan: Plan) -> dict[str, Any]:
+        """Return the attributes that scripts read from FSDP1's wrappers: choices and ranks."""
+        comm = plan.ranks.gather if plan.ranks.gather.size > 1 else plan.ranks.replicas
+        return {
+            "rank": comm.rank,
+            "world_size": comm.size,
+            "process_group": group_of(comm),
+            "compute_device": plan.device,
+            "backward_prefetch": self.backward_prefetch,
+            "forward_prefetch": self.forward_prefetch,
+            "sharding_strategy": self.strategy,
+            "mixed_precision": self.mixed_precision or MixedPrecision(),
+            "cpu_offload": self.cpu_offload or CPUOffload(),
+        }
 
 
 def in_full_precision(
@@ -96,49 +147,6 @@ class _FullPrecision(MixedPrecision):
     def __init__(self, around: torch.dtype):
         super().__init__(param_dtype=torch.float32, cast_forward_inputs=True)
         object.__setattr__(self, "output_dtype", around)
-
-
-def plan_of(options: dict[str, Any], device: torch.device, sync_states: bool) -> Plan:
-    """Make the plan of a unit from its options."""
-    sharding = (options["sharding_strategy"] or ShardingStrategy.FULL_SHARD).sharding
-    ranks = compressed(ranks_of(options["process_group"], sharding), options["compression"])
-    return Plan(
-        ranks,
-        device,
-        None if sharding.reshard_after_forward else False,
-        precision_of("mixed_precision", options["mixed_precision"]),
-        offload_of("cpu_offload", options["cpu_offload"]),
-        value_of_first_rank(ranks, device) if sync_states else own_value,
-        "element" if options["align"] == "matrix" else options["align"],
-    )
-
-
-def prefetches_backward(options: Mapping[str, Any]) -> bool:
-    """True if the next unit is gathered while this one's backward runs."""
-    return options["backward_prefetch"] is BackwardPrefetch.BACKWARD_PRE
-
-
-def prefetch_of(root: Mapping[str, Any], units: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
-    """Return the depths of prefetch in forward and backward, where a unit has no other wish."""
-    forward = 2 if root["forward_prefetch"] else 1
-    return forward, int(any(prefetches_backward(options) for options in units))
-
-
-def attributes_of(options: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return the attributes that scripts read from FSDP1's wrappers: choices and ranks."""
-    ranks = plan.ranks
-    comm = ranks.gather if ranks.gather.size > 1 else ranks.replicas
-    return {
-        "rank": comm.rank,
-        "world_size": comm.size,
-        "process_group": group_of(comm),
-        "compute_device": plan.device,
-        "backward_prefetch": options["backward_prefetch"],
-        "forward_prefetch": options["forward_prefetch"],
-        "sharding_strategy": options["sharding_strategy"] or ShardingStrategy.FULL_SHARD,
-        "mixed_precision": options["mixed_precision"] or MixedPrecision(),
-        "cpu_offload": options["cpu_offload"] or CPUOffload(),
-    }
 
 
 def parameters_by_module(

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 from weakref import ref
 
@@ -18,14 +18,10 @@ from fullshard.torch.fsdp1.flat_params import FlatHandles, mark_flattened
 from fullshard.torch.fsdp1.optim_state_dicts import OptimizerStateDicts
 from fullshard.torch.fsdp1.state_dicts import wrappers_in
 from fullshard.torch.fsdp1.units import (
-    attributes_of,
-    check_unit_options,
+    UnitOptions,
     in_full_precision,
     members_by_name,
     parameters_by_module,
-    plan_of,
-    prefetch_of,
-    prefetches_backward,
 )
 from fullshard.torch.optim.clipping import clip_grad_norm_
 from fullshard.torch.optim.original_params import switch_optimizers
@@ -46,9 +42,8 @@ from fullshard.torch.sharding.settings import (
     set_prefetch,
 )
 from fullshard.torch.sharding.shard import (
+    NotCopied,
     agree,
-    refuse_copy,
-    refuse_pickle,
     shard_modules,
     shardable_parameters,
 )
@@ -61,8 +56,6 @@ from fullshard.wrap import modules_to_wrap
 
 __all__ = ["FullyShardedDataParallel"]
 
-_ONE_AHEAD = BackwardPrefetch.BACKWARD_PRE  # one unit is gathered ahead in backward
-
 
 class _OptionClasses:
     """FSDP1's options as attributes of its wrapper class: ``FSDP.ShardingStrategy.FULL_SHARD``."""
@@ -73,7 +66,9 @@ class _OptionClasses:
     MixedPrecision = MixedPrecision
 
 
-class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses, nn.Module):
+class FullyShardedDataParallel(
+    NotCopied, OptimizerStateDicts, FlatHandles, _OptionClasses, nn.Module
+):
     """Wraps a module whose parameters are sharded as one unit; FSDP1's signature.
 
     With an ``auto_wrap_policy`` the submodules that it picks are wrapped too, each a unit of its
@@ -148,24 +143,25 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
     ):
         super().__init__()
         _check_wrappable(module)
-        where = _one_of(process_group, device_mesh)
-        unit_options = {
-            "process_group": where,
-            "sharding_strategy": sharding_strategy,
-            "cpu_offload": cpu_offload,
-            "mixed_precision": mixed_precision,
-            "compression": compression,
-            "backward_prefetch": backward_prefetch,
-            "forward_prefetch": forward_prefetch,
-            "align": align,
-        }
+        if process_group is not None and device_mesh is not None:
+            raise ConfigurationError("pass process_group or device_mesh, not both")
+        where = process_group if device_mesh is None else device_mesh
+        of_all = UnitOptions(
+            where,
+            sharding_strategy,
+            cpu_offload,
+            mixed_precision,
+            compression,
+            backward_prefetch,
+            forward_prefetch,
+            align,
+        )
         by_name = {"ignored_modules": ignored_modules, "ignored_states": ignored_states}
         ignored, ignored_params = ignored_parts(by_name)
         chosen = _modules_below(module, auto_wrap_policy, mixed_precision, ignored) | {module: {}}
-        check_unit_options(unit_options, chosen)
+        options = {each: of_all.chosen_for(each, its_own) for each, its_own in chosen.items()}
         found = shardable_parameters([module], where, ignored_params, device_id)
-        options = {each: {**unit_options, **its_own} for each, its_own in chosen.items()}
-        plans = {m: plan_of(own, found.device, sync_module_states) for m, own in options.items()}
+        plans = {m: own.plan(found.device, sync_module_states) for m, own in options.items()}
         members = parameters_by_module(module, chosen, found.all_of_them)
         members = _owned(module, members, options, plans)
         named = members_by_name(module, members)
@@ -184,16 +180,18 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
 
     def _note_choices(
         self,
-        options: Mapping[nn.Module, Mapping[str, Any]],
+        options: Mapping[nn.Module, UnitOptions],
         plans: Mapping[nn.Module, Plan],
         optional_modules: Iterable[nn.Module],
     ) -> None:
-        set_prefetch(self, *prefetch_of(options[self.module], options.values()))
+        forward = 2 if options[self.module].forward_prefetch else 1
+        backward = int(any(each.prefetches_backward for each in options.values()))
+        set_prefetch(self, forward, backward)
         for wrapper in self.fsdp_modules(self):
             if (module := wrapper.module) in plans:  # not wrapped by hand before
-                wrapper.__dict__.update(attributes_of(options[module], plans[module]))
+                wrapper.__dict__.update(options[module].attributes(plans[module]))
                 managed = managed_unit_of(wrapper)
-                if managed is not None and not prefetches_backward(options[module]):
+                if managed is not None and not options[module].prefetches_backward:
                     managed.change("prefetch_backward", [])
         around = {wrapper.module: wrapper for wrapper in self.fsdp_modules(self)}
         mark_optional(*(around.get(module, module) for module in optional_modules))
@@ -312,7 +310,8 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
             if unit.ranks.gather.size > 1 and unit.ranks.replicas.size > 1:
                 raise NotSupportedError("communication hooks do not go with hybrid sharding")
         for unit in units:
-            unit.settings.hook = _bound_hook(state, hook, sharded=unit.ranks.gather.size > 1)
+            sharded = unit.ranks.gather.size > 1
+            unit.settings.hook = partial(_call_hook, hook, state, sharded)
 
     @staticmethod
     def fsdp_modules(
@@ -321,25 +320,11 @@ class FullyShardedDataParallel(OptimizerStateDicts, FlatHandles, _OptionClasses,
         """The wrappers in ``module``, itself included; ``root_only``: only outermost ones."""
         return wrappers_in(module, FullyShardedDataParallel, root_only=root_only)
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Refuse: buffers, communicators and hooks are one rank's share of something common."""
-        refuse_copy(self)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: one rank's spans would be saved as if they were the model."""
-        refuse_pickle(self)
-
-
-def _bound_hook(
-    state: object, hook: Callable[..., Any], *, sharded: bool
-) -> Callable[[Tensor, Tensor], None]:
-    def reduce(full: Tensor, shard: Tensor) -> None:
-        if sharded:
-            hook(state, full, shard)
-        else:
-            hook(state, full)
-
-    return reduce
+def _call_hook(
+    hook: Callable[..., Any], state: object, sharded: bool, full: Tensor, shard: Tensor
+) -> None:
+    hook(state, full, shard) if sharded else hook(state, full)
 
 
 def _clip_in_float32(grads: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
@@ -385,12 +370,6 @@ def _check_nothing_is_sharded(root: nn.Module) -> None:
             )
 
 
-def _one_of(process_group: Where, device_mesh: Where) -> Where:
-    if process_group is not None and device_mesh is not None:
-        raise ConfigurationError("pass process_group or device_mesh, not both")
-    return process_group if device_mesh is None else device_mesh
-
-
 def _cast_buffers(
     module: nn.Module, precision: MixedPrecision | None, *, with_policy: bool
 ) -> None:
@@ -420,12 +399,12 @@ def _add_wrapped_to_keys(module: nn.Module, state: Any, prefix: str, *_: Any) ->
 def _owned(
     root: nn.Module,
     members: Mapping[nn.Module, list[ParamSites]],
-    options: Mapping[nn.Module, Mapping[str, Any]],
+    options: Mapping[nn.Module, UnitOptions],
     plans: Mapping[nn.Module, Plan],
 ) -> dict[nn.Module, list[ParamSites]]:
     """Give the matrices of units that keep them whole to ranks, all together."""
     tables = tables_of(root)
-    whole = {module for module, each in options.items() if each["align"] == "matrix"}
+    whole = {module for module, each in options.items() if each.align == "matrix"}
     units = [(params, plans[module].ranks) for module, params in members.items() if module in whole]
     owned = iter(matrices_owned(units, lambda each: is_matrix(each, tables)))
     return {

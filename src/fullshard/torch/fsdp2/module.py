@@ -18,14 +18,13 @@ from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageEr
 from fullshard.core.schedule import OpKind
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm.process_group import group_of
-from fullshard.torch.fsdp2.state import ModuleState
 from fullshard.torch.sharding.initialisation import filled_with_nan
 from fullshard.torch.sharding.settings import (
     require_gradient_sync,
     set_separate_reduce_scatter_group,
     synchronize_gradients,
 )
-from fullshard.torch.sharding.shard import refuse_copy, refuse_pickle, take_over_below
+from fullshard.torch.sharding.shard import NotCopied, take_over_below
 from fullshard.torch.state.forms import AS_DTENSORS, ask_before_loading, collecting, hand_out
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.paths import make_ties
@@ -53,6 +52,28 @@ class FSDPGrad:
         _refuse_of_later("FSDPGrad", "gradients that wait for a reduce are in no parameter's .grad")
 
 
+class _ModuleState:
+    """The answer of ``module._get_fsdp_state()``, as far as libraries read FSDP2's."""
+
+    def __init__(self, managed: ManagedUnit):
+        self._managed = managed
+
+    @property
+    def _is_root(self) -> bool | None:
+        """None before the first forward, as with FSDP2: nobody knows yet."""
+        return None if self._managed.tracker is None else self._managed.number == 0
+
+    def _lazy_init(self) -> None:
+        """Do nothing: what a first forward prepares, it prepares itself."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"fullshard's state of a module has no {name}: units are no parameter groups of "
+            "PyTorch. Use the methods of FSDPModule (unshard, reshard, set_...), DTensor's "
+            "attributes of module.parameters(), or start the script without fullshard"
+        )
+
+
 class UnshardHandle:
     """A gather that `FSDPModule.unshard` has started."""
 
@@ -76,7 +97,7 @@ else:
     _OwnModule = object
 
 
-class FSDPModule(_OwnModule):
+class FSDPModule(NotCopied, _OwnModule):
     """The base of every class that `fully_shard` makes."""
 
     def state_dict(
@@ -319,8 +340,8 @@ class FSDPModule(_OwnModule):
         """Refuse: gradients are sent from where they are, or packed by the engine."""
         _refuse_of_later("set_reduce_scatter_input_fn", "the engine packs what a reduce sends")
 
-    def _get_fsdp_state(self) -> ModuleState:
-        return ModuleState(_managed(self))
+    def _get_fsdp_state(self) -> _ModuleState:
+        return _ModuleState(_managed(self))
 
     # ---- recovery, and what torch's own methods must do -----------------------------------------
 
@@ -357,14 +378,6 @@ class FSDPModule(_OwnModule):
                 managed.unit.show_sharded()  # all of it as it was
             raise
         return applied
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        """Refuse: buffers, communicators and hooks are one rank's share of something common."""
-        refuse_copy(_module(self))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse: one rank's spans would be saved as if they were the model."""
-        refuse_pickle(_module(self))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

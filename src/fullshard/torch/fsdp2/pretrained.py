@@ -4,10 +4,11 @@
 import inspect
 from typing import Any
 
+from torch.distributed.fsdp import StateDictType
+
 from fullshard.core.errors import UsageError
 from fullshard.torch.fsdp2.module import FSDPModule
 from fullshard.torch.state.forms import StateForm, change_form
-from fullshard.torch.state.state_dict_types import StateDictType
 from fullshard.torch.state.weights_file import Entries
 
 __all__ = ["SavesPretrained"]

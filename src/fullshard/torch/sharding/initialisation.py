@@ -63,7 +63,8 @@ def initialise(
     with filled_with_nan():
         for root in modules:
             for module in list(root.modules()):
-                if id(module._parameters) in holders or _has_bare_buffers(module):
+                bare_buffers = any(b is not None and b.is_meta for b in module._buffers.values())
+                if id(module._parameters) in holders or bare_buffers:
                     _initialise_one(module, device, param_init_fn)
                     for each in bare:
                         _tie_again(each, module)
@@ -76,10 +77,6 @@ def initialise(
                 "initialised it: some of its values are not numbers"
             )
     return [replace(each, param=each.shown) if each.param.is_meta else each for each in params]
-
-
-def _has_bare_buffers(module: nn.Module) -> bool:
-    return any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
 
 
 def _initialise_one(

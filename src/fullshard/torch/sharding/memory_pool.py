@@ -43,7 +43,7 @@ def use_memory_pool(module: nn.Module, *, register_with_nccl: bool = False) -> N
     found = list(managed_units(module))
     if not found:
         raise UsageError(f"{type(module).__name__} holds no sharded unit; shard it first")
-    if any(managed.tracker is not None and not managed.tracker.idle for managed in found):
+    if any(managed.in_step for managed in found):
         raise UsageError("use_memory_pool moves buffers: call it between steps, not within one")
     units = [managed.unit for managed in found]
     device = units[0].device

@@ -109,10 +109,9 @@ def matrices_owned(
         works = [muon_work(units[number][0][i].spec.shape) for number, i in places]
         owners.update(zip(places, deal_out(works, loads), strict=True))
     return [
-        [_owned(each, owners.get((number, i))) for i, each in enumerate(params)]
+        [
+            replace(each, spec=replace(each.spec, owner=owners.get((number, i))))
+            for i, each in enumerate(params)
+        ]
         for number, (params, _) in enumerate(units)
     ]
-
-
-def _owned(each: ParamSites, owner: int | None) -> ParamSites:
-    return each if owner is None else replace(each, spec=replace(each.spec, owner=owner))

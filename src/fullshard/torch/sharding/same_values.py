@@ -53,7 +53,11 @@ class StartingValues:
             if plan.values is own_value:
                 prefix = f"{name}." if name else ""
                 bare |= any(each.param.is_meta for each in params)
-                new = {f"{prefix}{each.spec.name}": each for each in params if _is_new(each)}
+                new = {
+                    f"{prefix}{each.spec.name}": each
+                    for each in params
+                    if owner_of(each.param) is None
+                }
                 self._compared |= new if checked else {}
         self._sums = torch.zeros(0, dtype=torch.int64, device="cpu")
         if self._compared and _comms_of(plans):
@@ -74,35 +78,23 @@ class StartingValues:
         compared if ``meta_on_some`` says that such is allowed. Raises `ConfigurationError` on all
         ranks otherwise, with the names of the parameters.
         """
-        if not are_alike(self.digest[:4]):
-            _compare(self._compared, self._sums, self._plans, meta_on_some=meta_on_some)
-
-
-def _compare(
-    compared: Mapping[str, ParamSites], mine: Tensor, plans: Sequence[Plan], *, meta_on_some: bool
-) -> None:
-    comms = _comms_of(plans)
-    bare = (mine == _NO_VALUE).long()
-    bounds = torch.stack([mine, torch.where(bare > 0, _NO_VALUE, ~mine), bare])
-    for comm in comms:
-        comm.all_reduce([bounds], "max", label="comparison of values").wait()
-    largest, smallest, bare_somewhere = bounds[0], ~bounds[1], bounds[2] > 0
-    has_values = largest != _NO_VALUE
-    differing = has_values & (largest != smallest)
-    if not meta_on_some:
-        differing |= has_values & bare_somewhere
-    if not bool(differing.any()):
-        return
-    found = [
-        (name, int(value))
-        for name, value, differs in zip(compared, mine.tolist(), differing.tolist(), strict=True)
-        if differs
-    ]
-    raise ConfigurationError(_told(comms, found, len(compared), plans[0].device))
-
-
-def _is_new(each: ParamSites) -> bool:
-    return owner_of(each.param) is None
+        if are_alike(self.digest[:4]):
+            return
+        comms, mine = _comms_of(self._plans), self._sums
+        bare = (mine == _NO_VALUE).long()
+        bounds = torch.stack([mine, torch.where(bare > 0, _NO_VALUE, ~mine), bare])
+        for comm in comms:
+            comm.all_reduce([bounds], "max", label="comparison of values").wait()
+        largest, smallest, bare_somewhere = bounds[0], ~bounds[1], bounds[2] > 0
+        has_values = largest != _NO_VALUE
+        differing = has_values & (largest != smallest)
+        if not meta_on_some:
+            differing |= has_values & bare_somewhere
+        compared = zip(self._compared, mine.tolist(), differing.tolist(), strict=True)
+        found = [(name, int(value)) for name, value, differs in compared if differs]
+        if found:
+            told = _told(comms, found, len(self._compared), self._plans[0].device)
+            raise ConfigurationError(told)
 
 
 def _comms_of(plans: Sequence[Plan]) -> list[Comm]:

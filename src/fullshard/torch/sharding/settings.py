@@ -127,7 +127,7 @@ def mark_optional(*modules: nn.Module, mean_over: Literal["ranks", "users"] = "r
                     f"mark_optional: unit {managed.unit.name!r} is the root of its model, which "
                     "all ranks run; mark parts of it"
                 )
-            if managed.tracker is not None and not managed.tracker.idle:
+            if managed.in_step:
                 raise UsageError("units can only be marked between steps, not in the middle of one")
             managed.change("mean_over", mean_over)
             managed.change("optional", True)
@@ -229,7 +229,7 @@ def set_separate_reduce_scatter_group(
     step where that memory is missed. Raises `UsageError` in the middle of a step.
     """
     chosen = list(managed_units(module, recurse=recurse))
-    if any(managed.tracker is not None and not managed.tracker.idle for managed in chosen):
+    if any(managed.in_step for managed in chosen):
         raise UsageError("communicators can only be chosen between steps, not in the middle of one")
     for managed in chosen:
         gather_apart(managed.unit, enable)

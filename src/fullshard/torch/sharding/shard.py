@@ -31,10 +31,9 @@ from fullshard.torch.unit.sites import WRAPPED, ParamSites, device_of
 from fullshard.torch.unit.unit import Unit
 
 __all__ = [
+    "NotCopied",
     "ToShard",
     "agree",
-    "refuse_copy",
-    "refuse_pickle",
     "shard_modules",
     "shardable_parameters",
     "take_over_below",
@@ -193,18 +192,20 @@ def take_over_below(module: nn.Module) -> None:
         take_over(managed.unit)
 
 
-def refuse_copy(module: nn.Module) -> NoReturn:
-    """Raise: hooks and communicators of a sharded module cannot be copied."""
-    raise UsageError(
-        f"a sharded {type(module).__name__} cannot be copied: its hooks and communicators belong "
-        "to this instance. Copy the plain module before sharding, or build a second one and load "
-        "this one's state dict"
-    )
+class NotCopied:
+    """The part of sharded modules' classes that refuses copies and pickles."""
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refuse: buffers, communicators and hooks are one rank's share of something common."""
+        raise UsageError(
+            f"a sharded {type(self).__name__} cannot be copied: its hooks and communicators belong "
+            "to this instance. Copy the plain module before sharding, or build a second one and "
+            "load this one's state dict"
+        )
 
-def refuse_pickle(module: nn.Module) -> NoReturn:
-    """Raise: one rank's spans would be saved as if they were the model."""
-    raise UsageError(
-        f"a sharded {type(module).__name__} cannot be pickled: one rank holds a part of it. Save "
-        "fullshard.torch.save_full_weights(model, path), or its state dict"
-    )
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: one rank's spans would be saved as if they were the model."""
+        raise UsageError(
+            f"a sharded {type(self).__name__} cannot be pickled: one rank holds a part of it. Save "
+            "fullshard.torch.save_full_weights(model, path), or its state dict"
+        )

@@ -3,10 +3,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.torch.comm.watch.roll_call import call_roll
@@ -23,14 +22,6 @@ _INSTEAD = (
     "enter it on every rank, and do inside what one rank is to do: "
     "with summon_full_params(model, rank0_only=True, writeback=False): if rank == 0: ..."
 )
-
-
-@dataclass
-class _Summoned:
-    """One unit's full parameters while they are shown; ``params`` is empty where they are not."""
-
-    managed: ManagedUnit
-    params: list[nn.Parameter]
 
 
 @contextmanager
@@ -61,7 +52,7 @@ def summon_full_params(
         )
     chosen = list(managed_units(module, recurse=recurse))
     for managed in chosen:
-        if managed.summoned or not (managed.tracker is None or managed.tracker.idle):
+        if managed.summoned or managed.in_step:
             raise UsageError(
                 f"unit {managed.unit.name!r} is in the middle of a step, or summoned already; "
                 "summon full parameters between steps"
@@ -71,31 +62,34 @@ def summon_full_params(
     for managed in chosen:
         if not managed.unit.on_meta:
             managed.unit.check_shown()
-    summoned: list[_Summoned] = []
     try:
         for managed in chosen:
             seen = managed.unit.ranks.first or not rank0_only
-            summoned.append(_show(managed, seen, offload_to_cpu, with_grads))
+            _show(managed, seen, offload_to_cpu, with_grads)
         try:
             yield
         finally:  # what was changed before an error stays changed, as in memory of one's own
             if writeback:
-                for each in summoned:
-                    _write_back(each, with_grads)
+                for managed in chosen:
+                    _write_back(managed.unit, with_grads)
     finally:
-        for each in summoned:
-            each.managed.summoned = False
-            each.managed.unit.show_sharded()
+        for managed in chosen:
+            if managed.summoned:
+                managed.summoned = False
+                managed.unit.show_sharded()
 
 
-def _show(managed: ManagedUnit, seen: bool, offload: bool, with_grads: bool) -> _Summoned:
+def _show(managed: ManagedUnit, seen: bool, offload: bool, with_grads: bool) -> None:
     unit = managed.unit
     full = unit.gather_values()
-    grads = _full_grads(unit) if with_grads else {}
+    grads = {
+        index: param.grad.gathered()
+        for index, param in enumerate(unit.sharded)
+        if with_grads and isinstance(param.grad, ShardedParameter)
+    }
     managed.summoned = True
     if not seen:
-        return _Summoned(managed, [])
-    params = []
+        return
     for index, (each, view) in enumerate(zip(unit.params, unit.full_views(full), strict=True)):
         data = view.cpu() if offload else view
         param = nn.Parameter(data, requires_grad=unit.sharded[index].requires_grad)
@@ -103,21 +97,10 @@ def _show(managed: ManagedUnit, seen: bool, offload: bool, with_grads: bool) -> 
         if index in grads:
             param.grad = grads[index].to(data.device)
         each.put(param)
-        params.append(param)
-    return _Summoned(managed, params)
-
-
-def _full_grads(unit: Unit) -> dict[int, Tensor]:
-    return {
-        index: param.grad.gathered()
-        for index, param in enumerate(unit.sharded)
-        if isinstance(param.grad, ShardedParameter)
-    }
 
 
 @torch.no_grad()
-def _write_back(each: _Summoned, with_grads: bool) -> None:
-    unit = each.managed.unit
+def _write_back(unit: Unit, with_grads: bool) -> None:
     for sharded, shown in zip(unit.sharded, (p.shown for p in unit.params), strict=True):
         sharded.local.copy_(span_of(shown, sharded.ownership))
         if not with_grads:

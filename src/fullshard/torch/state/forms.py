@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import NotSupportedError
@@ -15,7 +16,6 @@ from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.state.dtensors import as_dtensors
-from fullshard.torch.state.state_dict_types import StateDictType
 from fullshard.torch.tensor.ownership import gathered_together
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.placements import Placed
@@ -126,13 +126,12 @@ def ask_before_loading(
     """Call the roll if loading ``values`` into ``params`` is collective, as for DTensors."""
     owners = [each.ownership for each in params if isinstance(each, ShardedParameter)]
     placed = {each.placed for each in owners}
-    if any(isinstance(each, DTensor) and _place_of(each) not in placed for each in values):
+    if any(
+        isinstance(each, DTensor) and Placed(each.device_mesh, tuple(each.placements)) not in placed
+        for each in values
+    ):
         comms = list(dict.fromkeys(comm for owner in owners for comm in owner.comms))
         call_roll(comms, what, "call it on every rank, or load whole tensors")
-
-
-def _place_of(value: DTensor) -> Placed:
-    return Placed(value.device_mesh, tuple(value.placements))
 
 
 def change_form(values: MutableMapping[Any, Any], form: StateForm, what: str, instead: str) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.layout import Span
+from fullshard.core.safetensors_format import DTYPE_NAMES as NAMES
 from fullshard.core.safetensors_format import (
     Entry,
     EntryPlace,
@@ -30,28 +31,13 @@ from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.reslice import overlaps
 from fullshard.torch.tensor.tensor_parallel import tensor_parallel_of
+from fullshard.torch.unit.buffers import dtype_of
 from fullshard.torch.unit.sites import clean_name
 
 __all__ = ["DTYPE_NAMES", "Entries", "entries_of", "load_full_weights", "save_full_weights"]
 
-# The format's names: https://github.com/huggingface/safetensors#format
-DTYPE_NAMES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+DTYPE_NAMES = {dtype_of(name): told for name, told in NAMES.items()}
+"""The names that files have for dtypes."""
 
 _INSTEAD = "call it on every rank: rank 0 alone touches the file when saving"
 PIECE_BYTES = 8 * 2**20  # that pass through host memory at a time

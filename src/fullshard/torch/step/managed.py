@@ -133,6 +133,11 @@ class ManagedUnit:
         """True while one of the unit's modules runs forward."""
         return self._modules_run > 0
 
+    @property
+    def in_step(self) -> bool:
+        """True in the middle of a step, of this unit or of others below the same root."""
+        return self.tracker is not None and not self.tracker.idle
+
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if _len_torch_dispatch_stack() and counts_operations():
             with uncounted():
@@ -298,7 +303,7 @@ class ManagedUnit:
         """
         if getattr(self, setting) == value:
             return
-        in_step = self.tracker is not None and not self.tracker.idle
+        in_step = self.in_step
         if in_step and (self.step.running or self.step.phase.open):
             raise UsageError(
                 f"{setting} of unit {self.unit.name!r} cannot be changed while the unit is in "

@@ -19,6 +19,7 @@ from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import Args, Kwargs, Rule, ShardedParameter, written_by
 
 __all__ = [
+    "arguments_of",
     "count_change",
     "leading_ownership",
     "need_whole",
@@ -34,6 +35,12 @@ def count_change(*changed: Tensor) -> None:
     The local tensors are views of a buffer; whoever watches its version must see the change.
     """
     torch._C._increment_version(changed)
+
+
+def arguments_of(func: OpOverload) -> Callable[[Args, Kwargs], dict[str, Any]]:
+    """Return what names the arguments of a call of ``func``; those left out are not there."""
+    names = [argument.name for argument in func._schema.arguments]
+    return lambda args, kwargs: {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _binding(func: OpOverload) -> Callable[..., Any]:

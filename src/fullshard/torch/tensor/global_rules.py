@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from fullshard.torch.tensor.elementwise import (
+    arguments_of,
     count_change,
     leading_ownership,
     need_whole,
@@ -44,23 +45,27 @@ def _parts(tensors: list[Any]) -> list[tuple[Tensor, Ownership | None]]:
 
 
 def _norm(func: OpOverload) -> Rule:
-    names = [argument.name for argument in func._schema.arguments]
+    by_name = arguments_of(func)
 
     def rule(args: Args, kwargs: Kwargs) -> Tensor:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensor = given["self"]
-        owner = leading_ownership(func, args, kwargs)
-        dims = given.get("dim")
-        whole = dims in (None, [], ()) or {d % max(1, tensor.dim()) for d in dims} == set(
-            range(tensor.dim())
-        )
-        if not whole or given.get("keepdim") or "out" in given:
-            need_whole(func, owner)
+        given = by_name(args, kwargs)
         order = given.get("ord", given.get("p", 2))
+        owner = _of_all_dims(func, given, args, kwargs)
         order = 2.0 if order is None else float(order)
-        return global_norms([(tensor.local, owner)], order, given.get("dtype"))[0]
+        return global_norms([(given["self"].local, owner)], order, given.get("dtype"))[0]
 
     return rule
+
+
+def _of_all_dims(func: OpOverload, given: dict[str, Any], args: Args, kwargs: Kwargs) -> Ownership:
+    """Return where the operand is; refuse what is not over all of its dimensions, to one number."""
+    owner, rank = leading_ownership(func, args, kwargs), given["self"].dim()
+    dims = given.get("dim")
+    dims = (dims,) if isinstance(dims, int) else dims or range(rank)
+    whole = {dim % max(1, rank) for dim in dims} == set(range(rank))
+    if not whole or given.get("keepdim") or "out" in given:
+        need_whole(func, owner)
+    return owner
 
 
 def _truth(func: OpOverload) -> Rule:
@@ -116,12 +121,11 @@ def _loss(func: OpOverload) -> Rule:
     if func._overloadname != "default":
         return refused(func)
     elementwise, total, mean = on_spans(func), _sum(_aten.sum.default), _sum(_aten.mean.default)
-    names = [argument.name for argument in func._schema.arguments]
+    by_name, names = arguments_of(func), [argument.name for argument in func._schema.arguments]
     position, is_gradient = names.index("reduction"), names[0] == "grad_output"
 
     def rule(args: Args, kwargs: Kwargs) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        reduction = given.get("reduction", _MEAN)
+        reduction = by_name(args, kwargs).get("reduction", _MEAN)
         if len(args) > position:
             args = (*args[:position], _NONE, *args[position + 1 :])
         else:
@@ -138,28 +142,16 @@ def _loss(func: OpOverload) -> Rule:
 
 
 def _extreme(func: OpOverload) -> Rule:
-    largest = func.overloadpacket is _aten.max
-    if func._overloadname != "default":
+    """Take the extreme over all dimensions; over some of them it is not this rank's."""
+    largest, by_name = func.overloadpacket in (_aten.max, _aten.amax), arguments_of(func)
+    if func._overloadname not in ("default", "out"):
         # Of two tensors it is elementwise.
         return on_spans(func) if func._overloadname == "other" else refused(func)
 
     def rule(args: Args, kwargs: Kwargs) -> Tensor:
-        return global_extreme(args[0].local, args[0].ownership, largest=largest)
-
-    return rule
-
-
-def _extreme_of_dims(func: OpOverload) -> Rule:
-    """Take the extreme over all dimensions; over some of them it is not this rank's."""
-
-    def rule(args: Args, kwargs: Kwargs) -> Tensor:
-        names = ("self", "dim", "keepdim")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensor, dims = given["self"], given.get("dim") or ()
-        owner = leading_ownership(func, args, kwargs)
-        if given.get("keepdim") or (dims and len(dims) < tensor.dim()) or "out" in given:
-            need_whole(func, owner)
-        return global_extreme(tensor.local, owner, largest=func.overloadpacket is _aten.amax)
+        given = by_name(args, kwargs)
+        owner = _of_all_dims(func, given, args, kwargs)
+        return global_extreme(given["self"].local, owner, largest=largest)
 
     return rule
 
@@ -212,8 +204,7 @@ RULES_OF_ALL: dict[Any, Callable[[OpOverload], Rule]] = {
         ),
         _loss,
     ),
-    **dict.fromkeys((_aten.max, _aten.min), _extreme),
-    **dict.fromkeys((_aten.amax, _aten.amin), _extreme_of_dims),
+    **dict.fromkeys((_aten.max, _aten.min, _aten.amax, _aten.amin), _extreme),
     **dict.fromkeys(
         (_aten.std, _aten.var, _aten.median, _aten.argmax, _aten.argmin, _aten.prod), _statistic
     ),

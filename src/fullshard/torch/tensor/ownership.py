@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fullshard.core.layout import Span
-from fullshard.torch.comm.protocol import Comm, Parts, members_of
+from fullshard.torch.comm.protocol import Comm, Parts, ReduceOp, members_of
 from fullshard.torch.tensor.placements import Placed
 from fullshard.torch.tensor.reslice import Cut, overlaps, reslice, rows_of_ranks
 from fullshard.torch.tensor.tensor_parallel import TensorParallel
@@ -91,6 +91,11 @@ class Ownership:
         """The communicators over all of which together the elements are spread."""
         cut = self.tensor_parallel
         return (self.comm,) if cut is None else (self.comm, *cut.comms)
+
+    def combine(self, tensors: Sequence[Tensor], op: ReduceOp = "sum") -> None:
+        """Replace ``tensors`` by their sums, maxima or minima over `comms`. Collective."""
+        for comm in self.comms:
+            comm.all_reduce(tensors, op).wait()
 
     @property
     def is_interval(self) -> bool:

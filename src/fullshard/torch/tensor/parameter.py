@@ -63,6 +63,17 @@ RULES = _Rules()
 """Rules raise `UnshardedOperationError` for operations that need more than this rank's span."""
 
 
+def _refusal(name: str) -> Any:
+    """Return a method that refuses what needs the memory of all elements."""
+
+    def refuse(self: "ShardedParameter", *args: Any, **options: Any) -> NoReturn:
+        raise UnshardedOperationError(
+            f"{name} needs the memory of {self.ownership}. Use it on .local or .full_tensor()"
+        )
+
+    return refuse
+
+
 class ShardedParameter(torch.Tensor):
     """A tensor of global shape of which this rank holds ``local``, the flat elements ``span``.
 
@@ -176,23 +187,8 @@ class ShardedParameter(torch.Tensor):
         made.__dict__.update(self.__dict__)
         return made
 
-    def share_memory_(self) -> "ShardedParameter":
-        """Refuse: memory is shared by the unit's buffer or not at all."""
-        self._refuse_memory_access("share_memory_")
-
-    def apply_(self, function: Any) -> "ShardedParameter":
-        """Refuse, with the way out."""
-        self._refuse_memory_access("apply_")
-
-    def __dlpack__(self, **options: Any) -> Any:
-        """Refuse, with the way out."""
-        self._refuse_memory_access("__dlpack__")
-
-    def _refuse_memory_access(self, name: str) -> NoReturn:
-        # torch would not come to dispatch here but follow a pointer that a wrapper has not got
-        raise UnshardedOperationError(
-            f"{name} needs the memory of {self.ownership}. Use it on .local or .full_tensor()"
-        )
+    # torch would not come to dispatch here but follow a pointer that a wrapper has not got
+    share_memory_, apply_, __dlpack__ = map(_refusal, ("share_memory_", "apply_", "__dlpack__"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse: one rank's span would be saved as if it were the parameter."""

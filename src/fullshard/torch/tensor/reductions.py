@@ -22,7 +22,7 @@ import copy
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import islice
 from typing import Any
 
 import torch
@@ -124,7 +124,8 @@ def global_norms(
         found = _local_norms([parts[i][0] for i in whole], order)
         for i, norm in zip(whole, found.unbind(), strict=True):
             norms[i] = norm.to(dtype or parts[i][0].dtype.to_real())
-    for group in sorted((sorted(each, key=_place) for each in by_comms.values()), key=_first_place):
+    groups = [sorted(each, key=lambda part: part[0].place) for each in by_comms.values()]
+    for group in sorted(groups, key=lambda group: group[0][0].place):
         indices = [i for _, i in group]
         locals_ = [parts[i][0] for i in indices]
         totals = _combine(_local_norms(locals_, order), order, [owner for owner, _ in group])
@@ -133,14 +134,6 @@ def global_norms(
         for place, (i, each) in enumerate(zip(indices, wanted, strict=True)):
             norms[i] = cast[each][place]
     return [norm.as_subclass(GlobalScalar) for norm in norms if norm is not None]
-
-
-def _place(part: tuple[Ownership, int]) -> tuple[Any, ...]:
-    return part[0].place
-
-
-def _first_place(group: Sequence[tuple[Ownership, int]]) -> tuple[Any, ...]:
-    return group[0][0].place
 
 
 _PIECE_NUMEL = 2**16  # of which a CPU makes an fp64 copy that stays in its cache
@@ -163,9 +156,12 @@ def _local_norms(locals_: Sequence[Tensor], order: float) -> Tensor:
             split = _pieces(locals_[i].detach()) if order > 0 and not exact else [locals_[i]]
             pieces += split
             counts.append(len(split))
-        taken = torch._foreach_norm(pieces, order, None if exact or dtype is wide else wide)
-        for i, found in zip(indices, _split(taken, counts), strict=True):
-            norms[i] = found[0] if len(found) == 1 else _norm64(torch.stack(found), order)
+        taken = iter(torch._foreach_norm(pieces, order, None if exact or dtype is wide else wide))
+        for i, count in zip(indices, counts, strict=True):
+            found = list(islice(taken, count))
+            norms[i] = found[0]
+            if count > 1:
+                norms[i] = torch.linalg.vector_norm(torch.stack(found), order, dtype=torch.float64)
     return torch.stack([norm.double() for norm in norms])
 
 
@@ -176,29 +172,16 @@ def _pieces(local: Tensor) -> list[Tensor]:
     return list(torch.split(local.view(-1), _PIECE_NUMEL))
 
 
-def _split(values: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
-    ends = list(accumulate(counts))
-    return [list(values[end - count : end]) for end, count in zip(ends, counts, strict=True)]
-
-
-def _norm64(values: Tensor, order: float) -> Tensor:
-    found: Tensor = torch.linalg.vector_norm(values, order, dtype=torch.float64)
-    return found
-
-
 def _combine(norms: Tensor, order: float, owners: Sequence[Ownership]) -> Tensor:
     alike = _are_alike(owners, norms.device)
-    comms = owners[0].comms
     if math.isinf(order):
         sign = math.copysign(1.0, order)
         extremes = torch.stack([norms.nan_to_num(math.inf, posinf=math.inf) * sign, norms.isnan()])
-        for comm in comms:
-            comm.all_reduce([extremes], "max").wait()
+        owners[0].combine([extremes], "max")
         return torch.where((extremes[1] > 0) | ~alike, math.nan, extremes[0] * sign)
     if order not in (0, 1):
         norms = norms.pow(order)
-    for comm in comms:
-        comm.all_reduce([norms]).wait()
+    owners[0].combine([norms])
     return torch.where(alike, norms if order in (0, 1) else norms.pow(1 / order), math.nan)
 
 
@@ -236,8 +219,7 @@ def global_truth(local: Tensor, ownership: Ownership, *, every: bool) -> Tensor:
     _are_alike([ownership], local.device)
     mine = local.all() if every else local.any()
     votes = mine.to(torch.int32).reshape(1)
-    for comm in ownership.comms:
-        comm.all_reduce([votes], "min" if every else "max").wait()
+    ownership.combine([votes], "min" if every else "max")
     return votes[0].bool().as_subclass(GlobalScalar)
 
 
@@ -251,8 +233,7 @@ def global_sum(local: Tensor, ownership: Ownership, dtype: torch.dtype | None = 
         total = torch.view_as_real(local).double().reshape(-1, 2).sum(0)
     else:
         total = local.sum(dtype=torch.float64 if local.is_floating_point() else torch.int64)
-    for comm in ownership.comms:
-        comm.all_reduce([total]).wait()
+    ownership.combine([total])
     if local.is_complex():
         total = torch.view_as_complex(total)
     if total.dtype != torch.int64:
@@ -267,10 +248,9 @@ def global_extreme(local: Tensor, ownership: Ownership, *, largest: bool) -> Ten
     alike = _are_alike([ownership], local.device)
     floating = local.is_floating_point()
     wide = torch.float64 if floating else torch.int64
-    info = torch.finfo(wide) if floating else torch.iinfo(wide)
-    nothing = -math.inf if floating else info.min
-    if not largest:
-        nothing = math.inf if floating else info.max
+    bounds = torch.iinfo(torch.int64)
+    least, most = (-math.inf, math.inf) if floating else (bounds.min, bounds.max)
+    nothing = least if largest else most
     mine = torch.full((), nothing, dtype=wide, device=local.device)
     if local.numel():
         mine = (local.max() if largest else local.min()).to(wide)

@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 
 from fullshard.core.layout import Span
 from fullshard.torch.tensor.elementwise import (
+    arguments_of,
     count_change,
     leading_ownership,
     need_whole,
@@ -28,7 +29,6 @@ from fullshard.torch.tensor.elementwise import (
     refused,
 )
 from fullshard.torch.tensor.global_rules import RULES_OF_ALL, foreach_norm
-from fullshard.torch.tensor.new_values import empty_like, new_values
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import RULES, Args, Kwargs, Rule, ShardedParameter
 
@@ -155,10 +155,10 @@ def _reinterpret(func: OpOverload) -> Rule:
 
 def _rows(func: OpOverload) -> Rule:
     """Run ``x[i]`` and ``x[i:j]``: consecutive elements, of which each rank holds a span."""
-    names = [argument.name for argument in func._schema.arguments]
+    by_name = arguments_of(func)
 
     def rule(args: Args, kwargs: Kwargs) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = by_name(args, kwargs)
         owner: Ownership = given["self"].ownership
         _need_flat_spans(func, owner)
         shape = func(torch.empty(owner.shape, device="meta"), *args[1:], **kwargs).shape
@@ -186,6 +186,42 @@ def _part(owner: Ownership, start: int, shape: Sequence[int]) -> Ownership:
     name = f"{owner.name}[{start}:{start + numel} of the flat elements]"
     spans = tuple(Span(*each) for each in ends)
     return replace(owner, name=name, shape=tuple(shape), spans=spans, placed=None)
+
+
+def _new_values(func: OpOverload) -> Rule:
+    """Make a plain tensor for ``new_empty(size)`` and its kin, which name their own size.
+
+    A DTensor makes DTensors: of its own size one that is cut alike.
+    """
+
+    def rule(args: Args, kwargs: Kwargs) -> Any:
+        value, size, *others = args
+        owner: Ownership = value.ownership
+        if owner.placed is None:
+            return func(value.local, size, *others, **kwargs)
+        if tuple(size) != owner.shape:
+            need_whole(func, owner)
+        local = func(value.local, [value.local.numel()], *others, **kwargs)
+        return ShardedParameter.value(local, owner)
+
+    return rule
+
+
+def _empty_like(func: OpOverload) -> Rule:
+    """Make memory like that of a value, filled with NaN if that was on the meta device.
+
+    ``to_empty`` of a module inside a unit comes here, and the unit learns of it later: it must find
+    what nobody initialises. See [Note: Memory that nobody has written].
+    """
+    make = _without_memory_format(func)
+
+    def rule(args: Args, kwargs: Kwargs) -> Any:
+        made = make(args, kwargs)
+        if args[0].is_meta and not made.is_meta and made.is_floating_point():
+            made.local.fill_(math.nan)
+        return made
+
+    return rule
 
 
 def _pad(func: OpOverload) -> Rule:
@@ -247,16 +283,10 @@ _BY_PACKET: dict[Any, Callable[[OpOverload], Rule]] = {
         on_spans,
     ),
     **dict.fromkeys(
-        (
-            _aten.clone,
-            _aten._to_copy,
-            _aten.zeros_like,
-            _aten.ones_like,
-            _aten.full_like,
-        ),
+        (_aten.clone, _aten._to_copy, _aten.zeros_like, _aten.ones_like, _aten.full_like),
         _without_memory_format,
     ),
-    _aten.empty_like: empty_like,
+    _aten.empty_like: _empty_like,
     **dict.fromkeys((_aten.detach, _aten.alias, _aten.lift_fresh), _alias),
     **dict.fromkeys(
         (_aten.view, _aten._unsafe_view, _aten.unsqueeze, _aten.squeeze, _aten._reshape_alias),
@@ -266,7 +296,9 @@ _BY_PACKET: dict[Any, Callable[[OpOverload], Rule]] = {
     _aten.select: _rows,
     _aten.slice: _rows,
     _aten.constant_pad_nd: _pad,
-    **dict.fromkeys((_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full), new_values),
+    **dict.fromkeys(
+        (_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full), _new_values
+    ),
     **dict.fromkeys((_aten.index_put_, _aten.index_put), _index_put),
     **RULES_OF_ALL,
     _aten.eye: _eye,

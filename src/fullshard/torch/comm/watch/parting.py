@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard.torch.comm.sibling_groups import backend_of
+
 __all__ = ["PARTED", "CallLog", "deadlock", "parting", "wake"]
 
 PARTED = "the ranks have parted: "
@@ -120,7 +122,7 @@ def wake(group: dist.ProcessGroup, rank: int, members: Sequence[int]) -> None:
     A receive that is given up closes all connections of its group; there is no other way to end a
     wait of Gloo from outside.
     """
-    with contextlib.suppress(RuntimeError):
-        if group._get_backend(torch.device("cpu")).name() == dist.Backend.GLOO:
-            source = next(place for place, member in enumerate(members) if member != rank)
+    if backend_of(group, "cpu") == dist.Backend.GLOO:
+        source = next(place for place, member in enumerate(members) if member != rank)
+        with contextlib.suppress(RuntimeError):
             group.recv([torch.empty(1, device="cpu")], source, 0).wait(timedelta(milliseconds=1))

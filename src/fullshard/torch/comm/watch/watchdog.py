@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from fullshard.core.errors import CommunicationError
-from fullshard.torch.comm.watch.advice import LEFT, NOTHING_AWAITED, STORE_ENDED, way_out
 from fullshard.torch.comm.watch.forks import forked, refuse_inherited_world, this_process
 from fullshard.torch.comm.watch.parting import PARTED, CallLog, deadlock, parting, wake
 from fullshard.torch.comm.watch.store import STORE_TIMEOUT, connect_to_server_of, own_store
+from fullshard.torch.comm.watch.table import STORE_ENDED, lines_of, way_out
 
 __all__ = ["Progress", "Standing", "Watchdog", "Witness", "period_s_of"]
 
@@ -296,7 +296,7 @@ class Watchdog:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             return self._last_table or f"\n{_UNKNOWN}: {reason}"
-        lines = _lines(records, SILENT_PERIODS * self.period_s)
+        lines = lines_of(records, SILENT_PERIODS * self.period_s)
         if len(others) < len(everybody):
             lines.append(f"({len(others)} of {len(everybody)} others were asked)")
         self._last_table = "".join(f"\n  {line}" for line in lines)
@@ -436,62 +436,3 @@ _UNKNOWN = "What the other ranks are doing is not known"
 
 def _failure_of(family: str) -> str:
     return f"failed/{family}"
-
-
-def _lines(records: dict[int, dict[str, Any] | None], silent_s: float) -> list[str]:
-    now = time.time()
-    alike: dict[str, tuple[list[int], list[float]]] = {}
-    for rank, record in records.items():
-        text, since = _state(record, now, silent_s)
-        ranks, ages = alike.setdefault(text, ([], []))
-        ranks.append(rank)
-        ages.append(now - since)
-    lines = []
-    for text, (ranks, ages) in alike.items():
-        least, most = f"{max(0.0, min(ages)):.1f}", f"{max(0.0, *ages, 0.0):.1f}"
-        age = f"{most} s" if least == most else f"{least} to {most} s"
-        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_ranges(ranks)}"
-        lines.append(f"{names}: {text.format(age=age)}")
-    return lines
-
-
-def _state(record: dict[str, Any] | None, now: float, silent_s: float) -> tuple[str, float]:
-    """Describe a rank's activity, with ``{age}`` for its duration, and when it began."""
-    if record is None:
-        return "no sign of life at all", now
-    safe = {
-        name: (event[0].replace("{", "{{").replace("}", "}}"), event[1])
-        for name, event in record.items()
-        if isinstance(event, list)
-    }
-    if "failed" in safe:
-        return f"failed in {safe['failed'][0]} {{age}} ago", safe["failed"][1]
-    if record["left"]:
-        return LEFT, record["at"]
-    if now - record["at"] > silent_s:
-        doing = safe.get("waiting") or safe.get("issued")
-        last = f", last seen in {doing[0]}" if doing else ""
-        return f"no sign of life for {{age}}{last}", record["at"]
-    if "calling" in safe:
-        what, begin = safe["calling"]
-        return f"waiting for {{age}} until all ranks call {what}", begin
-    if "waiting" in safe:
-        return f"in {safe['waiting'][0]} for {{age}}", safe["waiting"][1]
-    issued, finished = safe.get("issued"), safe.get("finished")
-    if finished is not None and issued is not None:
-        last = f"last finished: {finished[0]} {{age}} ago, last issued: {issued[0]}"
-        return f"{NOTHING_AWAITED}, {last}", finished[1]
-    if issued is not None:
-        return f"{NOTHING_AWAITED}, last issued: {issued[0]} {{age}} ago", issued[1]
-    return "has done nothing yet", now
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """0-3, 7"""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -4,10 +4,11 @@
     python benchmarks/owned_matrices.py [--models llama3-8b llama3-405b] [--ranks 8 64 512]
                                         [--out FILE.json]
 
-The matrices of all blocks are dealt out together, as by the wrapper and `WholeMatrices`. Work is
-that of the rank with the most over the mean, in FLOPs of Muon; the bound is that of the largest
-matrix, which no way of dealing out whole matrices goes below. Memory is that of the rank with the
-most elements of matrices over the mean. Padding is what lies between matrices.
+The matrices of all blocks are dealt out together, as by the wrapper and `WholeMatrices`, or unit by
+unit, as `fully_shard` sees them. Work is that of the rank with the most over the mean, in FLOPs of
+Muon; the bound is that of the largest matrix, which no way of dealing out whole matrices goes
+below. Memory is that of the rank with the most elements of matrices over the mean. Padding is what
+lies between matrices.
 """
 
 import argparse
@@ -35,25 +36,37 @@ def blocks_of(model):
     return [[spec for spec in block if len(spec.shape) == 2] for block in matrices]
 
 
-def row(model, ranks):
-    blocks, loads = blocks_of(model), [0.0] * ranks
-    specs = [spec for block in blocks for spec in block]
-    works = [muon_work(spec.shape) for spec in specs]
-    owners = iter(deal_out(works, loads))
-    held, padding = [0] * ranks, 0
-    for block in blocks:
-        owned = [replace(spec, owner=next(owners)) for spec in block]
+def dealt(units, ranks):
+    """Return, for units dealt out one behind the other, what each rank has: work, and elements."""
+    loads, held, padding = [0.0] * ranks, [0] * ranks, 0
+    for unit in units:
+        owners = deal_out([muon_work(spec.shape) for spec in unit], loads)
+        owned = [replace(spec, owner=rank) for spec, rank in zip(unit, owners, strict=True)]
         padding += sum(segment.padding_numel for segment in lay_out(owned, ranks).segments)
         for spec in owned:
             held[spec.owner] += spec.numel
-    mean, numel = sum(works) / ranks, sum(held)
+    return loads, held, padding
+
+
+def over_mean(values):
+    return max(values) * len(values) / sum(values)
+
+
+def row(model, ranks):
+    blocks = blocks_of(model)
+    specs = [spec for block in blocks for spec in block]
+    works = [muon_work(spec.shape) for spec in specs]
+    loads, held, _ = dealt([specs], ranks)
+    loads_by_unit, held_by_unit, padding = dealt(blocks, ranks)
     return {
         "model": model,
         "ranks": ranks,
-        "work_over_mean": max(loads) / mean,
-        "bound": max(1.0, max(works) / mean),
-        "memory_over_mean": max(held) / (numel / ranks),
-        "padding_percent": 100 * padding / numel,
+        "work_over_mean": over_mean(loads),
+        "unit_by_unit": over_mean(loads_by_unit),
+        "bound": max(1.0, max(works) * ranks / sum(works)),
+        "memory_over_mean": over_mean(held),
+        "memory_unit_by_unit": over_mean(held_by_unit),
+        "padding_percent": 100 * padding / sum(held),
     }
 
 

@@ -49,7 +49,30 @@ def test_the_rank_with_most_has_at_most_the_mean_and_one_matrix(work, ranks):
     assert max(loads) <= (sum(work) / ranks + max(work)) * (1 + 1e-9)
 
 
-def matrices(preset):
+@given(
+    st.lists(st.lists(st.floats(0.1, 100), max_size=9), min_size=1, max_size=9),
+    st.integers(1, 12),
+)
+def test_unit_by_unit_no_rank_has_more_than_the_mean_and_one_matrix(units, ranks):
+    loads, most = [0.0] * ranks, 0.0
+    for work in units:
+        before = list(loads)
+        owners = deal_out(work, loads)
+        assert owners == deal_out(work, before)  # as on every other rank
+        most = max([most, *work])
+        assert max(loads) <= (sum(loads) / ranks + most) * (1 + 1e-9)
+    assert sum(loads) == pytest.approx(sum(map(sum, units)))
+
+
+@given(st.integers(1, 40), st.integers(1, 12))
+def test_matrices_of_one_size_are_dealt_out_in_turns(count, ranks):
+    loads = [0.0] * ranks
+    for _ in range(count):
+        deal_out([2.0], loads)
+    assert max(loads) - min(loads) <= 2.0
+
+
+def layers(preset):
     shape = transformer(preset)
     kv = shape.kv_heads * shape.head_width
     layer = [
@@ -58,15 +81,19 @@ def matrices(preset):
         *[(shape.hidden, shape.width)] * 2,
         (shape.width, shape.hidden),
     ]
-    return layer * shape.layers
+    return [[muon_work(size) for size in layer]] * shape.layers
 
 
 @pytest.mark.parametrize("preset", ["llama3-8b", "llama3-70b"])
 @pytest.mark.parametrize("ranks", [8, 64, 512])
-def test_large_models_are_even_or_as_even_as_their_largest_matrix_lets_them(preset, ranks):
-    sizes = matrices(preset)
-    work, loads = [muon_work(shape) for shape in sizes], [0.0] * ranks
-    deal_out(work, loads)
+@pytest.mark.parametrize("together", [True, False])
+def test_large_models_are_even_or_as_even_as_their_largest_matrix_lets_them(
+    preset, ranks, together
+):
+    units, loads = layers(preset), [0.0] * ranks
+    work = [each for unit in units for each in unit]
+    for unit in [work] if together else units:
+        deal_out(unit, loads)
     mean = sum(work) / ranks
     assert max(loads) <= max(1.1 * mean, max(work) * (1 + 1e-9))
 

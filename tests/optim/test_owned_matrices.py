@@ -13,6 +13,7 @@ from support.owned_matrices import (
     assert_equal,
     batch,
     full,
+    grid,
     loss_of,
     muon_and_adamw,
     sharded,
@@ -88,16 +89,6 @@ def test_optimizers_that_look_beyond_a_matrix_are_refused():
             optimizer.step()
 
     LocalWorld(2).run(body)
-
-
-def grid(comm, within):
-    """Split ranks into rows that share slices, and columns that hold equal ones."""
-    row, place = divmod(comm.rank, within)
-    first = row * within
-    return (
-        comm.subgroup(range(first, first + within)),
-        comm.subgroup(range(place, comm.size, within)),
-    )
 
 
 @pytest.mark.parametrize("align", ["matrix", "row", "element"])

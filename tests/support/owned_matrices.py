@@ -3,6 +3,7 @@
 
 import copy
 import logging
+import sys
 import threading
 import warnings
 from importlib import import_module
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim import _muon
 
 import fullshard.torch as fs
 from fullshard.testing import LocalComm
@@ -63,6 +65,23 @@ class Model(nn.Module):
 
 
 TEMPLATE = Model()  # ranks are threads, and share torch's random numbers
+
+
+def newton_schulz(grad, coefficients, steps, eps):
+    """Muon's iterations in the dtype of the gradient: bf16 makes much of its last bits."""
+    a, b, c = coefficients
+    update = grad.mT if grad.size(0) > grad.size(1) else grad
+    update = update / update.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = update @ update.mT
+        update = a * update + (b * gram + c * gram @ gram) @ update
+    return update.mT if grad.size(0) > grad.size(1) else update
+
+
+def in_float64(monkeypatch):
+    """Let the model be one in float64, and Muon iterate in it."""
+    monkeypatch.setattr(sys.modules[__name__], "TEMPLATE", copy.deepcopy(TEMPLATE).double())
+    monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", newton_schulz)
 
 
 def is_for_muon(name):
@@ -182,3 +201,20 @@ def assert_equal(values, expected):
             assert torch.equal(value, expected[name]), name
         else:
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def assert_equal_in_float64(values, expected):
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        assert value.dtype == torch.float64
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
+
+
+def grid(comm, within):
+    """Split ranks into rows that share slices, and columns that hold equal ones."""
+    row, place = divmod(comm.rank, within)
+    first = row * within
+    return (
+        comm.subgroup(range(first, first + within)),
+        comm.subgroup(range(place, comm.size, within)),
+    )

@@ -90,7 +90,7 @@ def floors(*rooms: str) -> dict[str, Set[str]]:
 
 
 _TORCH = ("comm", "tensor", "unit", "step", "state", "optim", "sharding")
-_TOLD_IN_TRAIN = ("metrics", "survival", "run_checkpoints", "summary", "loop")
+_TOLD_IN_TRAIN = ("metrics", "survival", "summary", "loop")
 SHARED_IN_TRAIN = ("signals", "config", "loggers", "fits", "data", "run", *_TOLD_IN_TRAIN)
 # For a package in folders: the rooms (folders and files directly inside it) that each room may
 # import, besides itself. What else it may import says the package's row in LAYERS. The package's
@@ -118,10 +118,10 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
     },
     "doctor": {
         "findings": frozenset(),
-        **dict.fromkeys(("machine", "links", "scripts"), frozenset({"findings"})),
+        **dict.fromkeys(("machine", "links"), frozenset({"findings"})),
         "calibration": frozenset({"links"}),
-        "output": frozenset({"findings", "machine", "links", "scripts"}),
-        "command": frozenset({"findings", "machine", "links", "scripts", "output"}),
+        "output": frozenset({"findings", "machine", "links"}),
+        "command": frozenset({"findings", "machine", "links", "output"}),
     },
     "train": {
         **floors(*SHARED_IN_TRAIN),
@@ -133,7 +133,6 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
 LATE_IMPORTS = {
     "cli.py",
     "checkpoint/command.py",
-    "doctor/scripts.py",  # asks the installed torch for a name
     "__init__.py",
     "jax/__init__.py",
     "plan/pictures.py",
@@ -675,7 +674,7 @@ SAMPLES = """
     == rooms_import_down torch/attic/a.py
     import os  #! attic has no row in the table of rooms of torch
     == rooms_import_down train/jax/a.py
-    from fullshard.train.torch.setup import x  #! jax may not import torch of fullshard.train
+    from fullshard.train.torch.launch import x  #! jax may not import torch of fullshard.train
     == rooms_import_down torch/unit/a.py
     import torch.optim, fullshard.torch.tensor.rules
     from fullshard.core.layout import x

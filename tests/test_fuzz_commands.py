@@ -23,7 +23,7 @@ from fullshard.checkpoint import import_safetensors
 from fullshard.cli import _COMMANDS, main
 from fullshard.core.errors import CommunicationError
 from fullshard.torch.comm.process_group import ProcessGroupComm
-from fullshard.train.torch.world import RankWorld
+from fullshard.train.torch.run import RankWorld
 
 FIRST, LAST = map(int, os.environ.get("FULLSHARD_FUZZ_COMMANDS", "0:49").split(":"))
 
@@ -161,7 +161,7 @@ COMMANDS = {
     ),
     "calibrate": (["text"], {"--nproc": "number", "--threads": "number", "--out": "file"}),
     "doctor": (
-        ["file"],
+        [],
         {"--nproc": "number", "--size": "size", "--json": "", "--no-links": ""},
     ),
     "prove": (["text"], {"--only": "text", "--out": "file", "--slow": "", "--fast": "number"}),
@@ -178,7 +178,7 @@ COMMANDS = {
         },
     ),
 }
-VERBS = ["ls", "verify", "seal", "diff", "reshard", "export", "import", "nonsense", ""]
+VERBS = ["ls", "verify", "diff", "export", "import", "nonsense", ""]
 
 
 def random_arguments(seed):

@@ -4,7 +4,6 @@
 import argparse
 import difflib
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from fullshard.core.errors import ConfigurationError, FullshardError
+from fullshard.core.tested import installed_version
 from fullshard.core.text import HelpFormatter
 from fullshard.train.signals import leaving_at_once
 
@@ -44,15 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "  plan    tell whether a run fits, how fast it will be and what to choose; needs no GPU\n"
         "  calibrate  measure this machine for plan, in about a minute\n"
         "  report  tell where time and memory of a recorded run went, and what to change\n"
-        "  ckpt    list, verify, seal, compare, rewrite, export and import checkpoints\n"
-        "  doctor  find problems on this machine, on links between ranks and in scripts\n"
+        "  ckpt    list, verify, compare, export and import checkpoints\n"
+        "  doctor  find problems on this machine and on links between ranks\n"
         "  prove   try losses, memory and order of the engine here, beside PyTorch's\n\n"
         "'fullshard COMMAND --help' explains a command.",
         formatter_class=HelpFormatter,
     )
-    parser.add_argument(
-        "--version", action="version", version=f"fullshard {_version()}", help="show it and exit"
-    )
+    version = f"fullshard {installed_version('fullshard') or '(not installed)'}"
+    parser.add_argument("--version", action="version", version=version, help="show it and exit")
     parser.add_argument("command", metavar="COMMAND", help="see below")
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help()
@@ -157,13 +156,6 @@ def _needing(extras: str) -> Iterator[None]:
         raise ConfigurationError(
             f"{error.name} is not installed: from the repository, pip install -e '.[{extras}]'"
         ) from error
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("fullshard")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

@@ -15,8 +15,7 @@ from fullshard.train.loop import train_step
 from fullshard.train.metrics import Reporter, RunFolderError, Speed, new_run_folder, ranks_text
 from fullshard.train.run import NoRecord
 from fullshard.train.summary import NonFiniteError
-from fullshard.train.torch.run import TorchRun, agree
-from fullshard.train.torch.world import RankWorld
+from fullshard.train.torch.run import RankWorld, TorchRun, agree
 
 CPU = torch.device("cpu")
 ALONE = RankWorld(SoloComm(), CPU)

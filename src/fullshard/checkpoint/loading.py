@@ -23,8 +23,7 @@ from fullshard.checkpoint.format.index import chunk_count
 from fullshard.checkpoint.format.manifest import MANIFEST
 from fullshard.checkpoint.format.stored import Manifest, StoredBox, StoredTensor
 from fullshard.checkpoint.format.values import from_json
-from fullshard.checkpoint.reading.chunks import read_boxes, scratch_chunk
-from fullshard.checkpoint.reading.reads import chunk_bytes, reads_for
+from fullshard.checkpoint.reading.reads import chunk_bytes, read_boxes, reads_for, scratch_chunk
 from fullshard.checkpoint.reading.streams import in_streams
 from fullshard.checkpoint.runs.commit import (
     find_step,

@@ -9,7 +9,6 @@ from fullshard.train.data import rank_slice
 from fullshard.train.loggers import logging_to
 from fullshard.train.metrics import Reporter, Speed, bytes_table, writing
 from fullshard.train.run import TrainingRun
-from fullshard.train.run_checkpoints import RunCheckpoints
 from fullshard.train.signals import stop_request
 from fullshard.train.summary import (
     PROMPT,
@@ -21,7 +20,7 @@ from fullshard.train.summary import (
     say_sample,
     turn_away,
 )
-from fullshard.train.survival import FINISHED
+from fullshard.train.survival import FINISHED, RunCheckpoints
 
 __all__ = ["conclude", "fit", "train", "train_step"]
 

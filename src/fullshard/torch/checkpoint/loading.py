@@ -14,7 +14,7 @@ from fullshard.checkpoint import Checkpoint, CheckpointRanks, RunFolder
 from fullshard.checkpoint.conversion import change_of_kind, is_narrower
 from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.ranks import failure_text
-from fullshard.checkpoint.rewriting import same_content
+from fullshard.checkpoint.reading.comparing import same_content
 from fullshard.checkpoint.runs.folder import run_folder
 from fullshard.checkpoint.session import Loaded, check_step
 from fullshard.core.errors import CheckpointError
@@ -35,7 +35,7 @@ from fullshard.torch.checkpoint.saving import (
     session_of,
 )
 from fullshard.torch.checkpoint.tensors import KnownBoxes, LocalPart, local_part
-from fullshard.torch.checkpoint.values import decode, set_random_state_of
+from fullshard.torch.checkpoint.values import decode, set_random_state
 from fullshard.torch.unit.extensions import resting_bytes
 
 __all__ = ["load_checkpoint"]
@@ -217,7 +217,7 @@ class _ModelDelivery:
             newer,
             tuple(settings),
             tuple(self._converted),
-            set_random_state=None if state is None else lambda: set_random_state_of(state),
+            set_random_state=None if state is None else lambda: set_random_state(state),
         )
 
     def _plan_model(self, key: str, model: nn.Module, strict: bool) -> None:

@@ -118,10 +118,10 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
     },
     "doctor": {
         "findings": frozenset(),
-        **dict.fromkeys(("machine", "links"), frozenset({"findings"})),
+        **dict.fromkeys(("machine", "links", "scripts"), frozenset({"findings"})),
         "calibration": frozenset({"links"}),
-        "output": frozenset({"findings", "machine", "links"}),
-        "command": frozenset({"findings", "machine", "links", "output"}),
+        "output": frozenset({"findings", "machine", "links", "scripts"}),
+        "command": frozenset({"findings", "machine", "links", "scripts", "output"}),
     },
     "train": {
         **floors(*SHARED_IN_TRAIN),
@@ -133,6 +133,7 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
 LATE_IMPORTS = {
     "cli.py",
     "checkpoint/command.py",
+    "doctor/scripts.py",  # asks the installed torch for a name
     "__init__.py",
     "jax/__init__.py",
     "plan/pictures.py",

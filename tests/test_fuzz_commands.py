@@ -161,7 +161,7 @@ COMMANDS = {
     ),
     "calibrate": (["text"], {"--nproc": "number", "--threads": "number", "--out": "file"}),
     "doctor": (
-        [],
+        ["file"],
         {"--nproc": "number", "--size": "size", "--json": "", "--no-links": ""},
     ),
     "prove": (["text"], {"--only": "text", "--out": "file", "--slow": "", "--fast": "number"}),
@@ -178,7 +178,7 @@ COMMANDS = {
         },
     ),
 }
-VERBS = ["ls", "verify", "diff", "export", "import", "nonsense", ""]
+VERBS = ["ls", "verify", "seal", "diff", "reshard", "export", "import", "nonsense", ""]
 
 
 def random_arguments(seed):

@@ -31,6 +31,7 @@ COMMANDS = {
     "checkpoints": "fullshard ckpt ls gpt-nano/checkpoints",
     "report": "fullshard report gpt-nano",
     "doctor": "fullshard doctor",
+    "doctor-script": "fullshard doctor train.py --no-links",
     "prove": "fullshard prove --fast --only losses --out proof",
 }
 # Commands in turn, with how many lines of each are shown.
@@ -40,6 +41,18 @@ SESSION = (
     ("fullshard ckpt ls runs/gpt-nano/checkpoints", 3),
     ("fullshard report runs/gpt-nano", 8),
 )
+SCRIPT = """\
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group()
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters())
+fully_shard(model)
+if dist.get_rank() == 0:
+    torch.save(model.state_dict(), "model.pt")
+"""
 
 
 def printed_by(command: str, folder: str, *, colours: bool) -> str:
@@ -88,6 +101,7 @@ def record_session(folder: str) -> None:
 def main() -> None:
     chosen = sys.argv[1:] or [*COMMANDS, "session"]
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "train.py").write_text(SCRIPT)
         for name in chosen:
             if name == "session":
                 record_session(folder)

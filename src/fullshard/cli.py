@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "  plan    tell whether a run fits, how fast it will be and what to choose; needs no GPU\n"
         "  calibrate  measure this machine for plan, in about a minute\n"
         "  report  tell where time and memory of a recorded run went, and what to change\n"
-        "  ckpt    list, verify, compare, export and import checkpoints\n"
-        "  doctor  find problems on this machine and on links between ranks\n"
+        "  ckpt    list, verify, seal, compare, rewrite, export and import checkpoints\n"
+        "  doctor  find problems on this machine, on links between ranks and in scripts\n"
         "  prove   try losses, memory and order of the engine here, beside PyTorch's\n\n"
         "'fullshard COMMAND --help' explains a command.",
         formatter_class=HelpFormatter,

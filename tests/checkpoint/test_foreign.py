@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of others: exported, imported; and the command that does it."""
+"""Checkpoints of others: sealed, exported, imported; and the command that does it."""
 
 import json
 import os
@@ -21,12 +21,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from fullshard.checkpoint import command as ckpt
 from fullshard.checkpoint import (
+    check_seal,
     export_safetensors,
     import_safetensors,
+    is_sealed,
     open_checkpoint,
+    seal,
 )
+from fullshard.checkpoint import command as ckpt
 from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.torch import load_checkpoint, save_checkpoint
 from fullshard.torch.checkpoint.dcp import export_dcp, import_dcp
@@ -39,6 +42,57 @@ def floats(seed=0):
         "model/b": (draw.random((5,)), "F64"),
         "optimizer/exp_avg/model/a": (draw.random((300, 7), numpy.float32), "F32"),
     }
+
+
+# -- seals ---------------------------------------------------------------------------------------
+
+
+def test_a_seal_finds_every_change_in_a_checkpoint_of_others(tmp_path):
+    target = tmp_path / "theirs"
+    (target / "sub").mkdir(parents=True)
+    (target / "a.bin").write_bytes(bytes(range(256)) * 20000)  # more than one chunk
+    (target / "sub" / "b.json").write_text("{}")
+    assert not is_sealed(target)
+    report = seal(target)
+    assert (report.file_count, report.size_bytes) == (2, 256 * 20000 + 2)
+    assert check_seal(target).unsealed == ()
+    data = bytearray((target / "a.bin").read_bytes())
+    data[5_000_000] ^= 1
+    (target / "a.bin").write_bytes(data)
+    with pytest.raises(CheckpointError, match="bytes 4194304 to 5120000 do not match") as caught:
+        check_seal(target)
+    assert caught.value.byte_range == (4194304, 5120000)
+    data[5_000_000] ^= 1
+    (target / "a.bin").write_bytes(data)
+    (target / "new").write_text("")
+    assert check_seal(target).unsealed == ("new",)
+    (target / "sub" / "b.json").write_text("{ }")
+    with pytest.raises(CheckpointError, match="were sealed, but the file has 3"):
+        check_seal(target)
+    (target / "sub" / "b.json").unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        check_seal(target)
+
+
+def test_a_single_file_is_sealed_beside_it(tmp_path):
+    (tmp_path / "w.safetensors").write_bytes(b"123")
+    place = seal(tmp_path / "w.safetensors").path
+    assert place == tmp_path / "w.safetensors.fullshard-seal.json"
+    assert check_seal(tmp_path / "w.safetensors").size_bytes == 3
+    text = place.read_bytes()
+    for change in (b'"size_bytes":3', b'"size_bytes":4'), (b"xxh3_128", b"xxh3_129"):
+        place.write_bytes(text.replace(*change))
+        with pytest.raises(CheckpointError):
+            check_seal(tmp_path / "w.safetensors")
+
+
+def test_what_cannot_be_sealed_or_checked(tmp_path):
+    with pytest.raises(ConfigurationError, match="nothing at"):
+        seal(tmp_path / "missing")
+    with pytest.raises(ConfigurationError, match="no files to seal"):
+        seal(tmp_path)
+    with pytest.raises(CheckpointError, match="fullshard ckpt seal"):
+        check_seal(tmp_path)
 
 
 # -- safetensors ---------------------------------------------------------------------------------
@@ -217,7 +271,7 @@ def test_the_command(tmp_path, capsys):
         "verified",
         "verified: the newest one stays, whatever Keep says",
     ]
-    save_spans(other, floats(2), 3, 2)
+    assert ckpt.main(["reshard", str(run), str(other), "--world", "3"]) == 0
     assert_holds(other, floats(2))
     assert ckpt.main(["diff", str(run), str(other)]) == 0
     assert ckpt.main(["diff", str(run / "step-000000000001"), str(other)]) == 1
@@ -227,6 +281,8 @@ def test_the_command(tmp_path, capsys):
     assert ckpt.main(["export", str(run), str(tmp_path / "w.safetensors"), "--step", "1"]) == 0
     assert ckpt.main(["import", str(tmp_path / "w.safetensors"), str(other), "--step", "9"]) == 0
     assert open_checkpoint(other).step == 9
+    assert ckpt.main(["seal", str(tmp_path / "w.safetensors")]) == 0
+    assert ckpt.main(["verify", str(tmp_path / "w.safetensors")]) == 0
     with pytest.raises(ConfigurationError):
         ckpt.main(["ls", str(tmp_path / "nothing")])
 

@@ -18,6 +18,7 @@ from fullshard.checkpoint import (
     RunFolder,
     command,
     open_checkpoint,
+    seal,
     steps_in,
 )
 from fullshard.checkpoint.format.manifest import _tile
@@ -348,8 +349,9 @@ def test_numbers_that_fit_are_converted(tmp_path):
 # -- the command ---------------------------------------------------------------------------------
 
 
-def test_damage_is_told_by_the_status(tmp_path, capsys):
+def test_a_seal_does_not_hide_damage_and_damage_is_told_by_the_status(tmp_path, capsys):
     saved(tmp_path, (model := linear()), 1)
+    seal(tmp_path)
     saved(tmp_path, model, 2)
     path = next((tmp_path / "step-000000000002").glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-1] + b"?")

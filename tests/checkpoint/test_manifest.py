@@ -25,6 +25,7 @@ from fullshard.checkpoint import (
     compare,
     open_checkpoint,
     planning,
+    reshard_checkpoint,
 )
 from fullshard.checkpoint.format.envelope import unwrap, wrap
 from fullshard.checkpoint.format.manifest import (
@@ -383,6 +384,8 @@ def test_commands_know_version_1(old, tmp_path, capsys):
         "model/embed",
         "model/blocks.0.w",
     }
+    reshard_checkpoint(open_checkpoint(old), tmp_path / "three", 3)
+    assert_holds(tmp_path / "three", arrays(1))
     assert command.main(["export", str(old), str(tmp_path / "out.safetensors")]) == 0
 
 

@@ -24,14 +24,14 @@ from support.checkpoint_cases import (
     whole_box,
 )
 
-from fullshard.checkpoint import open_checkpoint
+from fullshard.checkpoint import open_checkpoint, reshard_checkpoint
 from fullshard.checkpoint.format.stored import About, StoredBox, StoredTensor
 from fullshard.checkpoint.planning import assign
 from fullshard.checkpoint.reading.reads import carry_out, chunk_bytes, reads_for
 from fullshard.checkpoint.saving import save
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.core.boxes import Box, boxes_of_interval
-from fullshard.core.errors import CheckpointError
+from fullshard.core.errors import CheckpointError, ConfigurationError
 
 WORLDS = [1, 2, 3, 4, 5, 8]
 
@@ -168,6 +168,18 @@ def test_elements_that_no_rank_holds_are_refused(tmp_path):
     [error] = run_ranks(1, lambda ranks: save(tmp_path, [piece], About(1), ranks))
     assert "the boxes of 'w' do not cover each of its elements once" in str(error)
     assert names_in(tmp_path) == []
+
+
+def test_rewritten_for_another_number_of_ranks(tmp_path):
+    whole = arrays()
+    save_spans(tmp_path / "a", whole, 3, step=5)
+    source = open_checkpoint(tmp_path / "a")
+    folder = reshard_checkpoint(source, tmp_path / "b", 4)
+    assert len(list(folder.glob("*.safetensors"))) == 4
+    assert_holds(tmp_path / "b", whole)
+    assert open_checkpoint(tmp_path / "b").extra == {"step": 5}
+    with pytest.raises(ConfigurationError, match="at least 1 rank, got 0"):
+        reshard_checkpoint(source, tmp_path / "b", 0)
 
 
 def test_even_spans_cover_everything_in_order():

@@ -9,6 +9,13 @@ import torch
 from fullshard.core.errors import ConfigurationError
 from fullshard.doctor import main
 
+BAD_SCRIPT = """\
+import torch
+from torch.distributed.fsdp import fully_shard
+fully_shard(model)
+if rank == 0:
+    torch.save(model.state_dict(), "model.pt")
+"""
 SMALL = ["--size", "64KiB", "--size", "256KiB"]
 
 
@@ -19,15 +26,25 @@ def no_launcher(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def test_the_machine_alone(capsys):
-    assert main(["--no-links", "--json"]) == 0
+def test_a_script_alone(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(BAD_SCRIPT)
+    assert main([str(script), "--no-links"]) == 1
+    shown = capsys.readouterr().out
+    assert f"severe: {script}:5: model.state_dict() runs on some ranks only" in shown
+    script.write_text(
+        BAD_SCRIPT.replace("if rank == 0:", "if True:").replace("torch.save", "print")
+    )
+    assert main([str(script), "--no-links", "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
     assert read["severe"] is False
     assert read["links"] is None
     assert "torch" in next(iter(read["facts"].values()))
 
 
-def test_nonsense_is_refused():
+def test_nonsense_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="cannot read the script"):
+        main([str(tmp_path / "none.py")])
     with pytest.raises(ConfigurationError, match="--nproc must be at least 1, got 0"):
         main(["--nproc", "0"])
 
@@ -70,16 +87,19 @@ def test_local_ranks(capsys):
     assert "of the best bandwidth" in shown
 
 
-def test_a_launched_world(monkeypatch, capsys, unused_port):
+def test_a_launched_world(monkeypatch, capsys, unused_port, tmp_path):
     """Of one rank, since starting more takes seconds; measuring is tested with threads."""
+    script = tmp_path / "train.py"
+    script.write_text(BAD_SCRIPT)
     launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     launched |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(unused_port)}
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    assert main(["--json"]) == 0
+    assert main([str(script), "--json"]) == 1
     read = json.loads(capsys.readouterr().out)
     (host,) = read["facts"]
     wheres = {each["what"].split(" ")[0]: each["where"] for each in read["findings"]}
     assert wheres["TORCH_DISTRIBUTED_DEBUG=DETAIL"] == host
+    assert wheres["model.state_dict()"] == f"{script}:5"
     assert not torch.distributed.is_initialized()

@@ -22,6 +22,7 @@ CHUNKED = (
     "format.manifest",
     "shards",
     "reading.reads",
+    "foreign.seals",
 )
 
 

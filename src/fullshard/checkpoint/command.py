@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fullshard ckpt``: look at checkpoints, verify, compare, export and import them."""
+"""``fullshard ckpt``: look at checkpoints, verify, seal, compare, rewrite them."""
 
 import argparse
 import importlib
@@ -13,10 +13,14 @@ from fullshard.checkpoint import (
     CheckpointError,
     Files,
     StepFolder,
+    check_seal,
     compare,
     export_safetensors,
     import_safetensors,
+    is_sealed,
     open_checkpoint,
+    reshard_checkpoint,
+    seal,
     steps_in,
 )
 from fullshard.checkpoint.format.manifest import MANIFEST
@@ -45,7 +49,10 @@ _EXAMPLES = """\
 examples:
   fullshard ckpt ls runs/gpt-nano/checkpoints
   fullshard ckpt verify runs/gpt-nano/checkpoints          the newest step, every byte
+  fullshard ckpt seal their_checkpoint                     of DCP, Orbax, Hugging Face, anything
+  fullshard ckpt verify their_checkpoint                   what is sealed
   fullshard ckpt diff run_a run_b --step 100
+  fullshard ckpt reshard run run_for_16 --world 16
   fullshard ckpt export run weights.safetensors
   fullshard ckpt export run folder --format dcp            optimizer included; needs torch
   fullshard ckpt import hf_folder run --step 0
@@ -90,8 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     verify = command(_verify, "verify", "read every byte and check it against its checksum", "path")
     verify.add_argument("--step", **step)
     verify.add_argument("--all", action="store_true", help="all steps of the run")
+    command(_seal, "seal", "write checksums beside a checkpoint of any library", "path")
     diff = command(_diff, "diff", "tell in what two checkpoints differ", "a", "b")
     diff.add_argument("--step", **step)
+    reshard = command(_reshard, "reshard", "write a step as N ranks would", "source", "run_folder")
+    reshard.add_argument("--world", type=int, required=True, metavar="N", help="ranks")
+    reshard.add_argument("--step", **step)
     export = command(_export, "export", "write a step in another format", "source", "target")
     export.add_argument("--format", choices=["safetensors", "dcp"], default="safetensors")
     export.add_argument("--part", default="model", help="which model (default: model)")
@@ -146,7 +157,17 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    path: Path = arguments.path
+    path = arguments.path
+    sealed = is_sealed(path)
+    if sealed:
+        with _progress("verifying", None) as advance:
+            report = check_seal(path, advance)
+        print(f"{path}: {report.file_count} sealed files, {bytes_text(report.size_bytes)}: right")
+        for name in report.unsealed:
+            print(f"  not sealed: {name}")
+        ours = path.is_dir() and (steps_in(Files(), path) or (path / MANIFEST).is_file())
+        if not ours and arguments.step is None and not arguments.all:
+            return 0
     checkpoints = [open_checkpoint(path, arguments.step)]
     if arguments.all:
         checkpoints = [Checkpoint(step.path) for step in steps_in(Files(), path)] or checkpoints
@@ -155,6 +176,13 @@ def _verify(arguments: argparse.Namespace) -> int:
         with _progress("verifying", size_bytes) as advance:
             checkpoint.verify(advance)
         print(f"{checkpoint.folder}: {bytes_text(size_bytes)}: right")
+    return 0
+
+
+def _seal(arguments: argparse.Namespace) -> int:
+    with _progress("sealing", None) as advance:
+        report = seal(arguments.path, advance)
+    print(f"{report.path}: {report.file_count} files, {bytes_text(report.size_bytes)}")
     return 0
 
 
@@ -167,6 +195,13 @@ def _diff(arguments: argparse.Namespace) -> int:
         print(f"{each.tensor}: {each.what}" if each.tensor else each.what)
     print(f"{len(differences)} differences" if differences else "equal")
     return 1 if differences else 0
+
+
+def _reshard(arguments: argparse.Namespace) -> int:
+    source = open_checkpoint(arguments.source, arguments.step)
+    with _progress("writing", source.manifest.size_bytes) as advance:
+        print(reshard_checkpoint(source, arguments.run_folder, arguments.world, advance))
+    return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:

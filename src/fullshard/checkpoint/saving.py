@@ -36,6 +36,7 @@ __all__ = [
     "publish",
     "save",
     "versions_of",
+    "write_shard",
     "write_step",
 ]
 
@@ -96,7 +97,7 @@ def write_step(
     try:
         told: dict[str, Any] = {}
         try:
-            told["file"] = _write_shard(staging, ranks.rank, plan.pieces, files, feed)
+            told["file"] = write_shard(staging, ranks.rank, plan.pieces, files, feed)
         except Exception as error:
             told["failure"] = failure_text(error)
         parts = [json.loads(each) for each in ranks.gather(json.dumps(told).encode())]
@@ -124,8 +125,8 @@ def _staging_in(run: Path, files: Files) -> str:
     return staging.generation
 
 
-def _write_shard(
-    staging: Staging, rank: int, mine: Sequence[Piece], files: Files, feed: Feed
+def write_shard(
+    staging: Staging, rank: int, mine: Sequence[Piece], files: Files, feed: Feed = stream
 ) -> list[Any] | None:
     """Write a rank's file; the fields of its `StoredFile`, None if there is nothing to write."""
     if not mine:
@@ -154,7 +155,7 @@ def publish(
     """Write the manifest of what all ranks have written, and let the step appear; its folder.
 
     For rank 0 alone. ``tensors`` have ranks in place of files; ``parts`` have by rank what
-    `_write_shard` gave as "file", or a "failure". Raises `CheckpointError`.
+    `write_shard` gave as "file", or a "failure". Raises `CheckpointError`.
     """
     failed = [(rank, part["failure"]) for rank, part in enumerate(parts) if "failure" in part]
     if failed:

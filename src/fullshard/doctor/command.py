@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``fullshard doctor``: looks at this machine and the links between ranks."""
+"""``fullshard doctor``: looks at this machine, the links between ranks, and scripts."""
 
 import argparse
 import dataclasses
@@ -19,6 +19,7 @@ from fullshard.doctor.machine.checks import check_machine
 from fullshard.doctor.machine.environment import check_environment
 from fullshard.doctor.machine.snapshot import Machine, facts, read_machine
 from fullshard.doctor.output import Report, print_report, to_json
+from fullshard.doctor.scripts import check_scripts
 from fullshard.launchers import (
     check_nproc,
     launcher_environment,
@@ -35,7 +36,7 @@ _MOST_BYTES = 16 << 30  # of a measured buffer
 _EXAMPLES = """\
 examples:
   fullshard doctor                                  this machine, and 2 ranks (or one per GPU)
-  fullshard doctor --no-links                       this machine alone
+  fullshard doctor train.py --no-links              read a script too, measure nothing
   fullshard doctor --nproc 4 --size 1MiB --size 64MiB
   torchrun --nnodes 2 --nproc-per-node 8 ... -m fullshard doctor     between hosts
   srun fullshard doctor --json
@@ -53,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     sizes_bytes = [parse_size(text) for text in arguments.size or ()] or list(SIZES_BYTES)
     launcher = _launched(arguments.nproc)
+    # Read before ranks are started, so that a wrong path is reported at once.
+    findings = check_scripts(arguments.scripts) if rank_of(os.environ) == 0 else []
     if launcher is not None:
         os.environ.update(launcher)
         report, status = _among_launched(arguments.links, sizes_bytes)
@@ -60,21 +63,23 @@ def main(argv: Sequence[str]) -> int:
         report, status = _alone(arguments.nproc, arguments.links, sizes_bytes), 0
     if report is None:
         return status
+    whole = dataclasses.replace(report, findings=[*report.findings, *findings])
     if arguments.json:
-        print(to_json(report))
+        print(to_json(whole))
     else:
-        print_report(report)
-    return int(report.is_bad)
+        print_report(whole)
+    return int(whole.is_bad)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fullshard doctor",
-        description="Check this machine and measure the links between ranks. Report what would go "
-        "wrong in training, with a fix for each finding.",
+        description="Check this machine, measure the links between ranks and read scripts. Report "
+        "what would go wrong in training, with a fix for each finding. Scripts are never run.",
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
+    parser.add_argument("scripts", nargs="*", metavar="SCRIPT.py", help="training scripts to read")
     parser.add_argument(
         "--nproc",
         type=int,

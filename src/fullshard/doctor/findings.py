@@ -15,7 +15,7 @@ class Finding:
 
     ``severity``: "severe" means that training fails, hangs or learns something else than intended;
     "warning" that the problem costs time, memory or reproducibility; "note" is information.
-    ``where`` is a host; empty for this machine.
+    ``where`` is a host, or a script's ``path:line``; empty for this machine.
     """
 
     severity: Severity

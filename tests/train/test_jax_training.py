@@ -28,9 +28,8 @@ from fullshard.train.jax.launch import build_model, launch, prepare
 from fullshard.train.jax.optimizer import adamw
 from fullshard.train.jax.run import loss_of
 from fullshard.train.loop import conclude, fit, train_step
-from fullshard.train.metrics import Reporter
+from fullshard.train.metrics import NonFiniteError, Reporter
 from fullshard.train.signals import COME_AGAIN, StopRequest
-from fullshard.train.summary import NonFiniteError
 from fullshard.train.survival import CHECKPOINTS, RunCheckpoints
 from fullshard.train.torch import launch as torch_launch
 from fullshard.train.torch.run import RankWorld, TorchRun

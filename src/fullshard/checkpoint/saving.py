@@ -25,6 +25,7 @@ from fullshard.checkpoint.format.tiling import Run, Tiling, runs_of
 from fullshard.checkpoint.planning import Plans, WritePlan
 from fullshard.checkpoint.ranks import CheckpointRanks, failure_text, from_first
 from fullshard.checkpoint.runs.commit import Staging, left_overs
+from fullshard.checkpoint.runs.folder import RunFolder
 from fullshard.checkpoint.runs.lock import lock_run
 from fullshard.checkpoint.runs.retention import Keep, apply_retention, remove_entry
 from fullshard.checkpoint.shards import Piece, ShardWriter
@@ -72,19 +73,17 @@ def save(
     Raises `CheckpointError` on all ranks if it failed on one; then nothing of it is to be seen.
     """
     plan = Plans().plan(pieces, ranks)
-    return write_step(run, plan, about, ranks, files or Files(), keep).folder
+    return write_step(RunFolder(run, keep, files=files), plan, about, ranks).folder
 
 
 # -- writing -------------------------------------------------------------------------------------
 
 
 def write_step(
-    run: Path,
+    run: RunFolder,
     plan: WritePlan,
     about: About,
     ranks: CheckpointRanks,
-    files: Files,
-    keep: Keep | None = None,
     feed: Feed = stream,
 ) -> WrittenStep:
     """Write this rank's part of ``plan`` into a staging folder; when all have, show the step.
@@ -92,8 +91,9 @@ def write_step(
     Collective. ``feed`` brings the bytes to the writer. Raises `CheckpointError` on all ranks if it
     failed on one of them. Other exceptions of ``ranks`` mean that a peer is gone.
     """
-    what = f"step {about.step} was not saved to {run}"
-    staging = Staging(files, run, from_first(ranks, what, lambda: _staging_in(run, files)))
+    files, what = run.files, f"step {about.step} was not saved to {run.path}"
+    generation = from_first(ranks, what, lambda: _staging_in(run.path, files))
+    staging = Staging(files, run.path, generation)
     try:
         told: dict[str, Any] = {}
         try:
@@ -106,12 +106,12 @@ def write_step(
         )
     except BaseException:
         if ranks.rank == 0:
-            remove_entry(files, run, staging.path.name)
+            remove_entry(files, run.path, staging.path.name)
         raise
-    if keep is not None and ranks.rank == 0:
+    if run.keep is not None and ranks.rank == 0:
         with contextlib.suppress(CheckpointError):
-            apply_retention(files, run, keep)
-    return WrittenStep(folder, staging.generation)
+            apply_retention(files, run.path, run.keep)
+    return WrittenStep(folder, generation)
 
 
 def _staging_in(run: Path, files: Files) -> str:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -173,21 +174,14 @@ class SaveSession:
         what = f"step {step} cannot be saved"
         plan = self._plans.plan(content.pieces, self.ranks, what, failure)
         if not asynchronous:
-            written = write_step(
-                run.path,
-                plan,
-                about,
-                self.ranks,
-                run.files,
-                run.keep,
-                lambda pieces, writer: stream(pieces, writer, self._blocks),
-            )
+            feed = partial(stream, blocks=self._blocks)
+            written = write_step(run, plan, about, self.ranks, feed)
             self._note(owner, run.path, Ancestor(step, written.generation))
             return Saving.finished(step, written)
         background = asynchronous if isinstance(asynchronous, Background) else run.background
         blocks = self._blocks_of(background, content.new_block)
         aside = self.ranks.duplicate(run.path, run.files)
-        saving = save_in_background(run.path, plan, about, aside, run.files, blocks, run.keep)
+        saving = save_in_background(run, plan, about, aside, blocks)
         self._pending = saving, owner, run.path
         return saving
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from fullshard.checkpoint import CheckpointError, Files, Keep, RunFolder, Saving, steps_in
 from fullshard.core.errors import ConfigurationError
-from fullshard.train.config import CheckpointConfig, Config, resolve
-from fullshard.train.metrics import Reporter, writing
-from fullshard.train.run import TrainingRun
+from fullshard.train.config import CheckpointConfig, Config, resolve, to_toml
+from fullshard.train.metrics import Reporter, new_run_folder, writing
+from fullshard.train.run import TrainingRun, World
 from fullshard.train.signals import COME_AGAIN, StopRequest
 
 __all__ = [
@@ -26,10 +26,27 @@ __all__ = [
     "SaveClock",
     "folder_to_resume",
     "forget_after",
+    "open_folder",
 ]
 
 CHECKPOINTS = "checkpoints"  # the folder of a run that has its steps
 FINISHED = "model.safetensors"  # what a run leaves behind when it is done
+
+
+def open_folder(config: Config, world: World) -> Path | None:
+    """Make the run's folder on rank 0 and keep the settings there; None on the other ranks.
+
+    One that is to go on is there already.
+    """
+    if not world.is_first:
+        return None
+    resumed = folder_to_resume(config)
+    if resumed is not None:
+        return resumed
+    folder = new_run_folder(config.log.folder, config.run_name)
+    with writing(folder / "config.toml"):
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    return folder
 
 
 def folder_to_resume(config: Config) -> Path | None:

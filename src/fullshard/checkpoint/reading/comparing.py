@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy
 from numpy.typing import NDArray
 
+from fullshard.checkpoint.conversion import numpy_dtype
 from fullshard.checkpoint.format.envelope import checksum_of
 from fullshard.checkpoint.format.stored import Manifest, StoredTensor
 from fullshard.checkpoint.loading import Checkpoint, Progress
@@ -113,6 +114,7 @@ def _numbers(raw: NDArray[numpy.uint8], dtype: str) -> NDArray[numpy.float64]:
     """Return stored bytes as numbers; zeros for dtypes that NumPy does not know."""
     if dtype == "BF16":
         return (raw.view("<u2").astype("<u4") << 16).view("<f4").astype(numpy.float64)
-    if dtype in ("BOOL", "F8_E4M3", "F8_E5M2"):
+    known = numpy_dtype(dtype)
+    if known in (None, "?"):
         return numpy.zeros(raw.shape)
-    return raw.view(f"<{dtype[0].lower()}{int(dtype[1:]) // 8}").astype(numpy.float64)
+    return raw.view(known).astype(numpy.float64)

@@ -32,10 +32,11 @@ from report import write_report
 from training_step import BLOCK, BLOCKS, TOKENS, WARM_UP_ROUNDS, WIDTH, build, step
 
 from fullshard.core.strategy import Precision, Prefetch, ShardingStrategy
-from fullshard.doctor.calibration import calibrate
+from fullshard.doctor.calibration.measure import calibrate
 from fullshard.plan import Run, Wrap, cluster_of, named_device, predict
 from fullshard.plan.choose.words import describe
 from fullshard.plan.measured import MeasuredModel
+from fullshard.plan.record import device_toml
 from fullshard.torch import FullyShardedDataParallel, set_prefetch
 from fullshard.torch.comm.process_group import ProcessGroupComm
 from fullshard.torch.measuring import record_step
@@ -83,7 +84,7 @@ def rank_main(rank, options, folder):
     found = calibrate(torch.device("cpu"), ProcessGroupComm(dist.group.WORLD), "gloo")
     if rank == 0:
         file = Path(folder, "calibration.toml")
-        file.write_text(found.toml("netlab", per_host=1), encoding="utf-8")
+        file.write_text(device_toml(replace(found, per_host=1), found.origin), encoding="utf-8")
         foretold = predicted(str(file), options.hosts)
         Path(folder, "predicted.json").write_text(json.dumps(foretold))
     dist.barrier()

@@ -88,7 +88,7 @@ def floors(*rooms: str) -> dict[str, Set[str]]:
 
 
 _TORCH = ("comm", "tensor", "unit", "step", "state", "optim", "sharding")
-_TOLD_IN_TRAIN = ("metrics", "survival", "run_checkpoints", "summary", "loop")
+_TOLD_IN_TRAIN = ("metrics", "survival", "loop")
 SHARED_IN_TRAIN = ("signals", "config", "loggers", "fits", "data", "run", *_TOLD_IN_TRAIN)
 # For a package in folders: the rooms (folders and files directly inside it) that each room may
 # import, besides itself. What else it may import says the package's row in LAYERS. The package's

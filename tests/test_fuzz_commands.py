@@ -23,7 +23,7 @@ from fullshard.checkpoint import import_safetensors
 from fullshard.cli import _COMMANDS, main
 from fullshard.core.errors import CommunicationError
 from fullshard.torch.comm.process_group import ProcessGroupComm
-from fullshard.train.torch.world import RankWorld
+from fullshard.train.torch.run import RankWorld
 
 FIRST, LAST = map(int, os.environ.get("FULLSHARD_FUZZ_COMMANDS", "0:49").split(":"))
 

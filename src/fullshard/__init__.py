@@ -41,29 +41,15 @@ __all__ = [
     "wrap",
 ]
 
-_SUBMODULES = {
-    "core",
-    "distributed",
-    "doctor",
-    "jax",
-    "launchers",
-    "report",
-    "testing",
-    "torch",
-    "train",
-    "wrap",
-}
 _HOMES = {
-    "cleanup": "distributed",
-    "get_device": "distributed",
-    "initialize_distributed_training": "distributed",
-    "log": "distributed",
+    **dict.fromkeys(
+        ["cleanup", "get_device", "initialize_distributed_training", "log"], "distributed"
+    ),
     # Where scripts of earlier versions take them from; their place is fullshard.torch.inspection.
-    "communication": "torch.inspection",
-    "describe": "torch.inspection",
-    "memory_of_rank": "torch.inspection",
-    "memory_of_ranks": "torch.inspection",
-    "memory_summary": "torch.inspection",
+    **dict.fromkeys(
+        ["communication", "describe", "memory_of_rank", "memory_of_ranks", "memory_summary"],
+        "torch.inspection",
+    ),
 }
 
 
@@ -72,10 +58,10 @@ if not TYPE_CHECKING:  # a checker that sees it takes every name for right
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             return importlib.metadata.version("fullshard")
-        if name in _SUBMODULES:
-            return importlib.import_module(f"fullshard.{name}")
         if name in _HOMES:
             return getattr(importlib.import_module(f"fullshard.{_HOMES[name]}"), name)
+        if name in __all__:
+            return importlib.import_module(f"fullshard.{name}")
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
 
 

@@ -4,7 +4,6 @@
 import argparse
 import difflib
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from fullshard.core.errors import ConfigurationError, FullshardError
+from fullshard.core.tested import installed_version
 from fullshard.core.text import HelpFormatter
 from fullshard.train.signals import leaving_at_once
 
@@ -50,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "'fullshard COMMAND --help' explains a command.",
         formatter_class=HelpFormatter,
     )
-    parser.add_argument(
-        "--version", action="version", version=f"fullshard {_version()}", help="show it and exit"
-    )
+    version = f"fullshard {installed_version('fullshard') or '(not installed)'}"
+    parser.add_argument("--version", action="version", version=version, help="show it and exit")
     parser.add_argument("command", metavar="COMMAND", help="see below")
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help()
@@ -157,13 +156,6 @@ def _needing(extras: str) -> Iterator[None]:
         raise ConfigurationError(
             f"{error.name} is not installed: from the repository, pip install -e '.[{extras}]'"
         ) from error
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("fullshard")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

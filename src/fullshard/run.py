@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import config_from_args, get_args_parser, run
 
 from fullshard.core.errors import ConfigurationError
@@ -144,7 +144,7 @@ def _say_what_is_in_place() -> None:
     print("fullshard is in place of torch.distributed.fsdp", file=sys.stderr, flush=True)
 
 
-class _LocalRendezvous(RendezvousHandler):
+class _LocalRendezvous(StaticTCPRendezvous):
     """The meeting of ranks of this machine: for each start of them a new store, on loopback.
 
     Ranks that torchrun restarts would find in its own store what those before them have left, and
@@ -152,9 +152,7 @@ class _LocalRendezvous(RendezvousHandler):
     """
 
     def __init__(self, params: RendezvousParameters) -> None:
-        self._run_id = params.run_id
-
-    use_agent_store = True
+        super().__init__(LOOPBACK, 0, 0, 1, params.run_id, timeout=0)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open the store of the next start."""
@@ -164,25 +162,6 @@ class _LocalRendezvous(RendezvousHandler):
     def get_backend(self) -> str:
         """Return the name under which torchrun knows it."""
         return _LOCAL
-
-    def get_run_id(self) -> str:
-        """Return the run's name."""
-        return self._run_id
-
-    def is_closed(self) -> bool:
-        """Return False: another start is always possible."""
-        return False
-
-    def set_closed(self) -> None:
-        """Do nothing."""
-
-    def num_nodes_waiting(self) -> int:
-        """Return 0: there is no other host."""
-        return 0
-
-    def shutdown(self) -> bool:
-        """Return True: stores close with this process."""
-        return True
 
 
 rendezvous_handler_registry.register(_LOCAL, _LocalRendezvous)

@@ -27,8 +27,7 @@ from support.checkpoint_cases import (
 from fullshard.checkpoint import open_checkpoint, reshard_checkpoint
 from fullshard.checkpoint.format.stored import About, StoredBox, StoredTensor
 from fullshard.checkpoint.planning import assign
-from fullshard.checkpoint.reading.chunks import carry_out
-from fullshard.checkpoint.reading.reads import chunk_bytes, reads_for
+from fullshard.checkpoint.reading.reads import carry_out, chunk_bytes, reads_for
 from fullshard.checkpoint.saving import save
 from fullshard.checkpoint.shards import ArraySource, Piece
 from fullshard.core.boxes import Box, boxes_of_interval
@@ -80,8 +79,7 @@ def test_every_wanted_element_is_copied_once_from_its_place(data):
                 before = target[start : start + len(source)].view("<i8")
                 assert (before == -1).all()
                 target[start : start + len(source)] = numpy.frombuffer(source, numpy.uint8)
-            for copy in read.copies:
-                carry_out(copy, 8, numpy.frombuffer(source, numpy.uint8), target)
+            carry_out(read, 8, numpy.frombuffer(source, numpy.uint8), target)
         expected = numpy.concatenate([_elements(whole, box).reshape(-1) for box in wanted])
         assert (target.view("<i8") == expected).all()
 

@@ -38,6 +38,7 @@ from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.checkpoint.planning import Plans
 from fullshard.checkpoint.ranks import FolderRanks
 from fullshard.checkpoint.runs.commit import is_verified
+from fullshard.checkpoint.runs.folder import RunFolder
 from fullshard.checkpoint.runs.retention import apply_retention, steps_to_remove
 from fullshard.checkpoint.saving import WrittenStep, save
 from fullshard.checkpoint.shards import ArraySource, Piece
@@ -185,7 +186,9 @@ def large(mebibytes):
 def in_background(run, piece, files=None, blocks=None, step=1):
     blocks = blocks or Blocks(8 * BLOCK_BYTES)
     plan = Plans().plan([piece], SoloRanks())
-    return save_in_background(run, plan, About(step), SoloRanks(), files or FILES, blocks)
+    return save_in_background(
+        RunFolder(run, files=files or FILES), plan, About(step), SoloRanks(), blocks
+    )
 
 
 def test_the_caller_goes_on_and_may_change_what_it_gave(tmp_path):
@@ -265,7 +268,11 @@ def test_a_failure_of_one_rank_aside_is_a_failure_on_all(tmp_path):
         files = FaultyFiles(watch) if ranks.rank == 1 else FILES
         blocks = Blocks(2 * BLOCK_BYTES)
         saving = save_in_background(
-            tmp_path, plan, About(1), ranks.duplicate(tmp_path, files), files, blocks
+            RunFolder(tmp_path, files=files),
+            plan,
+            About(1),
+            ranks.duplicate(tmp_path, files),
+            blocks,
         )
         return saving.wait()
 

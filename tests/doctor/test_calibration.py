@@ -1,37 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """A calibration becomes a device of the planner."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from fullshard.cli import main
 from fullshard.doctor.calibration import measure as measuring
-from fullshard.doctor.calibration.measure import Calibration
 from fullshard.doctor.links.measure import Links, LinkTime
 from fullshard.plan import Run, Setup, cluster_of, named_device, named_model, predict, with_setting
+from fullshard.plan.record import device_toml
 from fullshard.testing import LocalWorld
 
-MEASURED = Calibration(
-    title="a test's CPU",
-    cpu=True,
-    dtype="float32",
-    memory_bytes=8 << 30,
-    flops=1e11,
-    ramp=20.0,
-    attention_flops=4e10,
-    bandwidth=2e10,
-    kernel_s=2e-6,
-    contention=0.3,
-    links=Links(
-        ranks=2,
-        backend="gloo",
-        times=(LinkTime(1 << 20, 6e-3, 6e-3), LinkTime(1 << 24, 36e-3, 36e-3)),
-        work_s=(1.0, 1.0),
-        from_previous_s=(1.0, 1.0),
-    ),
+LINKS = Links(
+    ranks=2,
+    backend="gloo",
+    times=(LinkTime(1 << 20, 6e-3, 6e-3), LinkTime(1 << 24, 36e-3, 36e-3)),
+    work_s=(1.0, 1.0),
+    from_previous_s=(1.0, 1.0),
 )
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(measuring, "_SHAPES", {"cpu": ((64, 64, 64), (8, 64, 64))})
+    monkeypatch.setattr(measuring, "_BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(measuring, "_LINK_BYTES", (1 << 10, 1 << 14))
 
 
 def test_a_record_corrects_its_device_and_measures_nothing(tmp_path, monkeypatch, capsys):
@@ -49,41 +42,30 @@ def test_a_record_corrects_its_device_and_measures_nothing(tmp_path, monkeypatch
 
 
 def test_a_line_through_two_sizes_is_bandwidth_and_latency():
-    bandwidth, latency = MEASURED.link
-    assert bandwidth == pytest.approx(((1 << 24) - (1 << 20)) / 2 / 30e-3)
-    assert latency == pytest.approx(4e-3)
-    assert dataclasses.replace(MEASURED, links=None).link == (0.0, 0.0)
+    link = measuring.link_of(LINKS)
+    assert link.bandwidth == pytest.approx(((1 << 24) - (1 << 20)) / 2 / 30e-3)
+    assert link.latency_s == pytest.approx(4e-3)
 
 
-def test_the_file_is_a_device_with_constants_of_its_own(tmp_path):
+def test_the_file_is_a_device_with_constants_of_its_own(small, tmp_path):
+    alone = measuring.calibrate(torch.device("cpu"))
+    assert alone.assumed == ("inside", "between")
+    assert alone.fresh > 0
     file = tmp_path / "mine.toml"
-    file.write_text(MEASURED.toml("mine", per_host=1), encoding="utf-8")
+    file.write_text(device_toml(alone, alone.origin), encoding="utf-8")
     device = named_device(str(file))
-    assert device.cpu
-    assert device.constants is not None
-    assert (device.constants.contention, device.constants.matmul_ramp) == (0.3, 20.0)
-    assert device.fresh is None
-    file.write_text(dataclasses.replace(MEASURED, fresh=2e9).toml("mine", 1), encoding="utf-8")
-    assert named_device(str(file)).fresh == 2e9
+    assert device == alone
+    assert (device.cpu, device.constants.memory_share, device.constants.straggle_s) == (True, 1, 0)
     setup = with_setting(Setup(Run(), cluster_of(device, 2)), "precision", "fp32")
-    found = predict(named_model("nano"), setup.run, setup.cluster)
-    assert found.cluster.hosts == 2
-    assert not found.unknowns or all("assumption" not in e.name for e in found.unknowns)
-    alone = dataclasses.replace(MEASURED, links=None).toml("mine", per_host=1)
-    file.write_text(alone, encoding="utf-8")
-    assert named_device(str(file)).assumed == ("inside", "between")
+    assert predict(named_model("nano"), setup.run, setup.cluster).cluster.hosts == 2
 
 
-def test_ranks_measure_together_and_agree(monkeypatch):
-    monkeypatch.setattr(measuring, "_SHAPES", {"cpu": ((64, 64, 64), (8, 64, 64))})
-    monkeypatch.setattr(measuring, "_BUFFER_BYTES", 1 << 16)
-    monkeypatch.setattr(measuring, "_LINK_BYTES", (1 << 10, 1 << 14))
-
+def test_ranks_measure_together_and_agree(small):
     def body(comm):
         return measuring.calibrate(torch.device("cpu"), comm, "threads")
 
     first, second = LocalWorld(2).run(body)
     assert (first.flops, first.bandwidth) == (second.flops, second.bandwidth)
-    assert first.flops > 0
-    assert 0 <= first.contention <= 1
-    assert first.links.ranks == 2
+    assert first.flops["float32"] > 0
+    assert 0 <= first.constants.contention <= 1
+    assert (first.per_host, first.assumed) == (2, ())

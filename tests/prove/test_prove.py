@@ -9,7 +9,7 @@ from support.limits import PROCESS_S
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.prove import command, losses, main, page
-from fullshard.prove.claims import Claim, Section, failed, verdict_of
+from fullshard.prove.claims import Claim, Section, verdict_of
 from fullshard.prove.losses import TRAININGS, floor_of, loss_claims, rounding
 from fullshard.prove.memory import CountedBytes, memory_claims
 from fullshard.prove.page import Proof, write_proof
@@ -150,7 +150,6 @@ def test_the_verdict_over_all():
     assert verdict_of([section("holds"), section("not proved", "fails")]) == "fails"
     assert verdict_of([section("not proved")]) == "not proved"
     assert verdict_of([]) == "not proved"
-    assert [claim.verdict for claim in failed([section("fails", "holds")])] == ["fails"]
 
 
 def test_the_page_names_what_it_is_bound_to(tmp_path):

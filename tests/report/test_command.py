@@ -18,7 +18,7 @@ from fullshard.cli import main
 from fullshard.report import RankRecord, RecordWriter, RunRecord
 from fullshard.report.page import draw_report, write_page
 from fullshard.report.summary import report_of
-from fullshard.train.summary import say_report
+from fullshard.train.metrics import say_report
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NASTY = "<script>alert(1)</script><b>[bold]x</b>&amp;$\\frac$%{x}"

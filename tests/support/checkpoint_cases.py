@@ -22,7 +22,6 @@ CHUNKED = (
     "format.manifest",
     "shards",
     "reading.reads",
-    "reading.chunks",
     "foreign.seals",
 )
 
@@ -32,7 +31,7 @@ def small_chunks(monkeypatch, size_bytes):
     for name in CHUNKED:
         monkeypatch.setattr(f"fullshard.checkpoint.{name}.CHUNK_BYTES", size_bytes)
     monkeypatch.setattr("fullshard.checkpoint.loading.PIECE_BYTES", 3 * size_bytes + 16)
-    monkeypatch.setattr("fullshard.checkpoint.reading.chunks._scratch", threading.local())
+    monkeypatch.setattr("fullshard.checkpoint.reading.reads._scratch", threading.local())
 
 
 class ThreadRanks:

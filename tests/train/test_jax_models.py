@@ -15,11 +15,11 @@ from fullshard.core.presets import Transformer
 from fullshard.jax import create_mesh, generate, make_train_step, torch_names
 from fullshard.train.config import OptimConfig, learning_rate, resolve
 from fullshard.train.jax import models as in_jax
+from fullshard.train.jax.launch import build_model
 from fullshard.train.jax.optimizer import adamw
 from fullshard.train.jax.run import loss_of
-from fullshard.train.jax.setup import build_model
+from fullshard.train.torch.launch import build_model as build_torch_model
 from fullshard.train.torch.models import GPT, DigitNet
-from fullshard.train.torch.setup import build_model as build_torch_model
 
 SHAPE = Transformer(2, 32, 4, 2, 48, 64, context=16)
 TIED = Transformer(1, 32, 4, 4, 48, 64, context=16, tied=True)

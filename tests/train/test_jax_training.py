@@ -24,19 +24,15 @@ from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import resolve
 from fullshard.train.data import load
-from fullshard.train.jax.launch import launch
+from fullshard.train.jax.launch import build_model, launch, prepare
 from fullshard.train.jax.optimizer import adamw
 from fullshard.train.jax.run import loss_of
-from fullshard.train.jax.setup import build_model, prepare
 from fullshard.train.loop import conclude, fit, train_step
-from fullshard.train.metrics import Reporter
-from fullshard.train.run_checkpoints import RunCheckpoints
+from fullshard.train.metrics import NonFiniteError, Reporter
 from fullshard.train.signals import COME_AGAIN, StopRequest
-from fullshard.train.summary import NonFiniteError
-from fullshard.train.survival import CHECKPOINTS
-from fullshard.train.torch import setup as torch_setup
-from fullshard.train.torch.run import TorchRun
-from fullshard.train.torch.world import RankWorld
+from fullshard.train.survival import CHECKPOINTS, RunCheckpoints
+from fullshard.train.torch import launch as torch_launch
+from fullshard.train.torch.run import RankWorld, TorchRun
 
 STEPS, DEVICES = 20, 4
 ONE = RankWorld(SoloComm(), torch.device("cpu"))
@@ -72,14 +68,14 @@ def config(tmp_path_factory, tiny):
     ]
     config = resolve(overrides=overrides)
     torch.manual_seed(1)
-    save_file(torch_setup.build_model(config).state_dict(), weights)
+    save_file(torch_launch.build_model(config).state_dict(), weights)
     return config
 
 
 @pytest.fixture(scope="module")
 def by_torch(config):
     """Losses, norms and rates of all steps, and the validation after them."""
-    plain = torch_setup.build_model(config)
+    plain = torch_launch.build_model(config)
     plain.load_state_dict(load_file(config.train.initial_weights))
     run = torch_run(config, load(config), plain)
     steps = [train_step(run, step, Reporter(ONE, None, 1)) for step in range(STEPS)]
@@ -87,7 +83,7 @@ def by_torch(config):
 
 
 def torch_run(config, data, plain):
-    optimizer = torch_setup.make_optimizer(plain, config.optim)
+    optimizer = torch_launch.make_optimizer(plain, config.optim)
     return TorchRun(config, ONE, data, plain, optimizer, Bytes.unsharded(plain))
 
 
@@ -355,5 +351,5 @@ def test_two_processes_train_the_digits_together(tmp_path, unused_port):
     assert [path.name for path in folder.parent.iterdir()] == ["both"]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["train"] * 2 + ["validation"]
-    plain = torch_setup.build_model(resolve(model="mnist"))
+    plain = torch_launch.build_model(resolve(model="mnist"))
     plain.load_state_dict(load_file(folder / "model.safetensors"))

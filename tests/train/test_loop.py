@@ -12,11 +12,16 @@ from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import OptimConfig, learning_rate, resolve
 from fullshard.train.loop import train_step
-from fullshard.train.metrics import Reporter, RunFolderError, Speed, new_run_folder, ranks_text
+from fullshard.train.metrics import (
+    NonFiniteError,
+    Reporter,
+    RunFolderError,
+    Speed,
+    new_run_folder,
+    ranks_text,
+)
 from fullshard.train.run import NoRecord
-from fullshard.train.summary import NonFiniteError
-from fullshard.train.torch.run import TorchRun, agree
-from fullshard.train.torch.world import RankWorld
+from fullshard.train.torch.run import RankWorld, TorchRun, agree
 
 CPU = torch.device("cpu")
 ALONE = RankWorld(SoloComm(), CPU)

@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fullshard.core.presets import TRANSFORMERS, Transformer, parameter_numel
 from fullshard.train.config import resolve
+from fullshard.train.torch.launch import build_model
 from fullshard.train.torch.models import GPT, DigitNet, Rotary
-from fullshard.train.torch.setup import build_model
 
 SHAPE = Transformer(2, 32, 4, 2, 48, 64, context=16)
 

@@ -14,11 +14,10 @@ from fullshard.train.config import resolve
 from fullshard.train.data import Corpus, IllustratedData, load_digits
 from fullshard.train.loop import train_step
 from fullshard.train.metrics import Reporter
-from fullshard.train.torch import launch, world
+from fullshard.train.torch import launch, run
+from fullshard.train.torch.launch import build_model, make_optimizer, shard
 from fullshard.train.torch.models import FeedForward, MixtureOfExperts, PictureTower
-from fullshard.train.torch.run import TorchRun
-from fullshard.train.torch.setup import build_model, make_optimizer, shard
-from fullshard.train.torch.world import RankWorld
+from fullshard.train.torch.run import RankWorld, TorchRun
 
 STEPS = 4
 TEXT = b"Half of the texts have a picture, and no expert is asked by all of the bytes. " * 40
@@ -134,7 +133,7 @@ def test_on_gpus_ranks_that_ask_each_other_join_in_host_memory_too(monkeypatch, 
     def join(chosen):
         raise Joined(chosen)
 
-    monkeypatch.setattr(world, "get_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(world, "join", join)
+    monkeypatch.setattr(run, "get_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(run, "join", join)
     with pytest.raises(Joined, match=f"^{backend}$"):
         launch._train_here(settings(name))

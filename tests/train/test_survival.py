@@ -23,11 +23,15 @@ from fullshard.torch.inspection.memory_summary import Bytes
 from fullshard.train.config import CheckpointConfig, resolve, to_toml
 from fullshard.train.loop import fit
 from fullshard.train.metrics import Reporter
-from fullshard.train.run_checkpoints import RunCheckpoints
 from fullshard.train.signals import COME_AGAIN, StopRequest, stop_request
-from fullshard.train.survival import CHECKPOINTS, SaveClock, folder_to_resume, forget_after
-from fullshard.train.torch.run import TorchRun
-from fullshard.train.torch.world import RankWorld
+from fullshard.train.survival import (
+    CHECKPOINTS,
+    RunCheckpoints,
+    SaveClock,
+    folder_to_resume,
+    forget_after,
+)
+from fullshard.train.torch.run import RankWorld, TorchRun
 
 STEPS = 24
 BATCH = 12

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints without torch or jax: look at them, verify, read, compare and rewrite them.
+"""Checkpoints without torch or jax: look at them, verify, read, compare, rewrite and convert them.
 
 Saving and loading models is in `fullshard.torch` and `fullshard.jax`; both write the format that
 docs/checkpoint-format.md specifies, and read each other's.
@@ -18,7 +18,8 @@ from fullshard.checkpoint.foreign import (
 from fullshard.checkpoint.format.stored import Manifest
 from fullshard.checkpoint.loading import Checkpoint, open_checkpoint
 from fullshard.checkpoint.ranks import CheckpointRanks, SoloRanks
-from fullshard.checkpoint.rewriting import Difference, compare, reshard_checkpoint
+from fullshard.checkpoint.reading.comparing import Difference, compare
+from fullshard.checkpoint.resharding import reshard_checkpoint
 from fullshard.checkpoint.runs.commit import StepFolder, steps_in
 from fullshard.checkpoint.runs.folder import Background, RunFolder
 from fullshard.checkpoint.runs.retention import Keep

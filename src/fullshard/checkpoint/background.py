@@ -8,11 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.planning import WritePlan
 from fullshard.checkpoint.ranks import CheckpointRanks, FolderRanks
-from fullshard.checkpoint.runs.retention import Keep
+from fullshard.checkpoint.runs.folder import RunFolder
 from fullshard.checkpoint.saving import WrittenStep, write_step
 from fullshard.checkpoint.streaming import Blocks, Conveyor
 from fullshard.core.errors import CheckpointError
@@ -105,13 +104,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def save_in_background(
-    run: Path,
-    plan: WritePlan,
-    about: About,
-    ranks: CheckpointRanks,
-    files: Files,
-    blocks: Blocks,
-    keep: Keep | None = None,
+    run: RunFolder, plan: WritePlan, about: About, ranks: CheckpointRanks, blocks: Blocks
 ) -> Saving:
     """Copy this rank's part of ``plan`` and return; a thread writes it, as `write_step` does.
 
@@ -124,7 +117,7 @@ def save_in_background(
 
     def work() -> None:
         try:
-            saving._written = write_step(run, plan, about, ranks, files, keep, conveyor.pour)
+            saving._written = write_step(run, plan, about, ranks, conveyor.pour)
         except BaseException as error:
             saving._failure = error
             _untold.add(saving)

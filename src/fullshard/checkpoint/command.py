@@ -4,7 +4,7 @@
 import argparse
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,6 @@ from fullshard.checkpoint.format.manifest import MANIFEST
 from fullshard.checkpoint.runs.commit import is_verified
 from fullshard.core.errors import ConfigurationError, check_new
 from fullshard.core.text import HelpFormatter, bytes_text
-
-try:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-except ModuleNotFoundError:
-    RICH = False
-else:
-    RICH = True
 
 __all__ = ["main"]
 
@@ -243,16 +228,20 @@ def _dcp() -> Any:
 @contextmanager
 def _progress(what: str, total: int | None) -> Iterator[Advance]:
     """A bar of bytes on a terminal, where rich is installed; any thread may advance it."""
-    if not RICH or not (console := Console(stderr=True)).is_terminal:
+    console: Any = None
+    with suppress(ModuleNotFoundError):
+        progress: Any = importlib.import_module("rich.progress")
+        console = progress.Console(stderr=True)
+    if console is None or not console.is_terminal:
         yield lambda count: None
         return
     columns = [
-        TextColumn("[bold]{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        "[bold]{task.description}",
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
     ]
-    with Progress(*columns, console=console, transient=True) as bar:
+    with progress.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda count: bar.advance(task, count)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions of stored numbers that lose nothing but digits, by safetensors' names of dtypes."""
+"""Stored numbers by safetensors' names of dtypes, and conversions that lose nothing but digits."""
 
 from typing import Any
 
@@ -7,8 +7,9 @@ import numpy
 from numpy.typing import NDArray
 
 from fullshard.core.errors import CheckpointError
+from fullshard.core.safetensors_format import DTYPE_BYTES
 
-__all__ = ["change_of_kind", "is_narrower", "refuse_lost_numbers"]
+__all__ = ["change_of_kind", "is_narrower", "numpy_dtype", "refuse_lost_numbers"]
 
 # The largest number that is finite.
 _LARGEST = {
@@ -25,6 +26,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     **{name: (-largest, largest) for name, largest in _LARGEST.items()},
     "BOOL": (0, 1),
 }
+
+
+def numpy_dtype(name: str) -> str | None:
+    """Return NumPy's name of a dtype, None if it has none: of bfloat16 and the 8-bit floats."""
+    if name == "BOOL" or name in ("BF16", "F8_E4M3", "F8_E5M2"):
+        return "?" if name == "BOOL" else None
+    return f"<{name[0].lower()}{DTYPE_BYTES[name]}"
 
 
 def _kind(dtype: str) -> str:

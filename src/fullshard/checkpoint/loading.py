@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import numpy
 from numpy.typing import NDArray
 
+from fullshard.checkpoint.conversion import numpy_dtype
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.index import chunk_count
 from fullshard.checkpoint.format.manifest import MANIFEST
 from fullshard.checkpoint.format.stored import Manifest, StoredBox, StoredTensor
 from fullshard.checkpoint.format.values import from_json
-from fullshard.checkpoint.reading.chunks import read_boxes, scratch_chunk
-from fullshard.checkpoint.reading.reads import chunk_bytes, reads_for
+from fullshard.checkpoint.reading.reads import chunk_bytes, read_boxes, reads_for, scratch_chunk
 from fullshard.checkpoint.reading.streams import in_streams
 from fullshard.checkpoint.runs.commit import (
     find_step,
@@ -50,20 +50,6 @@ __all__ = [
 BATCH_BOXES = 2**16  # that are verified before the next files are opened
 PIECE_BYTES = 16 * 2**20  # of a want that are read at a time
 KEPT_BYTES = 64 * 2**20  # of verified data that are kept until they are delivered
-_NUMPY = {
-    "BOOL": "?",
-    "U8": "u1",
-    "I8": "i1",
-    "U16": "<u2",
-    "I16": "<i2",
-    "F16": "<f2",
-    "U32": "<u4",
-    "I32": "<i4",
-    "F32": "<f4",
-    "U64": "<u8",
-    "I64": "<i8",
-    "F64": "<f8",
-}
 Progress = Callable[[int], None]  # is told how many bytes more are done
 Result = TypeVar("Result")
 
@@ -131,8 +117,8 @@ class Checkpoint:
         with Loading(self, [Want(name, whole, data.data)], kept_bytes=0) as loading:
             for _ in loading.deliver():
                 pass
-        if tensor.dtype in _NUMPY:
-            return data.view(_NUMPY[tensor.dtype]).reshape(tensor.shape)
+        if dtype := numpy_dtype(tensor.dtype):
+            return data.view(dtype).reshape(tensor.shape)
         return data.reshape(*tensor.shape, tensor.item_bytes)
 
     def verify(self, progress: Progress | None = None) -> None:

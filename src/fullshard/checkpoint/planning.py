@@ -31,7 +31,7 @@ from fullshard.checkpoint.format.tiling import (
     part_numels,
     runs_of,
 )
-from fullshard.checkpoint.ranks import CheckpointRanks, agree, failure_text
+from fullshard.checkpoint.ranks import CheckpointRanks, agree, from_first
 from fullshard.checkpoint.shards import Piece
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError
@@ -152,24 +152,22 @@ def _decide(
     first_with = {digest: rank for rank, (digest, _, _) in reversed([*enumerate(parts)])}
     asked = json.loads(ranks.broadcast(json.dumps([*first_with.values()]).encode()))
     texts = ranks.gather(text if ranks.rank in asked else b"")
-    answer: dict[str, Any] = {}
     tensors: dict[str, StoredTensor] = {}
-    if ranks.rank == 0:
-        try:
-            groups = [
-                _Alike(
-                    json.loads(texts[first]),
-                    numpy.array([r for r, part in enumerate(parts) if part[0] == digest]),
-                    numpy.array([part[1] for part in parts if part[0] == digest], numpy.int64),
-                )
-                for digest, first in first_with.items()
-            ]
-            answer, tensors = _Decision(groups, [part[2] for part in parts]).made()
-        except Exception as error:  # the others wait for an answer
-            answer = {"failure": failure_text(error), "tensor": getattr(error, "tensor", None)}
-    answer = json.loads(ranks.broadcast(json.dumps(answer).encode()))
-    if "failure" in answer:
-        raise CheckpointError(f"{what}: {answer['failure']}", tensor=answer["tensor"])
+
+    def decision() -> dict[str, Any]:
+        groups = [
+            _Alike(
+                json.loads(texts[first]),
+                numpy.array([r for r, part in enumerate(parts) if part[0] == digest]),
+                numpy.array([part[1] for part in parts if part[0] == digest], numpy.int64),
+            )
+            for digest, first in first_with.items()
+        ]
+        answer, made = _Decision(groups, [part[2] for part in parts]).made()
+        tensors.update(made)
+        return answer
+
+    answer = from_first(ranks, what, decision)
     if answer["irregular"]:
         irregular.update(answer["irregular"])
         return None

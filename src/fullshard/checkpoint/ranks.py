@@ -5,9 +5,9 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fullshard.checkpoint.files import Files, read_whole, write_new
 from fullshard.checkpoint.format.envelope import checksum_of
@@ -25,12 +25,14 @@ __all__ = [
     "SoloRanks",
     "agree",
     "failure_text",
+    "from_first",
     "packed",
     "unpacked",
 ]
 
 _FOLDER = re.compile(r"\.ranks-[0-9a-f]{32}")
 _LEFT = "left"
+T = TypeVar("T")
 
 
 class CheckpointRanks(Protocol):
@@ -66,13 +68,11 @@ class SoloRanks:
         """A list of the only one's."""
         return [data]
 
+    share = gather
+
     def broadcast(self, data: bytes) -> bytes:
         """Return ``data``."""
         return data
-
-    def share(self, data: bytes) -> list[bytes]:
-        """A list of the only one's."""
-        return [data]
 
     def duplicate(self, run: Path, files: Files) -> "SoloRanks":
         """Itself."""
@@ -189,25 +189,46 @@ def agree(ranks: CheckpointRanks, what: str, failure: Exception | None, note: st
     `ConfigurationError` if that of the lowest rank is one, else `CheckpointError`. Its text stands
     after ``what``, which says what cannot be done. Returns a checksum of all ranks' notes.
     """
-    mine: list[Any] = []
-    if failure is not None:
-        refused = isinstance(failure, ConfigurationError | NotSupportedError)
-        mine = [failure_text(failure), refused, *_place_of(failure)]
-    told = [json.loads(each) for each in ranks.share(json.dumps([note, *mine]).encode())]
+    mine = [note, *(_told(failure) if failure is not None else [])]
+    told = [json.loads(each) for each in ranks.share(json.dumps(mine).encode())]
     failed = [(rank, each[1:]) for rank, each in enumerate(told) if each[1:]]
     if not failed:
         return checksum_of(json.dumps([each[0] for each in told]).encode())
-    rank, (text, refused, file, tensor, span) = failed[0]
+    rank, first = failed[0]
     where = f" on rank {rank} of {ranks.size}" if ranks.size > 1 else ""
     more = f" ({len(failed) - 1} other ranks failed too)" if len(failed) > 1 else ""
-    message = f"{what}{where}: {text}{more}"
+    raise _error(what + where, first, more) from failure
+
+
+def from_first(ranks: CheckpointRanks, what: str, make: Callable[[], T]) -> T:
+    """Return on all ranks what ``make`` has given on rank 0, which is JSON. Collective.
+
+    Raises on all ranks if it fails there, as `agree` does.
+    """
+    told: list[Any] = []
+    failure: Exception | None = None
+    if ranks.rank == 0:
+        try:
+            told = [make()]
+        except Exception as error:
+            failure, told = error, _told(error)
+    told = json.loads(ranks.broadcast(json.dumps(told).encode()))
+    if len(told) > 1:
+        raise _error(what, told) from failure
+    value: T = told[0]
+    return value
+
+
+def _told(failure: Exception) -> list[Any]:
+    refused = isinstance(failure, ConfigurationError | NotSupportedError)
+    place = ("file", "tensor", "byte_range")
+    return [failure_text(failure), refused, *(getattr(failure, key, None) for key in place)]
+
+
+def _error(what: str, told: Sequence[Any], more: str = "") -> FullshardError:
+    text, refused, file, tensor, span = told
+    message = f"{what}: {text}{more}"
     if refused:
-        raise ConfigurationError(message) from failure
+        return ConfigurationError(message)
     byte_range = (span[0], span[1]) if span else None
-    raise CheckpointError(message, file=file, tensor=tensor, byte_range=byte_range) from failure
-
-
-def _place_of(failure: Exception) -> list[Any]:
-    if isinstance(failure, CheckpointError):
-        return [failure.file, failure.tensor, failure.byte_range]
-    return [None, None, None]
+    return CheckpointError(message, file=file, tensor=tensor, byte_range=byte_range)

@@ -23,8 +23,9 @@ from fullshard.checkpoint.format.manifest import parse_manifest, render_manifest
 from fullshard.checkpoint.format.stored import About, Manifest, StoredFile, StoredTensor
 from fullshard.checkpoint.format.tiling import Run, Tiling, runs_of
 from fullshard.checkpoint.planning import Plans, WritePlan
-from fullshard.checkpoint.ranks import CheckpointRanks, failure_text
+from fullshard.checkpoint.ranks import CheckpointRanks, failure_text, from_first
 from fullshard.checkpoint.runs.commit import Staging, left_overs
+from fullshard.checkpoint.runs.folder import RunFolder
 from fullshard.checkpoint.runs.lock import lock_run
 from fullshard.checkpoint.runs.retention import Keep, apply_retention, remove_entry
 from fullshard.checkpoint.shards import Piece, ShardWriter
@@ -72,19 +73,17 @@ def save(
     Raises `CheckpointError` on all ranks if it failed on one; then nothing of it is to be seen.
     """
     plan = Plans().plan(pieces, ranks)
-    return write_step(run, plan, about, ranks, files or Files(), keep).folder
+    return write_step(RunFolder(run, keep, files=files), plan, about, ranks).folder
 
 
 # -- writing -------------------------------------------------------------------------------------
 
 
 def write_step(
-    run: Path,
+    run: RunFolder,
     plan: WritePlan,
     about: About,
     ranks: CheckpointRanks,
-    files: Files,
-    keep: Keep | None = None,
     feed: Feed = stream,
 ) -> WrittenStep:
     """Write this rank's part of ``plan`` into a staging folder; when all have, show the step.
@@ -92,73 +91,59 @@ def write_step(
     Collective. ``feed`` brings the bytes to the writer. Raises `CheckpointError` on all ranks if it
     failed on one of them. Other exceptions of ``ranks`` mean that a peer is gone.
     """
-    staging: Staging | None = None
-    what = f"step {about.step} was not saved to {run}"
+    files, what = run.files, f"step {about.step} was not saved to {run.path}"
+    generation = from_first(ranks, what, lambda: _staging_in(run.path, files))
+    staging = Staging(files, run.path, generation)
     try:
-        staging = _open_staging(run, ranks, files, what)
-        failure: BaseException | None = None
+        told: dict[str, Any] = {}
         try:
-            written = write_shard(staging, ranks.rank, plan.pieces, files, feed)
+            told["file"] = write_shard(staging, ranks.rank, plan.pieces, files, feed)
         except Exception as error:
-            failure = error
-        told = {"failure": failure_text(failure)} if failure else written
+            told["failure"] = failure_text(error)
         parts = [json.loads(each) for each in ranks.gather(json.dumps(told).encode())]
-        outcome = publish(staging, about, plan.tensors, parts) if ranks.rank == 0 else {}
-        outcome = json.loads(ranks.broadcast(json.dumps(outcome).encode()))
-        if outcome["failure"]:
-            raise CheckpointError(f"{what}: {outcome['failure']}", file=outcome["file"])
+        folder = Path(
+            from_first(ranks, what, lambda: str(publish(staging, about, plan.tensors, parts)))
+        )
     except BaseException:
-        if staging is not None and ranks.rank == 0:
-            remove_entry(files, run, staging.path.name)
+        if ranks.rank == 0:
+            remove_entry(files, run.path, staging.path.name)
         raise
-    if keep is not None and ranks.rank == 0:
+    if run.keep is not None and ranks.rank == 0:
         with contextlib.suppress(CheckpointError):
-            apply_retention(files, run, keep)
-    return WrittenStep(Path(outcome["folder"]), staging.generation)
+            apply_retention(files, run.path, run.keep)
+    return WrittenStep(folder, generation)
 
 
-def _open_staging(run: Path, ranks: CheckpointRanks, files: Files, what: str) -> Staging:
-    """Make the folder on rank 0. Collective."""
-    made: dict[str, Any] = {}
-    if ranks.rank == 0:
-        made = {"generation": uuid.uuid4().hex, "failure": None}
-        try:
-            files.make_folder(run)
-            lock_run(files, run)
-            for name in left_overs(files, run):
-                remove_entry(files, run, name)
-            Staging(files, run, made["generation"]).open()
-        except Exception as error:
-            made["failure"] = failure_text(error)
-    made = json.loads(ranks.broadcast(json.dumps(made).encode()))
-    if made["failure"]:
-        raise CheckpointError(f"{what}: {made['failure']}", file=str(run))
-    return Staging(files, run, made["generation"])
+def _staging_in(run: Path, files: Files) -> str:
+    """Make a staging folder, for rank 0 alone; the name of this save."""
+    files.make_folder(run)
+    lock_run(files, run)
+    for name in left_overs(files, run):
+        remove_entry(files, run, name)
+    staging = Staging(files, run, uuid.uuid4().hex)
+    staging.open()
+    return staging.generation
 
 
 def write_shard(
     staging: Staging, rank: int, mine: Sequence[Piece], files: Files, feed: Feed = stream
-) -> dict[str, Any]:
-    """Write a rank's file; what it is, as JSON for `publish`. Nothing to write: no file.
-
-    Raises `CheckpointError`.
-    """
+) -> list[Any] | None:
+    """Write a rank's file; the fields of its `StoredFile`, None if there is nothing to write."""
     if not mine:
-        return {"failure": None, "file": None}
+        return None
     path = staging.path / f"{rank:05d}.safetensors"
     metadata = {"fullshard_generation": staging.generation, "fullshard_rank": str(rank)}
     try:
         writer = ShardWriter(files, path, mine, metadata)
         try:
             feed(mine, writer)
-            file = writer.finish()
+            return list(astuple(writer.finish())[:-1])
         except BaseException:
             with contextlib.suppress(OSError):
                 writer.abandon()
             raise
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error}", file=str(path)) from error
-    return {"failure": None, "file": list(astuple(file)[:-1])}
 
 
 def publish(
@@ -166,26 +151,20 @@ def publish(
     about: About,
     tensors: Mapping[str, StoredTensor],
     parts: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Write the manifest of what all ranks have written, and let the step appear.
+) -> Path:
+    """Write the manifest of what all ranks have written, and let the step appear; its folder.
 
-    For rank 0 alone. ``tensors`` have ranks in place of files.
-    Returns JSON: "failure" and "file" if something failed, and the "folder" of the step.
+    For rank 0 alone. ``tensors`` have ranks in place of files; ``parts`` have by rank what
+    `write_shard` gave as "file", or a "failure". Raises `CheckpointError`.
     """
-    world = len(parts)
-    failed = [(rank, part["failure"]) for rank, part in enumerate(parts) if part["failure"]]
+    failed = [(rank, part["failure"]) for rank, part in enumerate(parts) if "failure" in part]
     if failed:
-        where = f"rank {failed[0][0]} of {world}: " if world > 1 else ""
+        where = f"rank {failed[0][0]} of {len(parts)}: " if len(parts) > 1 else ""
         more = f" ({len(failed) - 1} other ranks failed too)" if len(failed) > 1 else ""
-        return {"failure": f"{where}{failed[0][1]}{more}", "file": str(staging.path)}
-    try:
-        manifest = _manifest(staging, about, tensors, parts)
-        data = render_manifest(manifest)
-        parse_manifest(data, staging.path)  # what could not be read back is not committed
-        folder = staging.commit(about.step, data, about.after)
-    except Exception as error:
-        return {"failure": failure_text(error), "file": str(staging.path)}
-    return {"failure": None, "folder": str(folder)}
+        raise CheckpointError(f"{where}{failed[0][1]}{more}", file=str(staging.path))
+    data = render_manifest(_manifest(staging, about, tensors, parts))
+    parse_manifest(data, staging.path)  # what could not be read back is not committed
+    return staging.commit(about.step, data, about.after)
 
 
 def _manifest(

@@ -6,13 +6,13 @@ wants and where that goes. All else is here: one save at a time, the line of ste
 trained along, memory for saves under way, the two passes of a load.
 """
 
-import json
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from fullshard.checkpoint.format.manifest import MANIFEST
 from fullshard.checkpoint.format.stored import About, Ancestor
 from fullshard.checkpoint.loading import Checkpoint, Loading, Want
 from fullshard.checkpoint.planning import Plans
-from fullshard.checkpoint.ranks import CheckpointRanks, agree
+from fullshard.checkpoint.ranks import CheckpointRanks, agree, from_first
 from fullshard.checkpoint.runs.commit import (
     StepFolder,
     find_step,
@@ -174,21 +174,14 @@ class SaveSession:
         what = f"step {step} cannot be saved"
         plan = self._plans.plan(content.pieces, self.ranks, what, failure)
         if not asynchronous:
-            written = write_step(
-                run.path,
-                plan,
-                about,
-                self.ranks,
-                run.files,
-                run.keep,
-                lambda pieces, writer: stream(pieces, writer, self._blocks),
-            )
+            feed = partial(stream, blocks=self._blocks)
+            written = write_step(run, plan, about, self.ranks, feed)
             self._note(owner, run.path, Ancestor(step, written.generation))
             return Saving.finished(step, written)
         background = asynchronous if isinstance(asynchronous, Background) else run.background
         blocks = self._blocks_of(background, content.new_block)
         aside = self.ranks.duplicate(run.path, run.files)
-        saving = save_in_background(run.path, plan, about, aside, run.files, blocks, run.keep)
+        saving = save_in_background(run, plan, about, aside, blocks)
         self._pending = saving, owner, run.path
         return saving
 
@@ -265,14 +258,11 @@ class SaveSession:
 
     def _any_step(self, run: RunFolder) -> bool:
         """True if rank 0 sees a complete step. Collective; raises `CheckpointError` on all."""
-        there, failure = b"", None
-        if self.ranks.rank == 0:
-            try:
-                there = b"yes" if run.newest() or (run.path / MANIFEST).is_file() else b""
-            except Exception as error:
-                failure = error
-        agree(self.ranks, f"cannot load a checkpoint of {run.path}", failure)
-        return bool(self.ranks.broadcast(there))
+        return from_first(
+            self.ranks,
+            f"cannot load a checkpoint of {run.path}",
+            lambda: bool(run.newest() or (run.path / MANIFEST).is_file()),
+        )
 
     def _agreed_steps(
         self, run: RunFolder, step: int | None, older: bool = False
@@ -281,21 +271,18 @@ class SaveSession:
 
         Up to the newest; of ``step`` from its latest save on, or with ``older`` up to that.
         """
-        told, failure = "[]", None
-        if self.ranks.rank == 0:
-            try:
-                there = steps_in(run.files, run.path)
-                if step is None and (run.path / MANIFEST).is_file() and not there:
-                    there = [StepFolder(0, 1, run.path)]
-                else:
-                    wanted = find_step(run.files, run.path, step)
-                    if step is not None:
-                        there = [s for s in there if (s <= wanted if older else s >= wanted)]
-                told = json.dumps([[s.step, s.revision, os.fspath(s.path)] for s in there])
-            except Exception as error:
-                failure = error
-        agree(self.ranks, f"cannot load a checkpoint of {run.path}", failure)
-        listed = json.loads(self.ranks.broadcast(told.encode()))
+
+        def seen() -> list[list[Any]]:
+            there = steps_in(run.files, run.path)
+            if step is None and (run.path / MANIFEST).is_file() and not there:
+                there = [StepFolder(0, 1, run.path)]
+            else:
+                wanted = find_step(run.files, run.path, step)
+                if step is not None:
+                    there = [s for s in there if (s <= wanted if older else s >= wanted)]
+            return [[s.step, s.revision, os.fspath(s.path)] for s in there]
+
+        listed = from_first(self.ranks, f"cannot load a checkpoint of {run.path}", seen)
         return [StepFolder(number, revision, Path(path)) for number, revision, path in listed]
 
     def _load(

@@ -1,18 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Putting the stand-ins in place, and taking them away."""
+"""Putting the stand-ins in place, and taking them away.
 
+[Note: Children]
+A forked child has the drop-in from its parent. One that ``multiprocessing`` spawns, or takes from a
+fork server, is a fresh interpreter: it unpickles what its parent prepared, then imports the
+parent's main module, then runs its function. An object in what the parent prepares switches the
+drop-in on when it is unpickled, so before any line of the script.
+"""
+
+import importlib
 import sys
 from collections.abc import Iterator, Mapping
+from multiprocessing import spawn
 from types import ModuleType
+from typing import Any
 
 from fullshard.core.errors import UsageError
-from fullshard.drop_in.children import leave_children, tell_children
 from fullshard.drop_in.stand_ins import replaced_names, stand_in, torchs_modules
 
 __all__ = ["is_on", "switch_off", "switch_on"]
 
 # The modules that have a stand-in now, by name; empty while the drop-in is off.
 _before: dict[str, ModuleType] = {}
+
+
+_KEY = "fullshard.drop_in"  # multiprocessing ignores keys that it does not know
+_plain = spawn.get_preparation_data
 
 
 def is_on() -> bool:
@@ -40,13 +53,13 @@ def switch_on() -> None:
             "the script with `fullshard run`"
         )
     _put({name: stand_in(module) for name, module in originals.items()}, originals)
-    tell_children()
+    spawn.get_preparation_data = _prepared
     _before.update(originals)
 
 
 def switch_off() -> None:
     """Give ``torch.distributed.fsdp`` back to PyTorch; names taken meanwhile stay fullshard's."""
-    leave_children()
+    spawn.get_preparation_data = _plain
     _put(_before, {name: sys.modules[name] for name in _before})
     _before.clear()
 
@@ -72,3 +85,13 @@ def _taken_names(originals: Mapping[str, ModuleType]) -> Iterator[str]:
             for name, value in list(vars(module).items()):
                 if id(value) in theirs:
                     yield f"{module_name}.{name}"
+
+
+class _SwitchOn:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return importlib.import_module, ("fullshard.drop_in",)
+
+
+def _prepared(name: str) -> dict[str, Any]:
+    """Return what a spawned child is told; see [Note: Children]."""
+    return {_KEY: _SwitchOn(), **_plain(name)}

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Claim", "Section", "Verdict", "failed", "verdict_of"]
+__all__ = ["Claim", "Section", "Verdict", "verdict_of"]
 
 Verdict = Literal["holds", "fails", "not proved"]
 
@@ -39,11 +39,6 @@ class Section:
     how: str
     claims: tuple[Claim, ...]
     data: Any = None
-
-
-def failed(sections: Iterable[Section]) -> list[Claim]:
-    """Return the claims that do not hold."""
-    return [claim for each in sections for claim in each.claims if claim.verdict == "fails"]
 
 
 def verdict_of(sections: Iterable[Section]) -> Verdict:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fullshard.core.errors import ConfigurationError, FullshardError
 from fullshard.core.text import HelpFormatter
-from fullshard.prove.claims import Claim, Section, failed
+from fullshard.prove.claims import Claim, Section
 from fullshard.prove.losses import prove_losses
 from fullshard.prove.memory import Scene, prove_memory
 from fullshard.prove.page import Proof, print_proof, write_proof
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     print_proof(proof, console)
     page, data = write_proof(proof, options.out)
     console.print(f"{proof.verdict}{proof.without}: {page} and {data}", highlight=False)
-    return 1 if failed(sections) else 0
+    return int(proof.verdict == "fails")
 
 
 def _tried(name: str, scale: Scale) -> Section:

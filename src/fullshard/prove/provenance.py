@@ -2,7 +2,6 @@
 """The origin of a proof: the commit, the source, the versions and the machine."""
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -12,6 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+
+from fullshard.core.tested import installed_version
 
 __all__ = ["Provenance", "checkout", "provenance"]
 
@@ -53,7 +54,7 @@ def provenance(command: str) -> Provenance:
         commit=commit,
         dirty=tuple(line[3:] for line in (changed or "").splitlines()),
         source_sha256=_digest(),
-        versions={name: _version(name) for name in _LIBRARIES},
+        versions={name: installed_version(name) or "not installed" for name in _LIBRARIES},
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
@@ -81,12 +82,3 @@ def _digest() -> str:
         digest.update(file.relative_to(_PACKAGE).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()
-
-
-def _version(name: str) -> str:
-    if name == "torch":
-        return str(torch.__version__)
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

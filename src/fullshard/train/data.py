@@ -18,7 +18,7 @@ import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,38 +114,13 @@ def samples_of_step(
 # ---- what the loop sees --------------------------------------------------------------------------
 
 
-class Dataset(Protocol):
-    """Samples for training by number, and a fixed list of held-back ones."""
-
-    def train_batch(self, seed: int, numbers: Sequence[int]) -> Batch:
-        """Return inputs and targets of the training samples with these numbers."""
-
-    def validation_batch(self, positions: Sequence[int]) -> Batch:
-        """Return inputs and targets of held-back samples, by position below `validation_count`."""
-
-    @property
-    def validation_count(self) -> int:
-        """The number of held-back samples."""
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """The number of targets in one sample."""
-
-    @property
-    def token(self) -> str:
-        """The name of the thing that has one target, in the plural, for people to read."""
-
-    def describe(self) -> str:
-        """Return one line about what there is."""
-
-
 @dataclass(frozen=True)
 class TextData:
     """Windows of ``context`` bytes; the target of a byte is the one after it.
 
     ``train`` and ``validation`` are 1-D uint8. Windows of one epoch do not overlap; each epoch
     shifts them by its own offset. At most ``validation_windows`` held-back windows are used, spread
-    evenly.
+    evenly. ``token`` names the thing that has one target, in the plural, for people to read.
     """
 
     train: NDArray[np.uint8]
@@ -275,6 +250,10 @@ class IllustratedData:
     def describe(self) -> str:
         """Return one line about what there is."""
         return f"{self.text.describe()}; {self.digits.describe()}"
+
+
+Dataset = TextData | DigitData | IllustratedData
+"""Samples for training by number and held-back ones by position, each with its targets."""
 
 
 # ---- text ----------------------------------------------------------------------------------------

@@ -7,21 +7,22 @@ from pathlib import Path
 from fullshard.train.config import learning_rate
 from fullshard.train.data import rank_slice
 from fullshard.train.loggers import logging_to
-from fullshard.train.metrics import Reporter, Speed, bytes_table, writing
-from fullshard.train.run import TrainingRun
-from fullshard.train.run_checkpoints import RunCheckpoints
-from fullshard.train.signals import stop_request
-from fullshard.train.summary import (
+from fullshard.train.metrics import (
     PROMPT,
     NonFiniteError,
+    Reporter,
+    Speed,
+    bytes_table,
     introduce,
-    open_folder,
     say_files,
     say_report,
     say_sample,
     turn_away,
+    writing,
 )
-from fullshard.train.survival import FINISHED
+from fullshard.train.run import TrainingRun
+from fullshard.train.signals import stop_request
+from fullshard.train.survival import FINISHED, RunCheckpoints, open_folder
 
 __all__ = ["conclude", "fit", "train", "train_step"]
 

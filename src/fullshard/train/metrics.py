@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of a run on either engine: progress bar, lines, metrics.jsonl, closing table."""
+"""The output of a run on either engine: progress bar, sentences, metrics.jsonl, closing table."""
 
 import json
 import os
@@ -15,20 +15,30 @@ from rich.table import Table
 
 from fullshard.core.errors import ConfigurationError, FullshardError
 from fullshard.core.text import bytes_text
+from fullshard.report import write_report
+from fullshard.train.config import resolve
 from fullshard.train.loggers import Tell
-from fullshard.train.run import BytesRow, World
+from fullshard.train.run import BytesRow, TrainingRun, World
 
 __all__ = [
+    "PROMPT",
+    "NonFiniteError",
     "Reporter",
     "RunFolderError",
     "Speed",
     "bytes_table",
+    "introduce",
     "new_run_folder",
     "ranks_text",
+    "say_files",
+    "say_report",
+    "say_sample",
+    "turn_away",
     "writing",
 ]
 
 _GIB = 2**30
+PROMPT = b"def "  # what a sample of text begins with
 _AHEAD = 0.05  # of a step: what ranks wait more than the slowest does is worth a word
 
 
@@ -213,3 +223,73 @@ def bytes_table(title: str, rows: Sequence[BytesRow], noun: str = "rank") -> Tab
         without = "" if whole is None else bytes_text(whole)
         table.add_row(name, bytes_text(mine), without, share, style=style)
     return table
+
+
+# -- sentences -------------------------------------------------------------------------------------
+
+
+class NonFiniteError(FullshardError, ArithmeticError):
+    """A loss or gradient is infinite or NaN; the optimizer has not used it."""
+
+
+def introduce(run: TrainingRun, reporter: Reporter) -> None:
+    """Print the settings that were chosen and what will roughly happen."""
+    config, train, data = run.config, run.config.train, run.data
+    usual = resolve(model=config.model.name)
+    chosen = [
+        f"{section}.{key}={value}"
+        for section, values in vars(config).items()
+        for key, value in vars(values).items()
+        if value != getattr(getattr(usual, section), key)
+    ]
+    reporter.say(f"settings: {', '.join(chosen) or 'all as usual'}")
+    tokens = train.batch * data.tokens_per_sample
+    reporter.say(
+        f"\n{config.run_name}: {run.parameters_numel:,} parameters ({train.dtype}, "
+        f"{config.shard.strategy} over {run.world.where}); {data.describe()}.\n"
+        f"{train.steps} steps of {tokens:,} {data.token}, about "
+        f"{config.flops_per_token * tokens * train.steps / 1e12:,.1f} TFLOP in all; "
+        f"validation every {train.eval_every} steps.\n"
+    )
+
+
+def turn_away(choice: str, step: int, where: str, reporter: Reporter) -> None:
+    """Raise `NonFiniteError` for ``step`` (from 0) if ``choice`` is "stop", else say it is skipped.
+
+    ``where`` names the ranks or devices, as in "rank 0, 3".
+    """
+    what = f"step {step + 1}: loss or gradient is not finite on {where}"
+    if choice == "stop":
+        raise NonFiniteError(
+            f"{what}; stopped before the optimizer used it. A lower optim.lr or a longer "
+            "optim.warmup_steps may help; train.on_nonfinite=skip leaves such steps out"
+        )
+    reporter.say(f"{what}; skipped on all ranks")
+
+
+def say_sample(text: bytes, reporter: Reporter) -> None:
+    """Print what a trained gpt has written."""
+    encoding = reporter.console.encoding
+    shown = text.decode("utf-8", errors="replace").encode(encoding, "replace").decode(encoding)
+    shown = "".join(c if c.isprintable() or c == "\n" else " " for c in shown)
+    reporter.say(f"\nA sample of what it writes after {PROMPT.decode()!r}:\n\n{shown}\n")
+
+
+def say_report(reporter: Reporter) -> None:
+    """Write the page of the run's record, and print its verdict; nothing without a folder."""
+    if reporter.folder is None:
+        return
+    try:
+        verdict, path = write_report(reporter.folder)
+    except ConfigurationError as error:
+        reporter.say(f"no report: {error}")
+        return
+    missing = "no page: it needs the extra report, as of pip install -e '.[report]'"
+    reporter.say(f"{verdict}\n{missing if path is None else f'report: {path}'}")
+
+
+def say_files(reporter: Reporter) -> None:
+    """Print what the run's folder holds; nothing where there is none."""
+    if reporter.folder is not None:
+        names = ", ".join(sorted(path.name for path in reporter.folder.iterdir()))
+        reporter.say(f"written to {reporter.folder}: {names}")

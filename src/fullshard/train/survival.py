@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that are ended and go on: which folder, when to save, and what a signal means.
+"""Runs that are ended and go on: which folder, when to save and to leave, and where to go on.
 
 Nothing here knows an engine. The position in the data is one integer, the number of samples that
 all steps so far have taken; see `fullshard.train.data` for why nothing else is needed.
@@ -12,21 +12,41 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from fullshard.checkpoint import CheckpointError, Files, steps_in
+from fullshard.checkpoint import CheckpointError, Files, Keep, RunFolder, Saving, steps_in
 from fullshard.core.errors import ConfigurationError
-from fullshard.train.config import CheckpointConfig, Config, resolve
-from fullshard.train.metrics import writing
+from fullshard.train.config import CheckpointConfig, Config, resolve, to_toml
+from fullshard.train.metrics import Reporter, new_run_folder, writing
+from fullshard.train.run import TrainingRun, World
+from fullshard.train.signals import COME_AGAIN, StopRequest
 
 __all__ = [
     "CHECKPOINTS",
     "FINISHED",
+    "RunCheckpoints",
     "SaveClock",
     "folder_to_resume",
     "forget_after",
+    "open_folder",
 ]
 
 CHECKPOINTS = "checkpoints"  # the folder of a run that has its steps
 FINISHED = "model.safetensors"  # what a run leaves behind when it is done
+
+
+def open_folder(config: Config, world: World) -> Path | None:
+    """Make the run's folder on rank 0 and keep the settings there; None on the other ranks.
+
+    One that is to go on is there already.
+    """
+    if not world.is_first:
+        return None
+    resumed = folder_to_resume(config)
+    if resumed is not None:
+        return resumed
+    folder = new_run_folder(config.log.folder, config.run_name)
+    with writing(folder / "config.toml"):
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    return folder
 
 
 def folder_to_resume(config: Config) -> Path | None:
@@ -114,3 +134,71 @@ class SaveClock:
     def saved(self) -> None:
         """Count minutes from now."""
         self._last_s = time.monotonic()
+
+
+class RunCheckpoints:
+    """The checkpoints of one run, below ``folder``, which its first process knows.
+
+    All methods are collective. That process looks at the folder and at the clock for all.
+    """
+
+    def __init__(
+        self, run: TrainingRun, folder: Path | None, reporter: Reporter, stop: StopRequest
+    ):
+        self._run = run
+        self._reporter = reporter
+        self._stop = stop
+        self._clock = SaveClock(run.config.checkpoint)
+        path = run.world.shared_text(str(folder / CHECKPOINTS) if folder is not None else "")
+        self._folder = RunFolder(path, keep=Keep(last=run.config.checkpoint.keep))
+        self._saving: Saving | None = None
+
+    def resume(self) -> int:
+        """Load the newest step that is right, if there is one; return how many steps are done.
+
+        Raises `ConfigurationError` if steps of another batch lead there.
+        """
+        world, batch = self._run.world, self._run.config.train.batch
+        there = world.is_first and bool(steps_in(Files(), Path(self._folder.path)))
+        if not any(world.somewhere(there)):
+            return 0
+        loaded, note = self._run.load_step(self._folder)
+        position = int(loaded.extra["position"])
+        if position != loaded.step * batch:
+            raise ConfigurationError(
+                f"{loaded.folder} was saved at sample {position}, which is no multiple of "
+                f"train.batch={batch}: go on with the batch that it was trained with"
+            )
+        if self._reporter.folder is not None:
+            forget_after(self._reporter.folder, loaded.step)
+        self._reporter.say(f"going on after step {loaded.step}, sample {position}{note}")
+        return loaded.step
+
+    def after_step(self, done: int) -> None:
+        """Save if it is time, or if a signal wants it; then leave with `SystemExit`."""
+        run = self._run
+        due = run.world.is_first and self._clock.is_due(done)
+        due, stop = run.world.somewhere(due, bool(self._stop.signal))
+        if not due and not stop:
+            return
+        self._clock.saved()
+        with run.record.span("checkpoint"):
+            saved = run.is_finite()
+            if saved:
+                aside = run.config.checkpoint.asynchronous and not stop
+                extra = {"position": done * run.config.train.batch}
+                self._saving = run.save_step(self._folder, done, extra, aside)
+        if not saved:
+            self._reporter.say(
+                f"step {done}: parameters or optimizer state are not finite; not saved, and the "
+                "checkpoints before it stay"
+            )
+        if stop:
+            what = f"step {done} is saved" if saved else f"step {done} is not saved"
+            self._reporter.say(f"signal received: {what}; go on with --resume")
+            raise SystemExit(COME_AGAIN)
+
+    def finish(self) -> None:
+        """Wait for a save that is under way. Raises `CheckpointError` if it failed."""
+        if self._saving is not None:
+            self._saving.wait()

@@ -9,10 +9,10 @@ from typing import Any
 from fullshard.checkpoint.format.stored import About, StoredTensor
 from fullshard.checkpoint.loading import Checkpoint, Progress
 from fullshard.checkpoint.ranks import SoloRanks
-from fullshard.checkpoint.reading.chunks import read_boxes
+from fullshard.checkpoint.reading.reads import PART_BYTES, in_parts, read_boxes
 from fullshard.checkpoint.saving import save
 from fullshard.checkpoint.shards import Piece, ShardReader
-from fullshard.core.boxes import Box, boxes_of_interval
+from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.core.safetensors_format import (
     Entry,
@@ -26,7 +26,6 @@ from fullshard.core.safetensors_format import (
 __all__ = ["export_safetensors", "import_safetensors"]
 
 INDEX = "model.safetensors.index.json"
-PART_BYTES = 8 * 2**20
 
 
 # -- out -----------------------------------------------------------------------------------------
@@ -109,7 +108,7 @@ def _write_file(
     try:
         with ShardReader(checkpoint.files, checkpoint.folder, checkpoint.manifest) as reader:
             for name, tensor in ordered.items():
-                for boxes, size_bytes in _parts(tensor):
+                for boxes, size_bytes in in_parts(tensor):
                     view = block[:size_bytes]
                     read_boxes(reader, prefix + name, tensor, boxes, view)
                     writer.append(view)
@@ -126,15 +125,6 @@ def _finish(writer: FileWriter, target: Path) -> None:
     writer.finish()
     if writer.failure is not None:
         raise CheckpointError(f"{target} cannot be written: {writer.failure}", file=str(target))
-
-
-def _parts(tensor: StoredTensor) -> Iterator[tuple[list[Box], int]]:
-    """A whole tensor in row-major order, as boxes of at most `PART_BYTES` together."""
-    item, most = tensor.item_bytes, PART_BYTES // tensor.item_bytes
-    numel = tensor.size_bytes // item
-    for start in range(0, numel, most):
-        stop = min(start + most, numel)
-        yield boxes_of_interval(tensor.shape, start, stop), (stop - start) * item
 
 
 # -- in ------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from fullshard.doctor.calibration.measure import calibrate
 from fullshard.doctor.links.ranks import joined
 from fullshard.launchers import check_nproc, launcher_environment
 from fullshard.local_ranks import run_local_ranks
+from fullshard.plan.cluster.cluster import Device
 from fullshard.plan.record import corrected, device_toml, read_record
 
 __all__ = ["main"]
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         text = run_local_ranks(_measured, (arguments.threads,), arguments.nproc, 300.0)
     else:
         _set_threads(arguments.threads)
-        text = calibrate(get_device()).toml("this-machine", 1)
+        text = _described(calibrate(get_device()))
     if text is not None:
         target.write_text(text, encoding="utf-8")
         print(f"{text}\nwritten to {target}: fullshard plan MODEL --device {target}")
@@ -72,5 +73,9 @@ def _measured(threads: int) -> str | None:
     """Measure on all ranks together; None on all but the first."""
     _set_threads(threads)
     with joined() as (comm, device, backend):
-        calibration = calibrate(device, comm, backend)
-        return calibration.toml("this-machine", comm.size) if comm.rank == 0 else None
+        measured = calibrate(device, comm, backend)
+        return _described(measured) if comm.rank == 0 else None
+
+
+def _described(device: Device) -> str:
+    return device_toml(device, device.origin)

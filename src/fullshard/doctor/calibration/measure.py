@@ -3,7 +3,7 @@
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,124 +11,78 @@ from torch.nn import functional as F
 
 from fullshard.doctor.links.measure import Links, RankClock, measure_links
 from fullshard.host_memory import host_total_bytes
+from fullshard.plan.cluster.cluster import Device, Link
+from fullshard.plan.cluster.read import fitted_constants
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.unit.buffers import FlatBuffer
 
-__all__ = ["Calibration", "calibrate"]
+__all__ = ["calibrate", "link_of"]
 
 _LINK_BYTES = (1 << 20, 1 << 24)
 _BUFFER_BYTES = 1 << 26
+_MEASURED_SHARES = [
+    f"{part}_share" for part in ("matmul", "attention", "memory", "inside", "between")
+]
 _SHAPES = {  # (m, n, k) of matrix products: large ones, and with one short dimension
     "cpu": ((512, 1024, 1024), (512, 512, 512), (64, 1024, 1024), (512, 1024, 128)),
     "cuda": ((8192, 8192, 8192), (8192, 4096, 1024), (4096, 1024, 4096), (16384, 768, 768)),
 }
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Measured constants of a machine. Rates are in FLOP/s and bytes/s, times in seconds.
-
-    ``ramp`` is the inner dimension at which a matrix product takes twice its time at full speed.
-    ``links`` is None without other ranks; ``contention`` is how much longer compute takes while a
-    collective runs. ``fresh`` is the rate at which a CPU's system hands out memory, None on GPUs.
-    """
-
-    title: str
-    cpu: bool
-    dtype: str
-    memory_bytes: int
-    flops: float
-    ramp: float
-    attention_flops: float
-    bandwidth: float
-    kernel_s: float
-    contention: float
-    links: Links | None
-    fresh: float | None = None
-
-    @property
-    def link(self) -> tuple[float, float]:
-        """Bytes/s and latency of a link, by the two sizes that were timed; zeros without links."""
-        if self.links is None:
-            return 0.0, 0.0
-        small, large = self.links.times[0], self.links.times[-1]
-        ranks = self.links.ranks
-        moved = (large.full_bytes - small.full_bytes) * (ranks - 1) / ranks
-        spent = max(large.gather_s - small.gather_s, 1e-9)
-        bandwidth = moved / spent
-        latency = small.gather_s - small.full_bytes * (ranks - 1) / ranks / bandwidth
-        return bandwidth, max(latency, 1e-6)
-
-    def toml(self, key: str, per_host: int) -> str:
-        """Return the calibration as a file that ``--device FILE.toml`` takes."""
-        bandwidth, latency = self.link
-        assumed = [] if self.links is not None else ["inside", "between"]
-        link = (bandwidth or 1e9, latency or 1e-4)
-        lines = [
-            "# SPDX-License-Identifier: Apache-2.0",
-            f"[{key}]",
-            f'title = "{self.title}"',
-            f"flops = {{ {self.dtype} = {self.flops:.6g} }}",
-            "sustained = 1.0",
-            f"attention = {{ flash2 = {self.attention_flops / self.flops:.4f} }}",
-            f"memory_bytes = {self.memory_bytes}",
-            f"bandwidth = {self.bandwidth:.6g}",
-            "power_w = 100",
-            f"host_link = {self.bandwidth:.6g}",
-            f"per_host = {per_host}",
-            f"inside = {{ bandwidth = {link[0]:.6g}, latency_s = {link[1]:.6g} }}",
-            f"between = {{ bandwidth = {link[0]:.6g}, latency_s = {link[1]:.6g} }}",
-            "context_bytes = 0",
-            f"cpu = {str(self.cpu).lower()}",
-            *([] if self.fresh is None else [f"fresh = {self.fresh:.6g}"]),
-            f"assumed = {assumed}".replace("'", '"'),
-            'origin = "measured by fullshard calibrate"',
-            "",
-            f"[{key}.constants]",
-            "matmul_share = 1.0",
-            f"matmul_ramp = {self.ramp:.6g}",
-            "attention_share = 1.0",
-            "memory_share = 1.0",
-            "inside_share = 1.0",
-            "between_share = 1.0",
-            f"contention = {self.contention:.4f}",
-            f"kernel_s = {self.kernel_s:.6g}",
-            f"step_s = {20 * self.kernel_s:.6g}",
-            "straggle_s = 0.0",
-        ]
-        return "\n".join(lines) + "\n"
-
-
-def calibrate(device: torch.device, comm: Comm | None = None, backend: str = "") -> Calibration:
+def calibrate(device: torch.device, comm: Comm | None = None, backend: str = "") -> Device:
     """Measure ``device``, and the links of ``comm`` if there is one. Collective over ``comm``.
 
     All ranks compute at once, as in training: where they share a processor they share its speed.
-    Every rank returns what the slowest of them measured for compute.
+    Every rank returns what the slowest of them measured for compute, with all ranks on one host;
+    links are assumed where there are no other ranks.
     """
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    cpu, dtype = device.type == "cpu", "float32" if device.type == "cpu" else "bfloat16"
     clock = _StepClock(device, comm)
-    flops, ramp = _matmuls(clock, dtype)
-    rates = [flops, _attention(clock, dtype), _bandwidth(clock), 1 / _kernel_s(clock)]
-    rates = clock.slowest([*rates, _fresh(clock) if device.type == "cpu" else 0.0])
-    links = None if comm is None else measure_links(comm, device, backend, _LINK_BYTES)
-    contention = 0.0 if comm is None else clock.slowest([-_contention(clock, comm)])[0]
-    memory = host_total_bytes()
-    if device.type == "cuda":
-        memory = torch.cuda.mem_get_info(device)[1]
-    return Calibration(
-        title=torch.cuda.get_device_name(device) if device.type == "cuda" else "this host's CPU",
-        cpu=device.type == "cpu",
-        dtype=str(dtype).removeprefix("torch."),
-        memory_bytes=memory,
-        flops=rates[0],
-        ramp=ramp,
-        attention_flops=rates[1],
-        bandwidth=rates[2],
-        kernel_s=1 / rates[3],
-        contention=max(0.0, -contention),
-        links=links,
-        fresh=rates[4] or None,
+    flops, ramp = _matmuls(clock, getattr(torch, dtype))
+    rates = [flops, _attention(clock, getattr(torch, dtype)), _bandwidth(clock)]
+    rates = clock.slowest([*rates, 1 / _kernel_s(clock), _fresh(clock) if cpu else 0.0])
+    flops, attention, bandwidth, kernels, fresh = rates
+    link, contention = Link(1e9, 1e-4), 0.0
+    if comm is not None:
+        link = link_of(measure_links(comm, device, backend, _LINK_BYTES))
+        contention = -clock.slowest([-_contention(clock, comm)])[0]
+    return Device(
+        key="this-machine",
+        title="this host's CPU" if cpu else torch.cuda.get_device_name(device),
+        flops={dtype: flops},
+        sustained=1.0,
+        attention={"flash2": attention / flops},
+        memory_bytes=host_total_bytes() if cpu else torch.cuda.mem_get_info(device)[1],
+        bandwidth=bandwidth,
+        power_w=100,
+        host_link=bandwidth,
+        per_host=1 if comm is None else comm.size,
+        inside=link,
+        between=link,
+        context_bytes=0,
+        assumed=() if comm is not None else ("inside", "between"),
+        origin="measured by fullshard calibrate",
+        cpu=cpu,
+        fresh=fresh or None,
+        constants=replace(
+            fitted_constants(),
+            **dict.fromkeys(_MEASURED_SHARES, 1.0),
+            matmul_ramp=ramp,
+            contention=max(0.0, contention),
+            kernel_s=1 / kernels,
+            step_s=20 / kernels,
+            straggle_s=0.0,
+        ),
     )
+
+
+def link_of(links: Links) -> Link:
+    """Return bytes/s and latency by the line through the first and the last size that was timed."""
+    small, large = links.times[0], links.times[-1]
+    part = (links.ranks - 1) / links.ranks
+    spent = max(large.gather_s - small.gather_s, 1e-9)
+    bandwidth = (large.full_bytes - small.full_bytes) * part / spent
+    return Link(bandwidth, max(small.gather_s - small.full_bytes * part / bandwidth, 1e-6))
 
 
 class _StepClock(RankClock):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """This machine as training will find it: read once, into data that the checks look at."""
 
-import importlib.metadata
 import platform
 import re
 import resource
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fullshard.core.tested import installed_version
 from fullshard.launchers import usable_cores
 
 __all__ = ["PACKAGES", "Gpu", "Machine", "Space", "facts", "read_machine"]
@@ -92,7 +92,7 @@ def read_machine(local_ranks: int, world_size: int, environ: Mapping[str, str]) 
     gpus = _gpus()
     files = _limit("RLIMIT_NOFILE")
     return Machine(
-        packages={name: _version(name) for name in PACKAGES},
+        packages={name: installed_version(name) for name in PACKAGES},
         local_ranks=local_ranks,
         world_size=world_size,
         python=(sys.version_info.major, sys.version_info.minor),
@@ -148,13 +148,6 @@ def _gib(size_bytes: int) -> str:
 
 def _limit_text(limit: int | None) -> str:
     return "unlimited" if limit is None else f"at most {limit}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _addresses(host: str) -> tuple[str, ...]:

@@ -82,16 +82,11 @@ def _told_in_our_words(what: str, path: Path) -> Iterator[None]:
             yield
     except CheckpointError:
         raise
-    except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
+    except (Exception, CheckpointException) as error:
+        causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
         why = causes[0] if causes else error
-        raise CheckpointError(f"{what}: {_first_line(why)}", file=str(path)) from error
-    except Exception as error:
-        raise CheckpointError(f"{what}: {_first_line(error)}", file=str(path)) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        words = f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0]}"
+        raise CheckpointError(f"{what}: {words}", file=str(path)) from error
 
 
 def _settings(owner: str, told: Mapping[str, Any]) -> dict[str, Any]:

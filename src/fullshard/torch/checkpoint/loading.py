@@ -14,7 +14,7 @@ from fullshard.checkpoint import Checkpoint, CheckpointRanks, RunFolder
 from fullshard.checkpoint.conversion import change_of_kind, is_narrower
 from fullshard.checkpoint.loading import Loading, Want
 from fullshard.checkpoint.ranks import failure_text
-from fullshard.checkpoint.rewriting import same_content
+from fullshard.checkpoint.reading.comparing import same_content
 from fullshard.checkpoint.runs.folder import run_folder
 from fullshard.checkpoint.session import Loaded, check_step
 from fullshard.core.errors import CheckpointError
@@ -35,7 +35,7 @@ from fullshard.torch.checkpoint.saving import (
     session_of,
 )
 from fullshard.torch.checkpoint.tensors import KnownBoxes, LocalPart, local_part
-from fullshard.torch.checkpoint.values import decode, set_random_state_of
+from fullshard.torch.checkpoint.values import decode, set_random_state
 from fullshard.torch.unit.extensions import resting_bytes
 
 __all__ = ["load_checkpoint"]
@@ -217,18 +217,23 @@ class _ModelDelivery:
             newer,
             tuple(settings),
             tuple(self._converted),
-            set_random_state=None if state is None else lambda: set_random_state_of(state),
+            set_random_state=None if state is None else lambda: set_random_state(state),
         )
 
     def _plan_model(self, key: str, model: nn.Module, strict: bool) -> None:
         manifest = self._checkpoint.manifest
         partial = self._state.get("parts", {}).get(key) == "trainable weights"
+        values = self._state.get("values", {})
         known: dict[int, str] = {}
         lacking: dict[str, int] = {}
         for name, value in entries_of_model(model).items():
             full = f"{key}/{name}"
-            if not isinstance(value, Tensor):
-                self._plan_value(model, full, name)
+            if not isinstance(value, Tensor):  # extra state of a module
+                if full in values:
+                    path = name.removesuffix("_extra_state").removesuffix(".")
+                    self._values.append((model, path, values[full]))
+                else:
+                    self._missing.append(full)
                 continue
             stored = manifest.tensor(full)
             if stored is None:
@@ -238,7 +243,11 @@ class _ModelDelivery:
                 continue
             self._known.append(full)
             resting = resting_bytes(value)
-            self._check_shape(full, stored.shape, (resting,) if resting else tuple(value.shape))
+            here = (resting,) if resting else tuple(value.shape)
+            if stored.shape != here:
+                raise CheckpointError(
+                    f"{full!r} has shape {stored.shape} in it and {here} in the model", tensor=full
+                )
             first = known.setdefault(identity(value), full)
             if first == full:  # tied values: once
                 self._targets.append((full, local_part(full, value, self._boxes)))
@@ -247,30 +256,10 @@ class _ModelDelivery:
         # Some files have tied values under one of their names.
         self._missing += [full for full, value in lacking.items() if value not in known]
 
-    def _plan_value(self, model: nn.Module, full: str, name: str) -> None:
-        """Extra state of a module, which is no tensor."""
-        values = self._state.get("values", {})
-        if full not in values:
-            self._missing.append(full)
-            return
-        path = name.removesuffix("_extra_state").removesuffix(".")
-        self._values.append((model, path, values[full]))
-
-    def _check_shape(self, name: str, stored: tuple[int, ...], here: tuple[int, ...]) -> None:
-        if stored != here:
-            raise CheckpointError(
-                f"{name!r} has shape {stored} in it and {here} in the model", tensor=name
-            )
-
     def _check_tied(self, first: str, other: str) -> None:
         manifest = self._checkpoint.manifest
-        one, two = manifest.tensor(first), manifest.tensor(other)
-        if (
-            one is not None
-            and two is not None
-            and one is not two
-            and not same_content(self._checkpoint, first, other)
-        ):
+        apart = manifest.tensor(first) is not manifest.tensor(other)
+        if apart and not same_content(self._checkpoint, first, other):
             raise CheckpointError(
                 f"{first!r} and {other!r} are one tensor in the model and two in the step; load "
                 "into a model in which they are not tied, or pass strict=False to take the first",

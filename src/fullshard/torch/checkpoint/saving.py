@@ -26,7 +26,7 @@ from fullshard.torch.checkpoint.collecting import (
 )
 from fullshard.torch.checkpoint.ranks import call_all, comms_of, ranks_over
 from fullshard.torch.checkpoint.tensors import KnownBoxes, local_part, piece_of
-from fullshard.torch.checkpoint.values import encode, random_state_tensor
+from fullshard.torch.checkpoint.values import encode, random_state
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.step.managed import managed_units
 
@@ -127,7 +127,7 @@ def save_checkpoint(
     def content() -> Content:
         collected = collect(models, optimizers, trainable_only, session.boxes)
         own = f"{RANDOM}/{session.ranks.rank}"
-        collected.parts[own] = replace(local_part(own, random_state_tensor()), tile=None)
+        collected.parts[own] = replace(local_part(own, random_state()), tile=None)
         pieces = [piece_of(name, part) for name, part in collected.parts.items()]
         pinned = any(part.local.is_cuda for part in collected.parts.values())
         about = _about(step, models, session.ranks.size, collected, extra)

@@ -3,7 +3,6 @@
 
 import json
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -15,14 +14,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.torch.checkpoint.tensors import DTYPES
 from fullshard.torch.state.weights_file import DTYPE_NAMES
 
-__all__ = [
-    "decode",
-    "encode",
-    "random_state",
-    "random_state_tensor",
-    "set_random_state",
-    "set_random_state_of",
-]
+__all__ = ["decode", "encode", "random_state", "set_random_state"]
 
 TENSOR = "fullshard.tensor"  # the key by which an encoded tensor is known
 MOST_BYTES = 2**20
@@ -56,17 +48,6 @@ def _other(value: Any) -> Any:
     return {TENSOR: DTYPE_NAMES[plain.dtype], "shape": tuple(plain.shape), "data": data}
 
 
-def random_state_tensor() -> Tensor:
-    """`random_state` as bytes, uint8."""
-    text = json.dumps(encode(random_state(), "random state")).encode()
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def set_random_state_of(tensor: Tensor) -> None:
-    """Set the state that `random_state_tensor` has given."""
-    set_random_state(decode(json.loads(tensor.numpy().tobytes())))
-
-
 def decode(value: Any) -> Any:
     """Invert `encode`; numpy's arrays come as tensors."""
     return _with_tensors(from_json(value))
@@ -85,20 +66,23 @@ def _with_tensors(value: Any) -> Any:
     return value
 
 
-def random_state() -> dict[str, Any]:
-    """The state of this rank's random number generators: Python's, numpy's, torch's, the GPU's."""
+def random_state() -> Tensor:
+    """This rank's generators as JSON in uint8: Python's, numpy's, torch's, the GPU's."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
-    return {
+    state = {
         "python": [version, numpy.asarray(words, numpy.uint32).tobytes(), gauss],
         "numpy": [kind, numpy.asarray(keys).tobytes(), position, has_gauss, cached],
         "torch": torch.get_rng_state().numpy().tobytes(),
         "cuda": torch.cuda.get_rng_state().numpy().tobytes() if _on_cuda() else None,
     }
+    text = json.dumps(encode(state, "random state")).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(tensor: Tensor) -> None:
     """Set what `random_state` returned. A GPU's is left alone where there is none."""
+    state = decode(json.loads(tensor.numpy().tobytes()))
     version, words, gauss = state["python"]
     random.setstate((version, tuple(numpy.frombuffer(words, numpy.uint32).tolist()), gauss))
     kind, keys, *rest = state["numpy"]

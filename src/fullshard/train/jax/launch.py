@@ -1,21 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From one command to devices: one process for all of them, or one of several that were started."""
+"""From one command to a run: devices of one process or of several, a mesh, a compiled step."""
 
 import os
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.jax import initialize
+from fullshard.core.presets import transformer
+from fullshard.jax import (
+    StoredAs,
+    create_mesh,
+    initialize,
+    load_weights,
+    make_train_step,
+    torch_names,
+)
 from fullshard.launchers import check_nproc, launcher_environment
 from fullshard.train.config import Config
+from fullshard.train.data import load
 from fullshard.train.fits import check_run
-from fullshard.train.jax.setup import prepare
-from fullshard.train.jax.world import device_stats
+from fullshard.train.jax.models import NnxDigitNet, NnxGPT
+from fullshard.train.jax.optimizer import adamw
+from fullshard.train.jax.run import DeviceWorld, JaxRun, device_stats, loss_of
 from fullshard.train.loop import train
 
-__all__ = ["launch"]
+__all__ = ["build_model", "launch", "prepare"]
 
 _SIMULATED = 2  # devices without an accelerator, unless somebody says
 
@@ -55,3 +68,46 @@ def _local_devices(nproc: int | None) -> list[jax.Device]:
             f"({devices[0].platform})"
         )
     return devices[:nproc]
+
+
+def prepare(config: Config, devices: list[jax.Device]) -> JaxRun:
+    """Load the data, and make model and optimizer sharded over ``devices``.
+
+    With several processes all of them must call. Raises `ConfigurationError` for data or weights
+    that cannot be read.
+    """
+    data = load(config)
+    replicas = len(devices) if config.shard.strategy == "NO_SHARD" else 1
+    mesh = create_mesh(fsdp=len(devices) // replicas, data=replicas, devices=devices)
+    make, names = build_model(config)
+    step = make_train_step(
+        make,
+        adamw(config.optim, config.train.steps),
+        loss_of,
+        mesh,
+        # SHARD_GRAD_OP keeps full parameters from forward to backward, like all else.
+        remat="none" if config.shard.strategy == "SHARD_GRAD_OP" else "block",
+        at_most_unsharded=1.0,  # any number of devices will do; the table of memory tells
+    )
+    state = step.init()
+    if config.train.initial_weights:
+        state = load_weights(config.train.initial_weights, step, state, names)
+    return JaxRun(config, DeviceWorld(mesh), data, step, names, state)
+
+
+def build_model(config: Config) -> tuple[Callable[[], nnx.Module], Mapping[str, StoredAs]]:
+    """Return what makes the plain model, and the names of its arrays in the torch model.
+
+    Parameters have the dtype asked for; nothing is computed yet. The torch model is that of
+    `fullshard.train.torch.models`, whose files this one reads.
+    """
+    dtype, seed = jnp.dtype(config.train.dtype), config.train.seed
+    shape = transformer(config.model.preset) if config.model.name == "gpt" else None
+
+    def make() -> nnx.Module:
+        if shape is None:
+            return NnxDigitNet(dtype, rngs=nnx.Rngs(seed, dropout=seed + 1))
+        return NnxGPT(shape, dtype, rngs=nnx.Rngs(seed))
+
+    tied = {"output.weight": "embedding.weight"} if shape is not None and shape.tied else {}
+    return make, torch_names(nnx.eval_shape(make), tied)

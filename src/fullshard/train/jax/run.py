@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from fullshard.checkpoint import Loaded, RunFolder, Saving
 from fullshard.core.spec import item_bytes
@@ -26,13 +28,12 @@ from fullshard.jax import (
     save_weights,
     torch_layout,
 )
-from fullshard.jax.checkpoint import leaves_of
+from fullshard.jax.checkpoint import leaves_of, process_ranks
 from fullshard.train.data import Batch
 from fullshard.train.jax.record import StepsRecord
-from fullshard.train.jax.world import DeviceWorld
-from fullshard.train.run import BytesRow, StepOutcome, TrainingRun
+from fullshard.train.run import BytesRow, StepOutcome, TrainingRun, World
 
-__all__ = ["JaxRun", "cross_entropy", "loss_of"]
+__all__ = ["DeviceWorld", "JaxRun", "cross_entropy", "device_stats", "loss_of"]
 
 _TEMPERATURE = 0.7  # of the sample of text
 
@@ -41,7 +42,7 @@ _TEMPERATURE = 0.7  # of the sample of text
 class JaxRun(TrainingRun):
     """A run in one process; ``names`` are those of its arrays in the torch model."""
 
-    world: DeviceWorld
+    world: "DeviceWorld"
     step: TrainStep
     names: Mapping[str, StoredAs]
     state: TrainState
@@ -223,3 +224,51 @@ def _group(_: str, shape: tuple[int, ...]) -> int:
 def _all_finite(tree: Any) -> Array:
     floating = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(x).all() for x in floating]).all()
+
+
+# -- its devices ----------------------------------------------------------------------------------
+
+
+def device_stats() -> dict[str, int]:
+    """Return what this process's first device tells of its memory; empty if it tells nothing."""
+    return jax.local_devices()[0].memory_stats() or {}
+
+
+class DeviceWorld(World):
+    """The devices of ``mesh``, over all processes.
+
+    One process drives all its devices, so that a step takes the whole batch: what the ranks of the
+    torch engine would take, one behind the other.
+    """
+
+    noun = "device"
+    part: tuple[int, int] = (0, 1)
+
+    def __init__(self, mesh: Mesh):
+        self.size: int = int(mesh.devices.size)
+        self.is_first: bool = jax.process_index() == 0
+        self.driver: str = mesh.devices.flat[0].device_kind
+        processes, cpu = jax.process_count(), mesh.devices.flat[0].platform == "cpu"
+        self.name: str = f"{self.size} {'CPU devices' if cpu else self.driver}"
+        if processes > 1:
+            self.name += f" of {processes} processes"
+        elif cpu:
+            self.name = f"{self.size} simulated CPU devices"
+        self.where: str = self.name
+
+    def device_memory(self) -> tuple[int, int] | None:
+        """See `World.device_memory`."""
+        stats = device_stats()
+        if "peak_bytes_in_use" in stats and "bytes_limit" in stats:
+            return stats["peak_bytes_in_use"], stats["bytes_limit"]
+        return None
+
+    def somewhere(self, *flags: bool) -> tuple[bool, ...]:
+        """See `World.somewhere`."""
+        if jax.process_count() == 1:
+            return flags
+        return tuple(multihost_utils.process_allgather(np.array(flags)).any(axis=0).tolist())
+
+    def shared_text(self, text: str) -> str:
+        """See `World.shared_text`."""
+        return process_ranks().broadcast(text.encode()).decode()

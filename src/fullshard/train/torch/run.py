@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on the torch engine: every rank computes on its slice of a batch."""
+"""A run on the torch engine, and its ranks: each computes on its slice of a batch."""
 
 import math
 from collections.abc import Iterator
@@ -9,24 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from fullshard.checkpoint import Loaded, RunFolder, Saving
 from fullshard.core.trace import Trace
+from fullshard.distributed import cleanup, get_device, join
 from fullshard.host_memory import host_total_bytes
 from fullshard.torch import load_checkpoint, save_checkpoint, save_full_weights, tracing, using
+from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.comm.protocol import Comm
+from fullshard.torch.comm.texts import broadcast_bytes
 from fullshard.torch.inspection import Bytes, recording, resting_bytes
 from fullshard.torch.inspection.last_words import is_out_of_memory
 from fullshard.torch.inspection.memory_summary import beside
 from fullshard.train.data import Batch
 from fullshard.train.fits import way_to_fit
 from fullshard.train.metrics import writing
-from fullshard.train.run import BytesRow, StepOutcome, TrainingRun
-from fullshard.train.torch.world import RankWorld
+from fullshard.train.run import BytesRow, StepOutcome, TrainingRun, World
 
-__all__ = ["TorchRun", "agree"]
+__all__ = ["RankWorld", "TorchRun", "agree", "joined"]
 
 _TEMPERATURE = 0.7  # of the sample of text
 
@@ -35,7 +39,7 @@ _TEMPERATURE = 0.7  # of the sample of text
 class TorchRun(TrainingRun):
     """A run on one rank; ``unsharded`` is the memory that one process would need."""
 
-    world: RankWorld
+    world: "RankWorld"
     model: nn.Module
     optimizer: torch.optim.Optimizer
     unsharded: Bytes
@@ -188,7 +192,7 @@ class TorchRun(TrainingRun):
         return bytes(text)
 
 
-def agree(world: RankWorld, loss: Tensor, norm: Tensor) -> tuple[float, list[int]]:
+def agree(world: "RankWorld", loss: Tensor, norm: Tensor) -> tuple[float, list[int]]:
     """Return the mean loss over all ranks, and the ranks whose loss or gradient norm is not finite.
 
     Collective: one small all-reduce, after which every rank knows the same and takes the same turn.
@@ -202,3 +206,67 @@ def agree(world: RankWorld, loss: Tensor, norm: Tensor) -> tuple[float, list[int
     total, *flags = world.total(values).tolist()
     bad_loss, bad_norm = ([r for r in range(size) if flags[2 * r + k]] for k in (0, 1))
     return total / size, bad_loss or bad_norm
+
+
+# -- its ranks ------------------------------------------------------------------------------------
+
+
+class RankWorld(World):
+    """A rank of ``comm`` that computes on ``device``."""
+
+    noun = "rank"
+
+    def __init__(self, comm: Comm, device: torch.device):
+        self.comm: Comm = comm
+        self.device: torch.device = device
+        self.part: tuple[int, int] = comm.rank, comm.size
+        self.size: int = comm.size
+        self.is_first: bool = comm.rank == 0
+        self.name: str = f"{comm.size} ranks"
+        self.where: str = f"{self.name} on {device.type}"
+        cuda = device.type == "cuda"
+        self.driver = torch.cuda.get_device_name(device) if cuda else device.type
+
+    def device_memory(self) -> tuple[int, int] | None:
+        """See `World.device_memory`."""
+        if self.device.type != "cuda":
+            return None
+        total = torch.cuda.mem_get_info(self.device)[1]
+        return torch.cuda.max_memory_allocated(self.device), total
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum of ``values`` (a small tensor, on `device`) over all ranks, in place. Collective."""
+        self.comm.all_reduce([values]).wait()
+        return values
+
+    def of_all(self, *values: float) -> list[list[float]]:
+        """See `World.of_all`."""
+        rows = torch.zeros(self.size, len(values), dtype=torch.float64, device=self.device)
+        rows[self.part[0]] = torch.tensor(values, dtype=torch.float64, device="cpu")
+        return self.total(rows).tolist()
+
+    def somewhere(self, *flags: bool) -> tuple[bool, ...]:
+        """See `World.somewhere`."""
+        counts = self.total(torch.tensor(flags, dtype=torch.float64, device=self.device))
+        return tuple(count > 0 for count in counts.tolist())
+
+    def shared_text(self, text: str) -> str:
+        """See `World.shared_text`."""
+        return broadcast_bytes(self.comm, text.encode(), self.device).decode()
+
+
+@contextmanager
+def joined(*, ask_hosts: bool = False) -> Iterator[RankWorld]:
+    """Join the ranks that the environment names (RANK, WORLD_SIZE, MASTER_ADDR, ...), then leave.
+
+    Collective. With GPUs each local rank takes one and NCCL carries the collectives, else Gloo.
+    With ``ask_hosts`` Gloo carries what is in host memory there, too: optional units ask in it.
+    """
+    device = get_device()
+    on_gpu = "cpu:gloo,cuda:nccl" if ask_hosts else "nccl"
+    join(on_gpu if device.type == "cuda" else "gloo")
+    world = dist.group.WORLD
+    assert world is not None
+    yield RankWorld(ProcessGroupComm(world), device)
+    # Not after an error: leaving would fail the other ranks before this one has said why.
+    cleanup()

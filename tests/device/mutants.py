@@ -280,6 +280,22 @@ MUTANTS = {
     "the host looks at every reduce": _edit(
         _GRADS + "reduce", _REDUCE, f"{_REDUCE}; self._reduced.flats[0][0].item()",
     ),
+    # steps that are replayed
+    "a replayed step goes on when another event comes": _edit(
+        "core.schedule.scheduler:Scheduler.on", "if compiled.events[cursor] != event:", "if False:",
+        "blocks dropped and in changing order",
+    ),
+    "a replayed reduce is not known to be under way": _edit(
+        "step.executor:Executor.do", "self._reducing.append(unit)",
+    ),
+    "what was gathered before the optimizer stepped is taken": _edit(
+        "unit.unit:Unit.gather", "if is_full and not full.outdated:", "if is_full:",
+        "kept after backward",
+    ),
+    "a complex tensor that travels alone is sent as it is": _edit(
+        "comm.process_group:ProcessGroupComm._by_pairs", "tensors[0].is_complex() or ", "",
+        "complex parameters",
+    ),
     # evictions
     "evicted gradients are not kept": _edit(
         _GRADS + "_evict", "self._leaving.append(onboard)", "pass", *_OFFLOAD,

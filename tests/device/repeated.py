@@ -17,6 +17,7 @@ from device.world import on_device, rank_of_job
 from fullshard.torch.comm import ranks
 
 BLOCKS, TOKENS, BEFORE = 3, 16, 3  # steps that may differ: schedules and state are made
+OPTIMIZER = {"bf16": {"fused": True}, "fp32": {"foreach": True}}  # by what gradients travel in
 
 
 class Diary(Machine):
@@ -54,13 +55,14 @@ class Diary(Machine):
 
 
 def repeated(reduces, steps):
-    """Compare ``steps`` forwards and backwards; tell what the first that differs does otherwise."""
+    """Compare ``steps`` of a model and AdamW; tell what the first that differs does otherwise."""
     with rank_of_job(0, cost.RANKS, Diary()) as machine:
         mesh = init_device_mesh("cuda", (cost.RANKS,), mesh_dim_names=("shard",))
         ranks.ranks_of(mesh, cost.FULL_SHARD)
         with on_device(machine):
             model = cost.model_of("fullshard", BLOCKS, reduces, mesh)
             model.order = range(BLOCKS)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **OPTIMIZER[reduces])
             x = torch.zeros(1, TOKENS, 4096, dtype=torch.bfloat16, device="cuda")
             usual, differs = None, None
             for step in range(BEFORE + steps):
@@ -69,8 +71,8 @@ def repeated(reduces, steps):
                     machine.questions = 0
                     machine.syncs.clear()
                 model(x).float().square().mean().backward()
-                for param in model.parameters():
-                    param.grad = None
+                optimizer.step()
+                optimizer.zero_grad()
                 if step == BEFORE:
                     usual = machine.notes
                 elif step > BEFORE and differs is None and machine.notes != usual:

@@ -183,6 +183,46 @@ def test_state_that_became_a_plain_tensor_ends_its_run(comm):
     assert kinds == [ShardedParameter, *[Tensor] * 4]
 
 
+@pytest.mark.parametrize("form", FORMS)
+@on_ranks(1)
+def test_an_optimizer_collects_again_only_what_has_changed(comm, form):
+    flat, plain = Flat(comm, values(0)), [nn.Parameter(value) for value in values(0)]
+    optimizer, reference = (
+        torch.optim.AdamW(params, lr=0.1, **FORMS[form]) for params in (flat.params, plain)
+    )
+    asked = []
+
+    def step(number, left_out=None):
+        flat.set_grads(values(number))
+        for param, grad in zip(plain, values(number), strict=True):
+            param.grad = grad
+        if left_out is not None:
+            flat.params[left_out].grad = plain[left_out].grad = None
+        asked.clear()
+        optimizer.step()
+        reference.step()
+        assert_same(flat.params, optimizer, plain, reference)
+        return len(asked)
+
+    step(1)
+    merged = MergedStep.of(optimizer)
+    collect = merged._collect
+    merged._collect = lambda *args: [asked.append(args), collect(*args)][1]
+    assert [step(2), step(3)] == [0, 0]
+    for each in optimizer, reference:
+        each.param_groups[0]["lr"] = 0.01
+    assert step(4) == 0
+    for each in optimizer, reference:
+        each.param_groups[0]["weight_decay"] = 0.5
+    assert [step(5), step(6)] == [1, 0]
+    assert [step(7, left_out=2), step(8), step(9)] == [1, 1, 0]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [step(10), step(11)] == [1, 0]
+    assert optimizer.param_groups[0]["params"].pop() is flat.params[-1]
+    assert reference.param_groups[0]["params"].pop() is plain[-1]
+    assert [step(12), step(13)] == [1, 0]
+
+
 # ---- whatever users do --------------------------------------------------------------------------
 
 

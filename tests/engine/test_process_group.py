@@ -175,7 +175,7 @@ def test_a_call_takes_the_equal_slices_of_one_dtype_and_unequal_ones_go_alone(ga
     single, several = (getattr(process_group, name) for name in names)
     alone = "allgather" if gathers else "reduce_scatter"
     group = SimpleNamespace(**{name: noted(name) for name in (single, several, alone)})
-    comm = SimpleNamespace(group=group)
+    comm = SimpleNamespace(group=group, _options={})
     route = process_group._Route(None, on_gloo=False, together=True)
 
     def send(*kinds):
@@ -193,6 +193,7 @@ def test_a_call_takes_the_equal_slices_of_one_dtype_and_unequal_ones_go_alone(ga
     assert send(wide, low, (torch.float32, True), wide) == [(alone, 1), (several, 2), (several, 1)]
     assert send((torch.float32, True), wide) == [(alone, 1), (single, 4 if gathers else 2)]
     assert send(low) == [(single, 4 if gathers else 2)]
+    assert send((torch.float32, True)) == [(alone, 1)]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -4,17 +4,19 @@
 [Note: Record, replay, fall back]
 During the first step nobody knows what comes next, so units are gathered when they are needed
 (backward is foreseen as forward in reverse). The events of that step are recorded and compiled into
-one list of ops for every event, with prefetches in it. The next steps replay that list: one
-comparison for each event. An event that is not the recorded one ends the replay; the rest of that
-step is decided on demand, recorded anew, and compiled again. Four such lists are kept: the next
-step replays the one that usually follows, else the usual one, so that two models in turn are each
-replayed, and one step of another kind does not spoil the next. On demand, what used to follow is
-gathered ahead ([Note: Followers] in `record`), and freed again when it is in the way.
+one list of ops for every event, with prefetches in it, each bound once to what carries it out. The
+next steps replay that list: one comparison for each event. An event that is not the recorded one
+ends the replay; the rest of that step is decided on demand, recorded anew, and compiled again. Four
+such lists are kept: the next step replays the one that usually follows, else the usual one, so that
+two models in turn are each replayed, and one step of another kind does not spoil the next. On
+demand, what used to follow is gathered ahead ([Note: Followers] in `record`), and freed again when
+it is in the way.
 
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fullshard.core.errors import UsageError
 from fullshard.core.schedule.record import (
@@ -32,6 +34,7 @@ from fullshard.core.strategy import Prefetch
 __all__ = ["Scheduler"]
 
 
+_STEP_END = Moment.STEP_END  # a member of an Enum is slow to look up
 _KEPT = 4  # records
 _ANY = 0
 
@@ -39,20 +42,8 @@ _ANY = 0
 @dataclass(frozen=True)
 class _Compiled:
     events: tuple[Event, ...]
-    ops: tuple[tuple[Op, ...], ...]
+    ops: tuple[list[Any], ...]  # bound
     before: tuple[State, ...]
-
-
-def _compile(
-    events: Sequence[Event], policies: Mapping[int, UnitPolicy], prefetch: Prefetch
-) -> _Compiled:
-    state, turn = State(policies, prefetch), first_of_backward(events)
-    ops, before = [], []
-    for position, event in enumerate(events):
-        before.append(state.copy())
-        coming = upcoming(events, position, turn)
-        ops.append(tuple(state.decide(event, coming, turns(events, position))))
-    return _Compiled(tuple(events), tuple(ops), tuple(before))
 
 
 class _Records:
@@ -92,10 +83,23 @@ class _Records:
         return self._kept[number]
 
 
-class Scheduler:
-    """Turns events into ops as they happen. See [Note: Record, replay, fall back]."""
+def _itself(op: Op) -> Op:
+    return op
 
-    def __init__(self, policies: Mapping[int, UnitPolicy], prefetch: Prefetch):
+
+class Scheduler:
+    """Turns events into ops as they happen. See [Note: Record, replay, fall back].
+
+    ``bind`` makes of an op what `on` gives for it.
+    """
+
+    def __init__(
+        self,
+        policies: Mapping[int, UnitPolicy],
+        prefetch: Prefetch,
+        bind: Callable[[Op], Any] = _itself,
+    ):
+        self._bind = bind
         self._policies = dict(policies)
         self._prefetch = prefetch
         self._compiled: _Compiled | None = None
@@ -123,18 +127,19 @@ class Scheduler:
         """Events of this step that were decided on demand."""
         return len(self._events)
 
-    def on(self, event: Event) -> Sequence[Op]:
-        """The ops to carry out now, in order."""
-        compiled = self._compiled
-        if compiled is not None and self._state is None:
-            cursor = self._cursor
-            if cursor < len(compiled.events) and compiled.events[cursor] == event:
-                self._cursor = cursor + 1
-                if event.moment is Moment.STEP_END:
-                    self._end(self._number)
-                return compiled.ops[cursor]
+    def on(self, event: Event) -> Sequence[Any]:
+        """The ops to carry out now, in order, each as it was bound."""
+        compiled = self._compiled  # whose last event is the end of a step
+        if compiled is None:
+            return self._decide_on_demand(event)
+        cursor = self._cursor
+        if compiled.events[cursor] != event:
             self._leave_the_record(compiled)
-        return self._decide_on_demand(event)
+            return self._decide_on_demand(event)
+        self._cursor = cursor + 1
+        if event[0] is _STEP_END:
+            self._end(self._number)
+        return compiled.ops[cursor]
 
     def _leave_the_record(self, compiled: _Compiled) -> None:
         cursor = self._cursor
@@ -155,7 +160,17 @@ class Scheduler:
                 last = len(self._to_come_back) - 1 - self._to_come_back[::-1].index(event.unit)
                 del self._to_come_back[last]
 
-    def _decide_on_demand(self, event: Event) -> Sequence[Op]:
+    def _compile(self, events: tuple[Event, ...]) -> _Compiled:
+        state, turn = State(self._policies, self._prefetch), first_of_backward(events)
+        ops, before = [], []
+        for position, event in enumerate(events):
+            before.append(state.copy())
+            coming = upcoming(events, position, turn)
+            decided = state.decide(event, coming, turns(events, position))
+            ops.append(list(map(self._bind, decided)))
+        return _Compiled(events, tuple(ops), tuple(before))
+
+    def _decide_on_demand(self, event: Event) -> Sequence[Any]:
         if self._state is None:
             self._state = State(self._policies, self._prefetch)
         if event.unit not in self._policies and event.moment is not Moment.STEP_END:
@@ -168,13 +183,12 @@ class Scheduler:
         elif event.moment is Moment.FORWARD_BEGIN:
             coming = self._followers.after(event.unit)
         turns = event.moment is Moment.FORWARD_END and self._followers.turns(event.unit)
-        ops = self._state.decide(event, coming, turns, sure=False)
+        ops = list(map(self._bind, self._state.decide(event, coming, turns, sure=False)))
         if event.moment is Moment.STEP_END:
             events = tuple(self._events)
             number = self._records.find(events)
             if number is None:
-                compiled = _compile(events, self._policies, self._prefetch)
-                number = self._records.add(compiled)
+                number = self._records.add(self._compile(events))
             self._end(number)
         return ops
 

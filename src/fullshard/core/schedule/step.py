@@ -52,7 +52,10 @@ from fullshard.core.schedule.unit_step import Phase, UnitCall, UnitStep
 __all__ = ["StepMachine"]
 
 _event = cache(Event)
-
+# Members of an Enum are slow to look up.
+_FORWARD_BEGIN, _FORWARD_END = Moment.FORWARD_BEGIN, Moment.FORWARD_END
+_BACKWARD_BEGIN, _BACKWARD_END = Moment.BACKWARD_BEGIN, Moment.BACKWARD_END
+_AT_REST = Phase.AT_REST
 
 _Call = TypeVar("_Call", bound=UnitCall)
 
@@ -129,12 +132,12 @@ class StepMachine:
             unit.run_forward(self._now)
             self._due.pop(unit, None)
             self._due[unit] = None
-        return _event(Moment.FORWARD_BEGIN, unit.number)
+        return _event(_FORWARD_BEGIN, unit.number)
 
     def new_call(self, unit: UnitStep, kind: type[_Call]) -> _Call:
         """The unit's forward that runs already, as a call whose backward may come."""
-        around = [other for other in self.running if other is not unit]
-        parent = around[-1].call if around else None
+        around = next((other for other in reversed(self.running) if other is not unit), None)
+        parent = None if around is None else around.call
         unit.call = call = kind(unit, parent, (self._recomputed or self._forwards, self._now))
         return call
 
@@ -152,7 +155,7 @@ class StepMachine:
                 unit.stand_in((self._recomputed or self._forwards, unit.last_begin), self._now)
             elif not (call is not None and call.leads_back) and not unit.calls():
                 self._lose_outputs(unit)
-        return _event(Moment.FORWARD_END, unit.number)
+        return _event(_FORWARD_END, unit.number)
 
     def leads_back(self, unit: UnitStep) -> bool:
         """True if the backward of a unit may come on this rank, of the root's latest forward."""
@@ -238,14 +241,16 @@ class StepMachine:
         """A parameter has its gradient, or a part of it."""
         self._task, self.in_backward = task, True
         unit.here.add(index)
-        if task in unit.came:
-            unit.came[task].add(index)
-        phase = unit.phase
-        if not (phase.due or phase.open) and phase is Phase.AT_REST:
-            unit.move("take a gradient")
-            self._active[unit] = None
+        came = unit.came.get(task)
+        if came is not None:
+            came.add(index)
+        if not unit.phase.open:
+            if unit.phase is _AT_REST:
+                unit.move("take a gradient")
+                self._active[unit] = None
+            return ()
         call = unit.last_reached()
-        if not phase.open or (call is not None and call.begun and call.watched):
+        if call is not None and call.begun and call.watched:
             return ()  # it is not over: gradients of inputs will come
         self._events = []
         self._end_what_is_over(unit)
@@ -306,7 +311,7 @@ class StepMachine:
         unit.move("begin backward")
         unit.begun = True
         self._active[unit] = None
-        self._events.append(_event(Moment.BACKWARD_BEGIN, unit.number))
+        self._events.append(_event(_BACKWARD_BEGIN, unit.number))
 
     def _pass_over(self, after: int) -> None:
         """Begin the units that were not used as others may. See [Note: One order on all ranks]."""
@@ -373,7 +378,7 @@ class StepMachine:
 
     def _end_others(self) -> None:
         still_open = [other for other in self._active if other.phase.open]
-        for other in sorted(still_open, key=_turn):
+        for other in sorted(still_open, key=_turn) if len(still_open) > 1 else still_open:
             if self._is_over(other):
                 self._end_what_is_over(other)
                 return
@@ -414,7 +419,7 @@ class StepMachine:
         elif not unit.calls(self._reached):  # else units around it wait for an earlier call
             self._due.pop(unit, None)
         unit.held_back = bool(unit.trained) and not unit.requires_gradient_sync
-        self._events.append(_event(Moment.BACKWARD_END, unit.number))
+        self._events.append(_event(_BACKWARD_END, unit.number))
 
 
 def _latest(unit: UnitStep) -> int:

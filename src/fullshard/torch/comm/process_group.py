@@ -49,19 +49,17 @@ class _Pending:
         self._finish = finish
 
     def wait(self) -> None:
-        if self._works:
-            self._witness.waits(self._what, self._works)
-            self._let_go()
+        works = self._works
+        if works:
+            self._witness.waits(self._what, works)
+            # They hold their outputs; the witness looks at a mark instead.
+            late, self._works = self._witness.pending, ()
+            if late is not None and late[2] is works:
+                mark = _Mark.of(self._device)
+                self._witness.pending = None if mark is None else (*late[:2], (mark,))
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
-
-    def _let_go(self) -> None:
-        """Leave the works, which hold their outputs; the witness looks at a mark instead."""
-        late, works, self._works = self._witness.pending, self._works, ()
-        if late is not None and late[2] is works:
-            mark = _Mark.of(self._device)
-            self._witness.pending = None if mark is None else (*late[:2], (mark,))
 
     def is_completed(self) -> bool:
         return all([work.is_completed() for work in self._works])  # noqa: C419 - at every event
@@ -135,6 +133,7 @@ class ProcessGroupComm:
         self._exchanges = 0
         # By device, since a group may have Gloo for the host and NCCL for CUDA at the same time.
         self._routes: dict[torch.device, _Route] = {}
+        self._options: dict[str, AllgatherOptions | ReduceScatterOptions] = {}  # by method
 
     def _route_of(self, tensor: Tensor) -> _Route:
         """Return the way that ``tensor`` travels.
@@ -262,8 +261,13 @@ class ProcessGroupComm:
         Unequal slices go by a call of their own for each of ``fulls`` that has such.
         """
         gathers = single is _GATHER
-        options = AllgatherOptions() if gathers else ReduceScatterOptions()
-        options.asyncOp = True
+        options = self._options.get(single)
+        if options is None:
+            options = AllgatherOptions() if gathers else ReduceScatterOptions()
+            options.asyncOp = True
+            self._options[single] = options
+        if len(tensors) == 2 and not (tensors[0].is_complex() or isinstance(fulls[0], Parts)):
+            return [getattr(self.group, single)(*tensors, options)]  # as most are
         if any(map(torch.is_complex, tensors)):
             # NCCL knows no complex numbers; a sum of them is one of their parts.
             tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]

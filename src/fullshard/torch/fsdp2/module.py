@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
-from fullshard.core.schedule import OpKind
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm.process_group import group_of
 from fullshard.torch.sharding.initialisation import filled_with_nan
@@ -135,7 +134,7 @@ class FSDPModule(NotCopied, _OwnModule):
         """
         managed = _managed(self)
         if managed.unit.params:
-            managed.unit.do(OpKind.GATHER)
+            managed.unit.gather()
         handle = UnshardHandle(managed)
         if async_op:
             return handle
@@ -146,7 +145,7 @@ class FSDPModule(NotCopied, _OwnModule):
         """Drop the unit's full parameters now and show the sharded ones."""
         unit = _managed(self).unit
         if not unit.resident:
-            unit.do(OpKind.FREE)
+            unit.free()
         unit.hide_full()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:

@@ -21,7 +21,7 @@ its place in vectorised loops: see [Note: Thirty-two elements] in `fullshard.cor
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_, sub
+from operator import attrgetter, is_, itemgetter, sub
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ _MOST_MISSES = 8
 _version = attrgetter("_version")
 _local = attrgetter("local")
 _owner = attrgetter("ownership")
+_grad = attrgetter("grad")
 
 Lists = Sequence[list[Any]]
 """What ``_init_group`` has filled: parameters, gradients, then state by kind. Empty for a kind that
@@ -83,30 +84,42 @@ class MergedStep:
         self.finish()  # the group before this one, or a step that failed
         if self.prepare is not None:
             self.prepare(group["params"])
-        result = self._collect(self._optimizer(), group, *lists)
-        if lists[0] and not group.get("differentiable") and not torch.compiler.is_compiling():
-            self._merge(lists)
-        return result
+        optimizer: Any = self._optimizer()
+        params = group["params"]
+        if not params or group.get("differentiable") or torch.compiler.is_compiling():
+            return self._collect(optimizer, group, *lists)
+        plan = self._plans.get(id(params[0]))
+        grads = None if plan is None else plan.collect(optimizer.state, group, lists)
+        if plan is None or grads is None:
+            result = self._collect(optimizer, group, *lists)
+            plan, grads = self._plan_for(lists) if lists[0] else (None, None)
+            if plan is None or grads is None:
+                return result
+            plan.remember(optimizer.state, group, lists, result)
+        else:
+            self._misses.pop(id(params[0]), None)
+        self._unfinished = plan
+        plan.apply(lists, grads)
+        return plan.result
 
-    def _merge(self, lists: Lists) -> None:
+    def _plan_for(self, lists: Lists) -> tuple["_Merging | None", list[Tensor] | None]:
+        """Return the plan that fits, made now if need be, and the gradients of its runs."""
         key = id(lists[0][0])
         plan = self._plans.get(key)
         grads = None if plan is None else plan.merged_grads(lists)
-        if plan is not None and grads is not None:
+        if grads is not None:
             self._misses.pop(key, None)
-        else:
-            self._plans.pop(key, None)
-            misses = self._misses[key] = self._misses.get(key, 0) + 1
-            if misses > _MOST_MISSES and misses % _MOST_MISSES:
-                return  # other gradients in each step: plans cost more than they bring
-            plan = _Merging(lists, self._equal_numbers)
-            grads = plan.merged_grads(lists)
-            if grads is None:  # no plan fits this
-                return
+            return plan, grads
+        self._plans.pop(key, None)
+        misses = self._misses[key] = self._misses.get(key, 0) + 1
+        if misses > _MOST_MISSES and misses % _MOST_MISSES:
+            return None, None  # other gradients in each step: plans cost more than they bring
+        plan = _Merging(lists, self._equal_numbers)
+        grads = plan.merged_grads(lists)
+        if grads is not None:
             self._plans[key] = plan
             self._watch(plan, lists, key)
-        self._unfinished = plan
-        plan.apply(lists, grads)
+        return plan, grads
 
     def _watch(self, plan: "_Merging", lists: Lists, key: int) -> None:
         reference = weakref.ref(self)
@@ -245,6 +258,47 @@ class _Merging:
         self._ids = self._find_ids(lists)
         self._versions = list(map(_version, self._numbers))
         self._watched: list[weakref.ref[Any]] = []
+        self.result: Any = None  # of the optimizer's ``_init_group``
+        self._settings: Any = None  # of the group, if it need not be asked again
+        self._getters: dict[int, Callable[[Any], Any]] = {}  # from a parameter's state, by column
+
+    def remember(self, state: Any, group: dict[str, Any], lists: Lists, result: Any) -> None:
+        """Note where the optimizer has found what it put into ``lists``, if `collect` can, too."""
+        params, self.result, self._settings = group["params"], result, None
+        if not len(params) == len(lists[0]) == len(self._members):
+            return
+        for k in self._columns:
+            name = next((n for n, each in state[params[0]].items() if each is lists[k][0]), None)
+            if any(
+                state[p].get(name) is not each for p, each in zip(params, lists[k], strict=True)
+            ):
+                return
+            self._getters[k] = itemgetter(name)
+        self._settings = _settings_of(group)
+
+    def collect(self, state: Any, group: dict[str, Any], lists: Lists) -> list[Tensor] | None:
+        """Fill ``lists`` as the optimizer would, and return `merged_grads`.
+
+        None if it must do so itself, as something is not as it was; ``lists`` are then empty.
+        """
+        if self._settings is None or _settings_of(group) != self._settings:
+            return None
+        params = group["params"]
+        grads = list(map(_grad, params))
+        states = list(map(state.get, params)) if self._getters else []
+        if not all(states):
+            return None
+        try:
+            columns = {k: list(map(get, states)) for k, get in self._getters.items()}
+        except KeyError:
+            return None
+        for k, column in {0: params, 1: grads, **columns}.items():
+            lists[k][:] = column
+        found = self.merged_grads(lists)
+        if found is None:
+            for each in lists:
+                each.clear()
+        return found
 
     def _find_offsets(self, grads: Sequence[Any]) -> list[int]:
         """Return how many bytes each gradient that is held lies behind the first of its run."""
@@ -346,6 +400,12 @@ class _Merging:
         if self._others:
             torch._foreach_copy_(self._others, self._copied)
         self._versions = list(map(_version, self._numbers))
+
+
+def _settings_of(group: dict[str, Any]) -> Any:
+    """Return what an optimizer looks at when it collects, and what it does not care for."""
+    others = [(name, value) for name, value in group.items() if name not in ("params", "lr")]
+    return type(group.get("lr")), others
 
 
 def _goes_with(value: Any, param: ShardedParameter) -> bool:

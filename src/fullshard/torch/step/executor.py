@@ -2,24 +2,35 @@
 """The executor: asks the schedule which ops follow an event, and has units carry them out."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import call
 
-from fullshard.core.schedule import Event, Moment, OpKind, Scheduler, UnitPolicy, unit_policy
+from fullshard.core.schedule import Event, Moment, Op, OpKind, Scheduler, UnitPolicy, unit_policy
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.step.managed import ManagedUnit
 from fullshard.torch.step.profiling import OpRecorder, UnitMarks, profiler_runs
-from fullshard.torch.unit.unit import Unit
+from fullshard.torch.unit.unit import ACTIONS, Unit
 
 __all__ = ["Executor", "policy_of"]
 
-_REDUCE, _AWAIT_REDUCE = OpKind.REDUCE, OpKind.AWAIT_REDUCE  # one look-up for each op, not two
+_STEP_END = Moment.STEP_END  # a member of an Enum is slow to look up
+_REDUCE, _AWAIT_REDUCE = OpKind.REDUCE, OpKind.AWAIT_REDUCE
 _ENDS_OF_REDUCES = (OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
 _NAMED = (OpKind.GATHER, OpKind.AWAIT_GATHER, OpKind.REDUCE, OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
 
 _MOST_EVENTS = 64
 """The number of events per unit after which an endless step is cut, so that its record does not
 grow for ever when forward runs with gradients and nobody calls backward."""
+
+
+_BoundOp = tuple[OpKind, "weakref.ref[Unit]", Callable[[Unit], bool]]
+"""An op as a schedule replays it: its unit, and what is called with that."""
+
+
+def _bound(units: Sequence["weakref.ref[Unit]"], op: Op) -> _BoundOp:
+    return op.kind, units[op.unit], ACTIONS[op.kind]
 
 
 class Executor:
@@ -32,6 +43,7 @@ class Executor:
     def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
         # by number
         self.references: list[weakref.ref[ManagedUnit]] = [weakref.ref(unit) for unit in units]
+        self._bind = partial(_bound, [weakref.ref(managed.unit) for managed in units])
         self._with_copies = [weakref.ref(managed) for managed in units if managed.unit.copies]
         self._marks = UnitMarks()
         self._reducing: list[Unit] = []
@@ -67,7 +79,7 @@ class Executor:
             )
             for m in self.units
         }
-        self._evaluation = Scheduler(policies, prefetch)
+        self._evaluation = Scheduler(policies, prefetch, self._bind)
         self._by_reduced: dict[frozenset[int], Scheduler] = {}
         self._active = self._training
         self.evaluating = False
@@ -83,7 +95,7 @@ class Executor:
                 m.number: policy_of(m, reduced=m.number in reduced, root=m.number == 0)
                 for m in self.units
             }
-            self._by_reduced[reduced] = Scheduler(policies, self.prefetch)
+            self._by_reduced[reduced] = Scheduler(policies, self.prefetch, self._bind)
         return self._by_reduced[reduced]
 
     @property
@@ -129,40 +141,51 @@ class Executor:
 
     def do(self, event: Event) -> None:
         """Carry out the ops that follow ``event``."""
-        put_off = event.moment is Moment.STEP_END and not self.is_last_backward
-        watched = bool(self.recorders) or profiler_runs()
-        for kind, number in self._active.on(event):
-            owner = self.references[number]()
-            if owner is None or (put_off and kind in _ENDS_OF_REDUCES):
-                continue
-            unit = owner.unit
-            if kind is _AWAIT_REDUCE and unit not in self._reducing:
-                continue
-            if watched:
-                self._show(kind, unit, event.unit)
-            else:
-                self._carry_out(kind, unit)
+        ops = self._active.on(event)
+        if ops and (event[0] is _STEP_END or self.recorders or profiler_runs()):
+            self._do_in_sight(ops, event)
+        else:
+            for kind, reference, act in ops:
+                unit = reference()
+                if unit is None:
+                    continue
+                if kind is _AWAIT_REDUCE:
+                    self._await_reduce(unit)
+                    continue
+                act(unit)
+                if kind is _REDUCE:
+                    self._reducing.append(unit)
         if self._reducing:
             self._take_completed_reduces()
 
-    def _carry_out(self, kind: OpKind, unit: Unit) -> bool:
-        """Let ``unit`` do it; False if there was nothing to do."""
-        if kind is _AWAIT_REDUCE:
-            self._reducing.remove(unit)
-        done = unit.do(kind)
-        if kind is _REDUCE:
-            self._reducing.append(unit)
-        elif done and unit.copies and kind is _AWAIT_REDUCE:
+    def _await_reduce(self, unit: Unit) -> bool:
+        """Have the reduce of ``unit`` delivered; False if it has been, or there is none."""
+        if unit not in self._reducing:
+            return False
+        self._reducing.remove(unit)
+        done = unit.await_reduce()
+        if done and unit.copies:
             self._let_go_before(unit)
         return done
 
+    def _do_in_sight(self, ops: Sequence[_BoundOp], event: Event) -> None:
+        """Carry out ops in sight of the profiler and of recorders, or at the end of a step."""
+        put_off = event.moment is _STEP_END and not self.is_last_backward
+        for kind, reference, _ in ops:
+            unit = reference()
+            if unit is not None and not (put_off and kind in _ENDS_OF_REDUCES):
+                self._show(kind, unit, event.unit)
+
     def _show(self, kind: OpKind, unit: Unit, asked_by: int = -1) -> None:
-        """Carry out an op in sight of the profiler and of recorders."""
+        if kind is _AWAIT_REDUCE and unit not in self._reducing:
+            return
         marked = kind in _NAMED and profiler_runs()
         if marked:
             self._marks.begin(kind.value, unit)
         begins = [recorder.mark() for recorder in self.recorders]
-        done = self._carry_out(kind, unit)
+        done = self._await_reduce(unit) if kind is _AWAIT_REDUCE else ACTIONS[kind](unit)
+        if kind is _REDUCE:
+            self._reducing.append(unit)
         if marked:
             self._marks.end(kind.value, unit)
         if not done:
@@ -173,11 +196,13 @@ class Executor:
 
     def _take_completed_reduces(self) -> None:
         # A reduce that has completed gives its memory back now, not when the schedule asks for it.
-        for unit in [unit for unit in self._reducing if unit.gradients.completed]:
+        for unit in self._reducing.copy():
+            if not unit.gradients.completed:
+                continue
             if self.recorders:
                 self._show(OpKind.AWAIT_REDUCE, unit)
             else:
-                self._carry_out(OpKind.AWAIT_REDUCE, unit)
+                self._await_reduce(unit)
 
     def _let_go_before(self, unit: Unit) -> None:
         # Their copies have had the time of a whole unit's backward.
@@ -189,7 +214,7 @@ class Executor:
 
 
 def _alive(references: Sequence[weakref.ref[ManagedUnit]]) -> list[ManagedUnit]:
-    return [managed for reference in references if (managed := reference()) is not None]
+    return list(filter(None, map(call, references)))
 
 
 def policy_of(managed: ManagedUnit, *, reduced: bool, root: bool) -> UnitPolicy:

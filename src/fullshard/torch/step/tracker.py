@@ -38,6 +38,9 @@ from fullshard.torch.unit.unit import Unit
 
 __all__ = ["Tracker", "ensure_tracker", "tracker_of"]
 
+# Members of an Enum are slow to look up.
+_BACKWARD_BEGIN, _BACKWARD_END = Moment.BACKWARD_BEGIN, Moment.BACKWARD_END
+_STEP_END = Moment.STEP_END
 _graph_task = torch._C._current_graph_task_id
 _forwards = count(1)
 _roots_in_backward: "dict[int, list[Tracker]]" = {}
@@ -141,18 +144,19 @@ class Tracker:
 
     def forward_begins(self, managed: ManagedUnit) -> None:
         """A unit's forward is about to run: gather it."""
+        unit, step, executor = managed.unit, managed.step, self.executor
         if managed.summoned:
             raise UsageError(
-                f"unit {managed.unit.name!r} cannot run forward within summon_full_params, which "
+                f"unit {unit.name!r} cannot run forward within summon_full_params, which "
                 "shows its parameters to you; leave the context first"
             )
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            refuse_transform(managed.unit.name)
+            refuse_transform(unit.name)
         if self.unchecked and not self._running:
             self._before_first_step()
-        if managed.unit.on_meta:
-            take_over(managed.unit)
-        managed.unit.check_shown()
+        if unit.on_meta:
+            take_over(unit)
+        unit.check_shown()
         if not self._running or managed.number == 0:
             self._begin_at_the_top()
         with_grad = torch.is_grad_enabled()
@@ -160,17 +164,17 @@ class Tracker:
             task = _graph_task()
             recomputing = self._in_backward and task != -1
             if recomputing and not self._running:
-                self._carry_out(self._machine.runs_again(managed.step, task))
+                self._carry_out(self._machine.runs_again(step, task))
             self.optional.before(managed, recomputing=recomputing)
         again = with_grad and self._in_backward and is_recomputation()
-        may_come = with_grad or (managed.step.partial and not self.executor.evaluating)
+        may_come = with_grad or (step.partial and not executor.evaluating)
         awaited = may_come and not again
-        self.executor.do(self._machine.forward_begins(managed.step, with_grad=awaited))
-        managed.unit.begin_forward()
+        executor.do(self._machine.forward_begins(step, with_grad=awaited))
+        unit.begin_forward()
         if profiler_runs():
-            self._marks.begin("forward", managed.unit)
-        for recorder in self.executor.recorders:
-            recorder.begins("forward", managed.unit)
+            self._marks.begin("forward", unit)
+        for recorder in executor.recorders:
+            recorder.begins("forward", unit)
         if with_grad and not again:
             self.new_call(managed)
 
@@ -237,22 +241,22 @@ class Tracker:
         Not if its backward may come ``unseen``, since nobody would gather it again: it then stays
         full until the step ends.
         """
-        step = managed.step
+        unit, step, executor = managed.unit, managed.step, self.executor
         while self._running[-1] is not step:
-            inner = self.executor.references[self._running[-1].number]()
+            inner = executor.references[self._running[-1].number]()
             assert inner is not None
             inner.end_forward()  # of its modules not all were called
-        event = self._machine.forward_ends(step, training=not self.executor.evaluating)
+        event = self._machine.forward_ends(step, training=not executor.evaluating)
         if self._marks.open:
-            self._marks.end("forward", managed.unit)
-        for recorder in self.executor.recorders:
-            recorder.ends("forward", managed.unit)
+            self._marks.end("forward", unit)
+        for recorder in executor.recorders:
+            recorder.ends("forward", unit)
         if not step.running:
-            managed.unit.end_forward(show_sharded=not step.phase.open)
+            unit.end_forward(show_sharded=not step.phase.open)
         if not unseen:
-            self.executor.do(event)
-        if self.executor.evaluating and not self._running:
-            self.executor.finish_step()
+            executor.do(event)
+        if executor.evaluating and not self._running:
+            executor.finish_step()
 
     def before_end(self, managed: ManagedUnit, output: Any) -> Any:
         """A unit's forward will end: take part in what other ranks still run inside it.
@@ -385,33 +389,34 @@ class Tracker:
         self._backward_ends()
 
     def _carry_out(self, events: Sequence[Event]) -> None:
+        executor = self.executor
         for event in events:
             moment, number = event
-            if moment is Moment.STEP_END:
-                self.executor.finish_step()
+            if moment is _STEP_END:
+                executor.finish_step()
                 return
-            managed = self.executor.references[number]()
+            managed = executor.references[number]()
             if managed is None:
                 continue
             unit = managed.unit
-            if moment is Moment.BACKWARD_BEGIN:
-                if profiler_runs():
-                    self._marks.begin("backward", unit)
-                self.executor.do(event)
-                if managed.unshard_in_backward:
-                    unit.use()
-                for recorder in self.executor.recorders:
-                    recorder.begins("backward", unit)
-            elif moment is not Moment.BACKWARD_END:
-                assert self.optional is not None
-                self.optional.follow_recomputation(managed, moment)
-            else:
-                for recorder in self.executor.recorders:
+            if moment is _BACKWARD_END:
+                for recorder in executor.recorders:
                     recorder.ends("backward", unit)
-                self.executor.do(event)
+                executor.do(event)
                 unit.show_sharded()
                 if self._marks.open:
                     self._marks.end("backward", unit)
+            elif moment is _BACKWARD_BEGIN:
+                if profiler_runs():
+                    self._marks.begin("backward", unit)
+                executor.do(event)
+                if managed.unshard_in_backward:
+                    unit.use()
+                for recorder in executor.recorders:
+                    recorder.begins("backward", unit)
+            else:
+                assert self.optional is not None
+                self.optional.follow_recomputation(managed, moment)
 
 
 def tracker_of(module: nn.Module) -> Tracker | None:

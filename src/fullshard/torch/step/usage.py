@@ -12,6 +12,7 @@ alone) would have to wait for the device; there zeros stay.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,14 @@ def settle_usage(units: Sequence[ManagedUnit]) -> None:
 
     Raises `UsageError` on all ranks if an optimizer has stepped on some of them only.
     """
-    by_ranks: dict[tuple[int, ...], list[Unit]] = {}
+    by_ranks: dict[tuple[Comm | None, Comm | None], list[Unit]] = {}
     for managed in units:
         unit = managed.unit
         if unit.gradients.absent is not None:
-            comms = (unit.ranks.gather, unit.ranks.replicas)
-            several = tuple(id(comm) for comm in comms if comm.size > 1)
-            by_ranks.setdefault(several, []).append(unit)
+            gather, replicas = unit.ranks.gather, unit.ranks.replicas
+            # By the communicators of several ranks.
+            key = gather if gather.size > 1 else None, replicas if replicas.size > 1 else None
+            by_ranks.setdefault(key, []).append(unit)
     for together in by_ranks.values():
         _settle(together)
 
@@ -50,11 +52,10 @@ def _settle(units: list[Unit]) -> None:
         return
     counts = [len(unit.gradients.trained) for unit in units]
     joined = torch.ones(sum(counts) + 2, dtype=torch.float32, device="cpu")
-    start = 2
-    for unit, count in zip(units, counts, strict=True):
-        for index in unit.gradients.absent or ():
-            joined[start + unit.gradients.trained.index(index)] = 0
-        start += count
+    for unit, start in zip(units, accumulate(counts, initial=2), strict=False):
+        if unit.gradients.absent:
+            for index in unit.gradients.absent:
+                joined[start + unit.gradients.trained.index(index)] = 0
     steps = max(take_steps(comm) for comm in {unit.ranks.gather for unit in units})
     joined[0], joined[1] = steps, -steps
     for comm in comms:

@@ -132,15 +132,21 @@ class FlatBuffer:
         self.bytes: int
         self.bytes, dtype, taken = _composition(sizes)
         numel = self.bytes // dtype.itemsize
-        with MemorySource.taking(device, anew=True) if MemorySource.is_set else nullcontext():
+        if MemorySource.is_set:
+            with MemorySource.taking(device, anew=True):
+                self._memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
+        else:
             self._memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self._storage = self._memory.untyped_storage()
-        self._wants_huge_pages = self.bytes >= _LARGE_BYTES and self._memory.device.type == "cpu"
+        self._wants_huge_pages = self.bytes >= _LARGE_BYTES and device.type == "cpu"
         if self._wants_huge_pages:
             _ask_for_huge_pages(self._storage.data_ptr(), self.bytes)
         self.by_dtype: list[torch.Tensor] = [self._memory] if sizes else []
         if len(sizes) == 1:
-            self.flats: list[torch.Tensor] = [self._memory[: sizes[0][0]]]
+            whole = sizes[0][0] == numel
+            self.flats: list[torch.Tensor] = [
+                self._memory if whole else self._memory[: sizes[0][0]]
+            ]
             return
         places = self._memory.split_with_sizes(taken)
         self.flats = [
@@ -170,19 +176,22 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Get the memory; its content is undefined."""
-        if self._storage.nbytes() != self.bytes:
-            if MemorySource.is_set:
-                with MemorySource.taking(self._storage.device, anew=False):
-                    self._storage.resize_(self.bytes)
-            else:
-                self._storage.resize_(self.bytes)
-            if self._wants_huge_pages:
-                _ask_for_huge_pages(self._storage.data_ptr(), self.bytes)
+        storage = self._storage
+        if storage.nbytes() == self.bytes:
+            return
+        if MemorySource.is_set:
+            with MemorySource.taking(storage.device, anew=False):
+                storage.resize_(self.bytes)
+        else:
+            storage.resize_(self.bytes)
+        if self._wants_huge_pages:
+            _ask_for_huge_pages(storage.data_ptr(), self.bytes)
 
     def release(self) -> None:
         """Give the memory back; views stay, and must not be touched until it is allocated again."""
-        if self._storage.nbytes() != 0:
-            self._storage.resize_(0)
+        storage = self._storage
+        if storage.nbytes():
+            storage.resize_(0)
 
     @torch.no_grad()
     def take_memory_anew(self) -> None:

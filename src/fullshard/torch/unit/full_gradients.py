@@ -68,9 +68,9 @@ class FullGradients:
         self._views: dict[int, list[Tensor]] = {}  # of each parameter in it, one or `pieces_of`
         # What gradients are seen as to fit in one view; () for those that are taken apart.
         self._seen_as: dict[int, tuple[int, ...]] = {}
-        # All three of those that lie there as they are, and of those that are taken apart.
-        self._in_order: list[tuple[int, list[Tensor], tuple[int, ...]]] = []
-        self._apart: list[tuple[int, list[Tensor], tuple[int, ...]]] = []
+        # Those that lie there as they are, then those that are taken apart, with all their views;
+        # what they are then seen as, or None if some go into several views.
+        self._copies: list[tuple[list[int], list[Tensor], list[tuple[int, ...]] | None]] = []
         self._padding: list[Tensor] = []  # what is zero whatever comes
 
     @property
@@ -89,7 +89,7 @@ class FullGradients:
 
     def put(self, index: int, grad: Tensor) -> None:
         """Keep a parameter's gradient, or a further part of it, which nobody may change."""
-        if grad.layout is not torch.strided:
+        if grad.layout is not _STRIDED:
             raise NotSupportedError(
                 f"parameter {self._shards.sharded[index].ownership.name!r} got a {grad.layout} "
                 "gradient; only dense gradients can be reduced (use sparse=False in embeddings)"
@@ -144,6 +144,8 @@ class FullGradients:
         return self._buffer
 
     def _look_into(self, buffer: FlatBuffer) -> None:
+        in_order: list[int] = []
+        apart: list[int] = []
         for index, place in enumerate(self._shards.places):
             if place.grad_number < 0 or place.grad_number in self._as_made:
                 continue
@@ -151,12 +153,16 @@ class FullGradients:
             if not place.segment.travels_apart:
                 whole = flat[place.slot.start : place.slot.stop].view(place.slot.spec.shape)
                 self._views[index] = [whole]
-                self._in_order.append((index, [whole], ()))
+                in_order.append(index)
                 continue
             views = self._views[index] = travelling_pieces(flat, place.segment, place.slot)
             in_one = len(views) == 1 and not place.slot.spec.cut_dim
             self._seen_as[index] = views[0].shape if in_one else ()
-            self._apart.append((index, views, self._seen_as[index]))
+            apart.append(index)
+        for indices in filter(None, (in_order, apart)):
+            shapes = [self._seen_as[index] for index in indices if index in self._seen_as]
+            every = [view for index in indices for view in self._views[index]]
+            self._copies.append((indices, every, shapes if all(shapes) else None))
         for number, (segment, flat) in enumerate(
             zip(self._shards.trainable, buffer.flats, strict=True)
         ):
@@ -170,20 +176,23 @@ class FullGradients:
             between = zip(ends, starts, strict=True)
             self._padding += [flat[end:start] for end, start in between if end < start]
 
-    def _copy(self) -> None:
+    def _copy(self) -> FlatBuffer:
         """Copy what belongs into the buffer, what lies in order there apart from what does not."""
-        self._open()
-        for places in self._in_order, self._apart:
-            views: list[Tensor] = []
-            parts: list[Tensor] = []
-            for index, into, seen_as in places:
-                grad = self._made.pop(index, None)
-                if grad is not None:
-                    views += into
-                    parts += [grad.reshape(seen_as)] if seen_as else self._parts(index, grad)
+        buffer, made = self._open(), self._made
+        are_all_here = len(made) == len(self.trained)
+        for indices, every, shapes in self._copies:
+            if are_all_here and shapes is not None:
+                views, parts = every, list(map(made.pop, indices))
+                if shapes:
+                    parts = list(map(_reshape, parts, shapes))
+            else:
+                here = [index for index in indices if index in made]
+                views = [view for index in here for view in self._views[index]]
+                parts = [part for index in here for part in self._parts(index, made.pop(index))]
             if views:
                 torch._foreach_copy_(views, parts)
         self._waiting_bytes = 0
+        return buffer
 
     # ---- gradients go ---------------------------------------------------------------------------
 
@@ -192,28 +201,32 @@ class FullGradients:
 
         That counts as zero. ``written``: somebody may write to what travels.
         """
-        flats = [_NOTHING] * len(self._sizes)
-        absent = set(self.trained) - self._came
-        if len(self._as_made) < len(self._sizes):
-            self._copy()
-            flats = self._open().flats.copy()
-            zeros = [view for index in absent for view in self._views.get(index, ())]
-            if zeros:
-                torch._foreach_zero_(zeros)
-        source = MemorySource.of(self._device) if MemorySource.is_set else None
-        pooled = source is not None and source.everything
+        came, sizes = self._came, self._sizes
+        flats = [_NOTHING] * len(sizes)
+        absent = set(self.trained) - came if len(came) < len(self.trained) else set()
+        if len(self._as_made) < len(sizes):
+            flats = self._copy().flats.copy()
+            if absent:
+                zeros = [view for index in absent for view in self._views.get(index, ())]
+                if zeros:
+                    torch._foreach_zero_(zeros)
         for number, index in self._as_made.items():
-            grad, ours = self._made.pop(index, None), index in self._added
-            fits = grad is not None and _is_plain(grad, self._sizes[number][1])
-            if grad is None or pooled or not fits or (written and not ours):
-                (flat,) = FlatBuffer([self._sizes[number]], self._device).flats
-                flats[number] = flat.zero_() if grad is None else flat.copy_(grad.reshape(-1))
-            else:
-                flats[number] = grad.view(-1)
-        self._came.clear()
+            flats[number] = self._as_it_was_made(index, *sizes[number], written=written)
+        came.clear()
         self._added.clear()
         self.sent = flats
         return absent
+
+    def _as_it_was_made(
+        self, index: int, numel: int, dtype: torch.dtype, *, written: bool
+    ) -> Tensor:
+        grad, ours = self._made.pop(index, None), index in self._added
+        source = MemorySource.of(self._device) if MemorySource.is_set else None
+        pooled = source is not None and source.everything
+        if grad is None or pooled or (written and not ours) or not _is_plain(grad, dtype):
+            (flat,) = FlatBuffer([(numel, dtype)], self._device).flats
+            return flat.zero_() if grad is None else flat.copy_(grad.reshape(-1))
+        return grad.view(-1)
 
     def by_dtype(self) -> list[Tensor]:
         """Return what was sent as few tensors: with one dtype, all in the buffer as one."""
@@ -244,6 +257,8 @@ class FullGradients:
             self._buffer.release()
 
 
+_reshape = Tensor.reshape
+_STRIDED = torch.strided
 _NOTHING = torch.empty(0, device="cpu")
 
 

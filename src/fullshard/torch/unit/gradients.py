@@ -63,10 +63,12 @@ class Gradients:
         self._slice_sizes = list(zip(numels, travel, strict=True))
         self._rest_sizes = list(zip(numels, rest, strict=True))
         self._unequal = any(segment.ends for segment in segments)
+        self._is_cast = self._rest_sizes != self._slice_sizes
         self._rests_alike = lie_alike(self._slice_sizes, self._rest_sizes)
         self._pieces = shards.pieces()
         self._contributions = plan.ranks.size
         self._low_range = any(segment.grad_dtype == "float16" for segment in segments)
+        self._solo = plan.ranks.gather.size == 1
         self._moves = plan.resting_device != plan.device
         self.full: FullGradients = FullGradients(shards, plan)
         self.trained: list[int] = self.full.trained
@@ -153,7 +155,7 @@ class Gradients:
         if before != 1:
             for flat in full.by_dtype():
                 flat.div_(before)
-        if self._plan.ranks.gather.size == 1:
+        if self._solo:
             # With one slice the full gradient is the shard: its memory goes with it.
             self._reduced, self._work = full.give_away(), _DONE
             if self.settings.hook is not None:
@@ -225,13 +227,14 @@ class Gradients:
         if self.settings.all_reduce_hook is not None:
             for flat in reduced.flats:
                 self.settings.all_reduce_hook(flat)
-        resting, sharded, absent = self._to_rest(reduced), self._shards.sharded, self.absent
-        for flat, (numels, indices) in zip(resting.flats, self._pieces, strict=True):
-            for index, local in zip(indices, flat.split_with_sizes(numels), strict=True):
-                if index >= 0:
-                    if absent and index in absent and sharded[index].grad is None:
-                        self._zeroed.append(index)
-                    _accumulate(sharded[index], local)
+        if self.absent:
+            sharded = self._shards.sharded
+            self._zeroed += [index for index in self.absent if sharded[index].grad is None]
+        keeps_dtype = not self._plan.precision.keep_low_grads
+        for flat, (numels, params) in zip(self._to_rest(reduced).flats, self._pieces, strict=True):
+            for param, local in zip(params, flat.split_with_sizes(numels), strict=True):
+                if param is not None:
+                    _accumulate(param, local, keeps_dtype=keeps_dtype)
         for tell in self.settings.on_delivered:
             tell()
         return True
@@ -251,7 +254,7 @@ class Gradients:
         plan = self._plan
         _, after = self._divisors()
         resting = reduced
-        if self._rest_sizes != self._slice_sizes:
+        if self._is_cast:
             resting = FlatBuffer(self._rest_sizes, plan.device)
             both = (resting, reduced)
             pairs = [each.by_dtype if self._rests_alike else each.flats for each in both]
@@ -290,22 +293,27 @@ def _has_hooks(param: ShardedParameter) -> bool:
     return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
 
 
-def _accumulate(param: ShardedParameter, local: Tensor) -> None:
-    """Add a reduced gradient to ``param.grad`` as autograd would, users' hooks included."""
+def _accumulate(param: ShardedParameter, local: Tensor, *, keeps_dtype: bool) -> None:
+    """Add a reduced gradient to ``param.grad`` as autograd would, users' hooks included.
+
+    ``keeps_dtype``: it has that of the parameter.
+    """
     if not param.requires_grad:
         return
     grad: Tensor = ShardedParameter.value(local, param.ownership)
-    if param._backward_hooks:
-        for hook in param._backward_hooks.values():
+    hooks = param._backward_hooks
+    if hooks:
+        for hook in hooks.values():
             changed = hook(grad)
             grad = grad if changed is None else changed
-    if param.grad is None:
-        if grad.dtype != param.dtype:
+    earlier = param.grad
+    if earlier is not None:
+        earlier.add_(grad)
+    else:
+        if not keeps_dtype and grad.dtype != param.dtype:
             param.grad_dtype = None
         param.grad = grad
-    else:
-        param.grad.add_(grad)
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None)
+    hooks = param._post_accumulate_grad_hooks
     if hooks:
         for hook in hooks.values():
             hook(param)

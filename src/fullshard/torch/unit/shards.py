@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from fullshard.torch.unit.plan import Plan, Values
 from fullshard.torch.unit.sites import ParamSites, notes_on
 
 __all__ = ["Place", "Shards", "span_of"]
+
+_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Shards:
     @property
     def toggled(self) -> bool:
         """True if ``requires_grad`` of a parameter is not what it was when last looked at."""
-        return [param.requires_grad for param in self.sharded] != self.seen_trainable
+        return list(map(_requires_grad, self.sharded)) != self.seen_trainable
 
     def _find_places(self) -> Iterator[Place]:
         rank = self._ranks.gather.rank
@@ -120,26 +123,27 @@ class Shards:
         mark_replaced(each.param, spec.name)
         return param
 
-    def pieces(self) -> list[tuple[list[int], list[int]]]:
+    def pieces(self) -> list[tuple[list[int], list[ShardedParameter | None]]]:
         """Split this rank's slice of each trainable segment into spans and the padding between.
 
-        For each piece its elements, and the index of the parameter whose span it is, -1 for
-        padding.
+        For each piece its elements, and the parameter whose span it is, None for padding.
         """
-        found: list[tuple[list[int], list[int]]] = []
+        found: list[tuple[list[int], list[ShardedParameter | None]]] = []
         for number, segment in enumerate(self.trainable):
-            numels, indices, end = [], [], 0
-            for index, place in enumerate(self.places):
+            numels: list[int] = []
+            params: list[ShardedParameter | None] = []
+            end = 0
+            for param, place in zip(self.sharded, self.places, strict=True):
                 if place.grad_number == number:
                     start = place.in_slice.start if place.span.numel else end
                     if start > end:
                         numels.append(start - end)
-                        indices.append(-1)
+                        params.append(None)
                     numels.append(place.span.numel)
-                    indices.append(index)
+                    params.append(param)
                     end = start + place.span.numel
             rest = segment.numel_of(self._ranks.gather.rank) - end
-            found.append(([*numels, rest], [*indices, -1]))
+            found.append(([*numels, rest], [*params, None]))
         return found
 
     def _placed(self, each: ParamSites, place: Place, shape: tuple[int, ...]) -> Placed | None:

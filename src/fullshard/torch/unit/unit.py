@@ -38,10 +38,11 @@ from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.sites import Holder, Holders, ParamSites
 
-__all__ = ["Unit", "UnitState", "is_of_a_unit", "owner_of", "set_owner"]
+__all__ = ["ACTIONS", "Unit", "UnitState", "is_of_a_unit", "owner_of", "set_owner"]
 
 _OWNER = "_fullshard_owner"
 _version = attrgetter("_version")
+_go_through = deque[Any](maxlen=0).extend
 
 
 class UnitState(Enum):
@@ -127,6 +128,7 @@ class Unit:
         self._tables = [table for table, _, _ in self._sites]
         self._keys = [key for _, key, _ in self._sites]
         self._indices = [index for _, _, index in self._sites]
+        self._in_order = self._indices == list(range(len(self.params)))  # without ties
         for each, param in zip(self.params, self.sharded, strict=True):
             set_owner(param, self, each.spec.name)
         cuts = enumerate(each.tensor_parallel for each in self.params)
@@ -185,8 +187,8 @@ class Unit:
                 if (id(parameters), key) not in self._lent:
                     parameters[key] = values[index]
             return
-        shown = map(values.__getitem__, self._indices)
-        deque(map(setitem, self._tables, self._keys, shown), maxlen=0)
+        shown = values if self._in_order else map(values.__getitem__, self._indices)
+        _go_through(map(setitem, self._tables, self._keys, shown))
 
     def check_shown(self) -> None:
         """Look at what modules show before it is replaced by full parameters for a forward.
@@ -198,12 +200,13 @@ class Unit:
         sharded, full = self.sharded, self.full.params
         self._lent.clear()
         found = map(dict.get, self._tables, self._keys)
-        if all(map(is_, found, map(sharded.__getitem__, self._indices))):
+        shown = sharded if self._in_order else map(sharded.__getitem__, self._indices)
+        if all(map(is_, found, shown)):
             return
         for parameters, key, index in self._sites:
-            shown = parameters.get(key)
-            if shown is not sharded[index] and not (full and shown is full[index]):
-                check_lent(sharded[index], shown, missing=key not in parameters)
+            value = parameters.get(key)
+            if value is not sharded[index] and not (full and value is full[index]):
+                check_lent(sharded[index], value, missing=key not in parameters)
                 self._lent.add((id(parameters), key))
         if self._lent:
             self._check_lent_everywhere()
@@ -262,14 +265,6 @@ class Unit:
         """True if the full parameters were gathered before the shard was last changed."""
         return (self.is_full or self.full.part is not None) and self.full.outdated
 
-    def do(self, kind: OpKind) -> bool:
-        """Carry out an op of the schedule; False if it was done already, by users or by itself."""
-        is_wanted, act = _ACTIONS[kind]
-        if is_wanted is not None and not is_wanted(self):
-            return False
-        act(self)
-        return True
-
     def begin_forward(self) -> None:
         """Show the full parameters, and watch for writes to them. See [Note: Writes in forward]."""
         self.use()
@@ -294,30 +289,43 @@ class Unit:
         if self.state not in _FULL_STATES and self.params:
             self.gather()
             self.full.wait()
-        self.show_full()
+        self._show(self.full.params)
 
-    def gather(self) -> None:
+    # What a schedule asks for gives False if it was done already, by users or by itself.
+
+    def gather(self) -> bool:
         """Start to gather the full parameters, anew if they are stale (collective)."""
-        if self.full.out_of_reach is not None:
-            self.full.refuse_out_of_reach(self.full.out_of_reach)
-        if self.stale:
+        full, is_full = self.full, self.state in _FULL_STATES
+        if is_full and not full.outdated:
+            return False
+        if full.out_of_reach is not None:
+            full.refuse_out_of_reach(full.out_of_reach)
+        if is_full or (full.part is not None and full.outdated):
             self.free()
         self._move("gather")
-        self.full.gather(self.custom_gather)
+        full.gather(self.custom_gather)
+        return True
 
-    def await_gather(self) -> None:
+    def await_gather(self) -> bool:
         """Wait until the full parameters are there."""
         self.full.wait()
+        return True
 
-    def shrink(self) -> None:
+    def shrink(self) -> bool:
         """Drop the full parameters but for this rank's part among those of its block."""
+        if self.state not in _FULL_STATES and self.full.part is None:
+            return False
         self._move("free")
         self.full.shrink()
+        return True
 
-    def free(self) -> None:
+    def free(self) -> bool:
         """Drop the full parameters, or the part that `shrink` has left."""
+        if self.state not in _FULL_STATES and self.full.part is None:
+            return False
         if self.full.drop():
             self._move("free")
+        return True
 
     # ---- gradients ------------------------------------------------------------------------------
 
@@ -329,22 +337,23 @@ class Unit:
             grad = self._cuts[index].part_of_dtensor(grad)
         self.gradients.full.put(index, grad)
 
-    def reduce(self) -> None:
+    def reduce(self) -> bool:
         """Start to reduce the full gradients; what did not come counts as zero (collective)."""
         if self.state in _STATES_WITHOUT_GRADS:
             self._move("fill")
         self._move("reduce")
         self.gradients.reduce()
+        return True
 
-    def all_reduce(self) -> None:
+    def all_reduce(self) -> bool:
         """Await the sum over slices and start the one over replicas (collective)."""
+        if not self.gradients.reducing:
+            return False
         self.gradients.all_reduce()
+        return True
 
     def await_reduce(self) -> bool:
-        """Wait for the reduce and add its result, averaged over the ranks, to ``.grad``.
-
-        False if no reduce was in flight.
-        """
+        """Wait for the reduce and add its result, averaged over the ranks, to ``.grad``."""
         return self.gradients.await_all()
 
     def let_go(self) -> None:
@@ -394,28 +403,16 @@ class Unit:
         return [v if c is None else c.dtensor(v) for v, c in zip(views, cuts, strict=True)]
 
 
-def _is_missing(unit: Unit) -> bool:
-    return unit.state not in _FULL_STATES or unit.stale
-
-
-def _is_there(unit: Unit) -> bool:
-    return unit.state in _FULL_STATES or unit.full.part is not None
-
-
-def _is_reducing(unit: Unit) -> bool:
-    return unit.gradients.reducing
-
-
-_ACTIONS: dict[OpKind, tuple[Callable[[Unit], bool] | None, Callable[[Unit], Any]]] = {
-    OpKind.GATHER: (_is_missing, Unit.gather),
-    OpKind.AWAIT_GATHER: (None, Unit.await_gather),
-    OpKind.SHRINK: (_is_there, Unit.shrink),
-    OpKind.FREE: (_is_there, Unit.free),
-    OpKind.REDUCE: (None, Unit.reduce),
-    OpKind.ALL_REDUCE: (_is_reducing, Unit.all_reduce),
-    OpKind.AWAIT_REDUCE: (_is_reducing, Unit.await_reduce),
+ACTIONS: dict[OpKind, Callable[[Unit], bool]] = {
+    OpKind.GATHER: Unit.gather,
+    OpKind.AWAIT_GATHER: Unit.await_gather,
+    OpKind.SHRINK: Unit.shrink,
+    OpKind.FREE: Unit.free,
+    OpKind.REDUCE: Unit.reduce,
+    OpKind.ALL_REDUCE: Unit.all_reduce,
+    OpKind.AWAIT_REDUCE: Unit.await_reduce,
 }
-"""What an op does, and what must hold for it to have something to do."""
+"""What carries out an op of the schedule."""
 
 
 def owner_of(param: Tensor) -> "tuple[Unit, int] | None":

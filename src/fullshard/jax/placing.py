@@ -184,10 +184,13 @@ def to_host(x: Any) -> np.ndarray[Any, Any]:
     return np.asarray(x)
 
 
-def put(whole: np.ndarray[Any, Any], sharding: Any) -> jax.Array:
-    """``whole`` on the devices; each gets its slice only, and a process reads its own only."""
+def put(x: Any, sharding: Any) -> jax.Array:
+    """``x`` where ``sharding`` says; of host memory each device gets its slice only."""
+    if isinstance(x, jax.Array):
+        same = x.sharding.is_equivalent_to(sharding, x.ndim)
+        return x if same else jax.device_put(x, sharding)
     with jax.transfer_guard_host_to_device("allow"):  # it was asked for
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def _cut(x: Any) -> bool:

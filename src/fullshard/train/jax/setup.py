@@ -40,7 +40,7 @@ def prepare(config: Config, devices: list[jax.Device]) -> JaxRun:
     )
     state = step.init()
     if config.train.initial_weights:
-        state = load_weights(config.train.initial_weights, step, state, names)
+        state = load_weights(config.train.initial_weights, state, names)
     return JaxRun(config, DeviceWorld(mesh), data, step, names, state)
 
 

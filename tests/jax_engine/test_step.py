@@ -118,9 +118,7 @@ def test_bf16_is_gathered_and_fp32_reduced():
     reduces = re.findall(r'"stablehlo.reduce_scatter".*?-> tensor<[\dx]*x(\w+)>', text, re.DOTALL)
     assert reduces == ["f32"]
     found = communication(step, batch)
-    assert {each.asked_dtype for each in found.of("all-gather")} == {"bf16"}
     assert {dtype for each in found.of("all-gather") for dtype, _ in each.arrays} == {"f32"}
-    assert "f32, asked for bf16" in str(found)
 
 
 def test_nothing_is_ever_whole_when_a_model_is_made():
@@ -243,6 +241,22 @@ def test_arrays_of_a_state_may_lie_elsewhere():
     assert step.compilations == 1
 
 
+def test_arrays_of_64_bits_train_as_jax_has_them():
+    """As `numpy.random` makes them; JAX has 32 bits of each unless it is told otherwise."""
+    tree = {"w": np.random.default_rng(0).normal(size=(12, 8)), "counts": np.arange(4)}
+    assert tree["w"].dtype == np.float64
+
+    def loss_fn(params, batch):
+        return ((batch @ params["w"]) ** 2).mean() * params["counts"].sum()
+
+    batch = np.ones((4, 12), np.float32)
+    step = step_of(4, make=tree, loss_fn=loss_fn, tx=optax.sgd(0.1))
+    state, loss, _ = step(step.init(), batch)
+    assert float(loss) == pytest.approx(float(loss_fn(tree, batch)), rel=1e-5)
+    assert state.params["w"].dtype == np.float32
+    step(state, batch)
+
+
 def test_a_function_may_make_what_is_no_array_and_nothing_leaks():
     """As an Equinox module has functions and numbers among its leaves."""
 
@@ -275,17 +289,14 @@ def torch_like(array):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"remat": "all"}, "remat='all' is none of 'block', 'matmuls', 'none'"),
+        ({"remat": "all"}, "remat='all' is none of True, False, 'matmuls'"),
         ({"depth": 3}, "unknown option 'depth'; known: mode, remat"),
         ({"accumulate": 0}, "at least 1 micro-batch"),
         ({"precision": "bf16"}, "unknown dtype 'bf16'"),
         ({"rule": Rule(replicate=("no_such",))}, "pattern 'no_such' matches no array"),
         ({"wrt": nnx.BatchStat}, "selects no parameter; paths are like: "),
         ({"mesh": create_mesh(fsdp=4, tensor=2)}, "no rule says what to cut along it"),
-        (
-            {"mode": "shard_map"},
-            "mode='shard_map' is none of 'weights', 'activations', 'jit'",
-        ),
+        ({"mode": "shard_map"}, "mode='shard_map' is none of 'weights', 'jit'"),
         ({"key": 3}, "key=3: expected a random key"),
         ({"rule": {"head": 0}}, "expected a fullshard.jax.Rule"),
         ({"mesh": 8}, "expected a jax.sharding.Mesh"),

@@ -17,9 +17,9 @@ from fullshard.core.text import bytes_text, in_columns
 from fullshard.jax.mesh import Axis, MeshAxes, read_mesh
 from fullshard.jax.rule import Placement, Rule, place, refuse_low_coverage
 
-__all__ = ["annotation", "as_key", "batch_sharding", "by_path", "describe", "global_batch",
-           "is_array", "is_key", "key_data", "named_leaves", "path_name", "put", "shard",
-           "shardings", "split_arrays", "to_host"]  # fmt: skip
+__all__ = ["annotation", "as_key", "batch_sharding", "by_path", "describe", "dtype_on_device",
+           "global_batch", "is_array", "is_key", "key_data", "named_leaves", "path_name", "put",
+           "shard", "shardings", "split_arrays", "to_host"]  # fmt: skip
 
 Tree = TypeVar("Tree")
 
@@ -53,6 +53,11 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
         return jax.tree.unflatten(treedef, [next(own) if x is None else x[0] for x in static])
 
     return [x for x in leaves if is_array(x)], rebuild
+
+
+def dtype_on_device(x: Any) -> Any:
+    """The dtype that an array has on devices: of 64 bits only where JAX is told to."""
+    return x.dtype if is_key(x) else jax.dtypes.canonicalize_dtype(x.dtype)
 
 
 def is_key(x: Any) -> bool:

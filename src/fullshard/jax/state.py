@@ -23,6 +23,7 @@ from fullshard.jax.placing import (
     annotation,
     as_key,
     by_path,
+    dtype_on_device,
     is_array,
     is_key,
     key_data,
@@ -126,11 +127,11 @@ def read_model(model: Any, wrt: Any) -> ModelArrays:
                 "in another nnx.Variable than a parameter, or leave it out of wrt"
             )
         if is_param:
-            dtype = np.dtype(leaf.dtype).name
+            dtype = dtype_on_device(leaf).name
             found.specs.append(ParamSpec(name, tuple(leaf.shape), dtype, chosen))
             found.annotations[name] = annotation(box)
         else:
-            found.other[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            found.other[name] = jax.ShapeDtypeStruct(leaf.shape, dtype_on_device(leaf))
     if not found.specs:
         raise ConfigurationError(f"{type(abstract).__name__} has no arrays to be trained")
     if not any(spec.trainable for spec in found.specs):
@@ -196,6 +197,8 @@ class StateArrays:
         bare = TrainState(model.tree(shapes), kept, dict(model.other), step)
         self.abstract: TrainState = jax.tree.map_with_path(self._placed, bare)
         self.shardings: TrainState = jax.tree.map(lambda x: x.sharding, self.abstract)
+        self._treedef: Any = jax.tree.structure(self.abstract)
+        self._leaves = jax.tree.leaves_with_path(self.abstract)  # looked at in every step
 
     def _placed(self, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         axes: tuple[Axis, ...] = ()
@@ -242,14 +245,15 @@ class StateArrays:
         """
         if not isinstance(state, TrainState):
             raise ConfigurationError(f"expected a TrainState, got {type(state).__name__}")
-        if jax.tree.structure(self.abstract) != jax.tree.structure(state):  # type: ignore[operator]
+        if jax.tree.structure(state) != self._treedef:
             known, given = set(by_path(self.abstract)), set(by_path(state))
             for what, names in (("lacks", known - given), ("has beside", given - known)):
                 if names:
                     raise ConfigurationError(f"the state {what} {min(names)!r}: another model or "
                                              "optimizer made it")  # fmt: skip
             raise ConfigurationError("the state is another tree than the step's")
-        return jax.tree.map_with_path(_fitted, self.abstract, state)
+        pairs = zip(self._leaves, jax.tree.leaves(state), strict=True)
+        return jax.tree.unflatten(self._treedef, [_fitted(*leaf, given) for leaf, given in pairs])
 
 
 def _fitted(path: Any, expected: jax.ShapeDtypeStruct, given: Any) -> Any:

@@ -17,7 +17,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text
 from fullshard.jax.layers import AROUND_LOOP
 from fullshard.jax.mesh import MeshAxes, read_mesh
-from fullshard.jax.placing import as_key, by_path, describe, key_data, put, to_host
+from fullshard.jax.placing import as_key, by_path, describe, dtype_on_device, key_data, put, to_host
 from fullshard.jax.program import (
     KEY,
     LARGE_BYTES,
@@ -194,7 +194,7 @@ class TrainStep:
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The program for batches like this one (arrays or shapes); compiled when first asked."""
         leaves, treedef = jax.tree.flatten(batch)
-        key = (treedef, *((leaf.shape, _dtype_on_device(leaf)) for leaf in leaves))
+        key = (treedef, *((leaf.shape, dtype_on_device(leaf)) for leaf in leaves))
         if key not in self._compiled:
             self._compiled[key] = self.lowered(batch).compile()
         return self._compiled[key]
@@ -203,7 +203,7 @@ class TrainStep:
         """The program before compilation, for batches like this one; nothing is allocated."""
 
         def shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, _dtype_on_device(x), sharding=self._lies(path, x))
+            return jax.ShapeDtypeStruct(x.shape, dtype_on_device(x), sharding=self._lies(path, x))
 
         abstract = jax.tree_util.tree_map_with_path(shape, self._checked(batch))
         jitted = jax.jit(
@@ -245,11 +245,8 @@ class TrainStep:
         return "\n".join((describe(self.abstract_state().params), share, *self.notes))
 
     def _lies(self, path: Any, leaf: Any) -> Any:
-        axes = self.axes.batch
-        if self.options["mode"] == "activations":
-            axes = tuple(axis for axis in axes if axis != self.axes.shard)
-        cut = axes and not is_whole(self.options, path, leaf)
-        return self.axes.sharding(*((axes,) if cut else ()))
+        whole = is_whole(self.options, path, leaf)
+        return self.axes.sharding(*(() if whole else (self.axes.batch,)))
 
     def _checked(self, batch: Any) -> Any:
         """``batch`` as arrays that the devices can share."""
@@ -286,13 +283,8 @@ def _on_device(leaf: Any, sharding: Any) -> Any:
     """An array of a batch where it lies; each process gives all of it, or its shards."""
     if not isinstance(leaf, jax.Array):
         leaf = np.asarray(leaf)
-        leaf = leaf.astype(_dtype_on_device(leaf))
+        leaf = leaf.astype(dtype_on_device(leaf))
     return put(leaf, sharding)
-
-
-def _dtype_on_device(leaf: Any) -> Any:
-    """The dtype that an array has on devices: of 64 bits only where JAX is told to."""
-    return jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
 @dataclass(frozen=True)

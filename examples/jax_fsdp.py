@@ -132,7 +132,7 @@ def main() -> None:
 
     # 7. The weights, whole and in their true shapes, gathered one array after the other.
     if args.save:
-        save_weights(args.save, step, state)
+        save_weights(args.save, state)
         print(f"saved {args.save}")
 
 

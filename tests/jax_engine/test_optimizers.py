@@ -59,9 +59,9 @@ def test_an_optimizer_is_itself(name):
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     for key, x in params.items():
         np.testing.assert_allclose(x, expected[key], atol=2e-4 if "low" in name else 5e-6)
-    for spec, leaf in zip(step.specs, jax.tree.leaves(state), strict=True):
-        if any(size % 2 == 0 for size in spec.shape):
-            assert leaf.addressable_shards[0].data.size * 2 == leaf.size, spec
+    for path, leaf in jax.tree.leaves_with_path(state):
+        if any(size % 2 == 0 for size in leaf.shape):
+            assert leaf.addressable_shards[0].data.size * 2 == leaf.size, path
 
 
 def test_optimizers_that_ask_for_the_loss_elsewhere():

@@ -5,7 +5,7 @@ import sys
 import fullshard.jax
 
 PUBLIC = """
-Loaded Needs NeedsTable Placement Rule StateSpec StepOptions StepTraffic StoredAs TrainState
+Loaded Needs NeedsTable Placement Rule StepOptions StepTraffic StoredAs TrainState
 TrainStep batch_sharding communication compare create_mesh cross_entropy describe describe_mesh
 embed gathered generate global_batch initialize load_checkpoint load_weights make_train_step
 memory_analysis overlap_flags save_checkpoint save_weights scan_layers selective shard shardings

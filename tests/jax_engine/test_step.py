@@ -118,9 +118,7 @@ def test_bf16_is_gathered_and_fp32_reduced():
     reduces = re.findall(r'"stablehlo.reduce_scatter".*?-> tensor<[\dx]*x(\w+)>', text, re.DOTALL)
     assert reduces == ["f32"]
     found = communication(step, batch)
-    assert {each.asked_dtype for each in found.of("all-gather")} == {"bf16"}
     assert {dtype for each in found.of("all-gather") for dtype, _ in each.arrays} == {"f32"}
-    assert "f32, asked for bf16" in str(found)
 
 
 def test_nothing_is_ever_whole_when_a_model_is_made():
@@ -140,13 +138,9 @@ def test_a_state_goes_from_8_devices_to_6():
     state = many.init()
     for batch in batches[:2]:
         state, *_ = many(state, batch)
-    kinds = ("parameters", "optimizer", "other", "step")
-    arrays = dict(many.arrays(state, kinds))
-    assert set(arrays) == {spec.key for spec in few.specs}
-    assert {spec.key: spec.shape for spec in few.specs} == {k: x.shape for k, x in arrays.items()}
-    moved = few.load_arrays(few.init(), arrays.items())
-    for key, x in few.arrays(moved, kinds):
-        np.testing.assert_array_equal(x, arrays[key], err_msg=key)
+    shapes = jax.tree.map(lambda x: x.shape, few.abstract_state())
+    assert shapes == jax.tree.map(lambda x: x.shape, state)
+    moved = jax.device_get(state)
     after = [float(step(each, batches[2])[1]) for step, each in ((many, state), (few, moved))]
     assert after[0] == pytest.approx(after[1], rel=1e-5)
 
@@ -186,7 +180,7 @@ def test_two_losses_over_one_state():
     one, other = first.init(), second.init()
     one, _, _ = first(one, batch)
     other, _, _ = second(dataclasses.replace(other, params=one.params), batch)
-    moved = dict(second.arrays(other))
+    moved = models.held(other.params)
     expected = tree
     for n in (0, 1):
         grads = jax.grad(loss_fn)(expected, batch)["layers"][n]
@@ -195,26 +189,22 @@ def test_two_losses_over_one_state():
         expected = {"layers": layers}
     for n in (0, 1):
         for name, x in expected["layers"][n].items():
-            np.testing.assert_allclose(moved[f"parameters/layers.{n}.{name}"], x, atol=1e-6)
+            np.testing.assert_allclose(moved[f"layers.{n}.{name}"], x, atol=1e-6)
 
 
 def test_what_comes_in_is_checked():
     step = step_of(3)
     state = step.init()
-    with pytest.raises(ConfigurationError, match="no array 'parameters/none'"):
-        step.load_arrays(state, [("parameters/none", 0)])
-    with pytest.raises(ConfigurationError, match=r"norm.scale has shape \(12,\), .* has \(13,\)"):
-        step.load_arrays(state, [("parameters/norm.scale", np.zeros(13))])
-    with pytest.raises(ConfigurationError, match="parameters did not come, among them 'param"):
-        step.load_arrays(state, [])
     with pytest.raises(ConfigurationError, match=r"batch\['x'\] has shape \(4, 4\): 3 devices x"):
         step(state, {"x": BATCH["x"][:4], "y": BATCH["y"][:4]})
     with pytest.raises(ConfigurationError, match=r"'y'\] has shape \(3, 4\), .*'x'\] has 6 rows"):
         step(state, {"x": BATCH["x"][:6], "y": BATCH["y"][:3]})
     with pytest.raises(ConfigurationError, match="batch is a int, expected an array"):
         step(state, 3)
-    with pytest.raises(ConfigurationError, match=r"lacks optimizer '0.trace.blocks"):
+    with pytest.raises(ConfigurationError, match=r"lacks 'optimizer.0.trace.blocks"):
         step_of(3, tx=optax.sgd(0.1, momentum=0.9))(state, BATCH)
+    with pytest.raises(ConfigurationError, match=r"has beside 'params.more': another model or opt"):
+        step(dataclasses.replace(state, params={**state.params, "more": 1}), BATCH)
     half = jax.tree.map(lambda x: x[:1], state.params)
     with pytest.raises(ConfigurationError, match=r"has shape \(1,.*, the step expects \("):
         step(dataclasses.replace(state, params=half), BATCH)
@@ -251,6 +241,22 @@ def test_arrays_of_a_state_may_lie_elsewhere():
     assert step.compilations == 1
 
 
+def test_arrays_of_64_bits_train_as_jax_has_them():
+    """As `numpy.random` makes them; JAX has 32 bits of each unless it is told otherwise."""
+    tree = {"w": np.random.default_rng(0).normal(size=(12, 8)), "counts": np.arange(4)}
+    assert tree["w"].dtype == np.float64
+
+    def loss_fn(params, batch):
+        return ((batch @ params["w"]) ** 2).mean() * params["counts"].sum()
+
+    batch = np.ones((4, 12), np.float32)
+    step = step_of(4, make=tree, loss_fn=loss_fn, tx=optax.sgd(0.1))
+    state, loss, _ = step(step.init(), batch)
+    assert float(loss) == pytest.approx(float(loss_fn(tree, batch)), rel=1e-5)
+    assert state.params["w"].dtype == np.float32
+    step(state, batch)
+
+
 def test_a_function_may_make_what_is_no_array_and_nothing_leaks():
     """As an Equinox module has functions and numbers among its leaves."""
 
@@ -283,17 +289,14 @@ def torch_like(array):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"remat": "all"}, "remat='all' is none of 'block', 'matmuls', 'none'"),
+        ({"remat": "all"}, "remat='all' is none of True, False, 'matmuls'"),
         ({"depth": 3}, "unknown option 'depth'; known: mode, remat"),
         ({"accumulate": 0}, "at least 1 micro-batch"),
         ({"precision": "bf16"}, "unknown dtype 'bf16'"),
         ({"rule": Rule(replicate=("no_such",))}, "pattern 'no_such' matches no array"),
         ({"wrt": nnx.BatchStat}, "selects no parameter; paths are like: "),
         ({"mesh": create_mesh(fsdp=4, tensor=2)}, "no rule says what to cut along it"),
-        (
-            {"mode": "shard_map"},
-            "mode='shard_map' is none of 'weights', 'activations', 'jit'",
-        ),
+        ({"mode": "shard_map"}, "mode='shard_map' is none of 'weights', 'jit'"),
         ({"key": 3}, "key=3: expected a random key"),
         ({"rule": {"head": 0}}, "expected a fullshard.jax.Rule"),
         ({"mesh": 8}, "expected a jax.sharding.Mesh"),

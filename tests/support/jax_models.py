@@ -7,6 +7,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from fullshard.jax.placing import by_path, key_data, to_host
+
 VOCAB = 19
 
 
@@ -152,8 +154,12 @@ def train_sharded(step, batches):
     for batch in batches:
         state, loss, _ = step(state, batch)
         losses.append(float(loss))
-    params = {key.partition("/")[2]: x for key, x in step.arrays(state)}
-    return losses, params, state
+    return losses, held(state.params), state
+
+
+def held(tree):
+    """The whole arrays of a tree by path, on the host."""
+    return {name: to_host(key_data(x)) for name, x in by_path(tree).items()}
 
 
 def collectives(text):

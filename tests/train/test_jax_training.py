@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import jax_models as models
 from support import xla
 
 from fullshard.checkpoint import Files, open_checkpoint, steps_in
@@ -233,8 +234,9 @@ def test_a_damaged_step_is_left_for_the_one_before_and_another_batch_is_refused(
 def with_norm(run, value):
     """The run with a state of its own, in which the scale of the last norm is ``value``."""
     run = copy_of(run)
-    norm = [("parameters/norm.scale", np.full(32, value, np.float32))]
-    run.state = run.step.load_arrays(run.state, norm, strict=False)
+    norm = {"scale": np.full(32, value, np.float32)}
+    params = {**run.state.params, "norm": norm}
+    run.state = dataclasses.replace(run.state, params=params)
     return run
 
 
@@ -277,7 +279,7 @@ def test_what_is_not_finite_is_not_used(by_jax, choice):
     train = dataclasses.replace(run.config.train, on_nonfinite=choice)
     run = dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))
     run = with_norm(run, np.nan)
-    before = dict(run.step.arrays(run.state, ("parameters", "optimizer")))
+    before = models.held((run.state.params, run.state.optimizer))
     reporter = Reporter(run.world, None, 1)
     if choice == "stop":
         with pytest.raises(NonFiniteError, match="step 3: loss or gradient is not finite on a dev"):
@@ -285,8 +287,8 @@ def test_what_is_not_finite_is_not_used(by_jax, choice):
         return
     values = train_step(run, 2, reporter)
     assert not np.isfinite(values["loss"])
-    for key, value in run.step.arrays(run.state, ("parameters", "optimizer")):
-        if key not in ("optimizer/step", "optimizer/grad_norm"):
+    for key, value in models.held((run.state.params, run.state.optimizer)).items():
+        if key not in ("1.step", "1.grad_norm"):
             assert np.array_equal(value, before[key], equal_nan=True), key
 
 

@@ -17,13 +17,13 @@ from fullshard.jax.needs import (
 from fullshard.jax.placing import batch_sharding, describe, global_batch, shard, shardings
 from fullshard.jax.program import StepOptions
 from fullshard.jax.rule import Placement, Rule, selective, threshold
-from fullshard.jax.state import StateSpec, TrainState
+from fullshard.jax.state import TrainState
 from fullshard.jax.step import TrainStep, generate, make_train_step
 from fullshard.jax.vocabulary import cross_entropy, embed
 from fullshard.jax.weights import load_weights, save_weights, torch_layout, torch_names
 
 __all__ = [
-    "Loaded", "Needs", "NeedsTable", "Placement", "Rule", "StateSpec", "StepOptions",
+    "Loaded", "Needs", "NeedsTable", "Placement", "Rule", "StepOptions",
     "StepTraffic", "StoredAs", "TrainState", "TrainStep", "batch_sharding", "communication",
     "compare", "create_mesh", "cross_entropy", "describe", "describe_mesh", "embed", "gathered",
     "generate", "global_batch", "initialize", "load_checkpoint", "load_weights",

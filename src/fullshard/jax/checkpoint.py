@@ -8,7 +8,7 @@ the torch engine stores of the same model and AdamW.
 
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -82,7 +82,7 @@ Names = Mapping[str, StoredAs]
 
 
 class Leaf:
-    """One array of a state: its path, its value, and how it is stored."""
+    """One array of a state: its path, its value, and how it is stored (``shape``, ``dtype``)."""
 
     def __init__(self, path: str, value: Any, stored: StoredAs):
         self.path: str = path
@@ -91,12 +91,18 @@ class Leaf:
         data = key_data(value)  # of random keys
         self.data: Any = data if hasattr(data, "shape") else np.asarray(data)
         self.here: tuple[int, ...] = tuple(self.data.shape)
-        self.axes: tuple[int, ...] = (
-            tuple(range(len(self.here))) if stored.axes is None else stored.axes
-        )
-        # as it is stored
+        self.axes = tuple(range(len(self.here))) if stored.axes is None else stored.axes
         self.shape: tuple[int, ...] = tuple(self.here[axis] for axis in self.axes)
         self.dtype = stored.dtype or np.dtype(self.data.dtype).name
+        sharding = getattr(self.data, "sharding", None)
+        placed = isinstance(sharding, jax.sharding.Sharding)
+        # What jit may move to where it is needed stays so.
+        self.sharding = sharding if placed and getattr(self.data, "committed", True) else None
+
+    @property
+    def held_dtype(self) -> str:
+        """The dtype here, as safetensors calls it."""
+        return STORED_DTYPES[np.dtype(self.data.dtype).name]
 
     def box(self, index: Sequence[slice]) -> Box:
         """The box of the stored tensor that ``index`` of the array selects."""
@@ -104,21 +110,49 @@ class Leaf:
         sizes = tuple(ends[axis][1] - ends[axis][0] for axis in self.axes)
         return Box(tuple(ends[axis][0] for axis in self.axes), sizes)
 
+    def boxes(self) -> list[Box]:
+        """The boxes of the parts that this process holds, each once."""
+        indices: Iterable[Any] = [(slice(None),) * len(self.here)]
+        if self.sharding is not None:
+            indices = self.sharding.addressable_devices_indices_map(self.here).values()
+        boxes = [self.box(index) for index in indices if index is not None]
+        return [box for box in dict.fromkeys(boxes) if box.numel]
+
     def as_stored(self, array: NDArray[Any]) -> NDArray[Any]:
         """Turn a device's array into the elements of its box."""
         turned = array.transpose(self.axes).astype(self.dtype, copy=False)
         return np.ascontiguousarray(turned).reshape(turned.shape)
 
-    def as_held(self, part: NDArray[Any]) -> NDArray[Any]:
-        """Turn the elements of a box into an array as a device has it."""
+    def made(self, read: Callable[[Box], NDArray[Any]]) -> Any:
+        """The value whose boxes hold what ``read`` gives, as the leaf's is: its kind, its devices.
+
+        Boxes without elements are not asked for.
+        """
         back = [self.axes.index(axis) for axis in range(len(self.axes))]
-        return part.transpose(back).astype(self.data.dtype, copy=False)
+
+        def part(index: Sequence[slice] | None) -> NDArray[Any]:
+            box = self.box(index or ())
+            found = read(box) if box.numel else np.empty(box.sizes)
+            return found.transpose(back).astype(self.data.dtype, copy=False)
+
+        value, sharding = self.value, self.sharding
+        made: Any = (
+            part((slice(None),) * len(self.here))
+            if sharding is None
+            else (jax.make_array_from_callback(self.here, sharding, part))
+        )
+        if is_key(value):
+            return as_key(made, value)
+        if sharding is not None or isinstance(value, np.ndarray):
+            return made
+        on_device = isinstance(value, jax.Array | jax.ShapeDtypeStruct)
+        return jax.numpy.asarray(made) if on_device else type(value)(made.item())
 
 
 def leaves_of(state: Any, names: Names | None) -> list[Leaf]:
     """List the leaves of ``state`` in the order of its tree."""
     leaves = []
-    for path, value in jax.tree_util.tree_flatten_with_path(state)[0]:
+    for path, value in jax.tree.leaves_with_path(state):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         stored = (names or {}).get(name) or StoredAs(f"state/{name}")
         leaves.append(Leaf(name, value, stored))
@@ -129,7 +163,7 @@ def leaves_of(state: Any, names: Names | None) -> list[Leaf]:
 
 
 class _ProcessRanks:
-    """The processes of a JAX program."""
+    """The processes of a JAX program; see `fullshard.checkpoint.CheckpointRanks`."""
 
     def __init__(self) -> None:
         self.rank: int = jax.process_index()
@@ -174,16 +208,10 @@ def process_ranks() -> CheckpointRanks:
 # -- saving ----------------------------------------------------------------------------------------
 
 
-class _Trained:
-    """Stands for what is trained: pytrees come and go, so a process has one line of steps."""
-
-
 @cache
 def _session() -> SaveSession:
+    """The process's own; it stands for what is trained, too, since pytrees come and go."""
     return SaveSession(process_ranks())
-
-
-_process = _Trained()
 
 
 def save_checkpoint(
@@ -233,7 +261,7 @@ def save_checkpoint(
         )
         return Content([piece for leaf in leaves for piece in _pieces(leaf)], told, extra)
 
-    return _session().save(run, step, content, asynchronous, _process)
+    return _session().save(run, step, content, asynchronous, _session)
 
 
 def _pieces(leaf: Leaf) -> list[Piece]:
@@ -316,7 +344,7 @@ def load_checkpoint(
     def prepare(checkpoint: Checkpoint) -> _StateDelivery:
         return _StateDelivery(checkpoint, state, names, strict)
 
-    return session.load(run, step, prepare, fallback, _process, if_any)
+    return session.load(run, step, prepare, fallback, _session, if_any)
 
 
 class _StateDelivery:
@@ -329,13 +357,13 @@ class _StateDelivery:
         self._leaves = leaves_of(state, names)
         self._made: dict[int, Any] = {}
         self._converted: list[str] = []
+        self.wants: list[Want] = []
         lacking = []
-        self._reads: dict[int, list[Want]] = {}
         for number, leaf in enumerate(self._leaves):
             if checkpoint.manifest.tensor(leaf.stored.name) is not None:
-                self._reads[number] = self._read(number, leaf, strict)
+                self.wants += self._reads(number, leaf, strict)
             elif leaf.stored.is_step:
-                self._made[number] = _like(leaf, np.asarray(checkpoint.step))
+                self._made[number] = leaf.made(lambda _: np.asarray(checkpoint.step))
             else:
                 self._made[number] = leaf.value
                 lacking += [] if leaf.stored.optional else [leaf.stored.name]
@@ -346,47 +374,41 @@ class _StateDelivery:
                 tensor=self._missing[0],
             )
 
-    @property
-    def wants(self) -> list[Want]:
-        """All reads of this process, each part once."""
-        return [want for reads in self._reads.values() for want in reads]
-
-    def _read(self, number: int, leaf: Leaf, strict: bool) -> list[Want]:
+    def _reads(self, number: int, leaf: Leaf, strict: bool) -> list[Want]:
         name, stored = leaf.stored.name, self._checkpoint.stored(leaf.stored.name)
         if stored.shape != leaf.shape:
             raise CheckpointError(
                 f"{name!r} has shape {stored.shape} in it, {leaf.path} wants {leaf.shape}",
                 tensor=name,
             )
-        here = STORED_DTYPES[np.dtype(leaf.data.dtype).name]
         if leaf.stored.dtype is None and (
-            change := change_of_kind(name, stored.dtype, here, strict)
+            change := change_of_kind(name, stored.dtype, leaf.held_dtype, strict)
         ):
             self._converted.append(change)
-        boxes = dict.fromkeys(box for index in _indices(leaf) if (box := leaf.box(index)).numel)
-        inspect = strict and is_narrower(stored.dtype, here)
-        return [Want(name, (box,), key=(number, box), inspect=inspect) for box in boxes]
+        inspect = strict and is_narrower(stored.dtype, leaf.held_dtype)
+        return [Want(name, (box,), key=(number, box), inspect=inspect) for box in leaf.boxes()]
 
     def look(self, want: Want, data: memoryview) -> None:
         """Refuse a part with numbers that would be lost."""
         stored = self._checkpoint.stored(want.name).dtype
-        here = STORED_DTYPES[np.dtype(self._leaves[want.key[0][0]].data.dtype).name]
         values = np.frombuffer(data, _NUMPY[stored])
         values = values if values.dtype.kind in "iu" else values.astype(np.float64)
-        refuse_lost_numbers(want.name, stored, here, values)
+        refuse_lost_numbers(want.name, stored, self._leaves[want.key[0][0]].held_dtype, values)
 
     def receive(self, loading: Loading) -> None:
         """Make the arrays, leaf by leaf, so that the host holds few of them at a time."""
-        for number, reads in self._reads.items():
-            leaf = self._leaves[number]
-            dtype = _NUMPY[self._checkpoint.stored(leaf.stored.name).dtype]
-            parts = {want.key[1]: np.empty(want.key[1].sizes, dtype) for want in reads}
-            for want, data in loading.deliver(leaf.stored.name):
+        for number, leaf in enumerate(self._leaves):
+            if number in self._made:
+                continue
+            name = leaf.stored.name
+            dtype = _NUMPY[self._checkpoint.stored(name).dtype]
+            parts = {box: np.empty(box.sizes, dtype) for box in leaf.boxes()}
+            for want, data in loading.deliver(name) if parts else ():
                 (of_leaf, box), start = want.key
                 if of_leaf == number:
                     values = np.frombuffer(data, dtype)
                     parts[box].reshape(-1)[start : start + values.size] = values
-            self._made[number] = _array(leaf, parts)
+            self._made[number] = leaf.made(parts.__getitem__)
 
     def finish(self, checkpoint: Checkpoint, newer: tuple[int, ...]) -> Loaded:
         """The state of what was made."""
@@ -401,44 +423,3 @@ class _StateDelivery:
             converted=tuple(self._converted),
             state=jax.tree.unflatten(self._tree, made),
         )
-
-
-def _sharding(leaf: Leaf) -> Any:
-    """The sharding of a leaf; None for what jit may move to where it is needed, which stays so."""
-    sharding = getattr(leaf.data, "sharding", None)
-    placed = isinstance(sharding, jax.sharding.Sharding) and getattr(leaf.data, "committed", True)
-    return sharding if placed else None
-
-
-def _indices(leaf: Leaf) -> Sequence[Sequence[slice]]:
-    """The parts of an array that this process holds."""
-    sharding = _sharding(leaf)
-    if sharding is None:
-        return [(slice(None),) * len(leaf.here)]
-    indices = sharding.addressable_devices_indices_map(leaf.here).values()
-    return [index for index in indices if index is not None]
-
-
-def _array(leaf: Leaf, parts: Mapping[Box, NDArray[Any]]) -> Any:
-    """The leaf made of its ``parts``; those without elements need not be there."""
-
-    def part(index: Sequence[slice] | None) -> NDArray[Any]:
-        box = leaf.box(index or ())
-        return leaf.as_held(parts[box] if box.numel else np.empty(box.sizes))
-
-    sharding = _sharding(leaf)
-    if sharding is None:
-        return _like(leaf, part((slice(None),) * len(leaf.here)))
-    return _like(leaf, jax.make_array_from_callback(leaf.here, sharding, part))
-
-
-def _like(leaf: Leaf, made: Any) -> Any:
-    """``made`` as the kind of value that the leaf is."""
-    value = leaf.value
-    if is_key(value):
-        return as_key(made, value)
-    if isinstance(made, jax.Array):
-        return made
-    if isinstance(value, jax.Array | jax.ShapeDtypeStruct):
-        return jax.numpy.asarray(made.astype(value.dtype))
-    return made if isinstance(value, np.ndarray) else type(value)(made.item())

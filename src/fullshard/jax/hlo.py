@@ -15,8 +15,8 @@ groups of devices in another notation, a dtype of unknown size.
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,9 +24,7 @@ import jax
 from fullshard.core.errors import NotSupportedError
 from fullshard.core.text import bytes_text, in_columns
 
-__all__ = [
-    "KINDS", "Collective", "Instruction", "StepTraffic", "instructions", "memory_of", "traffic_of",
-]  # fmt: skip
+__all__ = ["KINDS", "Collective", "StepTraffic", "memory_of", "traffic_of"]
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -35,38 +33,24 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _CALLEES = re.compile(r"\b(body|calls|to_apply|branch_computations)=(?:\{([^}]*)\}|%?([\w.\-]+))")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_STABLE = re.compile(
-    r'"stablehlo\.(all_gather|reduce_scatter|all_reduce)".*?-> tensor<((?:\d+x)*)(\w+)>', re.DOTALL
-)
-_STABLE_DTYPES = {f"i{bits}": f"s{bits}" for bits in (8, 16, 32, 64)} | {"i1": "pred"}
 
-
-@dataclass(frozen=True)
-class Instruction:
-    """An instruction of a compiled program, and how often a step carries it out."""
-
-    name: str
-    kind: str  # the operation, without the -start of an asynchronous one
-    is_start: bool
-    result: str
-    attributes: str
-    count: int
+_Line = tuple[str, str, str, str]  # name, result, operation, operands and attributes
 
 
 @dataclass(frozen=True)
 class Collective:
     """A collective of a compiled program.
 
-    ``arrays`` gives dtype (as XLA writes it) and elements of what a gather makes or a reduce takes.
-    CPUs send bfloat16 as float32: ``asked_dtype`` is what the program was written to send.
+    ``arrays`` gives dtype (as XLA writes it) and elements of what a gather makes or a reduce takes;
+    CPUs send bfloat16 as f32. ``group`` is the number of devices that take part in it together,
+    ``count`` how often it runs in a step.
     """
 
     name: str
     kind: str
     arrays: tuple[tuple[str, int], ...]
-    asked_dtype: str
-    group: int  # devices that take part in it together
-    count: int  # in a step
+    group: int
+    count: int
 
     @property
     def sent_bytes(self) -> int:
@@ -89,62 +73,34 @@ class StepTraffic:
         return sum(each.sent_bytes for each in self.collectives)
 
     def of(self, kind: str) -> tuple[Collective, ...]:
-        """Return the collectives of one kind (see `KINDS`)."""
+        """Return the collectives of one kind, as "all-gather"."""
         return tuple(each for each in self.collectives if each.kind == kind)
 
     def __str__(self) -> str:
         alike: dict[tuple[object, ...], list[int]] = {}
         for each in self.collectives:
             dtypes = "+".join(dict.fromkeys(dtype for dtype, _ in each.arrays))
-            if each.asked_dtype not in dtypes.split("+"):
-                dtypes += f", asked for {each.asked_dtype}"
             numel = sum(numel for _, numel in each.arrays)
             sums = alike.setdefault((each.kind, dtypes, numel, each.group), [0, 0])
             sums[0] += each.count
             sums[1] += each.sent_bytes
-        rows: list[tuple[object, ...]] = [(*what, *sums) for what, sums in alike.items()]
-        rows.sort(key=lambda row: -int(str(row[-1])))
+        rows = [(*what, *sums) for what, sums in sorted(alike.items(), key=lambda x: -x[1][1])]
         head = ("collective", "dtype", "elements", "devices", "times a step", "bytes sent")
         total = f"\ntogether {bytes_text(self.sent_bytes)} a step sent by each device"
         return in_columns([head, *rows], right=(2, 3, 4, 5)) + total
 
 
-def traffic_of(text: str, devices: int, asked: str = "") -> StepTraffic:
+def traffic_of(text: str, devices: int) -> StepTraffic:
     """The collectives in a compiled program's text.
 
-    ``asked`` is the program before compilation, in StableHLO, for the dtypes asked for. A loop
-    whose length XLA does not know counts once.
-    """
-    known: dict[tuple[str, int], set[str]] = {}  # by kind, and elements of what it gives
-    for kind, dims, dtype in _STABLE.findall(asked):
-        numel = math.prod(int(dim) for dim in dims.split("x") if dim)
-        dtypes = known.setdefault((kind.replace("_", "-"), numel), set())
-        dtypes.add(_STABLE_DTYPES.get(dtype, dtype))
-    collectives = []
-    for each in (each for each in instructions(text) if each.kind in KINDS):
-        group = _group_size(each.attributes, devices)
-        arrays = [(dtype, _numel(dims)) for dtype, dims in _ARRAY.findall(each.result)]
-        if each.is_start and each.kind != "all-reduce":
-            arrays = arrays[len(arrays) // 2 :]  # its operands stand before its results
-        dtypes = known.get((each.kind, arrays[0][1]), set())
-        asked_dtype = next(iter(dtypes)) if len(dtypes) == 1 else arrays[0][0]
-        if each.kind == "reduce-scatter":
-            arrays = [(dtype, group * numel) for dtype, numel in arrays]
-        collectives.append(
-            Collective(each.name, each.kind, tuple(arrays), asked_dtype, group, each.count)
-        )
-    return StepTraffic(tuple(collectives))
-
-
-def instructions(text: str) -> Iterator[Instruction]:
-    """All instructions of a compiled program, of the computations that it comes to.
+    A loop whose length XLA does not know counts once.
 
     Raises:
         NotSupportedError: for a program with a collective that cannot be read.
     """
-    mentioned = len(re.findall(rf"[=)}}\]] (?:{'|'.join(KINDS)})(?:-start)?\(", text))
     bodies, entry = _computations(text)
-    read = sum(each.kind in KINDS for body in bodies.values() for each in body)
+    mentioned = len(re.findall(rf"[=)}}\]] (?:{'|'.join(KINDS)})(?:-start)?\(", text))
+    read = sum(kind.removesuffix("-start") in KINDS for x in bodies.values() for _, _, kind, _ in x)
     if mentioned != read or not entry:
         raise NotSupportedError(
             f"the compiled program mentions {mentioned} collectives, of which {read} were read, "
@@ -153,42 +109,51 @@ def instructions(text: str) -> Iterator[Instruction]:
         )
     times = dict.fromkeys(bodies, 0)
     _count(entry, 1, bodies, times)
-    for name, body in bodies.items():
-        for each in body if times[name] else ():
-            yield replace(each, count=times[name])
+    return StepTraffic(tuple(
+        _collective(line, devices, times[name]) for name, lines in bodies.items() if times[name]
+        for line in lines if line[2].removesuffix("-start") in KINDS
+    ))  # fmt: skip
 
 
-def _computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """The instructions of each computation, not counted yet, and which is the entry."""
-    bodies: dict[str, list[Instruction]] = {}
+def _computations(text: str) -> tuple[dict[str, list[_Line]], str]:
+    """The instructions of each computation, and which is the entry."""
+    bodies: dict[str, list[_Line]] = {}
     entry = current = ""
     for line in text.splitlines():
-        head = _COMPUTATION.match(line)
-        if head:
+        if head := _COMPUTATION.match(line):
             current = head.group(2)
             bodies[current] = []
             entry = current if head.group(1) else entry
-            continue
-        found = _INSTRUCTION.match(line)
-        if found and current:
+        elif current and (found := _INSTRUCTION.match(line)):
             name, result, kind, rest = found.groups()
-            is_start, kind = kind.endswith("-start"), kind.removesuffix("-start")
-            bodies[current].append(Instruction(name, kind, is_start, result, rest, 0))
+            bodies[current].append((name, result, kind, rest))
     return bodies, entry
 
 
 def _count(
-    name: str, times: int, bodies: Mapping[str, Sequence[Instruction]], found: dict[str, int]
+    name: str, times: int, bodies: Mapping[str, Sequence[_Line]], found: dict[str, int]
 ) -> None:
+    """Add to ``found`` how often each computation runs if ``name`` does so many times."""
     if name not in found:
         return
     found[name] += times
-    for each in bodies[name]:
-        trips = _TRIPS.search(each.attributes)
-        for how, several, one in _CALLEES.findall(each.attributes):
+    for *_, attributes in bodies[name]:
+        trips = _TRIPS.search(attributes)
+        for how, several, one in _CALLEES.findall(attributes):
             inside = times * int(trips.group(1)) if how == "body" and trips else times
             for callee in re.findall(r"[\w.\-]+", several or one):
                 _count(callee, inside, bodies, found)
+
+
+def _collective(line: _Line, devices: int, count: int) -> Collective:
+    name, result, operation, attributes = line
+    kind, group = operation.removesuffix("-start"), _group_size(attributes, devices)
+    arrays = [(dtype, _numel(dims)) for dtype, dims in _ARRAY.findall(result)]
+    if kind != operation and kind != "all-reduce":
+        arrays = arrays[len(arrays) // 2 :]  # its operands stand before its results
+    if kind == "reduce-scatter":
+        arrays = [(dtype, group * numel) for dtype, numel in arrays]
+    return Collective(name, kind, tuple(arrays), group, count)
 
 
 def _group_size(attributes: str, devices: int) -> int:

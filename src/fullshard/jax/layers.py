@@ -36,11 +36,10 @@ from fullshard.jax.mesh import Axis, MeshAxes
 from fullshard.jax.placing import is_array, path_name, split_arrays
 from fullshard.jax.rule import Placement, place
 
-__all__ = ["AROUND_LOOP", "Tracing", "current", "gathered", "reduced_gather", "scan_layers",
-           "tracing", "used_outside"]  # fmt: skip
+__all__ = ["AROUND_LOOP", "Tracing", "current", "gathered", "reduced_gather",
+           "refuse_unknown_remat", "scan_layers", "tracing", "used_outside"]  # fmt: skip
 
 _ALONE_BYTES = 1 << 19
-_KEPT = ("block", "matmuls", "none")  # as a step calls them
 _POLICIES = {"matmuls": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 
 
@@ -48,16 +47,15 @@ _POLICIES = {"matmuls": jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 class Tracing:
     """The step whose loss is being traced, for the helpers that it calls.
 
-    ``plain`` makes them compute as they would outside of a step. ``notes`` are what they have to
-    say; ``mixing`` has, when layers are checked, by name how far a layer's results for a part of
-    the batch were from those for all of it.
+    ``reduce`` is the dtype in which gradients are summed (None: their own), ``notes`` are what
+    helpers have to say; ``mixing`` has, when layers are checked, by name how far a layer's results
+    for a part of the batch were from those for all of it.
     """
 
     axes: MeshAxes
     placements: Mapping[str, Placement]
-    reduce: Any = None  # the dtype in which gradients are summed; None: their own
+    reduce: Any = None
     remat: Any = True
-    plain: bool = False
     notes: list[str] = field(default_factory=list)
     mixing: dict[str, float] | None = None
 
@@ -88,8 +86,7 @@ _tracing: ContextVar[Tracing | None] = ContextVar("fullshard_jax_tracing", defau
 
 def current() -> Tracing | None:
     """The step whose loss is being traced, if its helpers are to act; else None."""
-    now = _tracing.get()
-    return None if now is None or now.plain else now
+    return _tracing.get()
 
 
 @contextmanager
@@ -189,7 +186,12 @@ def _refuse_unknown(layer: Any, remat: Any) -> None:
             "a layer is a function of (weights, x, ...) or an nnx.Module, got "
             f"{type(layer).__name__}; weights come in the call: gathered(layer)(weights, x)"
         )
-    if not (remat is None or callable(remat) or remat in (True, False, *_KEPT)):
+    refuse_unknown_remat(remat)
+
+
+def refuse_unknown_remat(remat: Any) -> None:
+    """Raise `ConfigurationError` for a ``remat`` that `gathered` does not take."""
+    if not (remat is None or callable(remat) or remat in (True, False, "matmuls")):
         raise ConfigurationError(
             f"remat={remat!r} is none of True, False, 'matmuls', or a policy of jax.checkpoint"
         )
@@ -329,7 +331,7 @@ class _Call:
             out_specs=[PartitionSpec(*(None,) * dim, now.axes.examples) for dim in out],
             check_vma=False,
         )
-        if self.remat in (False, "none"):
+        if self.remat is False:
             return mapped
         policy = self.remat if callable(self.remat) else _POLICIES.get(self.remat)
         return jax.checkpoint(mapped, policy=policy)
@@ -474,7 +476,7 @@ def _walk(jaxpr: Any, named: dict[Any, str], outside: dict[str, str]) -> list[st
     for eqn in jaxpr.eqns:
         weights = [name(atom) for atom in eqn.invars]
         kind = eqn.primitive.name
-        if not any(weights) or kind == "shard_map":
+        if not any(weights) or kind in ("shard_map", "sharding_constraint"):
             continue
         results: Sequence[str | None] = []
         if kind in _CALLS:

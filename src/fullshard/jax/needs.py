@@ -76,11 +76,7 @@ def communication(step: TrainStep, batch: Any) -> StepTraffic:
 
     Nothing is allocated. Loops count as often as they run.
     """
-    precision = step.options["precision"]
-    low = {precision.compute, precision.reduce} - {None, "float32", "float64"}
-    # Before compilation it may be written to send other dtypes.
-    written = step.lowered(batch).as_text() if low else ""
-    return traffic_of(step.compiled(batch).as_text() or "", step.mesh.size, written)
+    return traffic_of(step.compiled(batch).as_text() or "", step.mesh.size)
 
 
 def compare(steps: Mapping[str, TrainStep], batch: Any) -> NeedsTable:

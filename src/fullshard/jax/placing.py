@@ -17,9 +17,9 @@ from fullshard.core.text import bytes_text, in_columns
 from fullshard.jax.mesh import Axis, MeshAxes, read_mesh
 from fullshard.jax.rule import Placement, Rule, place, refuse_low_coverage
 
-__all__ = ["annotation", "as_key", "batch_sharding", "by_path", "describe", "global_batch",
-           "is_array", "is_key", "key_data", "named_leaves", "path_name", "put", "shard",
-           "shardings", "split_arrays", "to_host"]  # fmt: skip
+__all__ = ["annotation", "as_key", "batch_sharding", "by_path", "describe", "dtype_on_device",
+           "global_batch", "is_array", "is_key", "key_data", "named_leaves", "path_name", "put",
+           "shard", "shardings", "split_arrays", "to_host"]  # fmt: skip
 
 Tree = TypeVar("Tree")
 
@@ -53,6 +53,11 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
         return jax.tree.unflatten(treedef, [next(own) if x is None else x[0] for x in static])
 
     return [x for x in leaves if is_array(x)], rebuild
+
+
+def dtype_on_device(x: Any) -> Any:
+    """The dtype that an array has on devices: of 64 bits only where JAX is told to."""
+    return x.dtype if is_key(x) else jax.dtypes.canonicalize_dtype(x.dtype)
 
 
 def is_key(x: Any) -> bool:
@@ -184,10 +189,13 @@ def to_host(x: Any) -> np.ndarray[Any, Any]:
     return np.asarray(x)
 
 
-def put(whole: np.ndarray[Any, Any], sharding: Any) -> jax.Array:
-    """``whole`` on the devices; each gets its slice only, and a process reads its own only."""
+def put(x: Any, sharding: Any) -> jax.Array:
+    """``x`` where ``sharding`` says; of host memory each device gets its slice only."""
+    if isinstance(x, jax.Array):
+        same = x.sharding.is_equivalent_to(sharding, x.ndim)
+        return x if same else jax.device_put(x, sharding)
     with jax.transfer_guard_host_to_device("allow"):  # it was asked for
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
 
 def _cut(x: Any) -> bool:

@@ -10,6 +10,7 @@ arrays rest, and in `gathered`, `embed` and `cross_entropy` what each device com
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -24,14 +25,13 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import AS_IT_RESTS, Precision
 from fullshard.core.text import bytes_text
-from fullshard.jax.layers import Tracing, tracing, used_outside
+from fullshard.jax.layers import Tracing, refuse_unknown_remat, tracing, used_outside
 from fullshard.jax.placing import by_path, path_name
 from fullshard.jax.rule import Rule
 from fullshard.jax.state import ModelArrays, StateArrays, TrainState
 
-__all__ = ["KEY", "LARGE_BYTES", "MODES", "StepOptions", "StepProgram", "is_whole", "read_options"]
+__all__ = ["KEY", "LARGE_BYTES", "StepOptions", "StepProgram", "is_whole", "read_options"]
 
-MODES = ("weights", "activations", "jit")
 LARGE_BYTES = 1 << 20
 _ROUNDING = 1e-3
 
@@ -44,14 +44,11 @@ Arrays = dict[str, Any]
 class StepOptions(TypedDict, total=False):
     """Keywords of `fullshard.jax.make_train_step`.
 
-    - ``mode``: what travels: "weights" (the default) where `gathered`, `scan_layers`, `embed` and
-      `cross_entropy` are called; with "jit" these do nothing and XLA decides, with "activations"
-      neither, and examples are on every device of the shard axis, so that weights stay.
-    - ``remat``: what backward finds of the forward of a layer that is gathered, unless its call
-      says so: "block" (the default) its input, "matmuls" also products, "none" all.
+    - ``mode``: with "weights" (the default) `gathered`, `scan_layers`, `embed` and `cross_entropy`
+      decide what travels, with "jit" these do nothing and XLA decides.
+    - ``remat``: what backward finds of a layer that is gathered, unless its call says so; see
+      `gathered`.
     - ``accumulate``: micro-batches in a step; the loss is the mean of theirs.
-    - ``gather``: with several, "each" gathers for every micro-batch anew, "once" for all of them,
-      which moves less and holds all parameters and gradients whole.
     - ``precision``: dtype of full parameters, as "bfloat16" or ``jnp.bfloat16`` (where
       `gathered` is called gradients are summed in float32), or a
       `fullshard.core.strategy.Precision` for both.
@@ -67,13 +64,13 @@ class StepOptions(TypedDict, total=False):
       and refuse one that mixes examples.
     - ``key``: a random key; the loss function then takes a third argument, one that differs between
       steps.
-    - ``shard_axis``, ``batch_axes``: the axes of a mesh whose names do not say what they are for.
+    - ``shard_axis``, ``batch_axes``: the axes of a mesh whose names do not say what they are for;
+      with ``batch_axes=("data",)`` examples are on every device of the shard axis.
     """
 
     mode: str
-    remat: str
+    remat: Any
     accumulate: int
-    gather: str
     precision: Any
     donate: bool
     has_aux: bool
@@ -88,7 +85,7 @@ class StepOptions(TypedDict, total=False):
 
 
 _DEFAULTS: StepOptions = {
-    "mode": "weights", "remat": "block", "accumulate": 1, "gather": "each", "precision": None,
+    "mode": "weights", "remat": True, "accumulate": 1, "precision": None,
     "donate": True, "has_aux": False, "wrt": None, "rule": None, "at_most_unsharded": None,
     "whole": (), "check": False, "key": None, "shard_axis": None, "batch_axes": None,
 }  # fmt: skip
@@ -105,13 +102,9 @@ def read_options(given: StepOptions) -> StepOptions:
             raise ConfigurationError(f"unknown option {name!r}; known: {', '.join(_DEFAULTS)}")
     options: StepOptions = {**_DEFAULTS, **given}
     accumulate, key, precision = options["accumulate"], options["key"], options["precision"]
-    for name, value, values in (
-        ("mode", options["mode"], MODES),
-        ("remat", options["remat"], ("block", "matmuls", "none")),
-        ("gather", options["gather"], ("each", "once")),
-    ):
-        if value not in values:
-            raise ConfigurationError(f"{name}={value!r} is none of {', '.join(map(repr, values))}")
+    refuse_unknown_remat(options["remat"])
+    if options["mode"] not in ("weights", "jit"):
+        raise ConfigurationError(f"mode={options['mode']!r} is none of 'weights', 'jit'")
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigurationError(
             f"accumulate={accumulate!r}: expected a whole number, at least 1 micro-batch"
@@ -172,7 +165,7 @@ class StepProgram:
     def apply(self, function: Callable[..., Any], state: TrainState, *args: Any) -> Any:
         """``function(model, *args)`` with the model of ``state``; nothing is trained."""
         arrays = {**self._computed(by_path(state.params)), **state.other}
-        with tracing(self._tracing([])):
+        with self._tracing([]):
             return function(self.model.rebuild(arrays), *args)
 
     def refuse_mixing(self, state: TrainState, batch: Any) -> None:
@@ -180,7 +173,7 @@ class StepProgram:
         far: dict[str, float] = {}
 
         def forward(params: Arrays, other: Arrays, batch: Any) -> Any:
-            with tracing(self._tracing([], far)):
+            with self._tracing([], far):
                 return self._result(self._computed(params), other, (0, 0), batch)[0]
 
         jax.block_until_ready(jax.jit(forward)(by_path(state.params), state.other, batch))
@@ -193,24 +186,19 @@ class StepProgram:
                     "part that mixes (statistics over the batch, one random key for all) out of it"
                 )
 
-    def _tracing(self, notes: list[str], mixing: dict[str, float] | None = None) -> Tracing:
-        options = self.options
-        reduce = options["precision"].reduce
-        plain = self._once or options["mode"] != "weights"
+    def _tracing(
+        self, notes: list[str], mixing: dict[str, float] | None = None
+    ) -> AbstractContextManager[None]:
+        arrays, remat = self.arrays, self.options["remat"]
+        reduce = self.options["precision"].reduce
         dtype = jnp.dtype(reduce) if reduce else None
-        arrays = self.arrays
-        return Tracing(arrays.axes, arrays.params, dtype, options["remat"], plain, notes, mixing)
-
-    @property
-    def _once(self) -> bool:
-        return self.options["gather"] == "once" and self.options["accumulate"] > 1
+        now = Tracing(arrays.axes, arrays.params, dtype, remat, notes, mixing)
+        return tracing(now if self.options["mode"] == "weights" else None)
 
     def _gradients(
         self, trained: Arrays, frozen: Arrays, other: Arrays, step: Any, batch: Any
     ) -> tuple[Arrays, Any, Any, Arrays]:
         count = self.options["accumulate"]
-        if self._once:
-            trained, frozen = self._whole(trained), self._whole(frozen)
 
         def one(other: Arrays, batch: Any, number: Any) -> tuple[Arrays, Any, Any, Arrays]:
             def loss_of(trained: Arrays) -> tuple[Any, tuple[Any, Arrays]]:
@@ -218,7 +206,7 @@ class StepProgram:
                 return loss / count, (aux, after)
 
             (loss, (aux, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
-            return grads if self._once else self.arrays.at_rest(grads), loss, aux, after
+            return self.arrays.at_rest(grads), loss, aux, after
 
         def micro(carry: Any, turn: Any) -> tuple[Any, Any]:
             grads, loss, aux, other = one(carry[1], *turn)
@@ -239,7 +227,7 @@ class StepProgram:
         """Loss, what is returned beside it, and the other state after it; traced once."""
 
         def flat(params: list[Any], *args: Any) -> Any:
-            with tracing(self._tracing(self.notes)):
+            with self._tracing(self.notes):
                 return self._result(dict(zip(names, params, strict=True)), *args)
 
         computed = self._computed(params)
@@ -284,12 +272,6 @@ class StepProgram:
         full = self.options["precision"].full_dtype
         return {n: x.astype(full(self.arrays.params[n].spec.dtype)) for n, x in arrays.items()}
 
-    def _whole(self, arrays: Arrays) -> Arrays:
-        """On every device of the shard axis, for all micro-batches."""
-        axes, params = self.arrays.axes, self.arrays.params
-        constrained = lax.with_sharding_constraint
-        return {n: constrained(x, axes.gathered(params[n].axes)) for n, x in arrays.items()}
-
     def _parts(self, path: Any, x: Any) -> Any:
         """Micro-batches in front, each made of a part of every device's examples."""
         count, axes = self.options["accumulate"], self.arrays.axes
@@ -297,8 +279,6 @@ class StepProgram:
             return jnp.broadcast_to(x, (count, *x.shape))
         parts = x.reshape(axes.parts, count, -1, *x.shape[1:]).swapaxes(0, 1)
         parts = parts.reshape(count, -1, *x.shape[1:])
-        if self.options["mode"] == "activations":
-            return parts
         return lax.with_sharding_constraint(parts, axes.sharding(None, axes.batch))
 
     def _joined(self, x: Any, rows: int) -> Any:

@@ -23,6 +23,7 @@ from fullshard.jax.placing import (
     annotation,
     as_key,
     by_path,
+    dtype_on_device,
     is_array,
     is_key,
     key_data,
@@ -34,7 +35,7 @@ from fullshard.jax.placing import (
 )
 from fullshard.jax.rule import Placement, Rule, place
 
-__all__ = ["ModelArrays", "StateArrays", "StateSpec", "TrainState", "read_model"]
+__all__ = ["ModelArrays", "StateArrays", "TrainState", "read_model"]
 
 
 @dataclass
@@ -126,11 +127,11 @@ def read_model(model: Any, wrt: Any) -> ModelArrays:
                 "in another nnx.Variable than a parameter, or leave it out of wrt"
             )
         if is_param:
-            dtype = np.dtype(leaf.dtype).name
+            dtype = dtype_on_device(leaf).name
             found.specs.append(ParamSpec(name, tuple(leaf.shape), dtype, chosen))
             found.annotations[name] = annotation(box)
         else:
-            found.other[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            found.other[name] = jax.ShapeDtypeStruct(leaf.shape, dtype_on_device(leaf))
     if not found.specs:
         raise ConfigurationError(f"{type(abstract).__name__} has no arrays to be trained")
     if not any(spec.trainable for spec in found.specs):
@@ -174,31 +175,8 @@ class TrainState:
     step: Any
 
 
-@dataclass(frozen=True)
-class StateSpec:
-    """One array of the state.
-
-    ``kind`` is "parameters", "other", "optimizer" or "step". ``path`` is the model's, for the
-    optimizer that in the state which optax makes. Random keys appear as their data (uint32).
-    """
-
-    kind: str
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    trainable: bool = False
-
-    @property
-    def key(self) -> str:
-        """Kind and path, unique in a state."""
-        return f"{self.kind}/{self.path}"
-
-
 class StateArrays:
-    """All arrays of a state, in the order of its leaves; in and out one array at a time.
-
-    ``abstract`` is a state of their shapes, dtypes and shardings.
-    """
+    """The arrays of a state: ``abstract`` is one of their shapes, dtypes and shardings."""
 
     def __init__(
         self, axes: MeshAxes, model: ModelArrays, placements: Sequence[Placement], tx: Any
@@ -217,26 +195,18 @@ class StateArrays:
         kept = jax.eval_shape(self.tx.init, model.tree(trained))
         step = jax.ShapeDtypeStruct((), np.int32)
         bare = TrainState(model.tree(shapes), kept, dict(model.other), step)
-        self.treedef: Any = jax.tree.structure(bare)
-        read = [self._read(path, leaf) for path, leaf in jax.tree.leaves_with_path(bare)]
-        self._known = {spec.key: (spec, x) for spec, x in read}
-        self.specs: tuple[StateSpec, ...] = tuple(spec for spec, _ in read)
-        self.abstract: TrainState = jax.tree.unflatten(self.treedef, [x for _, x in read])
+        self.abstract: TrainState = jax.tree.map_with_path(self._placed, bare)
         self.shardings: TrainState = jax.tree.map(lambda x: x.sharding, self.abstract)
+        self._treedef: Any = jax.tree.structure(self.abstract)
+        self._leaves = jax.tree.leaves_with_path(self.abstract)  # looked at in every step
 
-    def _read(self, path: Any, leaf: Any) -> tuple[StateSpec, jax.ShapeDtypeStruct]:
-        kind, name, data = path[0].name, path_name(path[1:]), key_data(leaf)
+    def _placed(self, path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
         axes: tuple[Axis, ...] = ()
-        shape, dtype = tuple(data.shape), np.dtype(data.dtype).name
-        if kind == "params":
-            axes, said = self.params[name].axes, self.params[name].spec
-            spec = StateSpec("parameters", name, shape, dtype, said.trainable)
-        else:
-            spec = StateSpec(kind, name or kind, shape, dtype)
-            if kind == "optimizer" and data is leaf:
-                axes = self._axes_in_optimizer(path[1:], leaf)
-        sharding = self.axes.sharding(*axes)
-        return spec, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        if path[0].name == "params":
+            axes = self.params[path_name(path[1:])].axes
+        elif path[0].name == "optimizer" and not is_key(leaf):
+            axes = self._axes_in_optimizer(path[1:], leaf)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.axes.sharding(*axes))
 
     def _axes_in_optimizer(self, path: Any, leaf: Any) -> tuple[Axis, ...]:
         """As the parameter that it mirrors rests (its path at the end, its shape), or by itself."""
@@ -254,6 +224,19 @@ class StateArrays:
             for name, x in params.items()
         }
 
+    def from_host(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Arrays on the devices, in memory of their own, of whole ones by the model's paths."""
+        rest, placed = {**by_path(self.abstract.params), **self.abstract.other}, {}
+        for name, value in values.items():
+            if isinstance(value, jax.ShapeDtypeStruct):
+                raise ConfigurationError(
+                    f"{name!r} of the model is a shape without values: give a function that makes "
+                    "the model, or restore a state"
+                )
+            whole = to_host(key_data(value))
+            placed[name] = as_key(put(whole, rest[name].sharding), value)
+        return placed
+
     def fitted(self, state: TrainState) -> TrainState:
         """``state`` with each array where it rests: what lies elsewhere, as on the host, is moved.
 
@@ -262,80 +245,18 @@ class StateArrays:
         """
         if not isinstance(state, TrainState):
             raise ConfigurationError(f"expected a TrainState, got {type(state).__name__}")
-        if jax.tree.structure(state) != self.treedef:
-            self._refuse_other_tree(state)
-        leaves = zip(self._known.values(), jax.tree.leaves(state), strict=True)
-        return jax.tree.unflatten(self.treedef, [_fitted(*known, x) for known, x in leaves])
-
-    def _refuse_other_tree(self, state: TrainState) -> None:
-        for part in ("params", "optimizer", "other"):
-            known, given = (set(by_path(getattr(x, part))) for x in (self.abstract, state))
-            for where, names in (
-                ("lacks", known - given),
-                ("has, and the step does not know,", given - known),
-            ):
+        if jax.tree.structure(state) != self._treedef:
+            known, given = set(by_path(self.abstract)), set(by_path(state))
+            for what, names in (("lacks", known - given), ("has beside", given - known)):
                 if names:
-                    raise ConfigurationError(f"the state {where} {part} {min(names)!r}")
-        raise ConfigurationError(
-            f"the state is a tree of {jax.tree.structure(state)}, the step's of {self.treedef}"
-        )
-
-    def gather_array(self, state: TrainState, key: str) -> np.ndarray[Any, Any]:
-        """One array whole, on the host; with several processes a collective."""
-        self._lookup(key)
-        return to_host(key_data(jax.tree.leaves(state)[list(self._known).index(key)]))
-
-    def load_arrays(
-        self, state: TrainState, items: Iterable[tuple[str, Any]], *, strict: bool = True
-    ) -> TrainState:
-        """``state`` with these whole arrays, by key; all processes give the same.
-
-        With ``strict`` every parameter must come.
-
-        Raises:
-            ConfigurationError: for an unknown key, another shape, or a parameter that did not come.
-        """
-        leaves = dict(zip(self._known, jax.tree.leaves(state), strict=True))
-        missing = {spec.key for spec in self.specs if spec.kind == "parameters"}
-        for key, given in items:
-            leaves[key] = self._written(key, np.asarray(given))
-            missing.discard(key)
-        if strict and missing:
-            raise ConfigurationError(
-                f"{len(missing)} parameters did not come, among them {min(missing)!r}; "
-                "strict=False keeps what they are"
-            )
-        return jax.tree.unflatten(self.treedef, list(leaves.values()))
-
-    def from_host(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Arrays on the devices, of whole ones by the model's paths."""
-        placed = {}
-        for name, value in values.items():
-            if isinstance(value, jax.ShapeDtypeStruct):
-                raise ConfigurationError(
-                    f"{name!r} of the model is a shape without values: give a function that makes "
-                    "the model, or restore a state"
-                )
-            kind = "parameters" if name in self.params else "other"
-            placed[name] = self._written(f"{kind}/{name}", to_host(key_data(value)))
-        return placed
-
-    def _written(self, key: str, given: np.ndarray[Any, Any]) -> Any:
-        spec, abstract = self._lookup(key)
-        if given.shape != spec.shape:
-            raise ConfigurationError(
-                f"{key} has shape {spec.shape}, what came for it has {given.shape}"
-            )
-        return as_key(put(given.astype(spec.dtype), abstract.sharding), abstract)
-
-    def _lookup(self, key: str) -> tuple[StateSpec, jax.ShapeDtypeStruct]:
-        if key not in self._known:
-            some = ", ".join(list(self._known)[:5])
-            raise ConfigurationError(f"no array {key!r} in the state; keys are like {some}")
-        return self._known[key]
+                    raise ConfigurationError(f"the state {what} {min(names)!r}: another model or "
+                                             "optimizer made it")  # fmt: skip
+            raise ConfigurationError("the state is another tree than the step's")
+        pairs = zip(self._leaves, jax.tree.leaves(state), strict=True)
+        return jax.tree.unflatten(self._treedef, [_fitted(*leaf, given) for leaf, given in pairs])
 
 
-def _fitted(spec: StateSpec, expected: jax.ShapeDtypeStruct, given: Any) -> Any:
+def _fitted(path: Any, expected: jax.ShapeDtypeStruct, given: Any) -> Any:
     """``given`` where it rests, moved if it lies elsewhere."""
     on_device, text = isinstance(given, jax.Array), ""
     given = given if on_device else np.asarray(given)
@@ -350,9 +271,5 @@ def _fitted(spec: StateSpec, expected: jax.ShapeDtypeStruct, given: Any) -> Any:
     elif given.dtype != expected.dtype:
         text = f"is {given.dtype}, the step expects {expected.dtype}"
     if text:
-        part = "params" if spec.kind == "parameters" else spec.kind
-        raise ConfigurationError(f"the state's {part} {spec.path!r} {text}")
-    if not on_device:
-        return put(given, expected.sharding)
-    same = given.sharding.is_equivalent_to(expected.sharding, given.ndim)
-    return given if same else jax.device_put(given, expected.sharding)
+        raise ConfigurationError(f"the state's {path[0].name} {path_name(path[1:])!r} {text}")
+    return put(given, expected.sharding)

@@ -3,7 +3,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
@@ -17,7 +17,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text
 from fullshard.jax.layers import AROUND_LOOP
 from fullshard.jax.mesh import MeshAxes, read_mesh
-from fullshard.jax.placing import as_key, describe, put, to_host
+from fullshard.jax.placing import as_key, by_path, describe, dtype_on_device, key_data, put, to_host
 from fullshard.jax.program import (
     KEY,
     LARGE_BYTES,
@@ -27,7 +27,7 @@ from fullshard.jax.program import (
     read_options,
 )
 from fullshard.jax.rule import Placement, coverage, place, refuse_idle_axes, refuse_low_coverage
-from fullshard.jax.state import ModelArrays, StateArrays, StateSpec, TrainState, read_model
+from fullshard.jax.state import ModelArrays, StateArrays, TrainState, read_model
 
 __all__ = ["TrainStep", "generate", "make_train_step"]
 
@@ -74,13 +74,9 @@ def make_train_step(
 class TrainStep:
     """A compiled train step over a sharded state; made by `make_train_step`.
 
-    ``placements`` says how the parameters rest, ``coverage`` which share of their bytes is cut,
-    ``specs`` has all arrays of a state in the order of its leaves. Once the loss is traced,
-    ``notes`` tells of layers that were left to XLA and of large arrays that XLA gathers as it
-    likes, ``outside`` the call to write by the name of such an array.
-
-    ``gather_array(state, key)`` is one array of ``specs``, whole on the host, and
-    ``load_arrays(state, items)`` the state with such arrays; see `StateArrays`.
+    ``placements`` says how the parameters rest, ``coverage`` which share of their bytes is cut.
+    Once the loss is traced, ``notes`` tells of layers that were left to XLA and of large arrays
+    that XLA gathers as it likes, ``outside`` the call to write by the name of such an array.
     """
 
     def __init__(
@@ -100,9 +96,6 @@ class TrainStep:
         self.mesh: Any = axes.mesh
         self.coverage: float = coverage(self.placements)
         self._arrays = StateArrays(axes, model, self.placements, functions[0])
-        self.specs: tuple[StateSpec, ...] = self._arrays.specs
-        self.gather_array: Callable[..., np.ndarray[Any, Any]] = self._arrays.gather_array
-        self.load_arrays: Callable[..., TrainState] = self._arrays.load_arrays
         self._program = StepProgram(model, self._arrays, functions[1], options)
         self.notes: list[str] = self._program.notes
         self.outside: dict[str, str] = self._program.outside
@@ -201,7 +194,7 @@ class TrainStep:
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The program for batches like this one (arrays or shapes); compiled when first asked."""
         leaves, treedef = jax.tree.flatten(batch)
-        key = (treedef, *((leaf.shape, _dtype_on_device(leaf)) for leaf in leaves))
+        key = (treedef, *((leaf.shape, dtype_on_device(leaf)) for leaf in leaves))
         if key not in self._compiled:
             self._compiled[key] = self.lowered(batch).compile()
         return self._compiled[key]
@@ -210,7 +203,7 @@ class TrainStep:
         """The program before compilation, for batches like this one; nothing is allocated."""
 
         def shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(x.shape, _dtype_on_device(x), sharding=self._lies(path, x))
+            return jax.ShapeDtypeStruct(x.shape, dtype_on_device(x), sharding=self._lies(path, x))
 
         abstract = jax.tree_util.tree_map_with_path(shape, self._checked(batch))
         jitted = jax.jit(
@@ -239,20 +232,11 @@ class TrainStep:
         """A state's shapes, dtypes and shardings; nothing is allocated."""
         return self._arrays.abstract
 
-    def arrays(
-        self, state: TrainState, kinds: Sequence[str] = ("parameters",)
-    ) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-        """Key and whole array of those kinds, gathered one after the other."""
-        for spec in self.specs:
-            if spec.kind in kinds:
-                yield spec.key, self.gather_array(state, spec.key)
-
     def merged(self, state: TrainState) -> Any:
         """The model as it was given, with whole values on the host, for export."""
         # Copies: the state's own memory is used again by the next step.
-        arrays = dict(self.arrays(state, ("parameters", "other")))
-        whole = {key.partition("/")[2]: jnp.array(x) for key, x in arrays.items()}
-        whole = {name: as_key(x, state.other.get(name)) for name, x in whole.items()}
+        arrays = {**by_path(state.params), **state.other}
+        whole = {n: as_key(jnp.array(to_host(key_data(x))), x) for n, x in arrays.items()}
         return self._model.rebuild(whole)
 
     def describe(self) -> str:
@@ -261,11 +245,8 @@ class TrainStep:
         return "\n".join((describe(self.abstract_state().params), share, *self.notes))
 
     def _lies(self, path: Any, leaf: Any) -> Any:
-        axes = self.axes.batch
-        if self.options["mode"] == "activations":
-            axes = tuple(axis for axis in axes if axis != self.axes.shard)
-        cut = axes and not is_whole(self.options, path, leaf)
-        return self.axes.sharding(*((axes,) if cut else ()))
+        whole = is_whole(self.options, path, leaf)
+        return self.axes.sharding(*(() if whole else (self.axes.batch,)))
 
     def _checked(self, batch: Any) -> Any:
         """``batch`` as arrays that the devices can share."""
@@ -300,15 +281,10 @@ def _read(leaf: Any) -> Any:
 
 def _on_device(leaf: Any, sharding: Any) -> Any:
     """An array of a batch where it lies; each process gives all of it, or its shards."""
-    if isinstance(leaf, jax.Array):
-        return leaf if leaf.sharding == sharding else jax.device_put(leaf, sharding)
-    leaf = np.asarray(leaf)
-    return put(leaf.astype(_dtype_on_device(leaf)), sharding)
-
-
-def _dtype_on_device(leaf: Any) -> Any:
-    """The dtype that an array has on devices: of 64 bits only where JAX is told to."""
-    return jax.dtypes.canonicalize_dtype(leaf.dtype)
+    if not isinstance(leaf, jax.Array):
+        leaf = np.asarray(leaf)
+        leaf = leaf.astype(dtype_on_device(leaf))
+    return put(leaf, sharding)
 
 
 @dataclass(frozen=True)

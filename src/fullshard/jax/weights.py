@@ -14,7 +14,8 @@ Modules need the same names in both, as ``blocks.0.attention.query``. Values are
 way there and back is equal bit for bit.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +26,24 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from fullshard.checkpoint.ranks import agree
+from fullshard.core.boxes import Box
 from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.core.safetensors_format import (
     Entry,
     EntryPlace,
     FileWriter,
-    SliceReader,
     entries_in,
     header_of,
     places_in,
 )
 from fullshard.jax.checkpoint import STORED_DTYPES, Leaf, Names, StoredAs, process_ranks
+from fullshard.jax.placing import by_path, path_name, to_host
 from fullshard.jax.state import TrainState
-from fullshard.jax.step import TrainStep
 
 __all__ = ["load_weights", "save_weights", "torch_layout", "torch_names"]
 
 
-def save_weights(
-    path: str | Path, step: TrainStep, state: TrainState, names: Names | None = None
-) -> None:
+def save_weights(path: str | Path, state: TrainState, names: Names | None = None) -> None:
     """Write the parameters of ``state`` (and statistics, as of BatchNorm) to one safetensors file.
 
     With ``names``, as `fullshard.jax.torch_names` gives them, the file is what the torch model's
@@ -55,13 +54,11 @@ def save_weights(
     Raises:
         ConfigurationError: on all processes, if the file cannot be written or cannot hold a dtype.
     """
-    target, leaves = Path(path), _leaves(step, names)
-    writer = None
-    if jax.process_index() == 0:
-        writer = FileWriter(target, header_of(_entries(leaves)))
+    target, leaves = Path(path), _leaves(state, names)
+    writer = FileWriter(target, header_of(_entries(leaves))) if jax.process_index() == 0 else None
     try:
-        for key, leaf in leaves.items():
-            array = step.gather_array(state, key)
+        for leaf in leaves:
+            array = to_host(leaf.data)
             if writer is not None:
                 raw = leaf.as_stored(array).reshape(-1).view(np.uint8).data
                 for _ in (leaf.stored.name, *leaf.stored.aliases):
@@ -75,73 +72,74 @@ def save_weights(
     agree(process_ranks(), f"could not write the weights to {target}", failed)
 
 
-def load_weights(
-    path: str | Path, step: TrainStep, state: TrainState, names: Names | None = None
-) -> TrainState:
-    """The ``state`` with the weights of one safetensors file; the state given is used up.
+def load_weights(path: str | Path, state: TrainState, names: Names | None = None) -> TrainState:
+    """The ``state`` with the weights of one safetensors file.
 
     The file is as `save_weights` writes it with the same ``names``, or as safetensors writes a
     torch model's ``state_dict()``; aliases of tied parameters may be missing. Any number of
-    devices; an array is read where its turn comes. With several processes all of them must call,
+    devices; a process reads what its devices hold. With several processes all of them must call,
     and all read the file.
 
     Raises:
         ConfigurationError: if the file cannot be read or does not fit: another array, shape or
-            dtype, or tied parameters with different values. The state is as it was then.
+            dtype, or tied parameters with different values.
     """
     source = Path(path)
     try:
-        leaves = _leaves(step, names)
+        leaves = _leaves(state, names)
         there, known = entries_in(source), _entries(leaves)
-        aliases = {alias for leaf in leaves.values() for alias in leaf.stored.aliases}
-        wanted = {name: x for name, x in known.items() if name in there or name not in aliases}
-        places = places_in(source, wanted)
-        ties = [(alias, leaf.stored.name) for leaf in leaves.values()
-                for alias in leaf.stored.aliases if alias in places]  # fmt: skip
+        ties = [(alias, leaf.stored.name) for leaf in leaves for alias in leaf.stored.aliases
+                if alias in there]  # fmt: skip
+        untold = {alias for leaf in leaves for alias in leaf.stored.aliases} - there.keys()
+        places = places_in(source, {n: x for n, x in known.items() if n not in untold})
         for alias, name in ties:
-            if not np.array_equal(_raw(source, places[alias]), _raw(source, places[name])):
+            if not np.array_equal(_bytes(source, places[alias]), _bytes(source, places[name])):
                 raise ConfigurationError(
                     f"{alias!r} and {name!r} are one parameter in the model, and differ in the file"
                 )
+        made = {leaf.path: leaf.made(_reader(source, places, leaf)) for leaf in leaves}
     except (OSError, ConfigurationError) as error:
         raise ConfigurationError(f"cannot load the weights in {source}: {error}") from error
-
-    def arrays() -> Iterator[tuple[str, NDArray[Any]]]:
-        for key, leaf in leaves.items():
-            raw = _raw(source, places[leaf.stored.name])
-            yield key, leaf.as_held(raw.view(jnp.dtype(leaf.dtype)).reshape(leaf.shape))
-
-    return step.load_arrays(state, arrays())
+    params = jax.tree.map_with_path(lambda path, _: made[path_name(path)], state.params)
+    other = {name: made.get(name, x) for name, x in state.other.items()}
+    return dataclasses.replace(state, params=params, other=other)
 
 
-def _leaves(step: TrainStep, names: Names | None) -> dict[str, Leaf]:
-    """The contents of the file by key of the state, in the order of the file."""
-    leaves: dict[str, Leaf] = {}
-    for spec in step.specs:
-        if spec.kind not in ("parameters", "other"):
-            continue
-        if spec.dtype not in STORED_DTYPES:
-            raise ConfigurationError(f"{spec.path!r} is {spec.dtype}, which the format cannot hold")
-        stored = StoredAs(spec.path) if names is None else names.get(spec.path)
+def _leaves(state: TrainState, names: Names | None) -> list[Leaf]:
+    """The contents of the file, in its order."""
+    if not isinstance(state, TrainState):
+        raise ConfigurationError(f"expected a TrainState, got {type(state).__name__}")
+    params, leaves = by_path(state.params), []
+    for path, value in {**params, **state.other}.items():
+        stored = StoredAs(path) if names is None else names.get(path)
         if stored is not None:
-            shape = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype))
-            leaves[spec.key] = Leaf(spec.path, shape, stored)
-        elif spec.kind == "parameters":
-            raise ConfigurationError(f"no name is given for the parameter {spec.path!r}")
+            leaves.append(Leaf(path, value, stored))
+            if leaves[-1].dtype not in STORED_DTYPES:
+                raise ConfigurationError(
+                    f"{path!r} is {leaves[-1].dtype}, which the format cannot hold"
+                )
+        elif path in params:
+            raise ConfigurationError(f"no name is given for the parameter {path!r}")
     return leaves
 
 
-def _entries(leaves: Mapping[str, Leaf]) -> dict[str, Entry]:
-    return {name: Entry(STORED_DTYPES[leaf.dtype], leaf.shape) for leaf in leaves.values()
+def _entries(leaves: Iterable[Leaf]) -> dict[str, Entry]:
+    return {name: Entry(STORED_DTYPES[leaf.dtype], leaf.shape) for leaf in leaves
             for name in (leaf.stored.name, *leaf.stored.aliases)}  # fmt: skip
 
 
-def _raw(source: Path, place: EntryPlace) -> NDArray[np.uint8]:
-    """The bytes of one entry."""
-    raw = np.empty(place.entry.size_bytes, np.uint8)
-    with SliceReader(source) as file:
-        file.read_into(raw.data, place.start)
-    return raw
+def _bytes(source: Path, place: EntryPlace) -> NDArray[np.uint8]:
+    """The bytes of one entry, read where they are looked at."""
+    size = place.entry.size_bytes
+    return np.memmap(source, np.uint8, "r", place.start, (size,)) if size else np.empty(0, np.uint8)
+
+
+def _reader(
+    source: Path, places: Mapping[str, EntryPlace], leaf: Leaf
+) -> Callable[[Box], NDArray[Any]]:
+    """Read boxes of one array, into memory of their own."""
+    raw = _bytes(source, places[leaf.stored.name]).view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
+    return lambda box: np.array(raw[tuple(map(slice, box.offsets, np.add(box.offsets, box.sizes)))])
 
 
 # -- torch -----------------------------------------------------------------------------------------
@@ -163,9 +161,6 @@ def torch_names(model: nnx.Module, tied: Mapping[str, str] | None = None) -> dic
         NotSupportedError: for a module whose arrays have other shapes in torch.
         ConfigurationError: for a name in ``tied`` that no array has.
     """
-    further: dict[str, list[str]] = {}
-    for alias, name in (tied or {}).items():
-        further.setdefault(name, []).append(alias)
     names: dict[str, StoredAs] = {}
     for path, module in nnx.iter_modules(model):
         for attribute, variable in vars(module).items():
@@ -176,25 +171,24 @@ def torch_names(model: nnx.Module, tied: Mapping[str, str] | None = None) -> dic
                     f"{_dotted(path)} is a {type(module).__name__}, whose arrays have other shapes "
                     "in torch: give names of your own"
                 )
-            name, axes = _in_torch(module, attribute, variable.ndim)
-            name = _dotted((*path, name))
-            there = StoredAs(name, axes, aliases=tuple(further.pop(name, ())))
-            names[_dotted((*path, attribute))] = there
-    if further:
+            last, axes = _in_torch(module, attribute, variable.ndim)
+            name = _dotted((*path, last))
+            aliases = tuple(alias for alias, other in (tied or {}).items() if other == name)
+            names[_dotted((*path, attribute))] = StoredAs(name, axes, aliases=aliases)
+    there = {each.name for each in names.values()}
+    if unknown := set((tied or {}).values()) - there:
         raise ConfigurationError(
-            f"tied names {sorted(further)}: no array of the model is called so in torch; there are "
-            f"{', '.join(sorted(each.name for each in names.values()))}"
+            f"tied names {sorted(unknown)}: no array of the model is called so in torch; there are "
+            f"{', '.join(sorted(there))}"
         )
     return names
 
 
 def _in_torch(module: nnx.Module, attribute: str, ndim: int) -> tuple[str, tuple[int, ...]]:
     as_it_is = tuple(range(ndim))
-    if isinstance(module, nnx.Linear) and attribute == "kernel":
-        return "weight", (1, 0)
-    if isinstance(module, nnx.Conv) and attribute == "kernel":
+    if attribute == "kernel" and isinstance(module, nnx.Linear | nnx.Conv):
         return "weight", (ndim - 1, ndim - 2, *range(ndim - 2))
-    if isinstance(module, nnx.Embed) and attribute == "embedding":
+    if attribute == "embedding" and isinstance(module, nnx.Embed):
         return "weight", as_it_is
     if isinstance(module, _NORMS):
         others = {"scale": "weight", "mean": "running_mean", "var": "running_var"}
@@ -220,37 +214,34 @@ def torch_layout(
     among them that count steps become the checkpoint's step. ``groups`` says in which group of the
     torch optimizer a parameter is, by name and shape there.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
     names: dict[str, StoredAs] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     counts: list[str] = []
-    for path, value in jax.tree_util.tree_flatten_with_path(state)[0]:
+    for path, value in jax.tree.leaves_with_path(state):
         texts = [jax.tree_util.keystr((key,), simple=True) for key in path]
         full = ".".join(texts)
         place = next((k for k in range(len(texts)) if ".".join(texts[k:]) in torch_names), None)
-        if place is not None:
+        if place is None and texts[-1] == "count":
+            counts.append(full)
+        elif place is None:
+            names[full] = StoredAs(f"jax/{full}", optional=True, is_step=texts[-1] == "step")
+        else:
             there = torch_names[".".join(texts[place:])]
             kind = {"mu": "exp_avg", "nu": "exp_avg_sq"}.get(texts[place - 1] if place else "")
             name, axes = f"model/{there.name}", there.axes or tuple(range(len(value.shape)))
-            if kind is None:
+            if kind:
+                names[full] = StoredAs(f"optimizer/{kind}/{name}", axes)
+            else:
                 aliases = tuple(f"model/{each}" for each in there.aliases)
                 names[full] = StoredAs(name, axes, aliases=aliases)
                 shapes[name] = tuple(value.shape[axis] for axis in axes)
-            else:
-                names[full] = StoredAs(f"optimizer/{kind}/{name}", axes)
-        elif texts[-1] == "count":
-            counts.append(full)
-        else:
-            is_step = texts[-1] == "step"
-            names[full] = StoredAs(f"jax/{full}", optional=True, is_step=is_step)
-    steps = [f"optimizer/step/{name}" for name in shapes]
+    steps = tuple(f"optimizer/step/{name}" for name in shapes)
     for full in counts:
-        names[full] = StoredAs(steps[0], also=tuple(steps[1:]), dtype="float32")
-    numbers = sorted({groups(name, shape) for name, shape in shapes.items()})
-    listed = [
-        {"params": [name for name, shape in shapes.items() if groups(name, shape) == number]}
-        for number in numbers
-    ]
+        names[full] = StoredAs(steps[0], also=steps[1:], dtype="float32")
+    in_groups: dict[int, list[str]] = {}
+    for name, shape in shapes.items():
+        in_groups.setdefault(groups(name, shape), []).append(name)
+    listed = [{"params": in_groups[number]} for number in sorted(in_groups)]
     optimizer = {"class": "AdamW", "groups": listed, "values": {}}
     parts = {"model": "weights", "optimizer": "optimizer"}
-    about = {"parts": parts, "optimizers": {"optimizer": optimizer}, "values": {}}
-    return names, about
+    return names, {"parts": parts, "optimizers": {"optimizer": optimizer}, "values": {}}

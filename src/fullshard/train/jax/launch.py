@@ -86,12 +86,12 @@ def prepare(config: Config, devices: list[jax.Device]) -> JaxRun:
         loss_of,
         mesh,
         # SHARD_GRAD_OP keeps full parameters from forward to backward, like all else.
-        remat="none" if config.shard.strategy == "SHARD_GRAD_OP" else "block",
+        remat=config.shard.strategy != "SHARD_GRAD_OP",
         at_most_unsharded=1.0,  # any number of devices will do; the table of memory tells
     )
     state = step.init()
     if config.train.initial_weights:
-        state = load_weights(config.train.initial_weights, step, state, names)
+        state = load_weights(config.train.initial_weights, state, names)
     return JaxRun(config, DeviceWorld(mesh), data, step, names, state)
 
 

@@ -17,7 +17,6 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from fullshard.checkpoint import Loaded, RunFolder, Saving
-from fullshard.core.spec import item_bytes
 from fullshard.jax import (
     StoredAs,
     TrainState,
@@ -29,6 +28,7 @@ from fullshard.jax import (
     torch_layout,
 )
 from fullshard.jax.checkpoint import leaves_of, process_ranks
+from fullshard.jax.hlo import memory_of
 from fullshard.train.data import Batch
 from fullshard.train.jax.record import StepsRecord
 from fullshard.train.run import BytesRow, StepOutcome, TrainingRun, World
@@ -127,7 +127,7 @@ class JaxRun(TrainingRun):
 
     def save_weights(self, path: Path) -> None:
         """See `TrainingRun.save_weights`."""
-        save_weights(path, self.step, self.state, self.names)
+        save_weights(path, self.state, self.names)
 
     def bytes_rows(self) -> list[BytesRow]:
         """See `TrainingRun.bytes_rows`.
@@ -137,31 +137,25 @@ class JaxRun(TrainingRun):
         """
         places = self.step.placements
         trained = [place for place in places if place.spec.trainable]
+        kept = jax.tree.leaves(self.step.abstract_state().optimizer)
         at_rest = [
             _bytes_row("parameters", places),
             _bytes_row("gradients", trained),
             (
                 "optimizer state",
-                sum(map(_device_bytes, jax.tree.leaves(self.step.abstract_state().optimizer))),
-                sum(
-                    math.prod(spec.shape) * item_bytes(spec.dtype)
-                    for spec in self.step.specs
-                    if spec.kind == "optimizer"
-                ),
+                sum(map(_device_bytes, kept)),
+                sum(x.size * x.dtype.itemsize for x in kept),
             ),
         ]
         _, mine, whole = zip(*at_rest, strict=True)
         batch = self._typed(self.data.train_batch(0, range(self.config.train.batch)))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-        told: Any = self.step.compiled(shapes).memory_analysis()
-        temporary = told.temp_size_in_bytes
-        written_apart = told.output_size_in_bytes - told.alias_size_in_bytes
-        peak = told.argument_size_in_bytes + written_apart + temporary
+        memory = memory_of(self.step.compiled(shapes))
         return [
             *at_rest,
             ("at rest", sum(mine), sum(whole)),
-            ("full units and activations in a step, at most", temporary, None),
-            ("peak, with activations", peak, None),
+            ("full units and activations in a step, at most", memory["temporary"], None),
+            ("peak, with activations", memory["peak"], None),
         ]
 
     def write_text(self, prompt: bytes, count: int) -> bytes:

@@ -27,7 +27,8 @@ from fullshard.plan.model.work import Pricer
 
 @pytest.mark.parametrize("vocab", [32_000, 152_064, 262_144])
 @pytest.mark.parametrize(
-    ("loss", "per_logit"), [(Loss.PLAIN, 22), (Loss.KEPT, 16), (Loss.FREED, 12)]
+    ("loss", "per_logit"),
+    [(Loss.PLAIN, 22), (Loss.KEPT, 16), (Loss.FREED, 12), (Loss.NATIVE, 8)],
 )
 def test_a_loss_holds_as_much_as_on_fake_tensors(loss, per_logit, vocab):
     tokens = 512
@@ -45,8 +46,9 @@ def loss_bytes(tokens, vocab, loss):
     with FakeTensorMode(), live:
         hidden = torch.empty(samples, tokens // 2, 64, dtype=torch.bfloat16, requires_grad=True)
         logits = F.linear(hidden, torch.empty(vocab, 64, dtype=torch.bfloat16))
-        wide = logits.float()
-        used = wide if loss is Loss.FREED else wide[:, :-1].contiguous()
+        wide = logits if loss is Loss.NATIVE else logits.float()
+        whole = loss in (Loss.FREED, Loss.NATIVE)
+        used = wide if whole else wide[:, :-1].contiguous()
         labels = torch.empty(used.numel() // vocab, dtype=torch.long)
         scalar = F.cross_entropy(used.flatten(0, 1), labels)
         if loss is not Loss.PLAIN:
@@ -62,7 +64,7 @@ def test_a_loss_over_a_cut_vocabulary_holds_as_much_as_that_of_dtensors():
     degree, tokens, width, vocab = 8, 256, 8, 8192
     part = tokens * vocab // degree
     head = Pricer(tokens, tokens, 2).head(
-        width, vocab // degree, Loss.FREED, trained=True, cut=True
+        width, vocab // degree, Loss.FREED, trained=True, degree=degree
     )
     live = LiveBytes(least=part, below=2 * degree * part)  # whole ones are DTensors' shapes alone
     with fake_mesh(degree) as mesh, loss_parallel():

@@ -12,7 +12,7 @@ from fullshard.plan.memory import MemoryForecast, forecast_memory
 from fullshard.plan.model.model import Model
 from fullshard.plan.run import Loss, Run
 from fullshard.plan.step.clock import replay
-from fullshard.plan.step.home import FARTHEST, Features, extrapolated, features_of
+from fullshard.plan.step.home import Features, extrapolated, features_of, uncertain
 from fullshard.plan.step.interval import ALMOST_FULL, Unknown, half_width, loop_s, unknowns
 from fullshard.plan.step.script import Script, write_script
 
@@ -151,4 +151,4 @@ def _away(script: Script, model: Model, run: Run, cluster: Cluster) -> tuple[flo
     if cluster.device.constants is not None:
         runs = tuple(each._replace(device=mine.device) for each in runs)
     far, words = extrapolated(mine, runs)
-    return min(share * far, FARTHEST), words
+    return uncertain(share, far), words

@@ -112,7 +112,7 @@ _HELP = {
     "optimizer": "adamw, lion, momentum, sgd",
     "lora": "rank of adapters; the model itself is frozen",
     "compiled": "true or false",
-    "loss": "plain, freed, compiled, fused, fused-float32, chunked",
+    "loss": "plain, kept, freed, native, compiled, fused, fused-float32, chunked",
     "attention": "flash2, flash3, flash4, cudnn, math",
     "engine": "fullshard, or PyTorch's: fsdp1, fsdp2",
     "overhead": "milliseconds that the loop adds to a step: data, logging",
@@ -135,7 +135,8 @@ def parse(argv: Sequence[str]) -> Asked:
         inside_bandwidth=None if given.inside is None else given.inside * 1e9,
         between_bandwidth=None if given.between is None else given.between * GIGABIT,
     )
-    precision = "fp32" if device.cpu else "bf16"
+    halves = "bf16" if "bfloat16" in device.flops else "fp16"
+    precision = "fp32" if device.cpu else halves
     setup = with_setting(Setup(Run(), cluster), "precision", precision)
     fixed: set[str] = set()
     for key in RUN_KEYS:

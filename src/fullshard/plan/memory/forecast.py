@@ -182,7 +182,7 @@ def _held(
     """Return what units hold as the step, or a later micro-batch, begins."""
     accumulating = run.accumulate > 1
     if run.engine is not Engine.FULLSHARD:
-        return HeldByFSDP2(script.units, pooled=pooled, accumulating=accumulating)
+        return HeldByFSDP2(script.units, run, pooled=pooled)
     held = HeldUnits(
         {number: unit.cost for number, unit in enumerate(script.units)},
         accumulating=accumulating and run.sync_each,

@@ -2,8 +2,11 @@
 """Models from Hugging Face's ``config.json``, without torch and without transformers."""
 
 import json
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,17 @@ from fullshard.core.errors import ConfigurationError, check_whole
 from fullshard.core.text import did_you_mean
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model
-from fullshard.plan.model.shape import GPT2, LLAMA, Experts, Latent, Norm, Shape
+from fullshard.plan.model.shape import (
+    GEMMA,
+    GPT2,
+    LLAMA,
+    OLMO,
+    Experts,
+    HeadNorm,
+    Latent,
+    Norm,
+    Shape,
+)
 
 __all__ = ["ARCHITECTURES", "model_from_config", "read_model"]
 
@@ -20,31 +33,44 @@ _LARGEST_BYTES = 4 << 20  # of a config.json; the largest in use are far below
 Config = Mapping[str, Any]
 
 
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    file = resources.files("fullshard.plan.model").joinpath("config_defaults.toml")
+    return tomllib.loads(file.read_text("utf-8"))
+
+
 class _Fields:
-    """The fields of a config, looked up by any of the names that families give them."""
+    """The fields of a config; what it leaves out is what its class in transformers takes."""
 
     def __init__(self, config: Config):
-        self.config = config
+        self._kind = str(config.get("model_type"))
+        defaults = _defaults().get(self._kind, {})
+        self._told = config, {key: value for key, value in defaults.items() if key not in config}
 
     def get(self, *names: str, default: Any = None) -> Any:
-        for name in names:
-            if self.config.get(name) is not None:
-                return self.config[name]
-        return default
+        found = (told[name] for told in self._told for name in names if told.get(name) is not None)
+        return next(found, default)
 
     def whole(self, *names: str, default: int | None = None, least: int = 1) -> int:
         """A whole number from ``least``; raises `ConfigurationError` if it is missing or not."""
         value: int = self.get(*names, default=default)
-        check_whole(
-            f"config.json of a {self.config.get('model_type')}: {' or '.join(names)}",
-            value,
-            least,
-        )
+        check_whole(f"config.json of a {self._kind}: {' or '.join(names)}", value, least)
         return value
+
+    def flag(self, name: str) -> bool:
+        return bool(self.get(name))
+
+    def whole_every(self, every: int) -> int:
+        """Each so many-th layer has full attention: as its list of layers says, else ``every``."""
+        kinds = self.get("layer_types")
+        if not isinstance(kinds, list) or not kinds:
+            return every
+        return kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
 
 
 def _llama_like(fields: _Fields, **more: Any) -> Shape:
     width, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    bias = fields.flag("attention_bias")
     window = 0
     if fields.get("use_sliding_window", default=True):
         window = fields.whole("sliding_window", default=0, least=0)
@@ -57,10 +83,12 @@ def _llama_like(fields: _Fields, **more: Any) -> Shape:
         "hidden": fields.whole("intermediate_size"),
         "vocab": fields.whole("vocab_size"),
         "context": fields.whole("max_position_embeddings", default=2048),
-        "tied": bool(fields.get("tie_word_embeddings", default=False)),
-        "bias": bool(fields.get("mlp_bias", default=False)),
-        "qkv_bias": bool(fields.get("attention_bias", default=False)),
+        "tied": fields.flag("tie_word_embeddings"),
+        "bias": fields.flag("mlp_bias"),
+        "qkv_bias": bias,
+        "out_bias": bias,
         "window": window,
+        "whole_every": fields.whole_every(0) if window else 0,
         "naming": LLAMA,
     }
     return Shape(**{**told, **more})
@@ -71,11 +99,21 @@ def _qwen2(fields: _Fields) -> Shape:
 
 
 def _qwen3(fields: _Fields) -> Shape:
-    return _llama_like(fields, query_key_norm=True)
+    return _llama_like(fields, query_key_norm=HeadNorm.HEAD)
 
 
-def _gemma(fields: _Fields) -> Shape:
-    return _llama_like(fields, tied=bool(fields.get("tie_word_embeddings", default=True)))
+def _gemma2(fields: _Fields, **more: Any) -> Shape:
+    return _llama_like(fields, naming=GEMMA, whole_every=fields.whole_every(2), **more)
+
+
+def _gemma3(fields: _Fields) -> Shape:
+    every = fields.whole_every(fields.whole("sliding_window_pattern", default=6))
+    shape = _gemma2(fields, query_key_norm=HeadNorm.HEAD)
+    return replace(shape, whole_every=every)
+
+
+def _olmo2(fields: _Fields) -> Shape:
+    return _llama_like(fields, naming=OLMO, query_key_norm=HeadNorm.WHOLE)
 
 
 def _mixtral(fields: _Fields) -> Shape:
@@ -92,27 +130,51 @@ def _experts(fields: _Fields, hidden: str, shared: int = 0, dense_blocks: int = 
     )
 
 
-def _dense_layers(fields: _Fields) -> int:
+def _dense_layers(fields: _Fields, every: str) -> int:
     """The number of layers without experts, which are taken for the first."""
-    layers, every = (
-        fields.whole("num_hidden_layers"),
-        fields.whole("decoder_sparse_step", default=1),
-    )
+    layers, step = fields.whole("num_hidden_layers"), fields.whole(every, default=1)
+    sparse = fields.get("moe_layers")
+    if isinstance(sparse, list):
+        return max(0, layers - len(sparse))
     told = fields.get("mlp_only_layers", default=[])
     plain = told if isinstance(told, list) else []
-    return sum(layer in plain or (layer + 1) % every != 0 for layer in range(layers))
+    return sum(layer in plain or (layer + 1) % step != 0 for layer in range(layers))
 
 
 def _qwen2_moe(fields: _Fields) -> Shape:
     shared = fields.whole("shared_expert_intermediate_size")
-    experts = _experts(fields, "moe_intermediate_size", shared, _dense_layers(fields))
-    experts = replace(experts, gated_shared=True)
-    return _llama_like(fields, qkv_bias=True, experts=experts)
+    dense = _dense_layers(fields, "decoder_sparse_step")
+    experts = _experts(fields, "moe_intermediate_size", shared, dense)
+    return _llama_like(fields, qkv_bias=True, experts=replace(experts, gated_shared=True))
 
 
 def _qwen3_moe(fields: _Fields) -> Shape:
-    experts = _experts(fields, "moe_intermediate_size", 0, _dense_layers(fields))
-    return _llama_like(fields, query_key_norm=True, experts=experts)
+    dense = _dense_layers(fields, "decoder_sparse_step")
+    experts = _experts(fields, "moe_intermediate_size", 0, dense)
+    return _llama_like(fields, query_key_norm=HeadNorm.HEAD, experts=experts)
+
+
+def _llama4(fields: _Fields) -> Shape:
+    """Three of four blocks look back within chunks, on average half as far as a window would."""
+    hidden = fields.whole("intermediate_size")
+    dense = _dense_layers(fields, "interleave_moe_layer_step")
+    return _llama_like(
+        fields,
+        hidden=fields.whole("intermediate_size_mlp"),
+        experts=_experts(fields, "intermediate_size", hidden, dense),
+        query_key_norm=HeadNorm.BARE if fields.flag("use_qk_norm") else HeadNorm.NONE,
+        window=fields.whole("attention_chunk_size", default=0, least=0) // 2,
+        whole_every=fields.whole_every(4),
+    )
+
+
+def _gpt_oss(fields: _Fields) -> Shape:
+    return _llama_like(
+        fields,
+        experts=replace(_experts(fields, "intermediate_size"), bias=True),
+        whole_every=fields.whole_every(2),
+        sinks=True,
+    )
 
 
 def _deepseek(fields: _Fields) -> Shape:
@@ -164,63 +226,85 @@ def _neox(fields: _Fields) -> Shape:
 
 
 def _starcoder2(fields: _Fields) -> Shape:
-    bias = bool(fields.get("use_bias", default=True))
-    tied = bool(fields.get("tie_word_embeddings", default=True))
-    return _llama_like(fields, gated=False, bias=bias, norm=Norm.LAYER, tied=tied)
+    return _llama_like(fields, gated=False, bias=fields.flag("use_bias"), norm=Norm.LAYER)
 
 
-ARCHITECTURES: Mapping[str, Callable[[_Fields], Shape]] = {
-    "llama": _llama_like,
-    "mistral": _llama_like,
-    "phi3": _llama_like,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gemma": _gemma,
-    "mixtral": _mixtral,
-    "qwen2_moe": _qwen2_moe,
-    "qwen3_moe": _qwen3_moe,
-    "deepseek": _deepseek,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-    "gpt2": _gpt2,
-    "gpt_neox": _neox,
-    "starcoder2": _starcoder2,
+# Their builders, and the prefix of their classes in transformers.
+_KNOWN: Mapping[str, tuple[Callable[[_Fields], Shape], str]] = {
+    "llama": (_llama_like, "Llama"),
+    "mistral": (_llama_like, "Mistral"),
+    "phi3": (_llama_like, "Phi3"),
+    "granite": (_llama_like, "Granite"),
+    "smollm3": (_llama_like, "SmolLM3"),
+    "olmo2": (_olmo2, "Olmo2"),
+    "qwen2": (_qwen2, "Qwen2"),
+    "qwen3": (_qwen3, "Qwen3"),
+    "gemma": (_llama_like, "Gemma"),
+    "gemma2": (_gemma2, "Gemma2"),
+    "gemma3": (_gemma3, "Gemma3"),
+    "gemma3_text": (_gemma3, "Gemma3"),
+    "mixtral": (_mixtral, "Mixtral"),
+    "qwen2_moe": (_qwen2_moe, "Qwen2Moe"),
+    "qwen3_moe": (_qwen3_moe, "Qwen3Moe"),
+    "llama4": (_llama4, "Llama4Text"),
+    "llama4_text": (_llama4, "Llama4Text"),
+    "gpt_oss": (_gpt_oss, "GptOss"),
+    "deepseek": (_deepseek, "Deepseek"),
+    "deepseek_v2": (_deepseek, "DeepseekV2"),
+    "deepseek_v3": (_deepseek, "DeepseekV3"),
+    "gpt2": (_gpt2, "GPT2"),
+    "gpt_neox": (_neox, "GPTNeoX"),
+    "starcoder2": (_starcoder2, "Starcoder2"),
 }
-"""Families by the ``model_type`` of their config.json."""
+ARCHITECTURES = tuple(_KNOWN)
+"""The families that are read, by the ``model_type`` of their config.json."""
 
-_PREFIXES = {"gpt2": "GPT2", "gpt_neox": "GPTNeoX"}
 _BLOCKS = {"gpt2": "Block", "gpt_neox": "Layer"}
+_EXPERTS = {"mixtral": "SparseMoeBlock", "deepseek_v2": "Moe", "llama4": "Moe", "gpt_oss": "MLP"}
 
 
 def _classes(kind: str) -> tuple[str, str, str]:
     """The classes that transformers has for a block, its attention and its feed-forward."""
-    prefix = _PREFIXES.get(kind, "".join(part.capitalize() for part in kind.split("_")))
-    feed_forward = f"{prefix}MLP"
-    if kind == "mixtral" or kind.endswith("_moe"):
-        feed_forward = f"{prefix}SparseMoeBlock"
+    prefix = _KNOWN[kind][1]
+    kind = kind.removesuffix("_text")
+    feed_forward = _EXPERTS.get(kind, "MLP")
+    if kind.endswith("_moe"):
+        feed_forward = "SparseMoeBlock"
     elif kind.startswith("deepseek"):
-        feed_forward = f"{prefix}Moe" if kind == "deepseek_v2" else f"{prefix}MoE"
-    return f"{prefix}{_BLOCKS.get(kind, 'DecoderLayer')}", f"{prefix}Attention", feed_forward
+        feed_forward = _EXPERTS.get(kind, "MoE")
+    block = _BLOCKS.get(kind, "DecoderLayer")
+    return f"{prefix}{block}", f"{prefix}Attention", f"{prefix}{feed_forward}"
 
 
 def model_from_config(config: Config, name: str) -> Decoder:
-    """The model that a config.json describes.
+    """The model that a config.json describes; of one that also sees, the part that reads text.
 
     Raises `ConfigurationError` for a ``model_type`` that is not in `ARCHITECTURES`, with the
-    nearest that is, and for sizes that are missing or no whole numbers.
+    nearest that is, for quantized weights, and for sizes that are no whole numbers.
     """
     kind = str(config.get("model_type"))
-    if kind not in ARCHITECTURES:
-        hint = did_you_mean(kind, ARCHITECTURES)
+    if kind not in _KNOWN:
+        hint = did_you_mean(kind, _KNOWN)
         if any(name in config for name in ("text_config", "vision_config", "encoder", "decoder")):
             hint = "a model of several; "
         raise ConfigurationError(
-            f"config.json has model_type {kind!r}: {hint}known are {', '.join(ARCHITECTURES)}; any "
+            f"config.json has model_type {kind!r}: {hint}known are {', '.join(_KNOWN)}; any "
             "other model, encoder-decoders included, can be recorded: "
             "see plan_module in docs/planner.md"
         )
-    shape = ARCHITECTURES[kind](_Fields(config))
-    return Decoder(name, shape, _classes(kind))
+    quantized = config.get("quantization_config")
+    if quantized:
+        how = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise ConfigurationError(
+            f"config.json describes weights quantized by {how}, which rest otherwise than planned; "
+            "take the model's config.json before quantization, or leave out quantization_config"
+        )
+    if kind in ("gemma3", "llama4"):
+        inside = config.get("text_config") or {}
+        if not isinstance(inside, Mapping):
+            raise ConfigurationError(f"text_config must be an object, got {inside!r}")
+        config = {**inside, "model_type": f"{kind}_text"}
+    return Decoder(name, _KNOWN[kind][0](_Fields(config)), _classes(kind))
 
 
 def read_model(text: str) -> Decoder:

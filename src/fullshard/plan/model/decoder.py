@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from fullshard.core.spec import ModelSpec, ParamSpec
 from fullshard.plan.model.operations import Kind, ModelCall, Operation, Workload
-from fullshard.plan.model.shape import Experts, Shape, block_specs, norm_specs
+from fullshard.plan.model.shape import Experts, HeadNorm, Shape, block_specs, norm_specs
 from fullshard.plan.model.work import Pricer
 from fullshard.plan.run import ExpertKernel, Run, Wrap
 
@@ -113,7 +113,8 @@ def with_lora(params: list[ParamSpec], rank: int, below: str) -> list[ParamSpec]
     adapted = []
     for param in params:
         adapted.append(replace(param, trainable=False))
-        if len(param.shape) == 2 and param.name.startswith(below + "."):
+        matrix = len(param.shape) == 2 and not param.name.endswith("bias")
+        if matrix and param.name.startswith(below + "."):
             path = param.name.removesuffix(".weight")
             out, into = param.shape
             adapted.append(ParamSpec(f"{path}.lora_A.weight", (rank, into), param.dtype))
@@ -144,7 +145,7 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
     shape = shape.cut(run.tensor_parallel).dealt_out(run.expert_parallel)
     price = Pricer.of(run, length)
     names = shape.naming
-    kinds: dict[Experts | None, tuple[tuple[str, tuple[Operation, ...]], ...]] = {}
+    kinds: dict[tuple[Experts | None, int], tuple[tuple[str, tuple[Operation, ...]], ...]] = {}
     # Between the parts that are cut by heads and hidden width, tokens are: sequence parallelism.
     # They have the dtype of the parameters, also where autocast computes in another.
     wide = run.full_item
@@ -155,9 +156,11 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
     for block in range(shape.layers):
         path = f"{names.blocks}.{block}"
         experts = shape.experts_in(block)
-        if experts not in kinds:
-            kinds[experts] = tuple(_block(shape, experts, price, apart, run))
-        pieces = kinds[experts]
+        kind = experts, shape.window_in(block)
+        if kind not in kinds:
+            seen = replace(shape, window=kind[1], whole_every=0)
+            kinds[kind] = tuple(_block(seen, experts, price, apart, run))
+        pieces = kinds[kind]
         if experts is not None and run.expert_parallel > 1 and not fine:
             before, own, after = pieces[:-3], pieces[-3], pieces[-2:]
             calls.append(ModelCall(path, _joined(before), kept, cache))
@@ -173,9 +176,7 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
         else:
             calls.append(ModelCall(path, _joined(pieces), kept, cache))
     degree = run.tensor_parallel
-    head = price.head(
-        shape.width, shape.vocab, run.loss, trained=run.lora_rank == 0, cut=degree > 1
-    )
+    head = price.head(shape.width, shape.vocab, run.loss, trained=run.lora_rank == 0, degree=degree)
     norm = apart.norm("norm", shape.width, gathered=degree)
     calls.append(ModelCall(names.final_norm, (norm,)))
     if shape.tied:  # its weight is the embedding's, which a unit around both owns
@@ -218,19 +219,20 @@ def _block(
         attention.append(price.rotary(2 * query))
     elif shape.rotary:
         attention.append(price.rotary(query + kv))
-    if shape.query_key_norm:
+    if shape.query_key_norm is not HeadNorm.NONE:
         attention.append(price.norm("query and key norm", query + kv))
     head = shape.head_width
     if shape.latent:  # its values are narrower than its keys
         head = (head + shape.latent.value) // 2
     attention.append(price.attention(shape.heads, shape.kv_heads, head, window=shape.window))
     attention.append(price.matmul("attention out", shape.out_width, width))
-    if shape.bias:
+    if shape.bias or shape.out_bias:
         attention.append(_bias(price, width))
     attention += _adapters(price, run, query, width)
     yield names.attention, (*attention, *wire)
+    own_norm = (norm,) if names.after_attention else ()  # keeps its input, not its output
     add = apart.pointwise("add", 2 * width, width, saved=width, backward=(3.0 * width, 1))
-    yield "", (add, norm)
+    yield "", (*own_norm, add, norm)
     if experts is not None and run.expert_parallel > 1:
         before, own, after = _at_experts(shape, experts, price, run)
         yield f"{names.feed_forward}.router", before
@@ -238,7 +240,7 @@ def _block(
         yield names.feed_forward, after
     else:
         yield names.feed_forward, (*_feed_forward(shape, experts, price, run), *wire)
-    yield "", (add,)
+    yield "", (*own_norm, add)
 
 
 def _projections(shape: Shape, price: Pricer) -> list[Operation]:

@@ -12,6 +12,7 @@ __all__ = ["Pricer"]
 # Bytes a score moves: PyTorch's math kernel on a B200, in the table that devices.toml names.
 _SCORE_BYTES = (77.0, 36.0)
 _PIECE_TOKENS = 2048  # of a chunked loss
+_KEEPING = (Loss.PLAIN, Loss.KEPT, Loss.NATIVE)  # whose callers have the logits
 
 
 @dataclass(frozen=True)
@@ -176,20 +177,26 @@ class Pricer:
         )
 
     def head(
-        self, width: int, vocab: int, loss: Loss, *, trained: bool, cut: bool = False
+        self, width: int, vocab: int, loss: Loss, *, trained: bool, degree: int = 1
     ) -> tuple[Operation, ...]:
         """The projection to ``vocab`` logits and their cross-entropy, as ``loss`` says.
 
         Eager ones keep float32 log-probabilities and make two float32 gradients: 12 bytes a logit
         under FREED, 16 under KEPT, and 22 under PLAIN, whose caller keeps the logits, their float32
-        copy and that one's shifted copy. Over a vocabulary that is ``cut``, DTensor's loss makes
-        three such temporaries. COMPILED has 16 bits of logits and of their gradient, FUSED writes
+        copy and that one's shifted copy. NATIVE has log-probabilities and two gradients beside
+        logits, all in their own dtype. A vocabulary that is cut over ``degree`` devices is gathered
+        for callers that keep logits; over others DTensor's loss makes three such temporaries.
+        COMPILED has 16 bits of logits and of their gradient, FUSED writes
         the gradient in place of the logits, FUSED_FLOAT32 in place of a float32 copy of their
         shifted float32 copy, CHUNKED holds the logits of 2,048 tokens at a time.
         """
         project = self.matmul("head", width, vocab, trained=trained, normed=True)
         logits = self.item * self.tokens * vocab
-        work, kept, scratch, back = self._loss(loss, vocab, cut)
+        whole = degree > 1 and loss in _KEEPING
+        arrived = vocab * degree if whole else vocab
+        work, kept, scratch, back = self._loss(loss, arrived, degree > 1 and not whole)
+        sent = Workload(bytes=float(logits * (degree - 1)))
+        gathered = Operation("logits", Kind.WIRE, sent, Workload(), cheap=False, logits=True)
         return (
             replace(
                 project,
@@ -197,6 +204,7 @@ class Pricer:
                 backward_scratch_bytes=0,
                 logits=True,
             ),
+            *((gathered,) if whole else ()),
             Operation(
                 "loss",
                 Kind.MEMORY,
@@ -229,6 +237,9 @@ class Pricer:
             }[loss]
             # Backward makes the gradient of log-probabilities, then that of the float32 copy.
             return work, kept, scratch, (3 if cut else 2) * wide
+        if loss is Loss.NATIVE:
+            work = Workload(bytes=3.0 * logits, kernels=3), Workload(bytes=4.0 * logits, kernels=3)
+            return work, 2 * logits, 0, 2 * logits
         if loss is Loss.COMPILED:
             work = Workload(bytes=2.0 * logits, kernels=2), Workload(bytes=2.0 * logits, kernels=1)
             return work, logits, 0, logits

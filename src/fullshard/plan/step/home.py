@@ -9,10 +9,10 @@ from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.run import Run
 from fullshard.plan.step.script import Script
 
-__all__ = ["FARTHEST", "Features", "distance", "extrapolated", "features_of"]
+__all__ = ["Features", "distance", "extrapolated", "features_of", "uncertain"]
 
-FARTHEST = 0.18
-"""The most that a distance makes uncertain, as a share of time: about a factor of two in all."""
+_FARTHEST = 0.18  # as a share of time: about a factor of two in all
+_REALLY_FAR = 2.0  # distance: from here on it is more, without an end
 
 _STEP = 2.0  # doublings of a size that count as much as another device
 
@@ -71,6 +71,11 @@ def extrapolated(run: Features, fitted: Sequence[Features]) -> tuple[float, str]
         if getattr(run, name) != getattr(nearest, name):
             said.append(name if getattr(run, name) else f"not {name}")
     return distance(run, nearest), ", ".join(said)
+
+
+def uncertain(away: float, far: float) -> float:
+    """The share of time that a distance of ``far`` makes uncertain, if one of 1 does ``away``."""
+    return min(away * far, _FARTHEST) + away * max(0.0, far - _REALLY_FAR)
 
 
 _WORDS: tuple[Callable[[float], str], ...] = (

@@ -299,3 +299,53 @@ def test_a_missing_file_and_an_unknown_name_are_refused(tmp_path):
 def test_runs_that_cannot_be_are_refused(fields, said):
     with pytest.raises(ConfigurationError, match=said):
         Run(**fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "more"),
+    [
+        ("llama", "Llama", {}),
+        ("gemma", "Gemma", {"head_dim": 32}),
+        ("olmo2", "Olmo2", {}),
+        ("mixtral", "Mixtral", {"num_local_experts": 8}),
+        ("qwen2_moe", "Qwen2Moe", {"num_experts": 8, "shared_expert_intermediate_size": 320}),
+        ("deepseek_v3", "DeepseekV3", {"kv_lora_rank": 64, "q_lora_rank": 48, "n_group": 1}),
+    ],
+)
+def test_blocks_of_transformers_keep_what_is_told(kind, prefix, more):
+    """The memory of one more block, recorded where backward begins, with experts grouped."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    from fullshard.torch.measuring.record import record_step  # noqa: PLC0415 - needs torch
+
+    samples, length = 2, 256
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 8 if "q_lora_rank" in more else 4, "vocab_size": 64}
+    sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": 192, "n_routed_experts": 8}
+    sizes |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 48, "topk_group": 1}
+    sizes |= {"n_shared_experts": 1, "first_k_dense_replace": 0, "use_cache": False, **more}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    held = []
+    for layers in (1, 2):
+        config = getattr(transformers, f"{prefix}Config")(**sizes, num_hidden_layers=layers)
+        with torch.device("meta"):
+            model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+        tokens = torch.empty(samples, length, dtype=torch.long, device="meta")
+        recording = record_step(
+            model,
+            (tokens,),
+            loss=lambda out: out.logits.logsumexp(-1).sum(),
+            compute_dtype=torch.bfloat16,
+        )
+        live = 0
+        for mark, number in recording.marks:
+            if mark.value == "output_gradient":
+                break
+            size = recording.blocks[number][0] if mark.value in ("allocate", "release") else 0
+            live += -size if mark.value == "release" else size
+        held.append(live)
+    told = model_from_config(json.loads(config.to_json_string(use_diff=False)), kind)
+    run = Run(micro_batch=samples, sequence=length, fused_norms=False)
+    block = next(each for each in told.calls(run) if each.path == told.blocks[-1])
+    kept = sum(each.saved_bytes for each in block.operations)
+    assert kept == pytest.approx(held[1] - held[0], rel=0.06)

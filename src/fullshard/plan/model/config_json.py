@@ -103,7 +103,8 @@ def _qwen3(fields: _Fields) -> Shape:
 
 
 def _gemma2(fields: _Fields, **more: Any) -> Shape:
-    return _llama_like(fields, naming=GEMMA, whole_every=fields.whole_every(2), **more)
+    every = fields.whole_every(2)
+    return _llama_like(fields, naming=GEMMA, norm=Norm.WIDE_RMS, whole_every=every, **more)
 
 
 def _gemma3(fields: _Fields) -> Shape:
@@ -113,7 +114,12 @@ def _gemma3(fields: _Fields) -> Shape:
 
 
 def _olmo2(fields: _Fields) -> Shape:
-    return _llama_like(fields, naming=OLMO, query_key_norm=HeadNorm.WHOLE)
+    whole = HeadNorm.WHOLE
+    return _llama_like(fields, naming=OLMO, norm=Norm.WIDE_RMS, query_key_norm=whole)
+
+
+def _gemma(fields: _Fields) -> Shape:
+    return _llama_like(fields, norm=Norm.WIDE_RMS)
 
 
 def _mixtral(fields: _Fields) -> Shape:
@@ -174,6 +180,7 @@ def _gpt_oss(fields: _Fields) -> Shape:
         experts=replace(_experts(fields, "intermediate_size"), bias=True),
         whole_every=fields.whole_every(2),
         sinks=True,
+        norm=Norm.WIDE_RMS,
     )
 
 
@@ -182,9 +189,8 @@ def _deepseek(fields: _Fields) -> Shape:
     hidden = fields.whole("moe_intermediate_size")
     shared = hidden * fields.whole("n_shared_experts", default=0, least=0)
     dense = fields.whole("first_k_dense_replace", default=0, least=0)
-    told: dict[str, Any] = {
-        "experts": _experts(fields, "moe_intermediate_size", shared, dense),
-    }
+    experts = _experts(fields, "moe_intermediate_size", shared, dense)
+    told: dict[str, Any] = {"experts": replace(experts, wide_router=True)}
     if fields.get("kv_lora_rank"):
         turned = fields.whole("qk_rope_head_dim")
         told |= {
@@ -217,6 +223,7 @@ def _gpt2(fields: _Fields) -> Shape:
         norm=Norm.LAYER,
         learned_positions=True,
         rotary=False,
+        gelu_parts=3 if fields.get("activation_function", default="gelu_new") == "gelu_new" else 0,
         naming=GPT2,
     )
 
@@ -239,7 +246,7 @@ _KNOWN: Mapping[str, tuple[Callable[[_Fields], Shape], str]] = {
     "olmo2": (_olmo2, "Olmo2"),
     "qwen2": (_qwen2, "Qwen2"),
     "qwen3": (_qwen3, "Qwen3"),
-    "gemma": (_llama_like, "Gemma"),
+    "gemma": (_gemma, "Gemma"),
     "gemma2": (_gemma2, "Gemma2"),
     "gemma3": (_gemma3, "Gemma3"),
     "gemma3_text": (_gemma3, "Gemma3"),

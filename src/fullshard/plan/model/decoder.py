@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from fullshard.core.spec import ModelSpec, ParamSpec
 from fullshard.plan.model.operations import Kind, ModelCall, Operation, Workload
-from fullshard.plan.model.shape import Experts, HeadNorm, Shape, block_specs, norm_specs
+from fullshard.plan.model.shape import Experts, HeadNorm, Norm, Shape, block_specs, norm_specs
 from fullshard.plan.model.work import Pricer
 from fullshard.plan.run import ExpertKernel, Run, Wrap
 
@@ -143,7 +143,8 @@ def _multiplied(shape: Shape) -> int:
 @lru_cache(maxsize=256)
 def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, ...]:
     shape = shape.cut(run.tensor_parallel).dealt_out(run.expert_parallel)
-    price = Pricer.of(run, length)
+    layer, wide = shape.norm is Norm.LAYER, shape.norm is Norm.WIDE_RMS
+    price = replace(Pricer.of(run, length), layer_norms=layer, wide_norms=wide)
     names = shape.naming
     kinds: dict[tuple[Experts | None, int], tuple[tuple[str, tuple[Operation, ...]], ...]] = {}
     # Between the parts that are cut by heads and hidden width, tokens are: sequence parallelism.
@@ -263,7 +264,8 @@ def _from_latent(shape: Shape, price: Pricer) -> list[Operation]:
     for name, (out, into) in shape.latent_matrices.items():
         if "_b_" in name:
             made.append(price.norm(f"norm before {name}", into))
-        kept = shape.out_width if name == "kv_b_proj" else out if "_a_" in name else 0
+        # Values are a part of what the last one gives, which is kept whole.
+        kept = out if name == "kv_b_proj" or "_a_" in name else 0
         made.append(price.matmul(name, into, out, saved=kept, normed="_b_" not in name))
     return made
 
@@ -290,8 +292,11 @@ def _at_experts(
     fullest = min(run.imbalance, run.expert_parallel)  # it gets all, at most
     here = replace(price, tokens=round(price.tokens * fullest))
     dispatch, combine = _moved_rows(price, rows, width, experts.count, run)
+    router = price.matmul("router", width, experts.routed)
+    if experts.wide_router:
+        router = replace(router, saved_bytes=4 * price.tokens * width)
     before = [
-        price.matmul("router", width, experts.routed),
+        router,
         dispatch if not travels else replace(dispatch, saved_bytes=0),
     ]
     ups = 2 if shape.gated else 1
@@ -309,6 +314,8 @@ def _at_experts(
             own.append(_in_order("rows by sender", here, rows))
     if experts.shared:
         after += _dense(shape, experts.shared, price, run)
+    if experts.gated_shared:
+        after.append(price.pointwise("shared gate", width, width, saved=width))
     return tuple(before), tuple(own), tuple(after)
 
 
@@ -374,8 +381,15 @@ def _bias(price: Pricer, width: int) -> Operation:
 
 def _activation(shape: Shape, hidden: int, price: Pricer) -> Operation:
     if not shape.gated:
+        parts = 0 if price.fused else shape.gelu_parts
+        moved, launched = (1 + 2 * parts) * hidden, 1 + 2 * parts
         return price.pointwise(
-            "activation", hidden, hidden, saved=hidden, backward=(3.0 * hidden, 1)
+            "activation",
+            moved,
+            moved,
+            saved=(1 + parts) * hidden,
+            kernels=launched,
+            backward=(3.0 * moved, launched),
         )
     if price.fused:
         return price.pointwise(

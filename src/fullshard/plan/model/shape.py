@@ -31,9 +31,10 @@ _MOST_LAYERS = 4096  # each is told by itself; the deepest in use have a few hun
 
 
 class Norm(Enum):
-    """The normalisation before attention and feed-forward, by its parameters."""
+    """The normalisation before attention and feed-forward."""
 
-    RMS = "rms"  # a weight
+    RMS = "rms"  # a weight, by which it multiplies in the dtype of activations
+    WIDE_RMS = "wide rms"  # the same, but in float32
     LAYER = "layer"  # a weight and a bias
 
 
@@ -54,7 +55,7 @@ class Experts:
     the inner width of the expert that all tokens use. The first ``dense_blocks`` blocks have a
     plain feed-forward. Of those that are dealt out over devices, ``of`` is how many there are.
     A number for each token scales what ``gated_shared`` ones give. With ``bias`` router and
-    experts have biases.
+    experts have biases. A ``wide_router`` multiplies in float32.
     """
 
     count: int
@@ -65,6 +66,7 @@ class Experts:
     of: int = 0
     gated_shared: bool = False
     bias: bool = False
+    wide_router: bool = False
 
     def __post_init__(self) -> None:
         for name in ("count", "active", "hidden"):
@@ -184,7 +186,8 @@ class Shape:
     matrices, else two. ``learned_positions`` have a table of ``context`` rows. ``window`` is how
     far attention looks back (0: all the way); each ``whole_every``-th block looks all the way. With
     ``sinks`` each head has one score more. ``bias`` is of all matrices, ``qkv_bias`` of queries,
-    keys and values, ``out_bias`` of attention's last.
+    keys and values, ``out_bias`` of attention's last. ``gelu_parts`` is how many features of inner
+    width an activation of single kernels keeps beside its input and output.
     """
 
     layers: int
@@ -207,6 +210,7 @@ class Shape:
     window: int = 0
     whole_every: int = 0
     sinks: bool = False
+    gelu_parts: int = 0
     experts: Experts | None = None
     latent: Latent | None = None
     naming: Naming = field(default_factory=Naming)

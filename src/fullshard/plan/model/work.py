@@ -32,6 +32,8 @@ class Pricer:
     trained: bool = True
     fused: bool = False
     fused_norms: bool = True
+    wide_norms: bool = False
+    layer_norms: bool = False
     math: bool = False
     casts: bool = False
 
@@ -157,15 +159,19 @@ class Pricer:
     def norm(self, name: str, width: int, *, gathered: int = 1) -> Operation:
         """A normalisation of ``width`` features in one kernel, two in backward.
 
-        Not fused, it goes through float32 in six: to float32, square, mean, scale, back, weight.
+        Not fused, it goes through float32 in six: to float32, square, mean, scale, back, weight;
+        ``wide`` ones come back last.
         Its output is kept by the products that read it, unless they cast it: that of all
         ``gathered`` devices among which tokens are cut, where these share the products.
         """
         kept = float(width * gathered) if not self.casts else 0.0
-        if not self.fused_norms:
+        if self.layer_norms:  # PyTorch's own is one kernel, and keeps its input as eager models do
+            kept += 0 if self.fused_norms else width
+        elif not self.fused_norms:
             wide = self.pointwise(name, 9.0 * width, 8.0 * width, kernels=6)
             copy, out = 4 * (self.item < 4), self.item * gathered * (not self.casts)
-            return replace(wide, saved_bytes=self.tokens * width * (copy + self.item + out))
+            product = 4 if self.wide_norms else self.item
+            return replace(wide, saved_bytes=self.tokens * width * (copy + product + out))
         return self.pointwise(name, width, width, saved=kept, backward=(5.0 * width, 2))
 
     def rotary(self, width: int) -> Operation:

@@ -29,8 +29,15 @@ from scipy.optimize import least_squares
 from fullshard.plan.cluster.cluster import Constants
 from fullshard.plan.memory import forecast_memory
 from fullshard.plan.step.clock import replay
-from fullshard.plan.step.home import Features, extrapolated, features_of, uncertain
-from fullshard.plan.step.interval import half_width, loop_s, unknowns
+from fullshard.plan.step.interval import (
+    Features,
+    extrapolated,
+    features_of,
+    half_width,
+    loop_s,
+    uncertain,
+    unknowns,
+)
 from fullshard.plan.step.script import Script, write_script
 
 TARGET = Path(__file__).parents[1] / "src/fullshard/plan/cluster/constants.toml"

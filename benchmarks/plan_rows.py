@@ -19,8 +19,8 @@ from fullshard.plan.cluster.cluster import Cluster, Device
 from fullshard.plan.cluster.read import cluster_of, device_of_driver, named_device
 from fullshard.plan.model.config_json import read_model
 from fullshard.plan.model.decoder import Decoder
-from fullshard.plan.model.model import Model
 from fullshard.plan.model.named import named_model
+from fullshard.plan.model.operations import Model
 from fullshard.plan.run import AttentionKernel, Engine, ExpertKernel, Loss, Recompute, Run
 
 GIGABIT = 1e9 / 8

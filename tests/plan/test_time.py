@@ -25,8 +25,8 @@ from fullshard.plan import (
 from fullshard.plan.cluster.cluster import Link
 from fullshard.plan.cluster.read import device_names, device_of_driver, fitted_constants
 from fullshard.plan.run import AttentionKernel, Engine
-from fullshard.plan.step.collectives import Group, gather_s, reduce_all_s
-from fullshard.plan.step.home import uncertain
+from fullshard.plan.step.interval import uncertain
+from fullshard.plan.step.prices import Group, gather_s, reduce_all_s
 
 H100 = named_device("h100")
 MODEL = named_model("llama3-8b")

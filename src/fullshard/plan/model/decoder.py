@@ -20,7 +20,7 @@ _ADDED_SHARE = 0.15
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder-only transformer as a `fullshard.plan.model.model.Model`.
+    """A decoder-only transformer as a `fullshard.plan.model.operations.Model`.
 
     ``classes`` are the names of the classes of a block, its attention and its feed-forward.
     """
@@ -143,8 +143,11 @@ def _multiplied(shape: Shape) -> int:
 @lru_cache(maxsize=256)
 def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, ...]:
     shape = shape.cut(run.tensor_parallel).dealt_out(run.expert_parallel)
-    layer, wide = shape.norm is Norm.LAYER, shape.norm is Norm.WIDE_RMS
-    price = replace(Pricer.of(run, length), layer_norms=layer, wide_norms=wide)
+    price = replace(
+        Pricer.of(run, length),
+        layer_norms=shape.norm is Norm.LAYER,
+        wide_norms=shape.norm is Norm.WIDE_RMS,
+    )
     names = shape.naming
     kinds: dict[tuple[Experts | None, int], tuple[tuple[str, tuple[Operation, ...]], ...]] = {}
     # Between the parts that are cut by heads and hidden width, tokens are: sequence parallelism.

@@ -3,7 +3,6 @@
 
 import re
 import tomllib
-from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
@@ -11,28 +10,10 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import TRANSFORMERS
 from fullshard.core.text import did_you_mean
 from fullshard.plan.model.decoder import Decoder
-from fullshard.plan.model.shape import (
-    GEMMA,
-    LLAMA,
-    MPT,
-    OLMO,
-    Experts,
-    HeadNorm,
-    Latent,
-    Norm,
-    Shape,
-    shape_of,
-)
+from fullshard.plan.model.shape import Shape, shape_of
 
 __all__ = ["MODEL_NAMES", "named_model"]
 
-_READ: dict[str, Callable[[Any], Any]] = {
-    "naming": {"LLAMA": LLAMA, "GEMMA": GEMMA, "OLMO": OLMO, "MPT": MPT}.__getitem__,
-    "norm": Norm,
-    "query_key_norm": HeadNorm,
-    "experts": lambda told: Experts(**told),
-    "latent": lambda told: Latent(**told),
-}
 _SIZES = ("layers", "width", "heads", "kv_heads", "hidden", "vocab", "context")
 
 
@@ -40,8 +21,7 @@ def _shape(common: dict[str, Any], told: list[Any]) -> Shape:
     sizes = dict(zip(_SIZES, told, strict=False))
     own = told[len(_SIZES)] if len(told) > len(_SIZES) else {}
     fields = {"head_width": sizes["width"] // sizes["heads"], **sizes, **common, **own}
-    read = {name: _READ[name](value) for name, value in fields.items() if name in _READ}
-    return Shape(**{**fields, **read})
+    return Shape.of(fields)
 
 
 def _shapes() -> dict[str, Shape]:

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes of transformers, as configurations state them, and the names that their modules have."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from fullshard.core.errors import ConfigurationError, check_whole
 from fullshard.core.presets import Transformer
 from fullshard.core.spec import ParamSpec
 
 __all__ = [
-    "GEMMA",
-    "GPT2",
-    "LLAMA",
-    "MPT",
-    "OLMO",
     "Experts",
     "HeadNorm",
     "Latent",
@@ -229,6 +225,12 @@ class Shape:
                 f"{self.heads} heads cannot share {self.kv_heads} key and value heads evenly"
             )
 
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Shape":
+        """A shape from plain data: enumerations by their values, namings by their names."""
+        read = {name: _READ[name](fields[name]) for name in _READ if name in fields}
+        return cls(**{**fields, **read})
+
     def cut(self, degree: int) -> "Shape":
         """Cut heads and hidden width for one of ``degree`` devices under tensor parallelism.
 
@@ -308,6 +310,16 @@ class Shape:
         """The experts of one block, None if its feed-forward is plain."""
         experts = self.experts
         return experts if experts is not None and block >= experts.dense_blocks else None
+
+
+_NAMINGS = {"LLAMA": LLAMA, "GEMMA": GEMMA, "OLMO": OLMO, "GPT2": GPT2, "MPT": MPT}
+_READ: dict[str, Callable[[Any], Any]] = {
+    "naming": _NAMINGS.__getitem__,
+    "norm": Norm,
+    "query_key_norm": HeadNorm,
+    "experts": lambda told: Experts(**told),
+    "latent": lambda told: Latent(**told),
+}
 
 
 def shape_of(preset: Transformer) -> Shape:

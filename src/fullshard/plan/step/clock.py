@@ -17,8 +17,7 @@ from fullshard.core.spec import item_bytes
 from fullshard.plan.cluster.cluster import Cluster, Constants
 from fullshard.plan.model.operations import Kind, Operation
 from fullshard.plan.run import OPTIMIZERS, Engine, Recompute, Run
-from fullshard.plan.step.collectives import Group, gather_s, reduce_all_s
-from fullshard.plan.step.roofline import operation_s
+from fullshard.plan.step.prices import Group, gather_s, operation_s, reduce_all_s
 from fullshard.plan.step.script import Act, Pass, Script, offloaded_bytes
 from fullshard.plan.step.units import PlannedUnit
 

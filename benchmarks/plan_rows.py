@@ -214,6 +214,8 @@ def _attention(told: str) -> AttentionKernel:
     version = re.search(r"\bfa[ _-]?([234])\b|flash[ _-]?att(?:entio)?n[ _-]*v?([234])", told)
     if version:
         return AttentionKernel(f"flash{version.group(1) or version.group(2)}")
+    if "math attention" in told:
+        return AttentionKernel.MATH
     return AttentionKernel.CUDNN if "cudnn" in told else AttentionKernel.FLASH2
 
 
@@ -287,6 +289,7 @@ def _recompute(text: str, system: str) -> dict[str, object]:
 
 def _device(name: str) -> Device:
     """Such as ``a100_80gb``, ``A100-80GB`` or ``H100 96GB HBM2e``, as drivers have them or ours."""
+    name = re.sub(r"(?i)(h100.)94gb", r"\g<1>96GB", name)  # as torchtitan calls Meta's own
     return device_of_driver(name) or named_device(name)
 
 

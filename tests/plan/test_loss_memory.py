@@ -85,6 +85,17 @@ def test_a_loss_over_a_cut_vocabulary_holds_as_much_as_that_of_dtensors():
     assert sum(each.saved_bytes for each in head) + head[-1].backward_scratch_bytes == live.most
 
 
+def test_callers_that_keep_logits_gather_them_whole():
+    tokens, vocab = 256, 8192
+    price = Pricer(tokens, tokens, 2)
+    for loss, per_logit in ((Loss.NATIVE, 8), (Loss.PLAIN, 22)):
+        head = price.head(8, vocab // 8, loss, trained=True, degree=8)
+        assert [each.name for each in head] == ["head", "logits", "loss"]
+        assert head[1].forward.bytes == 2 * tokens * vocab * 7 / 8
+        held = sum(each.saved_bytes for each in head) + head[-1].backward_scratch_bytes
+        assert held == per_logit * tokens * vocab
+
+
 def test_products_that_devices_share_keep_the_gathered_output_of_the_norm_before_them():
     degree, tokens, width = 4, 256, 64
     norm = Pricer(tokens // degree, tokens, 2).norm("norm", width, gathered=degree)

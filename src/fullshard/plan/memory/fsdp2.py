@@ -45,7 +45,7 @@ class HeldByFSDP2(HeldUnits):
         self.buffers = (into + cast) if self._pooled else 0
         self._rests = [unit.cost.rest_bytes for unit in units]
         accumulating = run.accumulate > 1
-        full = accumulating and not run.sync_each and self._sharded
+        self._waits = full = accumulating and not run.sync_each and self._sharded
         if full:
             self._have_grads = {number: size for number, size in enumerate(self._waiting) if size}
             self.buffers += sum(self._have_grads.values())
@@ -55,7 +55,7 @@ class HeldByFSDP2(HeldUnits):
     def take(self, number: int, index: int) -> int:
         """The first gradient of a unit stands for all; what waits is added to, and held beside."""
         if number in self._have_grads:
-            return self._grads[number]
+            return self._grads[number] if self._waits else 0
         self._have_grads[number] = self._grads[number]
         self.buffers += self._grads[number]
         return 0

@@ -84,7 +84,7 @@ def _shape(fields: _Fields, family: Mapping[str, Any]) -> Shape:
 
 
 def _window(fields: _Fields, family: Mapping[str, Any]) -> dict[str, int]:
-    """How far attention looks back, and which layers look all the way.
+    """Read the span that attention looks back, and the layers that look all the way.
 
     Chunks count as half of a window: that is how far one looks back in them on average.
     """

@@ -302,7 +302,7 @@ class Shape:
         return {**query, **down, "kv_b_proj": (both, kept)}
 
     def window_in(self, block: int) -> int:
-        """How far attention of one block looks back, 0 for all the way."""
+        """The tokens that attention of one block looks back, 0 for all."""
         every = self.whole_every
         return 0 if every and (block + 1) % every == 0 else self.window
 

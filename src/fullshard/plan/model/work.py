@@ -32,10 +32,10 @@ class Pricer:
     trained: bool = True
     fused: bool = False
     fused_norms: bool = True
-    wide_norms: bool = False
-    layer_norms: bool = False
     math: bool = False
     casts: bool = False
+    wide_norms: bool = False
+    layer_norms: bool = False
 
     @classmethod
     def of(cls, run: Run, length: int) -> "Pricer":

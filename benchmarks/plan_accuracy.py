@@ -96,8 +96,21 @@ def share_covered(compared: Sequence[Compared]) -> float:
     return sum(each.covered for each in compared) / len(compared)
 
 
+def predicted(row: Row, device: Device | None = None) -> Prediction | None:
+    """The prediction of a row, on ``device`` if it is given; None, and told, if there is none."""
+    cluster = row.cluster if device is None else replace(row.cluster, device=device)
+    try:
+        return predict(row.model, row.run, cluster)
+    except FullshardError as error:
+        print(f"not predicted: {row.label}: {error}")
+        return None
+
+
 def by_record(rows: Sequence[Row]) -> list[Compared]:
-    """Each group's rows but the first, predicted by what the first reached on its device."""
+    """Each group's rows but the first, predicted by what the first reached on its device.
+
+    A row that no such run can have reached is no record, and the next one is taken.
+    """
     told: dict[str, Device] = {}
     compared = []
     for row in rows:
@@ -105,10 +118,14 @@ def by_record(rows: Sequence[Row]) -> list[Compared]:
         key = f"{row.group} {device.key}"
         if key not in told:
             reserved = row.memory_gib * GIB if row.memory_gib and not row.allocated else None
-            told[key] = corrected(Record(row.model, row.run, row.cluster, row.tokens, reserved))
+            try:
+                record = Record(row.model, row.run, row.cluster, row.tokens, reserved)
+                told[key] = corrected(record)
+            except FullshardError as error:
+                print(f"no record: {row.label}: {error}")
             continue
-        cluster = replace(row.cluster, device=told[key])
-        compared.append(Compared(row, predict(row.model, row.run, cluster)))
+        found = predicted(row, told[key])
+        compared += [] if found is None else [Compared(row, found)]
     return compared
 
 
@@ -132,7 +149,7 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
 
 def told_wrong(compared: Sequence[Compared], failed: Sequence[Row]) -> str:
     """Count what memory was told wrong about whether a run fits."""
-    fits = [predict(row.model, row.run, row.cluster).fits for row in failed]
+    fits = [found.fits for row in failed if (found := predicted(row)) is not None]
     large = sum(not each.predicted.fits for each in compared)
     return (
         f"of {len(fits)} out of memory {sum(fits)} told to fit; "
@@ -160,10 +177,8 @@ def main() -> int:
             compared += by_record(rows)
             continue
         for row in rows:
-            try:
-                compared.append(Compared(row, predict(row.model, row.run, row.cluster)))
-            except FullshardError as error:
-                print(f"not predicted: {row.label}: {error}")
+            found = predicted(row)
+            compared += [] if found is None else [Compared(row, found)]
     for reason in skipped:
         print(f"left out: {reason}")
     if not compared:

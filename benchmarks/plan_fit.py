@@ -29,8 +29,15 @@ from scipy.optimize import least_squares
 from fullshard.plan.cluster.cluster import Constants
 from fullshard.plan.memory import forecast_memory
 from fullshard.plan.step.clock import replay
-from fullshard.plan.step.home import FARTHEST, Features, extrapolated, features_of
-from fullshard.plan.step.interval import half_width, loop_s, unknowns
+from fullshard.plan.step.interval import (
+    Features,
+    extrapolated,
+    features_of,
+    half_width,
+    loop_s,
+    uncertain,
+    unknowns,
+)
 from fullshard.plan.step.script import Script, write_script
 
 TARGET = Path(__file__).parents[1] / "src/fullshard/plan/cluster/constants.toml"
@@ -97,7 +104,7 @@ class Error(NamedTuple):
 
     def inside(self, spread: float, away: float) -> bool:
         """True if the measured time lies in the interval."""
-        share = min(away * self.far, FARTHEST)
+        share = uncertain(away, self.far)
         width = math.sqrt(spread**2 + self.known**2 + (1.645 * share) ** 2)
         return -width <= self.log <= math.log(math.exp(width) + self.loop)
 

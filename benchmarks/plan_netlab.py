@@ -34,7 +34,7 @@ from training_step import BLOCK, BLOCKS, TOKENS, WARM_UP_ROUNDS, WIDTH, build, s
 from fullshard.core.strategy import Precision, Prefetch, ShardingStrategy
 from fullshard.doctor.calibration.measure import calibrate
 from fullshard.plan import Run, Wrap, cluster_of, named_device, predict
-from fullshard.plan.choose.words import describe
+from fullshard.plan.choose.settings import describe
 from fullshard.plan.measured import MeasuredModel
 from fullshard.plan.record import device_toml
 from fullshard.torch import FullyShardedDataParallel, set_prefetch

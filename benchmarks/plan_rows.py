@@ -16,10 +16,11 @@ from pathlib import Path
 from fullshard.core.errors import ConfigurationError, FullshardError
 from fullshard.core.strategy import Precision, ShardingStrategy
 from fullshard.plan.cluster.cluster import Cluster, Device
-from fullshard.plan.cluster.read import cluster_of, named_device
+from fullshard.plan.cluster.read import cluster_of, device_of_driver, named_device
+from fullshard.plan.model.config_json import read_model
 from fullshard.plan.model.decoder import Decoder
-from fullshard.plan.model.model import Model
 from fullshard.plan.model.named import named_model
+from fullshard.plan.model.operations import Model
 from fullshard.plan.run import AttentionKernel, Engine, ExpertKernel, Loss, Recompute, Run
 
 GIGABIT = 1e9 / 8
@@ -66,16 +67,16 @@ def read_rows(
             try:
                 died = (record.get("value") or "").strip().upper() == "OOM"
                 if died and failed is not None:
-                    failed.append(read(path.name, {**record, "value": "1"}))
+                    failed.append(read(path, {**record, "value": "1"}))
                     continue
-                rows.append(read(path.name, record))
-            except (FullshardError, ValueError, KeyError) as error:
+                rows.append(read(path, record))
+            except (FullshardError, ValueError, KeyError, TypeError, AttributeError) as error:
                 if skipped is not None:
                     skipped.append(f"{path.name}:{number}: {error}")
     return rows
 
 
-def _mosaic(source: str, record: dict[str, str]) -> Row:
+def _mosaic(path: Path, record: dict[str, str]) -> Row:
     model = named_model("mpt-" + record["model"])
     length = int(record["seq_len"])
     model = Decoder(model.name, replace(model.shape, context=length))
@@ -105,10 +106,10 @@ def _mosaic(source: str, record: dict[str, str]) -> Row:
     between = 200 * GIGABIT if device.key.startswith("a100") else None  # 1,600 Gbit/s a host
     cluster = cluster_of(device, int(record["gpus"]), between_bandwidth=between)
     tokens = float(record["tokens_per_s_per_gpu"])
-    return Row(source, record["gpu"], label, model, run, cluster, tokens)
+    return Row(path.name, record["gpu"], label, model, run, cluster, tokens)
 
 
-def _published(source: str, record: dict[str, str]) -> Row:
+def _published(path: Path, record: dict[str, str]) -> Row:
     texts = {name: text.strip() if text else "" for name, text in record.items() if name}
     texts |= {name: texts.get(name, "").lower() for name in ("precision", "act_ckpt")}
     record = defaultdict(str, texts)
@@ -118,7 +119,7 @@ def _published(source: str, record: dict[str, str]) -> Row:
         value = 0.0
     if not 0 < value < math.inf:
         raise ConfigurationError(f"{record['value']!r} is no speed to compare with")
-    model = named_model(_model_name(record["model"]))
+    model = _model(record["model"], path.parent)
     length, batch = (_count(record, name) for name in ("seq", "local_batch"))
     note = record["note"]
     told = f"{record['system']}; {record['source']}; {note}".lower()
@@ -126,9 +127,7 @@ def _published(source: str, record: dict[str, str]) -> Row:
     run = Run(
         micro_batch=batch,
         sequence=length,
-        param_dtype="bfloat16" if "pure" in record["precision"] else "float32",
-        precision=_precision(record["precision"]),
-        autocast="bfloat16" if "amp" in record["precision"] else None,
+        **_precision(record["precision"]),
         compiled=re.search(r"\bcompiled?\b(?! loss)|torch\.compile", told) is not None,
         lora_rank=_lora(told),
         loss=_loss(told),
@@ -136,6 +135,7 @@ def _published(source: str, record: dict[str, str]) -> Row:
         attention=_attention(told),
         experts=_experts(told),
         accumulate=int(_number(r"accumulate (\d+)", told, 1)),
+        sync_each=re.search(r"\bno[_ -]sync\b", told) is None,
         fused_optimizer="fused optimizer" in told or "torchtitan" in told,
         engine=Engine.FSDP1 if record["system"] == "FSDP1" else Engine.FSDP2,
         fused_norms="fused norms" in told,  # PyTorch had no fused RMSNorm before 2.8
@@ -154,19 +154,25 @@ def _published(source: str, record: dict[str, str]) -> Row:
     )
     memory = _gib(record["peak_mem"])
     return Row(
-        source, record["id"], label, model, run, cluster, tokens, memory, "allocated" in told
+        path.name, record["id"], label, model, run, cluster, tokens, memory, "allocated" in told
     )
 
 
-def _precision(text: str) -> Precision:
-    """``fp32`` and ``tf32`` throughout, ``pure`` with parameters in bf16, ``amp`` by autocast.
+def _precision(text: str) -> dict[str, object]:
+    """``fp32`` and ``tf32`` throughout, ``pure`` with parameters in 16 bits, ``amp`` by autocast.
 
-    With ``reduce`` gradients travel in bf16; else precision is mixed.
+    With ``reduce in X`` gradients travel in X; else precision is mixed. 16 bits are bfloat16
+    unless it says ``fp16``.
     """
+    half = "float16" if re.search(r"\bfp16|\bfloat16|^16|half", text) else "bfloat16"
+    told: dict[str, object] = {"param_dtype": half if "pure" in text else "float32"}
+    told["autocast"] = half if "amp" in text else None
+    whole = text.startswith(("fp32", "float32", "tf32")) or "pure" in text or "amp" in text
+    reduce = None if whole else "float32"
     if "reduce" in text:
-        return PURE
-    whole = text.startswith(("fp32", "tf32")) or "pure" in text or "amp" in text
-    return Precision() if whole else MIXED
+        reduce = "float32" if re.search(r"reduce in (fp|float)32", text) else half
+    told["precision"] = Precision(compute=None if whole else half, reduce=reduce)
+    return told
 
 
 def _count(record: dict[str, str], name: str) -> int:
@@ -208,6 +214,8 @@ def _attention(told: str) -> AttentionKernel:
     version = re.search(r"\bfa[ _-]?([234])\b|flash[ _-]?att(?:entio)?n[ _-]*v?([234])", told)
     if version:
         return AttentionKernel(f"flash{version.group(1) or version.group(2)}")
+    if "math attention" in told:
+        return AttentionKernel.MATH
     return AttentionKernel.CUDNN if "cudnn" in told else AttentionKernel.FLASH2
 
 
@@ -217,8 +225,9 @@ def _experts(told: str) -> ExpertKernel | None:
     return ExpertKernel(found.group(1) or found.group(2)) if found else None
 
 
-def _model_name(name: str) -> str:
-    return name.lower().replace("llama3.1", "llama3").replace(" ", "-")
+def _model(name: str, folder: Path) -> Model:
+    """A model by its name, or by a config.json beside the file of rows."""
+    return read_model(str(folder / name)) if name.endswith(".json") else named_model(name)
 
 
 def _tokens_per_s(value: float, record: dict[str, str], model: Model, run: Run, cluster: Cluster):
@@ -279,35 +288,21 @@ def _recompute(text: str, system: str) -> dict[str, object]:
 
 
 def _device(name: str) -> Device:
-    """Such as ``a100_80gb``, ``A100-80GB`` or ``H100 96GB HBM2e``."""
-    known = (
-        (r"a100.*40", "a100-40"),
-        (r"a100", "a100-80"),
-        (r"h100.*9[46]", "h100-96"),
-        (r"h100.*pcie", "h100-pcie"),
-        (r"h100.?nvl\b", "h100-nvl"),
-        (r"h100", "h100"),
-        (r"h200", "h200"),
-        (r"b200", "b200"),
-        (r"mi300", "mi300x"),
-        (r"a6000", "rtx-a6000"),
-        (r"l40s", "l40s"),
-        (r"\bl4\b", "l4"),
-    )
-    key = next((key for pattern, key in known if re.search(pattern, name.lower())), name)
-    return named_device(key)
+    """Such as ``a100_80gb``, ``A100-80GB`` or ``H100 96GB HBM2e``, as drivers have them or ours."""
+    name = re.sub(r"(?i)(h100.)94gb", r"\g<1>96GB", name)  # as torchtitan calls Meta's own
+    return device_of_driver(name) or named_device(name)
 
 
 def _cluster(gpu: str, devices: int) -> Cluster:
-    """Such as ``A100-80GB, 400Gb/s``: per host unless it says per GPU."""
+    """Such as ``A100-80GB, 4 a host, 400Gb/s``: per host unless it says per GPU."""
     device = _device(gpu.split(",")[0])
+    inside = int(_number(r"(\d+) (?:a|per) host", gpu, device.per_host))
     link = re.search(r"(\d+)\s*Gb/s( per GPU)?", gpu)
     between = None
     if link:
-        between = float(link.group(1)) * GIGABIT / (1 if link.group(2) else device.per_host)
-    per_host = None
-    if devices > device.per_host and devices % device.per_host:
-        per_host = math.gcd(devices, device.per_host)  # as evenly as can be
+        between = float(link.group(1)) * GIGABIT / (1 if link.group(2) else inside)
+    # As evenly as can be, where hosts are not full.
+    per_host = math.gcd(devices, inside) if devices > inside else inside
     return cluster_of(device, devices, per_host=per_host, between_bandwidth=between)
 
 

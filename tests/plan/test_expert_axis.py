@@ -29,8 +29,7 @@ from fullshard.plan.model.named import named_model
 from fullshard.plan.model.operations import Kind
 from fullshard.plan.model.shape import LLAMA, Experts, Shape
 from fullshard.plan.model.work import Pricer
-from fullshard.plan.step.collectives import Group, exchange_s
-from fullshard.plan.step.roofline import operation_s
+from fullshard.plan.step.prices import Group, exchange_s, operation_s
 from fullshard.plan.step.script import write_script
 from fullshard.plan.step.units import units_of
 

@@ -27,7 +27,8 @@ from fullshard.plan.model.work import Pricer
 
 @pytest.mark.parametrize("vocab", [32_000, 152_064, 262_144])
 @pytest.mark.parametrize(
-    ("loss", "per_logit"), [(Loss.PLAIN, 22), (Loss.KEPT, 16), (Loss.FREED, 12)]
+    ("loss", "per_logit"),
+    [(Loss.PLAIN, 22), (Loss.KEPT, 16), (Loss.FREED, 12), (Loss.NATIVE, 8)],
 )
 def test_a_loss_holds_as_much_as_on_fake_tensors(loss, per_logit, vocab):
     tokens = 512
@@ -45,8 +46,9 @@ def loss_bytes(tokens, vocab, loss):
     with FakeTensorMode(), live:
         hidden = torch.empty(samples, tokens // 2, 64, dtype=torch.bfloat16, requires_grad=True)
         logits = F.linear(hidden, torch.empty(vocab, 64, dtype=torch.bfloat16))
-        wide = logits.float()
-        used = wide if loss is Loss.FREED else wide[:, :-1].contiguous()
+        wide = logits if loss is Loss.NATIVE else logits.float()
+        whole = loss in (Loss.FREED, Loss.NATIVE)
+        used = wide if whole else wide[:, :-1].contiguous()
         labels = torch.empty(used.numel() // vocab, dtype=torch.long)
         scalar = F.cross_entropy(used.flatten(0, 1), labels)
         if loss is not Loss.PLAIN:
@@ -62,7 +64,7 @@ def test_a_loss_over_a_cut_vocabulary_holds_as_much_as_that_of_dtensors():
     degree, tokens, width, vocab = 8, 256, 8, 8192
     part = tokens * vocab // degree
     head = Pricer(tokens, tokens, 2).head(
-        width, vocab // degree, Loss.FREED, trained=True, cut=True
+        width, vocab // degree, Loss.FREED, trained=True, degree=degree
     )
     live = LiveBytes(least=part, below=2 * degree * part)  # whole ones are DTensors' shapes alone
     with fake_mesh(degree) as mesh, loss_parallel():
@@ -81,6 +83,17 @@ def test_a_loss_over_a_cut_vocabulary_holds_as_much_as_that_of_dtensors():
             live.most = 0
             loss.backward()
     assert sum(each.saved_bytes for each in head) + head[-1].backward_scratch_bytes == live.most
+
+
+def test_callers_that_keep_logits_gather_them_whole():
+    tokens, vocab = 256, 8192
+    price = Pricer(tokens, tokens, 2)
+    for loss, per_logit in ((Loss.NATIVE, 8), (Loss.PLAIN, 22)):
+        head = price.head(8, vocab // 8, loss, trained=True, degree=8)
+        assert [each.name for each in head] == ["head", "logits", "loss"]
+        assert head[1].forward.bytes == 2 * tokens * vocab * 7 / 8
+        held = sum(each.saved_bytes for each in head) + head[-1].backward_scratch_bytes
+        assert held == per_logit * tokens * vocab
 
 
 def test_products_that_devices_share_keep_the_gathered_output_of_the_norm_before_them():

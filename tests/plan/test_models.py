@@ -59,6 +59,10 @@ def test_presets_are_those_of_training(name):
         ("llama-33b", 32.53),
         ("OPT-30B", 29.97),
         ("Llama-2-7b", 6.74),
+        ("gpt-oss-20b", 20.91),
+        ("gemma3-27b", 27.01),
+        ("llama4-scout-17b-16e", 107.77),
+        ("smollm3-3b", 3.08),
     ],
 )
 def test_large_models_have_their_published_size(name, billions):
@@ -70,11 +74,9 @@ def test_calls_lie_in_modules_that_own_parameters(name):
     model = named_model(name)
     for wrap in (Wrap.BLOCK, Wrap.PART):
         run = Run(wrap=wrap)
-        owners = {param.name.rpartition(".")[0] for param in model.spec(run)}
-        for call in model.calls(run):
-            assert call.path == "" or any(
-                each == call.path or each.startswith(call.path + ".") for each in owners
-            )
+        names = (param.name.split(".")[:-1] for param in model.spec(run))
+        owners = {".".join(path[:end]) for path in names for end in range(len(path) + 1)}
+        assert all(call.path in owners for call in model.calls(run))
 
 
 def test_finer_calls_are_the_same_work():
@@ -143,10 +145,23 @@ def test_parameters_of_transformers_own_models(tmp_path):
         "qwen3_moe": ("Qwen3Moe", {**routed, "head_dim": 32, "mlp_only_layers": [0]}),
         "deepseek_v2": ("DeepseekV2", {**deepseek, "q_lora_rank": None}),
         "deepseek_v3": ("DeepseekV3", {**deepseek, "q_lora_rank": 12}),
+        "llama": ("Llama", {"attention_bias": True}),
+        "smollm3": ("SmolLM3", {"pad_token_id": 0}),
+        "olmo2": ("Olmo2", {}),
+        "granite": ("Granite", {}),
+        "gemma2": ("Gemma2", {"head_dim": 32}),
+        "gemma3_text": ("Gemma3", {"head_dim": 32}),
+        "gpt_oss": ("GptOss", {"num_local_experts": 4, "head_dim": 16, "pad_token_id": 0}),
+        "llama4_text": (
+            "Llama4",
+            {"num_local_experts": 4, "intermediate_size_mlp": 96, "interleave_moe_layer_step": 2}
+            | {"head_dim": 16, "pad_token_id": 0},
+        ),
     }
     sizes = {key: value for key, value in LLAMA.items() if key != "model_type"}
     for kind, (prefix, more) in kinds.items():
-        config = getattr(transformers, f"{prefix}Config")
+        text = "Text" if kind.endswith("_text") else ""
+        config = getattr(transformers, f"{prefix}{text}Config")
         made = config(**{**sizes, **more}, eos_token_id=0, bos_token_id=0)
         with torch.device("meta"):
             model = getattr(transformers, f"{prefix}ForCausalLM")(made)
@@ -155,6 +170,67 @@ def test_parameters_of_transformers_own_models(tmp_path):
         assert told.spec(Run()).numel == theirs, kind
         names = {type(each).__name__ for each in model.modules()}
         assert names.issuperset(told.classes), kind
+
+
+def test_fields_that_a_config_leaves_out_are_those_of_its_class():
+    transformers = pytest.importorskip("transformers")
+    classes = {
+        "llama": "Llama",
+        "qwen3": "Qwen3",
+        "gemma3_text": "Gemma3Text",
+        "gpt_oss": "GptOss",
+        "smollm3": "SmolLM3",
+        "deepseek_v3": "DeepseekV3",
+        "qwen2_moe": "Qwen2Moe",
+    }
+    for kind, prefix in classes.items():
+        made = getattr(transformers, f"{prefix}Config")()
+        whole = model_from_config(json.loads(made.to_json_string(use_diff=False)), kind)
+        assert model_from_config({"model_type": kind}, kind).shape == whole.shape, kind
+    # Llama's key and value heads are as many as the heads, whatever these are.
+    few = model_from_config({"model_type": "llama", "num_attention_heads": 16}, "few")
+    assert few.shape.kv_heads == 16
+
+
+def test_of_a_model_that_sees_what_reads_text_is_planned():
+    told = {"hidden_size": 5376, "num_hidden_layers": 62, "sliding_window": 1024}
+    told |= {"intermediate_size": 21_504, "num_attention_heads": 32, "num_key_value_heads": 16}
+    seeing = {"model_type": "gemma3", "text_config": {**told, "head_dim": 128}}
+    shape = model_from_config(seeing, "gemma").shape
+    assert (shape.vocab, shape.window_in(4), shape.window_in(5)) == (262_208, 1024, 0)
+    assert Decoder("gemma", shape).spec(Run()).numel == named_model("gemma3-27b").spec(Run()).numel
+    with pytest.raises(ConfigurationError, match="text_config must be an object"):
+        model_from_config({"model_type": "llama4", "text_config": 3}, "x")
+
+
+def test_attention_that_looks_back_within_a_window_is_less_work():
+    model = named_model("gemma3-27b")
+
+    def attention(block):
+        calls = [each for each in model.calls(Run()) if each.path == model.blocks[block]]
+        return next(each for each in calls[0].operations if each.name == "attention").forward.flops
+
+    assert attention(4) * 4 == attention(5)  # 1,024 of 8,192, seen whole, beside half of all
+
+
+@pytest.mark.parametrize("told", [{"quant_method": "mxfp4"}, "mxfp4"])
+def test_quantized_weights_are_refused_by_name(told):
+    with pytest.raises(ConfigurationError, match="quantized by mxfp4"):
+        model_from_config({**LLAMA, "quantization_config": told}, "x")
+
+
+@pytest.mark.parametrize(
+    ("published", "ours"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3-8b"),
+        ("allenai/OLMo-2-1124-7B", "olmo2-7b"),
+        ("google/gemma-2-9b-it", "gemma2-9b"),
+        ("ibm-granite/granite-8b-code-base-128k", "granite-8b-code"),
+        ("Qwen3-30B-A3B-Base", "qwen3-30b-a3b"),
+    ],
+)
+def test_names_are_understood_as_they_are_published(published, ours):
+    assert named_model(published).name == ours
 
 
 @pytest.mark.parametrize(
@@ -223,3 +299,53 @@ def test_a_missing_file_and_an_unknown_name_are_refused(tmp_path):
 def test_runs_that_cannot_be_are_refused(fields, said):
     with pytest.raises(ConfigurationError, match=said):
         Run(**fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "more"),
+    [
+        ("llama", "Llama", {}),
+        ("gemma", "Gemma", {"head_dim": 32}),
+        ("olmo2", "Olmo2", {}),
+        ("mixtral", "Mixtral", {"num_local_experts": 8}),
+        ("qwen2_moe", "Qwen2Moe", {"num_experts": 8, "shared_expert_intermediate_size": 320}),
+        ("deepseek_v3", "DeepseekV3", {"kv_lora_rank": 64, "q_lora_rank": 48, "n_group": 1}),
+    ],
+)
+def test_blocks_of_transformers_keep_what_is_told(kind, prefix, more):
+    """The memory of one more block, recorded where backward begins, with experts grouped."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    from fullshard.torch.measuring.record import record_step  # noqa: PLC0415 - needs torch
+
+    samples, length = 2, 256
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8}
+    sizes |= {"num_key_value_heads": 8 if "q_lora_rank" in more else 4, "vocab_size": 64}
+    sizes |= {"num_experts_per_tok": 2, "moe_intermediate_size": 192, "n_routed_experts": 8}
+    sizes |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 48, "topk_group": 1}
+    sizes |= {"n_shared_experts": 1, "first_k_dense_replace": 0, "use_cache": False, **more}
+    sizes |= {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    held = []
+    for layers in (1, 2):
+        config = getattr(transformers, f"{prefix}Config")(**sizes, num_hidden_layers=layers)
+        with torch.device("meta"):
+            model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+        tokens = torch.empty(samples, length, dtype=torch.long, device="meta")
+        recording = record_step(
+            model,
+            (tokens,),
+            loss=lambda out: out.logits.logsumexp(-1).sum(),
+            compute_dtype=torch.bfloat16,
+        )
+        live = 0
+        for mark, number in recording.marks:
+            if mark.value == "output_gradient":
+                break
+            size = recording.blocks[number][0] if mark.value in ("allocate", "release") else 0
+            live += -size if mark.value == "release" else size
+        held.append(live)
+    told = model_from_config(json.loads(config.to_json_string(use_diff=False)), kind)
+    run = Run(micro_batch=samples, sequence=length, fused_norms=False)
+    block = next(each for each in told.calls(run) if each.path == told.blocks[-1])
+    kept = sum(each.saved_bytes for each in block.operations)
+    assert kept == pytest.approx(held[1] - held[0], rel=0.06)

@@ -68,7 +68,12 @@ def test_memory_of_the_host_is_told(capsys):
 @pytest.mark.parametrize("more", [[], ["--replicas", "2"], ["--strategy", "NO_SHARD"]])
 def test_recipes_are_python_in_the_classes_of_the_user(wrap, more, tmp_path, capsys):
     config = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    config |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+        "num_key_value_heads": 2,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     fixed = ["--offload", "params", "--recompute", "full", "--micro-batch", "1"]
     assert main(["plan", str(tmp_path), "--wrap", wrap, *more, *fixed, "--json"]) == 0

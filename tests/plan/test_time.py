@@ -25,7 +25,8 @@ from fullshard.plan import (
 from fullshard.plan.cluster.cluster import Link
 from fullshard.plan.cluster.read import device_names, device_of_driver, fitted_constants
 from fullshard.plan.run import AttentionKernel, Engine
-from fullshard.plan.step.collectives import Group, gather_s, reduce_all_s
+from fullshard.plan.step.interval import uncertain
+from fullshard.plan.step.prices import Group, gather_s, reduce_all_s
 
 H100 = named_device("h100")
 MODEL = named_model("llama3-8b")
@@ -157,7 +158,8 @@ def test_every_device_says_where_its_figures_come_from(name):
     device = named_device(name)
     assert device.origin
     assert 0 < device.sustained <= 1
-    run = Run(param_dtype="float32", micro_batch=1, sequence=128)
+    halves = Precision(compute="float16" if "bfloat16" not in device.flops else "bfloat16")
+    run = Run(param_dtype="float32", precision=halves, micro_batch=1, sequence=128)
     found = predict(named_model("gpt2-124m"), run, cluster_of(device, 1))
     assert 0 < found.mfu < 0.9
     assert 0 < found.watts <= device.power_w
@@ -172,7 +174,12 @@ def test_every_device_says_where_its_figures_come_from(name):
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-40GB", "a100-40"),
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
-        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("Tesla V100-SXM2-32GB", "v100-32"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA H20", "h20"),
         ("NVIDIA RTX A6000", "rtx-a6000"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA L4", "l4"),
@@ -185,7 +192,7 @@ def test_devices_are_known_by_what_the_driver_says(reported, name):
 
 @pytest.mark.parametrize(
     "reported",
-    ["NVIDIA L40", "Tesla V100-SXM2-32GB", "NVIDIA GeForce RTX 4090", "NVIDIA GH200 480GB"],
+    ["NVIDIA L40", "Tesla T4", "NVIDIA GeForce RTX 2080 Ti", "NVIDIA H2000"],
 )
 def test_an_unknown_device_is_not_guessed(reported):
     assert device_of_driver(reported) is None
@@ -238,3 +245,19 @@ def test_large_buffers_of_a_cpu_are_cleared_by_its_system_at_each_use(strategy, 
     whole = sum(math.prod(spec.shape) * 4 for spec in model.spec(run).params)
     assert (whole >= 2**25) == (name == "small")
     assert fresh - kept == pytest.approx(times * whole / 1e9, rel=0.01, abs=1e-9)
+
+
+def test_micro_batches_that_are_not_reduced_take_less_time_and_hold_full_gradients():
+    model, cluster = named_model("llama3-8b"), cluster_of(H100, 16, between_bandwidth=5e9)
+    run = Run(sequence=2048, accumulate=4, engine=Engine.FSDP2)
+    each, once = (predict(model, replace(run, sync_each=sync), cluster) for sync in (True, False))
+    assert once.step_s < each.step_s
+    numel = model.spec(run).numel
+    more = once.memory.allocated_bytes - each.memory.allocated_bytes
+    assert more == pytest.approx(4 * numel * 15 / 16, rel=0.05)  # float32, not a sixteenth of it
+
+
+def test_intervals_are_wide_only_where_home_is_really_far():
+    assert uncertain(0.19, 0.5) == pytest.approx(0.095)
+    assert uncertain(0.19, 1.0) == uncertain(0.19, 2.0) == 0.18
+    assert uncertain(0.19, 3.0) == pytest.approx(0.37)

@@ -11,8 +11,7 @@
 more than the standard library and `fullshard.core`; only the command needs rich, to print.
 """
 
-from fullshard.plan.choose.changes import Change, smallest_change
-from fullshard.plan.choose.questions import Answer, parse_question, what_if
+from fullshard.plan.choose.changes import Answer, Change, parse_question, smallest_change, what_if
 from fullshard.plan.choose.search import Choice, Rejected, pareto, search
 from fullshard.plan.choose.settings import Setup, with_setting
 from fullshard.plan.choose.space import SearchSpace
@@ -20,8 +19,8 @@ from fullshard.plan.cluster.cluster import Cluster, Device, Link
 from fullshard.plan.cluster.read import cluster_of, device_names, named_device
 from fullshard.plan.memory import MemoryForecast, forecast_memory
 from fullshard.plan.model.config_json import model_from_config, read_model
-from fullshard.plan.model.model import Model
 from fullshard.plan.model.named import MODEL_NAMES, named_model
+from fullshard.plan.model.operations import Model
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.run import AttentionKernel, Engine, ExpertKernel, Loss, Recompute, Run, Wrap
 from fullshard.plan.step.clock import Timeline, replay

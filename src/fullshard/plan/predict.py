@@ -9,11 +9,20 @@ from functools import cache
 from fullshard.plan.cluster.cluster import Cluster, Constants
 from fullshard.plan.cluster.read import fitted_constants, fitted_runs, fitted_spread
 from fullshard.plan.memory import MemoryForecast, forecast_memory
-from fullshard.plan.model.model import Model
+from fullshard.plan.model.operations import Model
 from fullshard.plan.run import Loss, Run
 from fullshard.plan.step.clock import replay
-from fullshard.plan.step.home import FARTHEST, Features, extrapolated, features_of
-from fullshard.plan.step.interval import ALMOST_FULL, Unknown, half_width, loop_s, unknowns
+from fullshard.plan.step.interval import (
+    ALMOST_FULL,
+    Features,
+    Unknown,
+    extrapolated,
+    features_of,
+    half_width,
+    loop_s,
+    uncertain,
+    unknowns,
+)
 from fullshard.plan.step.script import Script, write_script
 
 __all__ = ["Prediction", "predict"]
@@ -151,4 +160,4 @@ def _away(script: Script, model: Model, run: Run, cluster: Cluster) -> tuple[flo
     if cluster.device.constants is not None:
         runs = tuple(each._replace(device=mine.device) for each in runs)
     far, words = extrapolated(mine, runs)
-    return min(share * far, FARTHEST), words
+    return uncertain(share, far), words

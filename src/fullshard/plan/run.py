@@ -44,6 +44,7 @@ class Loss(Enum):
     PLAIN = "plain"  # logits, a float32 copy, a shifted one: the caller keeps all three
     KEPT = "kept"  # the caller keeps float32 logits, as transformers' outputs do
     FREED = "freed"  # nobody keeps what backward does not read
+    NATIVE = "native"  # of 16-bit logits in 16 bits, which are kept: no float32 copy
     COMPILED = "compiled"  # one graph with the model: no float32 in memory
     FUSED = "fused"  # one kernel over the logits, gradient in place
     FUSED_FLOAT32 = "fused-float32"  # the same over float32 logits, as transformers' models make

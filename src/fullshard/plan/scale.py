@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.plan.cluster.cluster import Cluster, Constants
-from fullshard.plan.model.model import Model
+from fullshard.plan.model.operations import Model
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.run import Run
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Prefetch
 from fullshard.core.text import bytes_text
+from fullshard.plan.choose.settings import describe
 from fullshard.plan.choose.space import SearchSpace
-from fullshard.plan.choose.words import describe
 from fullshard.plan.cluster.cluster import Cluster, Constants
 from fullshard.plan.cluster.read import fitted_spread
 from fullshard.plan.memory import resting_memory
-from fullshard.plan.model.model import Model
+from fullshard.plan.model.operations import Model
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.run import Loss, Run, Wrap
 from fullshard.plan.step.script import Script, Walked, write_script

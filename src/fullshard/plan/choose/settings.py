@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings as people write them: ``recompute=full``, read into runs and clusters."""
+"""Settings as people write them: ``recompute=full``, read into runs and clusters; runs in words."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +21,15 @@ from fullshard.plan.run import (
     Wrap,
 )
 
-__all__ = ["KEYS", "Setup", "choose_one", "with_setting"]
+__all__ = [
+    "KEYS",
+    "Setup",
+    "choose_one",
+    "describe",
+    "offload_name",
+    "strategy_name",
+    "with_setting",
+]
 
 GIGABIT = 1e9 / 8
 
@@ -42,11 +50,10 @@ OFFLOADS: Mapping[str, Offload] = {
 
 @dataclass(frozen=True)
 class Setup:
-    """A run on a cluster, and the samples of a step over all devices (0: as the run has them)."""
+    """A run on a cluster."""
 
     run: Run
     cluster: Cluster
-    global_batch: int = 0
 
 
 def choose_one(key: str, value: str, known: tuple[str, ...]) -> str:
@@ -212,3 +219,41 @@ def _again(
         inside_bandwidth=inside or cluster.inside.bandwidth,
         between_bandwidth=between or cluster.between.bandwidth,
     )
+
+
+def strategy_name(run: Run) -> str:
+    """FSDP1's name of the strategy, with the hybrid ones for several replicas."""
+    if run.replicas == 1 or not run.strategy.sharding.sharded:
+        return run.strategy.name
+    hybrid = run.strategy.sharding.reshard_after_forward
+    return "HYBRID_SHARD" if hybrid else "_HYBRID_SHARD_ZERO2"
+
+
+def offload_name(offload: Offload) -> str:
+    """``none``, ``optimizer`` or ``params``."""
+    if offload.params:
+        return "params"
+    return "optimizer" if offload.optimizer else "none"
+
+
+def describe(run: Run) -> str:
+    """The choices of a run in one line."""
+    said = [strategy_name(run)]
+    if run.replicas > 1 and run.strategy.sharding.sharded:
+        said.append(f"{run.replicas} replicas")
+    said.append(f"micro-batch {run.micro_batch}")
+    if run.accumulate > 1:
+        said.append(f"{run.accumulate} accumulated")
+    if run.recompute is not Recompute.NONE:
+        said.append(f"{run.recompute.value} recompute")
+    if run.wrap is not Wrap.BLOCK:
+        said.append(f"units by {run.wrap.value}")
+    if run.expert_parallel > 1:
+        said.append(f"experts over {run.expert_parallel}")
+    if run.offload.to_host:
+        said.append(f"{offload_name(run.offload)} on the host")
+    if run.offload_activations:
+        said.append("activations on the host")
+    if (run.prefetch.forward, run.prefetch.backward) != (1, 1):
+        said.append(f"prefetch {run.prefetch.forward}/{run.prefetch.backward}")
+    return ", ".join(said)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from fullshard.core.errors import ConfigurationError, check_new
 from fullshard.core.text import HelpFormatter
-from fullshard.plan.choose.questions import parse_question
+from fullshard.plan.choose.changes import parse_question
 from fullshard.plan.choose.settings import GIGABIT, RUN_KEYS, Setup, with_setting
 from fullshard.plan.choose.space import AXES, SearchSpace
 from fullshard.plan.cluster.read import cluster_of, device_names, named_device
 from fullshard.plan.model.config_json import ARCHITECTURES, read_model
-from fullshard.plan.model.model import Model
 from fullshard.plan.model.named import MODEL_NAMES
+from fullshard.plan.model.operations import Model
 from fullshard.plan.run import Run
 
 __all__ = ["Asked", "parse"]
@@ -112,7 +112,7 @@ _HELP = {
     "optimizer": "adamw, lion, momentum, sgd",
     "lora": "rank of adapters; the model itself is frozen",
     "compiled": "true or false",
-    "loss": "plain, freed, compiled, fused, fused-float32, chunked",
+    "loss": "plain, kept, freed, native, compiled, fused, fused-float32, chunked",
     "attention": "flash2, flash3, flash4, cudnn, math",
     "engine": "fullshard, or PyTorch's: fsdp1, fsdp2",
     "overhead": "milliseconds that the loop adds to a step: data, logging",
@@ -135,7 +135,8 @@ def parse(argv: Sequence[str]) -> Asked:
         inside_bandwidth=None if given.inside is None else given.inside * 1e9,
         between_bandwidth=None if given.between is None else given.between * GIGABIT,
     )
-    precision = "fp32" if device.cpu else "bf16"
+    halves = "bf16" if "bfloat16" in device.flops else "fp16"
+    precision = "fp32" if device.cpu else halves
     setup = with_setting(Setup(Run(), cluster), "precision", precision)
     fixed: set[str] = set()
     for key in RUN_KEYS:

@@ -6,9 +6,9 @@ from typing import Any
 
 from fullshard.core.errors import NotSupportedError
 from fullshard.core.presets import TRANSFORMERS
-from fullshard.plan.choose.questions import Answer
+from fullshard.plan.choose.changes import Answer
 from fullshard.plan.choose.search import Choice, pareto, told_speed
-from fullshard.plan.choose.words import describe, offload_name, strategy_name
+from fullshard.plan.choose.settings import describe, offload_name, strategy_name
 from fullshard.plan.command.recipe import code_of
 from fullshard.plan.predict import Prediction
 from fullshard.plan.run import Recompute, Run
@@ -52,33 +52,25 @@ def prediction_data(prediction: Prediction, tokens: float = 0.0) -> dict[str, An
     return data
 
 
+_SAME = (
+    *("replicas", "micro_batch", "accumulate", "sequence", "sync_each", "offload_activations"),
+    *("use_cache", "param_dtype", "compute_dtype", "optimizer", "expert_parallel", "imbalance"),
+    *("overhead_s", "compiled"),
+)
+_BY_VALUE = ("wrap", "recompute", "loss", "attention", "engine")
+
+
 def _run_data(run: Run) -> dict[str, Any]:
     """The choices of a run by the names of the command's arguments."""
     return {
         "strategy": strategy_name(run),
-        "replicas": run.replicas,
-        "wrap": run.wrap.value,
-        "micro_batch": run.micro_batch,
-        "accumulate": run.accumulate,
-        "sequence": run.sequence,
-        "recompute": run.recompute.value,
+        **{name: getattr(run, name) for name in _SAME},
+        **{name: getattr(run, name).value for name in _BY_VALUE},
         "offload": offload_name(run.offload),
-        "offload_activations": run.offload_activations,
-        "use_cache": run.use_cache,
         "prefetch": [run.prefetch.forward, run.prefetch.backward],
-        "param_dtype": run.param_dtype,
-        "compute_dtype": run.compute_dtype,
         "reduce_dtype": run.precision.grad_dtype(run.param_dtype),
-        "optimizer": run.optimizer,
         "lora": run.lora_rank,
-        "loss": run.loss.value,
-        "attention": run.attention.value,
-        "engine": run.engine.value,
-        "expert_parallel": run.expert_parallel,
-        "imbalance": run.imbalance,
         "experts": None if run.experts is None else run.experts.value,
-        "overhead_s": run.overhead_s,
-        "compiled": run.compiled,
     }
 
 

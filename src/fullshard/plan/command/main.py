@@ -8,12 +8,10 @@ from pathlib import Path
 from rich.console import Console
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.plan.choose.changes import smallest_change
-from fullshard.plan.choose.questions import what_if
+from fullshard.plan.choose.changes import smallest_change, what_if
 from fullshard.plan.choose.search import USABLE, search
-from fullshard.plan.choose.settings import Setup
+from fullshard.plan.choose.settings import Setup, describe
 from fullshard.plan.choose.space import with_batch
-from fullshard.plan.choose.words import describe
 from fullshard.plan.cluster.read import fitted_constants
 from fullshard.plan.command.arguments import Asked, parse
 from fullshard.plan.command.data import answers_data, choice_data, train_settings
@@ -36,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     _say_what_was_given(asked, console)
     choice = search(asked.model, asked.space, asked.setup.cluster, budget_bytes=asked.budget_bytes)
-    best = Setup(choice.best.run, choice.cluster, asked.space.global_batch)
+    best = Setup(choice.best.run, choice.cluster)
     answers = {key: what_if(asked.model, best, key, values) for key, values in asked.questions}
     grown = scaled(choice.best) if asked.scale else None
     if asked.as_json:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best configuration as code for a script of the user's own, by both interfaces."""
 
-from fullshard.plan.choose.words import strategy_name
+from fullshard.plan.choose.settings import strategy_name
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.predict import Prediction
 from fullshard.plan.run import Recompute, Run, Wrap

@@ -12,10 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.core.text import bytes_text, seconds_text
-from fullshard.plan.choose.changes import Change
-from fullshard.plan.choose.questions import Answer
+from fullshard.plan.choose.changes import Answer, Change
 from fullshard.plan.choose.search import Choice, least_memory, pareto, told_speed
-from fullshard.plan.choose.words import describe, offload_name, strategy_name
+from fullshard.plan.choose.settings import describe, offload_name, strategy_name
 from fullshard.plan.command.recipe import code_of
 from fullshard.plan.predict import Prediction
 from fullshard.plan.run import Loss, Run

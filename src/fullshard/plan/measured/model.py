@@ -67,7 +67,7 @@ class MeasuredModel:
         return cls(name, tuple(blocks), tuple(parts), record)
 
     def spec(self, run: Run) -> ModelSpec:
-        """See `fullshard.plan.model.model.Model.spec`."""
+        """See `fullshard.plan.model.operations.Model.spec`."""
         return ModelSpec(self.record(run).params)
 
     def calls(self, run: Run) -> tuple[ModelCall, ...]:

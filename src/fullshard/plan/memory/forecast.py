@@ -3,7 +3,7 @@
 
 Model state and the buffers of units follow the layouts and ops of the engine, to the byte.
 Activations are those of the model's description. What torch's allocator, the driver and the
-communication library take besides is an estimate, see `fullshard.plan.memory.overheads`.
+communication library take besides is an estimate, see `fullshard.plan.memory.resting`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,9 +15,13 @@ from fullshard.core.trace import Trace, TraceRecord
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.memory.activations import Activations
 from fullshard.plan.memory.fsdp2 import HeldByFSDP2
-from fullshard.plan.memory.overheads import allocator_slack, context_bytes
-from fullshard.plan.memory.resting import RestingMemory, resting_memory
-from fullshard.plan.model.model import Model
+from fullshard.plan.memory.resting import (
+    RestingMemory,
+    allocator_slack,
+    context_bytes,
+    resting_memory,
+)
+from fullshard.plan.model.operations import Model
 from fullshard.plan.run import Engine, Run
 from fullshard.plan.step.script import Act, Pass, Script, offloaded_bytes
 
@@ -182,7 +186,7 @@ def _held(
     """Return what units hold as the step, or a later micro-batch, begins."""
     accumulating = run.accumulate > 1
     if run.engine is not Engine.FULLSHARD:
-        return HeldByFSDP2(script.units, pooled=pooled, accumulating=accumulating)
+        return HeldByFSDP2(script.units, run, pooled=pooled)
     held = HeldUnits(
         {number: unit.cost for number, unit in enumerate(script.units)},
         accumulating=accumulating and run.sync_each,

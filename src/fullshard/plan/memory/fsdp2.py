@@ -12,30 +12,31 @@ from collections.abc import Sequence
 from fullshard.core.forecast import HeldUnits
 from fullshard.core.schedule import Op, OpKind
 from fullshard.core.spec import item_bytes
+from fullshard.plan.run import Engine, Run
 from fullshard.plan.step.units import PlannedUnit
 
 __all__ = ["HeldByFSDP2"]
 
 
 class HeldByFSDP2(HeldUnits):
-    """Units after some steps of FSDP2.
+    """Units after some steps of FSDP2, in a later micro-batch if there are several.
 
     ``buffers`` are full parameters and unreduced gradients, in the dtype of computation, and what
     the streams of collectives have reserved; ``gradients`` the reduced ones, which are
     among that if there is more than one device. Without ``pooled`` both are what tensors hold:
-    what is gathered into until it is copied out, and gradients, which an ``accumulating`` step has
-    from the beginning.
+    what is gathered into until it is copied out, and gradients, which an accumulating step has
+    from the beginning. Those that are not reduced in between are full, in FSDP2 in the dtype in
+    which they travel.
     """
 
-    def __init__(
-        self, units: Sequence[PlannedUnit], *, pooled: bool = True, accumulating: bool = False
-    ):
+    def __init__(self, units: Sequence[PlannedUnit], run: Run, *, pooled: bool = True):
         super().__init__({number: unit.cost for number, unit in enumerate(units)})
         self._full = [unit.cost.full_bytes for unit in units]
         self._grads = [_as_computed(unit) for unit in units]
         self._reduced = [unit.cost.grad_full_bytes for unit in units]
+        self._waiting = self._reduced if run.engine is Engine.FSDP2 else self._grads
         self._are_full: set[int] = set()
-        self._have_grads: set[int] = set()
+        self._have_grads: dict[int, int] = {}
         cast = max((unit.cost.full_bytes // unit.layout.shards for unit in units), default=0)
         blocks = [unit.cost.full_bytes for unit in units if unit.around is not None]
         into = max(max(self._full, default=0), 2 * max(blocks, default=0))
@@ -43,14 +44,20 @@ class HeldByFSDP2(HeldUnits):
         self._pooled = pooled and self._sharded
         self.buffers = (into + cast) if self._pooled else 0
         self._rests = [unit.cost.rest_bytes for unit in units]
-        self._has_gradients = self._pooled or (self._sharded and accumulating)
+        accumulating = run.accumulate > 1
+        self._waits = full = accumulating and not run.sync_each and self._sharded
+        if full:
+            self._have_grads = {number: size for number, size in enumerate(self._waiting) if size}
+            self.buffers += sum(self._have_grads.values())
+        self._has_gradients = self._pooled or (accumulating and not full)
         self.gradients = sum(self._rests) if self._has_gradients else 0
 
     def take(self, number: int, index: int) -> int:
-        """The first gradient of a unit stands for all."""
-        if number not in self._have_grads:
-            self._have_grads.add(number)
-            self.buffers += self._grads[number]
+        """The first gradient of a unit stands for all; what waits is added to, and held beside."""
+        if number in self._have_grads:
+            return self._grads[number] if self._waits else 0
+        self._have_grads[number] = self._grads[number]
+        self.buffers += self._grads[number]
         return 0
 
     def carry_out(self, op: Op) -> int:
@@ -68,8 +75,7 @@ class HeldByFSDP2(HeldUnits):
             self._are_full.remove(unit)
             self.buffers -= self._full[unit]
         elif op.kind is OpKind.REDUCE and unit in self._have_grads:
-            self._have_grads.remove(unit)
-            self.buffers -= self._grads[unit]
+            self.buffers -= self._have_grads.pop(unit)
             self.gradients += 0 if self._has_gradients else self._rests[unit]
             return self._grads[unit] + self._reduced[unit] if self._sharded else 0
         return 0

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters, gradients and optimizer state that one rank keeps between steps."""
+"""Memory that a rank keeps between steps, and what is taken beside tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fullshard.core.layout import Segment, stored_bytes
 from fullshard.core.spec import item_bytes
+from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.run import OPTIMIZERS, Run
 from fullshard.plan.step.units import PlannedUnit
 
-__all__ = ["RestingMemory", "resting_memory"]
+__all__ = ["RestingMemory", "allocator_slack", "context_bytes", "resting_memory"]
 
 _STEP_COUNT_BYTES = {"adamw": 4, "adam": 4}
 """These count the steps of each parameter in a float32 beside their moments."""
@@ -78,3 +79,27 @@ def _optimizer_bytes(segment: Segment, run: Run, rank: int) -> int:
     low = run.optimizer == "momentum" and run.precision.keep_low_grads
     state_bytes = states * held * item_bytes(segment.grad_dtype if low else segment.dtype)
     return state_bytes + _STEP_COUNT_BYTES.get(run.optimizer, 0) * len(segment.slots)
+
+
+_NCCL_BYTES = 268_435_456
+"""Memory of one NCCL communicator over many ranks: channels of 4 MiB, and NVLS's multicast."""
+
+
+def allocator_slack(held: Sequence[int], cluster: Cluster, run: Run) -> int:
+    """Bytes that torch's allocator has reserved beyond what tensors hold at the peak.
+
+    ``held`` are bytes of parameters, gradients, optimizer state, unit buffers, activations, logits.
+    """
+    if cluster.device.cpu:
+        return 0
+    return int(cluster.device.slack * sum(held))
+
+
+def context_bytes(cluster: Cluster, units: Sequence[PlannedUnit]) -> int:
+    """Bytes that the driver's context and the communicators of gathers, reduces, replicas take."""
+    if cluster.device.cpu:
+        return 0
+    replicated = any(unit.policy.replicated for unit in units)
+    sharded = any(unit.layout.shards > 1 for unit in units)
+    communicators = 2 * sharded + (replicated or not sharded) if cluster.devices > 1 else 0
+    return cluster.device.context_bytes + communicators * _NCCL_BYTES

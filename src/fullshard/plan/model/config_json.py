@@ -2,8 +2,9 @@
 """Models from Hugging Face's ``config.json``, without torch and without transformers."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -11,203 +12,139 @@ from fullshard.core.errors import ConfigurationError, check_whole
 from fullshard.core.text import did_you_mean
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model
-from fullshard.plan.model.shape import GPT2, LLAMA, Experts, Latent, Norm, Shape
+from fullshard.plan.model.shape import Shape
 
 __all__ = ["ARCHITECTURES", "model_from_config", "read_model"]
 
 _LARGEST_BYTES = 4 << 20  # of a config.json; the largest in use are far below
+_TEXT = {"gemma3": "gemma3_text", "llama4": "llama4_text"}  # what reads text of models that see
 
 Config = Mapping[str, Any]
 
 
-class _Fields:
-    """The fields of a config, looked up by any of the names that families give them."""
+def _families() -> dict[str, dict[str, Any]]:
+    file = resources.files("fullshard.plan.model").joinpath("families.toml")
+    return tomllib.loads(file.read_text("utf-8"))
 
-    def __init__(self, config: Config):
-        self.config = config
+
+_FAMILIES = _families()
+ARCHITECTURES = (*_FAMILIES, *_TEXT)
+"""The families that are read, by the ``model_type`` of their config.json."""
+
+
+class _Fields:
+    """The fields of a config; what it leaves out is what its class in transformers takes."""
+
+    def __init__(self, config: Config, kind: str):
+        self._kind = kind
+        defaults = _FAMILIES[kind].get("defaults", {})
+        self._told = config, {key: value for key, value in defaults.items() if key not in config}
 
     def get(self, *names: str, default: Any = None) -> Any:
-        for name in names:
-            if self.config.get(name) is not None:
-                return self.config[name]
-        return default
+        found = (told[name] for told in self._told for name in names if told.get(name) is not None)
+        return next(found, default)
 
     def whole(self, *names: str, default: int | None = None, least: int = 1) -> int:
         """A whole number from ``least``; raises `ConfigurationError` if it is missing or not."""
         value: int = self.get(*names, default=default)
-        check_whole(
-            f"config.json of a {self.config.get('model_type')}: {' or '.join(names)}",
-            value,
-            least,
-        )
+        said = [name for told in self._told for name in names if name in told] or names
+        check_whole(f"config.json of a {self._kind}: {said[0]}", value, least)
         return value
 
 
-def _llama_like(fields: _Fields, **more: Any) -> Shape:
-    width, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
-    window = 0
-    if fields.get("use_sliding_window", default=True):
-        window = fields.whole("sliding_window", default=0, least=0)
+def _shape(fields: _Fields, family: Mapping[str, Any]) -> Shape:
+    width = fields.whole("hidden_size", "n_embd")
+    heads = fields.whole("num_attention_heads", "n_head")
+    biased = bool(fields.get("attention_bias"))
     told: dict[str, Any] = {
-        "layers": fields.whole("num_hidden_layers"),
+        "layers": fields.whole("num_hidden_layers", "n_layer"),
         "width": width,
         "heads": heads,
         "kv_heads": fields.whole("num_key_value_heads", default=heads),
         "head_width": fields.whole("head_dim", default=max(1, width // heads)),
-        "hidden": fields.whole("intermediate_size"),
+        "hidden": fields.whole(
+            "intermediate_size_mlp", "intermediate_size", "n_inner", default=4 * width
+        ),
         "vocab": fields.whole("vocab_size"),
-        "context": fields.whole("max_position_embeddings", default=2048),
-        "tied": bool(fields.get("tie_word_embeddings", default=False)),
-        "bias": bool(fields.get("mlp_bias", default=False)),
-        "qkv_bias": bool(fields.get("attention_bias", default=False)),
-        "window": window,
-        "naming": LLAMA,
+        "context": fields.whole("max_position_embeddings", "n_positions", "n_ctx", default=2048),
+        "tied": bool(fields.get("tie_word_embeddings")),
+        "bias": bool(fields.get("mlp_bias", "use_bias")),
+        "qkv_bias": biased,
+        "out_bias": biased,
+        "naming": "LLAMA",
+        **family.get("shape", {}),
+        **_window(fields, family),
+        **_latent(fields, heads),
     }
-    return Shape(**{**told, **more})
+    if not told.get("gated", True) and fields.get("activation_function") == "gelu_new":
+        told["gelu_parts"] = 3  # squares, tangents and halves, kernel by kernel
+    if "experts" in family:
+        told["experts"] = _experts(fields, family["experts"])
+    return Shape.of(told)
 
 
-def _qwen2(fields: _Fields) -> Shape:
-    return _llama_like(fields, qkv_bias=True)
+def _window(fields: _Fields, family: Mapping[str, Any]) -> dict[str, int]:
+    """Read the span that attention looks back, and the layers that look all the way.
+
+    Chunks count as half of a window: that is how far one looks back in them on average.
+    """
+    window = fields.whole("sliding_window", default=0, least=0)
+    window = fields.whole("attention_chunk_size", default=2 * window, least=0) // 2
+    if not window or not fields.get("use_sliding_window", default=True):
+        return {"window": 0, "whole_every": 0}
+    usual = family.get("shape", {}).get("whole_every", 0)
+    every = fields.whole("sliding_window_pattern", default=usual, least=0)
+    kinds = fields.get("layer_types")
+    if isinstance(kinds, list) and kinds:
+        every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
+    return {"window": window, "whole_every": every}
 
 
-def _qwen3(fields: _Fields) -> Shape:
-    return _llama_like(fields, query_key_norm=True)
-
-
-def _gemma(fields: _Fields) -> Shape:
-    return _llama_like(fields, tied=bool(fields.get("tie_word_embeddings", default=True)))
-
-
-def _mixtral(fields: _Fields) -> Shape:
-    return _llama_like(fields, experts=_experts(fields, "intermediate_size"))
-
-
-def _experts(fields: _Fields, hidden: str, shared: int = 0, dense_blocks: int = 0) -> Experts:
-    return Experts(
-        fields.whole("num_experts", "num_local_experts", "n_routed_experts"),
-        fields.whole("num_experts_per_tok"),
-        fields.whole(hidden),
-        shared,
-        dense_blocks,
-    )
-
-
-def _dense_layers(fields: _Fields) -> int:
-    """The number of layers without experts, which are taken for the first."""
-    layers, every = (
-        fields.whole("num_hidden_layers"),
-        fields.whole("decoder_sparse_step", default=1),
-    )
-    told = fields.get("mlp_only_layers", default=[])
-    plain = told if isinstance(told, list) else []
-    return sum(layer in plain or (layer + 1) % every != 0 for layer in range(layers))
-
-
-def _qwen2_moe(fields: _Fields) -> Shape:
-    shared = fields.whole("shared_expert_intermediate_size")
-    experts = _experts(fields, "moe_intermediate_size", shared, _dense_layers(fields))
-    experts = replace(experts, gated_shared=True)
-    return _llama_like(fields, qkv_bias=True, experts=experts)
-
-
-def _qwen3_moe(fields: _Fields) -> Shape:
-    experts = _experts(fields, "moe_intermediate_size", 0, _dense_layers(fields))
-    return _llama_like(fields, query_key_norm=True, experts=experts)
-
-
-def _deepseek(fields: _Fields) -> Shape:
-    """Version 1 with plain attention, later ones with latent."""
-    hidden = fields.whole("moe_intermediate_size")
-    shared = hidden * fields.whole("n_shared_experts", default=0, least=0)
-    dense = fields.whole("first_k_dense_replace", default=0, least=0)
-    told: dict[str, Any] = {
-        "experts": _experts(fields, "moe_intermediate_size", shared, dense),
+def _latent(fields: _Fields, heads: int) -> dict[str, Any]:
+    """Attention whose keys and values come from few features, as DeepSeek has since version 2."""
+    if not fields.get("kv_lora_rank"):
+        return {}
+    turned = fields.whole("qk_rope_head_dim")
+    latent = {
+        "query_rank": fields.whole("q_lora_rank", default=0, least=0),
+        "kv_rank": fields.whole("kv_lora_rank"),
+        "turned": turned,
+        "value": fields.whole("v_head_dim"),
     }
-    if fields.get("kv_lora_rank"):
-        turned = fields.whole("qk_rope_head_dim")
-        told |= {
-            "kv_heads": fields.whole("num_attention_heads"),
-            "head_width": fields.whole("qk_nope_head_dim") + turned,
-            "latent": Latent(
-                fields.whole("q_lora_rank", default=0, least=0),
-                fields.whole("kv_lora_rank"),
-                turned,
-                fields.whole("v_head_dim"),
-            ),
-        }
-    return _llama_like(fields, **told)
+    width = fields.whole("qk_nope_head_dim") + turned
+    return {"kv_heads": heads, "head_width": width, "latent": latent}
 
 
-def _gpt2(fields: _Fields) -> Shape:
-    width, heads = fields.whole("n_embd"), fields.whole("n_head")
-    return Shape(
-        layers=fields.whole("n_layer"),
-        width=width,
-        heads=heads,
-        kv_heads=heads,
-        head_width=width // heads,
-        hidden=fields.whole("n_inner", default=4 * width),
-        vocab=fields.whole("vocab_size"),
-        context=fields.whole("n_positions", "n_ctx", default=1024),
-        gated=False,
-        tied=True,
-        bias=True,
-        norm=Norm.LAYER,
-        learned_positions=True,
-        rotary=False,
-        naming=GPT2,
-    )
-
-
-def _neox(fields: _Fields) -> Shape:
-    return _llama_like(fields, gated=False, bias=True, norm=Norm.LAYER, window=0, qkv_bias=True)
-
-
-def _starcoder2(fields: _Fields) -> Shape:
-    bias = bool(fields.get("use_bias", default=True))
-    tied = bool(fields.get("tie_word_embeddings", default=True))
-    return _llama_like(fields, gated=False, bias=bias, norm=Norm.LAYER, tied=tied)
-
-
-ARCHITECTURES: Mapping[str, Callable[[_Fields], Shape]] = {
-    "llama": _llama_like,
-    "mistral": _llama_like,
-    "phi3": _llama_like,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "gemma": _gemma,
-    "mixtral": _mixtral,
-    "qwen2_moe": _qwen2_moe,
-    "qwen3_moe": _qwen3_moe,
-    "deepseek": _deepseek,
-    "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek,
-    "gpt2": _gpt2,
-    "gpt_neox": _neox,
-    "starcoder2": _starcoder2,
-}
-"""Families by the ``model_type`` of their config.json."""
-
-_PREFIXES = {"gpt2": "GPT2", "gpt_neox": "GPTNeoX"}
-_BLOCKS = {"gpt2": "Block", "gpt_neox": "Layer"}
-
-
-def _classes(kind: str) -> tuple[str, str, str]:
-    """The classes that transformers has for a block, its attention and its feed-forward."""
-    prefix = _PREFIXES.get(kind, "".join(part.capitalize() for part in kind.split("_")))
-    feed_forward = f"{prefix}MLP"
-    if kind == "mixtral" or kind.endswith("_moe"):
-        feed_forward = f"{prefix}SparseMoeBlock"
-    elif kind.startswith("deepseek"):
-        feed_forward = f"{prefix}Moe" if kind == "deepseek_v2" else f"{prefix}MoE"
-    return f"{prefix}{_BLOCKS.get(kind, 'DecoderLayer')}", f"{prefix}Attention", feed_forward
+def _experts(fields: _Fields, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without experts, wherever they are, are taken for the first."""
+    layers, hidden = fields.whole("num_hidden_layers"), fields.whole(names["hidden"])
+    shared = fields.whole(names["shared"]) if "shared" in names else 0
+    if "times" in names:
+        shared = hidden * fields.whole(names["times"], default=0, least=0)
+    dense = fields.whole(names["first"], default=0, least=0) if "first" in names else 0
+    if "every" in names:
+        step = fields.whole(names["every"], default=1)
+        plain = fields.get("mlp_only_layers", default=[])
+        plain = plain if isinstance(plain, list) else []
+        dense = sum(layer in plain or (layer + 1) % step != 0 for layer in range(layers))
+    sparse = fields.get("moe_layers")
+    if isinstance(sparse, list):
+        dense = max(0, layers - len(sparse))
+    return {
+        "count": fields.whole("num_experts", "num_local_experts", "n_routed_experts"),
+        "active": fields.whole("num_experts_per_tok"),
+        "hidden": hidden,
+        "shared": shared,
+        "dense_blocks": dense,
+        **{name: value for name, value in names.items() if value is True},
+    }
 
 
 def model_from_config(config: Config, name: str) -> Decoder:
-    """The model that a config.json describes.
+    """The model that a config.json describes; of one that also sees, the part that reads text.
 
     Raises `ConfigurationError` for a ``model_type`` that is not in `ARCHITECTURES`, with the
-    nearest that is, and for sizes that are missing or no whole numbers.
+    nearest that is, for quantized weights, and for sizes that are no whole numbers.
     """
     kind = str(config.get("model_type"))
     if kind not in ARCHITECTURES:
@@ -219,8 +156,22 @@ def model_from_config(config: Config, name: str) -> Decoder:
             "other model, encoder-decoders included, can be recorded: "
             "see plan_module in docs/planner.md"
         )
-    shape = ARCHITECTURES[kind](_Fields(config))
-    return Decoder(name, shape, _classes(kind))
+    quantized = config.get("quantization_config")
+    if quantized:
+        how = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise ConfigurationError(
+            f"config.json describes weights quantized by {how}, which rest otherwise than planned; "
+            "take the model's config.json before quantization, or leave out quantization_config"
+        )
+    if kind in _TEXT:
+        config = config.get("text_config") or {}
+        if not isinstance(config, Mapping):
+            raise ConfigurationError(f"text_config must be an object, got {config!r}")
+        kind = _TEXT[kind]
+    family = _FAMILIES[kind]
+    block, attention, feed_forward = family["classes"]
+    shape = _shape(_Fields(config, kind), family)
+    return Decoder(name, shape, (block, attention, feed_forward))
 
 
 def read_model(text: str) -> Decoder:

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from fullshard.core.spec import ModelSpec, ParamSpec
 from fullshard.plan.model.operations import Kind, ModelCall, Operation, Workload
-from fullshard.plan.model.shape import Experts, Shape, block_specs, norm_specs
+from fullshard.plan.model.shape import Experts, HeadNorm, Norm, Shape, block_specs, norm_specs
 from fullshard.plan.model.work import Pricer
 from fullshard.plan.run import ExpertKernel, Run, Wrap
 
@@ -20,7 +20,7 @@ _ADDED_SHARE = 0.15
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder-only transformer as a `fullshard.plan.model.model.Model`.
+    """A decoder-only transformer as a `fullshard.plan.model.operations.Model`.
 
     ``classes`` are the names of the classes of a block, its attention and its feed-forward.
     """
@@ -113,7 +113,8 @@ def with_lora(params: list[ParamSpec], rank: int, below: str) -> list[ParamSpec]
     adapted = []
     for param in params:
         adapted.append(replace(param, trainable=False))
-        if len(param.shape) == 2 and param.name.startswith(below + "."):
+        matrix = len(param.shape) == 2 and not param.name.endswith("bias")
+        if matrix and param.name.startswith(below + "."):
             path = param.name.removesuffix(".weight")
             out, into = param.shape
             adapted.append(ParamSpec(f"{path}.lora_A.weight", (rank, into), param.dtype))
@@ -142,9 +143,13 @@ def _multiplied(shape: Shape) -> int:
 @lru_cache(maxsize=256)
 def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, ...]:
     shape = shape.cut(run.tensor_parallel).dealt_out(run.expert_parallel)
-    price = Pricer.of(run, length)
+    price = replace(
+        Pricer.of(run, length),
+        layer_norms=shape.norm is Norm.LAYER,
+        wide_norms=shape.norm is Norm.WIDE_RMS,
+    )
     names = shape.naming
-    kinds: dict[Experts | None, tuple[tuple[str, tuple[Operation, ...]], ...]] = {}
+    kinds: dict[tuple[Experts | None, int], tuple[tuple[str, tuple[Operation, ...]], ...]] = {}
     # Between the parts that are cut by heads and hidden width, tokens are: sequence parallelism.
     # They have the dtype of the parameters, also where autocast computes in another.
     wide = run.full_item
@@ -155,9 +160,11 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
     for block in range(shape.layers):
         path = f"{names.blocks}.{block}"
         experts = shape.experts_in(block)
-        if experts not in kinds:
-            kinds[experts] = tuple(_block(shape, experts, price, apart, run))
-        pieces = kinds[experts]
+        kind = experts, shape.window_in(block)
+        if kind not in kinds:
+            seen = replace(shape, window=kind[1], whole_every=0)
+            kinds[kind] = tuple(_block(seen, experts, price, apart, run))
+        pieces = kinds[kind]
         if experts is not None and run.expert_parallel > 1 and not fine:
             before, own, after = pieces[:-3], pieces[-3], pieces[-2:]
             calls.append(ModelCall(path, _joined(before), kept, cache))
@@ -173,9 +180,7 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
         else:
             calls.append(ModelCall(path, _joined(pieces), kept, cache))
     degree = run.tensor_parallel
-    head = price.head(
-        shape.width, shape.vocab, run.loss, trained=run.lora_rank == 0, cut=degree > 1
-    )
+    head = price.head(shape.width, shape.vocab, run.loss, trained=run.lora_rank == 0, degree=degree)
     norm = apart.norm("norm", shape.width, gathered=degree)
     calls.append(ModelCall(names.final_norm, (norm,)))
     if shape.tied:  # its weight is the embedding's, which a unit around both owns
@@ -218,19 +223,20 @@ def _block(
         attention.append(price.rotary(2 * query))
     elif shape.rotary:
         attention.append(price.rotary(query + kv))
-    if shape.query_key_norm:
+    if shape.query_key_norm is not HeadNorm.NONE:
         attention.append(price.norm("query and key norm", query + kv))
     head = shape.head_width
     if shape.latent:  # its values are narrower than its keys
         head = (head + shape.latent.value) // 2
     attention.append(price.attention(shape.heads, shape.kv_heads, head, window=shape.window))
     attention.append(price.matmul("attention out", shape.out_width, width))
-    if shape.bias:
+    if shape.bias or shape.out_bias:
         attention.append(_bias(price, width))
     attention += _adapters(price, run, query, width)
     yield names.attention, (*attention, *wire)
+    own_norm = (norm,) if names.after_attention else ()  # keeps its input, not its output
     add = apart.pointwise("add", 2 * width, width, saved=width, backward=(3.0 * width, 1))
-    yield "", (add, norm)
+    yield "", (*own_norm, add, norm)
     if experts is not None and run.expert_parallel > 1:
         before, own, after = _at_experts(shape, experts, price, run)
         yield f"{names.feed_forward}.router", before
@@ -238,7 +244,7 @@ def _block(
         yield names.feed_forward, after
     else:
         yield names.feed_forward, (*_feed_forward(shape, experts, price, run), *wire)
-    yield "", (add,)
+    yield "", (*own_norm, add)
 
 
 def _projections(shape: Shape, price: Pricer) -> list[Operation]:
@@ -261,7 +267,8 @@ def _from_latent(shape: Shape, price: Pricer) -> list[Operation]:
     for name, (out, into) in shape.latent_matrices.items():
         if "_b_" in name:
             made.append(price.norm(f"norm before {name}", into))
-        kept = shape.out_width if name == "kv_b_proj" else out if "_a_" in name else 0
+        # Values are a part of what the last one gives, which is kept whole.
+        kept = out if name == "kv_b_proj" or "_a_" in name else 0
         made.append(price.matmul(name, into, out, saved=kept, normed="_b_" not in name))
     return made
 
@@ -288,8 +295,11 @@ def _at_experts(
     fullest = min(run.imbalance, run.expert_parallel)  # it gets all, at most
     here = replace(price, tokens=round(price.tokens * fullest))
     dispatch, combine = _moved_rows(price, rows, width, experts.count, run)
+    router = price.matmul("router", width, experts.routed)
+    if experts.wide_router:
+        router = replace(router, saved_bytes=4 * price.tokens * width)
     before = [
-        price.matmul("router", width, experts.routed),
+        router,
         dispatch if not travels else replace(dispatch, saved_bytes=0),
     ]
     ups = 2 if shape.gated else 1
@@ -307,6 +317,8 @@ def _at_experts(
             own.append(_in_order("rows by sender", here, rows))
     if experts.shared:
         after += _dense(shape, experts.shared, price, run)
+    if experts.gated_shared:
+        after.append(price.pointwise("shared gate", width, width, saved=width))
     return tuple(before), tuple(own), tuple(after)
 
 
@@ -372,8 +384,15 @@ def _bias(price: Pricer, width: int) -> Operation:
 
 def _activation(shape: Shape, hidden: int, price: Pricer) -> Operation:
     if not shape.gated:
+        parts = 0 if price.fused else shape.gelu_parts
+        moved, launched = (1 + 2 * parts) * hidden, 1 + 2 * parts
         return price.pointwise(
-            "activation", hidden, hidden, saved=hidden, backward=(3.0 * hidden, 1)
+            "activation",
+            moved,
+            moved,
+            saved=(1 + parts) * hidden,
+            kernels=launched,
+            backward=(3.0 * moved, launched),
         )
     if price.fused:
         return price.pointwise(

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward of a model as work: floating-point operations, bytes moved, bytes kept."""
+"""A model as planning knows it: parameters, and the work of forward and backward."""
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
-__all__ = ["Kind", "ModelCall", "Operation", "Workload"]
+from fullshard.core.spec import ModelSpec
+from fullshard.plan.run import Run
+
+__all__ = ["Kind", "Model", "ModelCall", "Operation", "Workload"]
 
 
 class Kind(Enum):
@@ -76,3 +80,49 @@ class ModelCall:
     def kept_bytes(self) -> int:
         """Bytes kept by a call that is recomputed."""
         return self.input_bytes + self.cache_bytes
+
+
+class Model(Protocol):
+    """Parameters and work of a model under a configuration.
+
+    ``blocks`` are the paths of the repeated modules (layers), in order of execution: what is
+    usually wrapped and recomputed. ``parts`` are finer modules that may become units instead
+    (attention, feed-forward); they lie in blocks, or are large by themselves (embedding, head).
+    """
+
+    @property
+    def name(self) -> str:
+        """The name in tables."""
+        ...
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Paths of the repeated modules."""
+        ...
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Paths of finer modules."""
+        ...
+
+    @property
+    def experts(self) -> tuple[str, ...]:
+        """Paths of the modules that hold stacked experts, which may be dealt out over devices."""
+        ...
+
+    @property
+    def context(self) -> int:
+        """Samples' length if the run does not say: tokens, 1 where there are none."""
+        ...
+
+    def spec(self, run: Run) -> ModelSpec:
+        """All parameters of the plain model as they rest, in registration order; LoRA's are in."""
+        ...
+
+    def calls(self, run: Run) -> tuple[ModelCall, ...]:
+        """The forward of one micro-batch, ending with the loss."""
+        ...
+
+    def model_flops(self, run: Run) -> float:
+        """FLOPs of one sample's forward and backward that count for MFU: none recomputed."""
+        ...

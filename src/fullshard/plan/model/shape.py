@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes of transformers, as configurations state them, and the names that their modules have."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 from fullshard.core.errors import ConfigurationError, check_whole
 from fullshard.core.presets import Transformer
 from fullshard.core.spec import ParamSpec
 
 __all__ = [
-    "GPT2",
-    "LLAMA",
-    "MPT",
     "Experts",
+    "HeadNorm",
     "Latent",
     "Naming",
     "Norm",
@@ -28,10 +27,20 @@ _MOST_LAYERS = 4096  # each is told by itself; the deepest in use have a few hun
 
 
 class Norm(Enum):
-    """The normalisation before attention and feed-forward, by its parameters."""
+    """The normalisation before attention and feed-forward."""
 
-    RMS = "rms"  # a weight
+    RMS = "rms"  # a weight, by which it multiplies in the dtype of activations
+    WIDE_RMS = "wide rms"  # the same, but in float32
     LAYER = "layer"  # a weight and a bias
+
+
+class HeadNorm(Enum):
+    """The normalisation of queries and keys."""
+
+    NONE = "none"
+    HEAD = "head"  # of each head, with a weight that all share
+    WHOLE = "whole"  # of all heads together
+    BARE = "bare"  # of each head, without a weight
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,8 @@ class Experts:
     ``count`` experts of inner width ``hidden``, of which each token uses ``active``; ``shared`` is
     the inner width of the expert that all tokens use. The first ``dense_blocks`` blocks have a
     plain feed-forward. Of those that are dealt out over devices, ``of`` is how many there are.
-    A number for each token scales what ``gated_shared`` ones give.
+    A number for each token scales what ``gated_shared`` ones give. With ``bias`` router and
+    experts have biases. A ``wide_router`` multiplies in float32.
     """
 
     count: int
@@ -51,6 +61,8 @@ class Experts:
     dense_blocks: int = 0
     of: int = 0
     gated_shared: bool = False
+    bias: bool = False
+    wide_router: bool = False
 
     def __post_init__(self) -> None:
         for name in ("count", "active", "hidden"):
@@ -99,6 +111,8 @@ class Naming:
     up: str = "up"
     down: str = "down"
     feed_forward_norm: str = "feed_forward_norm"
+    after_attention: str = ""  # norms of what attention and feed-forward give
+    after_feed_forward: str = ""
     norms_first: bool = True
 
 
@@ -119,6 +133,17 @@ LLAMA = Naming(
     down="down_proj",
     feed_forward_norm="post_attention_layernorm",
     norms_first=False,
+)
+GEMMA = replace(
+    LLAMA,
+    feed_forward_norm="pre_feedforward_layernorm",
+    after_attention="post_attention_layernorm",
+    after_feed_forward="post_feedforward_layernorm",
+)
+OLMO = replace(
+    LLAMA,
+    attention_norm="post_attention_layernorm",
+    feed_forward_norm="post_feedforward_layernorm",
 )
 GPT2 = Naming(
     blocks="transformer.h",
@@ -155,7 +180,10 @@ class Shape:
 
     Widths are in features, ``context`` in tokens. With ``gated`` the feed-forward has three
     matrices, else two. ``learned_positions`` have a table of ``context`` rows. ``window`` is how
-    far attention looks back (0: all the way).
+    far attention looks back (0: all the way); each ``whole_every``-th block looks all the way. With
+    ``sinks`` each head has one score more. ``bias`` is of all matrices, ``qkv_bias`` of queries,
+    keys and values, ``out_bias`` of attention's last. ``gelu_parts`` is how many features of inner
+    width an activation of single kernels keeps beside its input and output.
     """
 
     layers: int
@@ -170,11 +198,15 @@ class Shape:
     tied: bool = False
     bias: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False
     norm: Norm = Norm.RMS
-    query_key_norm: bool = False
+    query_key_norm: HeadNorm = HeadNorm.NONE
     learned_positions: bool = False
     rotary: bool = True
     window: int = 0
+    whole_every: int = 0
+    sinks: bool = False
+    gelu_parts: int = 0
     experts: Experts | None = None
     latent: Latent | None = None
     naming: Naming = field(default_factory=Naming)
@@ -182,7 +214,8 @@ class Shape:
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "head_width", "hidden", "vocab"):
             check_whole(f"a model's {name}", getattr(self, name))
-        check_whole("a model's window", self.window, 0)
+        for name in ("window", "whole_every"):
+            check_whole(f"a model's {name}", getattr(self, name), 0)
         if self.layers > _MOST_LAYERS:
             raise ConfigurationError(
                 f"{self.layers} layers: of more than {_MOST_LAYERS} no plan is made"
@@ -191,6 +224,12 @@ class Shape:
             raise ConfigurationError(
                 f"{self.heads} heads cannot share {self.kv_heads} key and value heads evenly"
             )
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Shape":
+        """A shape from plain data: enumerations by their values, namings by their names."""
+        read = {name: _READ[name](fields[name]) for name in _READ if name in fields}
+        return cls(**{**fields, **read})
 
     def cut(self, degree: int) -> "Shape":
         """Cut heads and hidden width for one of ``degree`` devices under tensor parallelism.
@@ -262,10 +301,25 @@ class Shape:
         down = {"kv_a_proj_with_mqa": (kept + latent.turned, width)}
         return {**query, **down, "kv_b_proj": (both, kept)}
 
+    def window_in(self, block: int) -> int:
+        """The tokens that attention of one block looks back, 0 for all."""
+        every = self.whole_every
+        return 0 if every and (block + 1) % every == 0 else self.window
+
     def experts_in(self, block: int) -> Experts | None:
         """The experts of one block, None if its feed-forward is plain."""
         experts = self.experts
         return experts if experts is not None and block >= experts.dense_blocks else None
+
+
+_NAMINGS = {"LLAMA": LLAMA, "GEMMA": GEMMA, "OLMO": OLMO, "GPT2": GPT2, "MPT": MPT}
+_READ: dict[str, Callable[[Any], Any]] = {
+    "naming": _NAMINGS.__getitem__,
+    "norm": Norm,
+    "query_key_norm": HeadNorm,
+    "experts": lambda told: Experts(**told),
+    "latent": lambda told: Latent(**told),
+}
 
 
 def shape_of(preset: Transformer) -> Shape:
@@ -301,14 +355,28 @@ def block_specs(shape: Shape, block: int, dtype: str) -> Iterator[ParamSpec]:
     """The parameters of block number ``block``, in registration order."""
     names = shape.naming
     path = f"{names.blocks}.{block}"
-    first = norm_specs(f"{path}.{names.attention_norm}", shape.width, shape.norm, dtype)
-    second = norm_specs(f"{path}.{names.feed_forward_norm}", shape.width, shape.norm, dtype)
+    first, second, *after = (
+        tuple(norm_specs(f"{path}.{name}", shape.width, shape.norm, dtype))
+        for name in (
+            names.attention_norm,
+            names.feed_forward_norm,
+            names.after_attention,
+            names.after_feed_forward,
+        )
+        if name
+    )
     attention = _attention_specs(shape, f"{path}.{names.attention}", dtype)
     feed_forward = _feed_forward_specs(shape, block, f"{path}.{names.feed_forward}", dtype)
     if names.norms_first:
         yield from (*first, *attention, *second, *feed_forward)
     else:
-        yield from (*attention, *feed_forward, *first, *second)
+        yield from (
+            *attention,
+            *feed_forward,
+            *first,
+            *second,
+            *(each for s in after for each in s),
+        )
 
 
 def _attention_specs(shape: Shape, path: str, dtype: str) -> Iterator[ParamSpec]:
@@ -325,10 +393,14 @@ def _attention_specs(shape: Shape, path: str, dtype: str) -> Iterator[ParamSpec]
         yield from _matrix(f"{path}.{names.query}", query, shape.width, dtype, bias)
         yield from _matrix(f"{path}.{names.key}", kv, shape.width, dtype, bias)
         yield from _matrix(f"{path}.{names.value}", kv, shape.width, dtype, bias)
-    yield from _matrix(f"{path}.{names.out}", shape.width, shape.out_width, dtype, shape.bias)
-    if shape.query_key_norm:
-        yield ParamSpec(f"{path}.q_norm.weight", (shape.head_width,), dtype)
-        yield ParamSpec(f"{path}.k_norm.weight", (shape.head_width,), dtype)
+    out_bias = shape.bias or shape.out_bias
+    yield from _matrix(f"{path}.{names.out}", shape.width, shape.out_width, dtype, out_bias)
+    if shape.query_key_norm in (HeadNorm.HEAD, HeadNorm.WHOLE):
+        whole = shape.query_key_norm is HeadNorm.WHOLE
+        yield ParamSpec(f"{path}.q_norm.weight", (query if whole else shape.head_width,), dtype)
+        yield ParamSpec(f"{path}.k_norm.weight", (kv if whole else shape.head_width,), dtype)
+    if shape.sinks:
+        yield ParamSpec(f"{path}.sinks", (shape.heads,), dtype)
 
 
 def _feed_forward_specs(shape: Shape, block: int, path: str, dtype: str) -> Iterator[ParamSpec]:
@@ -336,13 +408,16 @@ def _feed_forward_specs(shape: Shape, block: int, path: str, dtype: str) -> Iter
     if experts is None:
         yield from _dense_specs(shape, path, shape.hidden, dtype)
         return
-    yield ParamSpec(f"{path}.router.weight", (experts.routed, shape.width), dtype)
+    yield from _matrix(f"{path}.router", experts.routed, shape.width, dtype, experts.bias)
     # Stacked over experts, as libraries lay them out for grouped products.
     ups = 2 if shape.gated else 1
-    stack = (experts.count, shape.width, ups * experts.hidden)
-    yield ParamSpec(f"{path}.experts.gate_up_proj", stack, dtype)
-    down = (experts.count, experts.hidden, shape.width)
-    yield ParamSpec(f"{path}.experts.down_proj", down, dtype)
+    for name, into, out in (
+        ("gate_up_proj", shape.width, ups * experts.hidden),
+        ("down_proj", experts.hidden, shape.width),
+    ):
+        yield ParamSpec(f"{path}.experts.{name}", (experts.count, into, out), dtype)
+        if experts.bias:
+            yield ParamSpec(f"{path}.experts.{name}_bias", (experts.count, out), dtype)
     if experts.shared:
         yield from _dense_specs(shape, f"{path}.shared_expert", experts.shared, dtype)
         if experts.gated_shared:

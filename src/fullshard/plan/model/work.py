@@ -12,6 +12,7 @@ __all__ = ["Pricer"]
 # Bytes a score moves: PyTorch's math kernel on a B200, in the table that devices.toml names.
 _SCORE_BYTES = (77.0, 36.0)
 _PIECE_TOKENS = 2048  # of a chunked loss
+_KEEPING = (Loss.PLAIN, Loss.KEPT, Loss.NATIVE)  # whose callers have the logits
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Pricer:
     fused_norms: bool = True
     math: bool = False
     casts: bool = False
+    wide_norms: bool = False
+    layer_norms: bool = False
 
     @classmethod
     def of(cls, run: Run, length: int) -> "Pricer":
@@ -156,15 +159,19 @@ class Pricer:
     def norm(self, name: str, width: int, *, gathered: int = 1) -> Operation:
         """A normalisation of ``width`` features in one kernel, two in backward.
 
-        Not fused, it goes through float32 in six: to float32, square, mean, scale, back, weight.
+        Not fused, it goes through float32 in six: to float32, square, mean, scale, back, weight;
+        ``wide`` ones come back last.
         Its output is kept by the products that read it, unless they cast it: that of all
         ``gathered`` devices among which tokens are cut, where these share the products.
         """
         kept = float(width * gathered) if not self.casts else 0.0
-        if not self.fused_norms:
+        if self.layer_norms:  # PyTorch's own is one kernel, and keeps its input as eager models do
+            kept += 0 if self.fused_norms else width
+        elif not self.fused_norms:
             wide = self.pointwise(name, 9.0 * width, 8.0 * width, kernels=6)
             copy, out = 4 * (self.item < 4), self.item * gathered * (not self.casts)
-            return replace(wide, saved_bytes=self.tokens * width * (copy + self.item + out))
+            product = 4 if self.wide_norms else self.item
+            return replace(wide, saved_bytes=self.tokens * width * (copy + product + out))
         return self.pointwise(name, width, width, saved=kept, backward=(5.0 * width, 2))
 
     def rotary(self, width: int) -> Operation:
@@ -176,20 +183,26 @@ class Pricer:
         )
 
     def head(
-        self, width: int, vocab: int, loss: Loss, *, trained: bool, cut: bool = False
+        self, width: int, vocab: int, loss: Loss, *, trained: bool, degree: int = 1
     ) -> tuple[Operation, ...]:
         """The projection to ``vocab`` logits and their cross-entropy, as ``loss`` says.
 
         Eager ones keep float32 log-probabilities and make two float32 gradients: 12 bytes a logit
         under FREED, 16 under KEPT, and 22 under PLAIN, whose caller keeps the logits, their float32
-        copy and that one's shifted copy. Over a vocabulary that is ``cut``, DTensor's loss makes
-        three such temporaries. COMPILED has 16 bits of logits and of their gradient, FUSED writes
+        copy and that one's shifted copy. NATIVE has log-probabilities and two gradients beside
+        logits, all in their own dtype. A vocabulary that is cut over ``degree`` devices is gathered
+        for callers that keep logits; over others DTensor's loss makes three such temporaries.
+        COMPILED has 16 bits of logits and of their gradient, FUSED writes
         the gradient in place of the logits, FUSED_FLOAT32 in place of a float32 copy of their
         shifted float32 copy, CHUNKED holds the logits of 2,048 tokens at a time.
         """
         project = self.matmul("head", width, vocab, trained=trained, normed=True)
         logits = self.item * self.tokens * vocab
-        work, kept, scratch, back = self._loss(loss, vocab, cut)
+        whole = degree > 1 and loss in _KEEPING
+        arrived = vocab * degree if whole else vocab
+        work, kept, scratch, back = self._loss(loss, arrived, degree > 1 and not whole)
+        sent = Workload(bytes=float(logits * (degree - 1)))
+        gathered = Operation("logits", Kind.WIRE, sent, Workload(), cheap=False, logits=True)
         return (
             replace(
                 project,
@@ -197,6 +210,7 @@ class Pricer:
                 backward_scratch_bytes=0,
                 logits=True,
             ),
+            *((gathered,) if whole else ()),
             Operation(
                 "loss",
                 Kind.MEMORY,
@@ -229,6 +243,9 @@ class Pricer:
             }[loss]
             # Backward makes the gradient of log-probabilities, then that of the float32 copy.
             return work, kept, scratch, (3 if cut else 2) * wide
+        if loss is Loss.NATIVE:
+            work = Workload(bytes=3.0 * logits, kernels=3), Workload(bytes=4.0 * logits, kernels=3)
+            return work, 2 * logits, 0, 2 * logits
         if loss is Loss.COMPILED:
             work = Workload(bytes=2.0 * logits, kernels=2), Workload(bytes=2.0 * logits, kernels=1)
             return work, logits, 0, logits

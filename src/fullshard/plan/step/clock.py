@@ -8,7 +8,7 @@ The host runs ahead and launches kernels one by one: where it cannot keep up, it
 for.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fullshard.core.layout import Layout
@@ -17,8 +17,7 @@ from fullshard.core.spec import item_bytes
 from fullshard.plan.cluster.cluster import Cluster, Constants
 from fullshard.plan.model.operations import Kind, Operation
 from fullshard.plan.run import OPTIMIZERS, Engine, Recompute, Run
-from fullshard.plan.step.collectives import Group, gather_s, reduce_all_s
-from fullshard.plan.step.roofline import operation_s
+from fullshard.plan.step.prices import Group, gather_s, operation_s, reduce_all_s
 from fullshard.plan.step.script import Act, Pass, Script, offloaded_bytes
 from fullshard.plan.step.units import PlannedUnit
 
@@ -28,11 +27,14 @@ _ENGINE_COPIES = {Engine.FULLSHARD: 0, Engine.FSDP1: 4, Engine.FSDP2: 4}
 # Reads and writes of full parameters; those of FSDP1 are fitted with those of FSDP2.
 _SYSTEM_BYTES = 2**25  # from here on the C library gives memory back when it is released
 _WAIT_KERNELS = 4  # launched before the device, for which the host has waited, is busy again
+# What a gather, or a reduce, of a unit takes the host: a third of what a unit and step took it in
+# benchmarks/host_time.py, beyond the plain model, with small layers.
+_UNIT_CALL_S = {Engine.FULLSHARD: 40e-6, Engine.FSDP1: 310e-6, Engine.FSDP2: 260e-6}
 # FSDP1 asks for frozen and trained parameters apart, so that PEFT makes a unit of each adapter: two
 # for each of a block's queries, keys, values and outputs. A call of a unit costs the host a
 # millisecond (pytorch/pytorch issue 173680), and `limit_all_gathers` keeps it two units ahead.
 _ADAPTER_UNITS = 8
-_UNIT_CALL_S = 1e-3
+_ADAPTER_CALL_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,25 @@ class Timeline:
 def replay(
     script: Script, run: Run, cluster: Cluster, constants: Constants, *, record: bool = False
 ) -> Timeline:
-    """Seconds of a step of ``run``; with ``record`` what keeps streams busy is kept for drawing."""
-    streams = _Streams(script, run, cluster, constants, record)
-    for line in script.lines:
+    """Seconds of a step of ``run``; with ``record`` what keeps streams busy is kept for drawing.
+
+    Of several micro-batches all but the last may leave out reduces.
+    """
+    quiet = run.accumulate > 1 and not run.sync_each
+    passed = [_passed(_Streams(script, run, cluster, constants, record), reduces=True)]
+    if quiet:
+        passed.append(_passed(_Streams(script, run, cluster, constants, False), reduces=False))
+    return _whole_step(passed, script, run, cluster, constants)
+
+
+def _passed(streams: "_Streams", *, reduces: bool) -> "_Streams":
+    """Carry out the lines of one micro-batch."""
+    for line in streams.script.lines:
         if isinstance(line, Act):
             streams.act(line)
-        else:
+        elif reduces or line.kind not in (OpKind.REDUCE, OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE):
             streams.op(line)
-    return _whole_step(streams, script, run, cluster, constants)
+    return streams
 
 
 class _Streams:
@@ -154,7 +167,7 @@ class _Streams:
         idle = waits * _WAIT_KERNELS * self.constants.kernel_s
         if beside and run.engine is Engine.FSDP1 and run.lora_rank and self.cluster.devices > 1:
             calls = 2 if act.phase is Pass.BACKWARD else 1  # a gather and a reduce
-            idle += max(0.0, calls * _ADAPTER_UNITS * _UNIT_CALL_S - beside)
+            idle += max(0.0, calls * _ADAPTER_UNITS * _ADAPTER_CALL_S - beside)
         return seconds, kernels, attention, travel, idle
 
     def _contended(self, start: float, seconds: float) -> float:
@@ -168,6 +181,8 @@ class _Streams:
     def op(self, op: Op) -> None:
         self.host += self.constants.kernel_s
         unit = self.script.units[op.unit]
+        if op.kind in (OpKind.AWAIT_GATHER, OpKind.REDUCE) and unit.layout.shards > 1:
+            self.host += _UNIT_CALL_S[self.run.engine]
         if op.kind is OpKind.REDUCE:
             self._copy(unit)
         self._take_memory(op.kind, unit.layout)
@@ -304,23 +319,32 @@ def _kept_in_turns(operations: tuple[Operation, ...]) -> Iterator[Operation]:
 
 
 def _whole_step(
-    streams: _Streams, script: Script, run: Run, cluster: Cluster, constants: Constants
+    passed: Sequence[_Streams], script: Script, run: Run, cluster: Cluster, constants: Constants
 ) -> Timeline:
-    micro = max(streams.compute, streams.reduce)
-    accumulate = run.accumulate
-    optimizer = _optimizer_s(script, run, cluster, constants)
-    exposed = streams.waited + (micro - streams.compute)
+    """Add up micro-batches: the last one, which is the first of ``passed``, and those before it."""
+    streams, before = passed[0], passed[-1]
+
+    def all_of(spent: Callable[[_Streams], float]) -> float:
+        return spent(streams) + spent(before) * (run.accumulate - 1)
+
     # Activations go to the host and come back beside computation: what takes longer is waited for.
     copied_s = 2 * offloaded_bytes(script, run) / cluster.device.host_link
-    exposed += max(0.0, copied_s - streams.busy)
-    own = (streams.busy + streams.slowed + exposed + streams.stalled) * accumulate + optimizer
+
+    def exposed_s(each: _Streams) -> float:
+        micro = max(each.compute, each.reduce)
+        return each.waited + (micro - each.compute) + max(0.0, copied_s - each.busy)
+
+    optimizer = _optimizer_s(script, run, cluster, constants)
+    busy, slowed = all_of(lambda each: each.busy), all_of(lambda each: each.slowed)
+    exposed, stalled = all_of(exposed_s), all_of(lambda each: each.stalled)
+    own = busy + slowed + exposed + stalled + optimizer
     doublings = (cluster.hosts - 1).bit_length()
     straggling = doublings * (constants.straggle_s + constants.straggle_share * own)
     parts = {
-        "compute": streams.busy * accumulate,
-        "contention": streams.slowed * accumulate,
-        "exposed communication": exposed * accumulate,
-        "host": streams.stalled * accumulate,
+        "compute": busy,
+        "contention": slowed,
+        "exposed communication": exposed,
+        "host": stalled,
         "optimizer": optimizer,
         "step overhead": constants.step_s if run.overhead_s is None else run.overhead_s,
         "stragglers": straggling,
@@ -329,8 +353,8 @@ def _whole_step(
         streams.records or [],
         parts,
         sum(parts.values()),
-        streams.communication * accumulate,
-        streams.attention * accumulate,
+        all_of(lambda each: each.communication),
+        all_of(lambda each: each.attention),
     )
 
 

@@ -13,8 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from fullshard.core.grouping import deepest_around
 from fullshard.core.schedule import Event, Moment, Op, OpKind, compile_step
 from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.model.model import Model
-from fullshard.plan.model.operations import ModelCall
+from fullshard.plan.model.operations import Model, ModelCall
 from fullshard.plan.run import ExpertKernel, Run
 from fullshard.plan.step.units import PlannedUnit, units_of
 

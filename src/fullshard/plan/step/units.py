@@ -10,7 +10,7 @@ from fullshard.core.layout import Layout, lay_out, stored_bytes
 from fullshard.core.schedule import UnitPolicy, unit_policy
 from fullshard.core.spec import ParamSpec, item_bytes
 from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.model.model import Model
+from fullshard.plan.model.operations import Model
 from fullshard.plan.run import Run, Wrap
 
 __all__ = ["PlannedUnit", "shards_and_replicas", "unit_paths", "units_of"]

@@ -14,7 +14,7 @@ from statistics import median, median_low
 from fullshard.core.schedule import Event, Moment, OpKind, UnitPolicy, compile_step
 from fullshard.core.strategy import Prefetch
 from fullshard.report.measure import EXPOSED, MeasuredRun, TimedCollective, Wanted, pairs_of
-from fullshard.report.record import RecordedStep, TimedOp
+from fullshard.report.record import AWAITED, RecordedStep, TimedOp
 from fullshard.report.shares import parts_of
 
 __all__ = [
@@ -126,10 +126,7 @@ _PHASES = {
     Moment.BACKWARD_BEGIN: ("backward", True),
     Moment.BACKWARD_END: ("backward", False),
 }
-_AWAITS = {
-    OpKind.AWAIT_GATHER: (OpKind.GATHER,),
-    OpKind.AWAIT_REDUCE: (OpKind.ALL_REDUCE, OpKind.REDUCE),
-}
+_AWAITS = {OpKind(wait): tuple(map(OpKind, ended)) for wait, ended in AWAITED.items()}
 
 
 def events_of(step: RecordedStep) -> list[Event]:

@@ -15,7 +15,7 @@ __all__ = ["Executor", "policy_of"]
 
 _REDUCE, _AWAIT_REDUCE = OpKind.REDUCE, OpKind.AWAIT_REDUCE  # one look-up for each op, not two
 _ENDS_OF_REDUCES = (OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
-_NAMED = (OpKind.GATHER, OpKind.AWAIT_GATHER, OpKind.REDUCE, OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
+_NAMED = frozenset(OpKind) - {OpKind.SHRINK, OpKind.FREE}  # ranges in a profile
 
 _MOST_EVENTS = 64
 """The number of events per unit after which an endless step is cut, so that its record does not
@@ -37,6 +37,8 @@ class Executor:
         self._reducing: list[Unit] = []
         self._evicting: list[Unit] = []  # whose gradients may still be on their way to the host
         self.recorders: tuple[OpRecorder, ...] = ()
+        self.fill_recorders: tuple[OpRecorder, ...] = ()  # those that note gradients, too
+        self._recorded: frozenset[OpKind] = frozenset()
         self.evaluating: bool = False  # in a step without gradients
         self.is_last_backward = True  # False: reduces may still be under way when backward ends
         self.set_prefetch(prefetch)
@@ -47,13 +49,18 @@ class Executor:
         return _alive(self.references)
 
     def attach(self, recorder: OpRecorder) -> None:
-        """Tell ``recorder`` of ops from now on."""
-        if recorder not in self.recorders:
-            self.recorders += (recorder,)
+        """Tell ``recorder`` of ops from now on; say it again when its kinds have changed."""
+        self.detach(recorder)
+        self._tell((*self.recorders, recorder))
 
     def detach(self, recorder: OpRecorder) -> None:
         """Tell it no more."""
-        self.recorders = tuple(each for each in self.recorders if each is not recorder)
+        self._tell(tuple(each for each in self.recorders if each is not recorder))
+
+    def _tell(self, recorders: tuple[OpRecorder, ...]) -> None:
+        self.recorders = recorders
+        self.fill_recorders = tuple(each for each in recorders if each.notes_fills)
+        self._recorded = frozenset().union(*(each.kinds for each in recorders))
 
     def set_prefetch(self, prefetch: Prefetch) -> None:
         """Make new schedules from the policies that the units have now; between steps only."""
@@ -130,7 +137,7 @@ class Executor:
     def do(self, event: Event) -> None:
         """Carry out the ops that follow ``event``."""
         put_off = event.moment is Moment.STEP_END and not self.is_last_backward
-        watched = bool(self.recorders) or profiler_runs()
+        watched = self._recorded | _NAMED if profiler_runs() else self._recorded
         for kind, number in self._active.on(event):
             owner = self.references[number]()
             if owner is None or (put_off and kind in _ENDS_OF_REDUCES):
@@ -138,7 +145,7 @@ class Executor:
             unit = owner.unit
             if kind is _AWAIT_REDUCE and unit not in self._reducing:
                 continue
-            if watched:
+            if kind in watched:
                 self._show(kind, unit, event.unit)
             else:
                 self._carry_out(kind, unit)
@@ -158,18 +165,18 @@ class Executor:
 
     def _show(self, kind: OpKind, unit: Unit, asked_by: int = -1) -> None:
         """Carry out an op in sight of the profiler and of recorders."""
-        marked = kind in _NAMED and profiler_runs()
+        marked = profiler_runs() and kind in _NAMED
         if marked:
             self._marks.begin(kind.value, unit)
-        begins = [recorder.mark() for recorder in self.recorders]
+        recorders = self.recorders
+        begin = recorders[0].mark() if recorders else None
         done = self._carry_out(kind, unit)
         if marked:
             self._marks.end(kind.value, unit)
-        if not done:
-            return
-        waiter = self.references[asked_by]() if asked_by >= 0 else None
-        for recorder, begin in zip(self.recorders, begins, strict=True):
-            recorder.note(kind.value, unit, begin, waiter and waiter.unit)
+        if done and recorders:
+            end = recorders[0].mark()
+            for recorder in recorders:
+                recorder.note(kind._value_, unit, begin, end, asked_by)
 
     def _take_completed_reduces(self) -> None:
         # A reduce that has completed gives its memory back now, not when the schedule asks for it.

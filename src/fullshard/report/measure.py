@@ -191,25 +191,18 @@ class MeasuredRun:
     @property
     def peak_bytes(self) -> int | None:
         """The most bytes of memory that a rank has used, if that is known."""
-        known = [
-            each.peak_bytes
-            for attempt in self.attempts.values()
-            for step in attempt.steps
-            for each in step.memory
-            if each.peak_bytes is not None
-        ]
-        return max(known, default=None)
+        peaks = (each.peak_bytes for _, each in self._moments if each.peak_bytes is not None)
+        return max(peaks, default=None)
 
     @property
     def fullest(self) -> tuple[int, MemoryByOwner] | None:
         """The rank and the recorded moment with most bytes in use; None if none was recorded."""
-        moments = [
-            (rank, each)
-            for rank, attempt in self.attempts.items()
-            for step in attempt.steps
-            for each in step.memory
-        ]
-        return max(moments, key=lambda each: sum(each[1].by_owner.values()), default=None)
+        return max(self._moments, key=lambda each: sum(each[1].by_owner.values()), default=None)
+
+    @property
+    def _moments(self) -> Iterator[tuple[int, MemoryByOwner]]:
+        for rank, attempt in self.attempts.items():
+            yield from ((rank, each) for step in attempt.steps for each in step.memory)
 
     @property
     def transient_peak_bytes(self) -> int | None:

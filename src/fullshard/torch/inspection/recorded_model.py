@@ -290,11 +290,11 @@ def _hook(unit: _Hooked, recorder: OpRecorder, waits: bool) -> list[Any]:
     begun: list[Any] = []
 
     def enter(*_: Any) -> None:
-        begun.append(recorder.mark())
+        begun.append(recorder.mark() if recorder.kinds else None)
 
     def run(*_: Any) -> None:
         begin = begun.pop()
-        if waits:
+        if waits and begin is not None:
             recorder.note("await_gather", unit, begin, recorder.mark())
         recorder.begins("forward", unit)
 
@@ -345,9 +345,10 @@ class _TimedCall:
         plain = getattr(owner, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
-            begin = recorder.mark()
+            begin = recorder.mark() if recorder.kinds else None
             result = plain(*arguments, **options)
-            recorder.note(wait, unit, begin, recorder.mark())
+            if begin is not None:
+                recorder.note(wait, unit, begin, recorder.mark())
             return result
 
         setattr(owner, name, timed)

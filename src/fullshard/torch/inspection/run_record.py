@@ -273,8 +273,8 @@ class RunRecording:
             used: int | None = torch.cuda.memory_allocated(device)
         else:
             used = resident_bytes()[0]
-        held = recorder.gathered_bytes, recorder.gradient_buffers_bytes
-        self._step.samples.append((mark or self._clock.mark(), *held, used))
+        full, gradients = recorder.held_bytes
+        self._step.samples.append((mark or self._clock.mark(), full, gradients, used))
 
     def _weigh(self, step: OpenStep) -> None:
         device = self._model.device

@@ -81,9 +81,8 @@ class OpRecorder:
         self.detailed: bool = True
         self.notes: list[NotedOp] = []
         self.sums_s: defaultdict[str, float] = defaultdict(float)
-        self.gathered_bytes: int = 0
-        self.gradient_buffers_bytes: int = 0
-        self._held: dict[Any, list[int]] = {}
+        self.held_bytes = [0, 0]  # by all units when they were weighed: full parameters, gradients
+        self._held: dict[Any, list[int]] = {}  # the same by unit
         self._open: dict[tuple[str, Any], Any] = {}
         self._phase: tuple[str, Any, Any, float] | None = None  # the outermost of those open
         for unit in units:
@@ -101,30 +100,23 @@ class OpRecorder:
             self.sums_s[held_up] += end - begin
         if self.detailed:
             if unit in self._held:
-                self._weigh_part(unit, op not in OF_PARAMETERS)
+                self._weigh_part(unit, int(op not in OF_PARAMETERS))
             self._keep(op, unit, begin, end, waiter)
 
     def _keep(self, op: str, unit: Any, begin: Any, end: Any, waiter: Any = None) -> None:
-        live = self.gathered_bytes + self.gradient_buffers_bytes
-        self.notes.append((op, unit, begin, end, live, waiter))
+        self.notes.append((op, unit, begin, end, sum(self.held_bytes), waiter))
 
     def weigh(self, unit: Any) -> None:
         """Look at what a unit holds now."""
         self._held.setdefault(unit, [0, 0])
-        for of_gradients in (False, True):
-            self._weigh_part(unit, of_gradients)
+        for part in (0, 1):
+            self._weigh_part(unit, part)
 
-    def _weigh_part(self, unit: Any, of_gradients: bool) -> None:
-        """Look at its full parameters alone, or its gradients: an op changes one of them."""
-        held = self._held[unit]
-        if of_gradients:
-            self.gradient_buffers_bytes -= held[1]
-            held[1] = unit.gradients.transient_bytes
-            self.gradient_buffers_bytes += held[1]
-        else:
-            self.gathered_bytes -= held[0]
-            held[0] = unit.full.bytes
-            self.gathered_bytes += held[0]
+    def _weigh_part(self, unit: Any, part: int) -> None:
+        """Look at its full parameters (0) or its gradients (1): an op changes one of them."""
+        held, now = self._held[unit], unit.gradients.transient_bytes if part else unit.full.bytes
+        self.held_bytes[part] += now - held[part]
+        held[part] = now
 
     def held(self, unit: Any) -> tuple[int, int]:
         """Return the bytes of full parameters and full gradients when a unit was last weighed."""
@@ -148,7 +140,7 @@ class OpRecorder:
                 self.sums_s[what] += end - phase[2] - (self._held_up_s() - phase[3])
         if self.detailed:
             if what == "backward" and unit in self._held:
-                self._weigh_part(unit, True)
+                self._weigh_part(unit, 1)
             begin = self._open.pop((what, unit), None)
             if begin is not None:
                 self._keep(what, unit, begin, self.mark())

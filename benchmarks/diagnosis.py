@@ -13,9 +13,10 @@ are threads over a simulated link; with ``--netlab``, as root, processes on host
 talk by Gloo and TCP over links of the rate that the case wants, in steps four times as long.
 
 With ``--advice`` runs on slow links and without prefetch follow each advice that they get. Said are
-the exposed share beside that of (step - step without a link), on hosts (two) beside (step - step of
-the unsharded model), and the gain beside that foretold; status 1 where a share is off by more than
-5% of a step, or a gain by 15% of itself.
+the exposed share, waits and the issue of collectives, beside that of (step - step without a link),
+on hosts (two) beside (step - step of the unsharded model), and the gain beside that foretold, all
+by medians over steps; status 1 where a share is off by more than 5% of a step, or a gain by 15% of
+itself.
 
 ``--cases`` takes further runs: a list of objects with the fields of `diagnosed_run.Case`. Ends with
 status 1 where fewer than 95% of the faulty, or not all of the healthy, are named, with 2 where the
@@ -129,7 +130,13 @@ def advised(case, hosts, rounds):
         for name, made in runs.items()
     }
     before = [run.measured for run in runs["before"]]
-    exposed = [run.mean_s(Wanted(*EXPOSED)) / run.mean_step_s for run in before]
+    waits = Wanted("issue", *EXPOSED)
+    exposed = [
+        run.of_step(rank, step, waits) / run.of_step(rank, step, Wanted())
+        for run in before
+        for rank in run.ranks
+        for step in run.looked_at
+    ]
     gains = [
         {change.advice: change.gain_s, **dict(change.others)}
         for change in (run.diagnoses[0] for run in runs["before"] if run.diagnoses)
@@ -138,7 +145,7 @@ def advised(case, hosts, rounds):
         {
             "advice": advice,
             "step_s": step_s["before"],
-            "exposed_share": statistics.mean(exposed),
+            "exposed_share": statistics.median(exposed),
             "beyond_plain_share": 1 - step_s["plain"] / step_s["before"],
             "foretold_s": statistics.mean(said[advice] for said in gains if advice in said),
             "gained_s": step_s["before"] - step_s[advice],

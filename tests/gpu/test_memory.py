@@ -101,7 +101,7 @@ def test_every_op_of_a_trace(gpu, warm, monkeypatch):
             reduced.append(unit.layout.grad_full_bytes)  # on one rank it is the reduced one now
         elif op == "await_reduce":
             reduced.pop(0)
-        measured.append((op, requested(gpu) - before, recorder.notes[-1].live_bytes + sum(reduced)))
+        measured.append((op, requested(gpu) - before, recorder.notes[-1][4] + sum(reduced)))
 
     monkeypatch.setattr(OpRecorder, "note", noted)
     unit_bytes = managed_unit_of(model.blocks[0]).unit.layout.full_bytes

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from support.golden import check_golden
 from support.limits import PROCESS_S
-from support.simulated_runs import Simulated, restarted
+from support.simulated_runs import Simulated, restarted, write
 
 from fullshard.cli import main
-from fullshard.report import RankRecord, RecordWriter, RunRecord
+from fullshard.report import RankRecord, RunRecord
 from fullshard.report.page import draw_report, write_page
 from fullshard.report.summary import report_of
 from fullshard.train.metrics import say_report
@@ -29,19 +29,6 @@ RUNS = {
 }
 PLACES = {"chromium", "chromium-browser", "google-chrome"}
 CHROMIUM = next(filter(None, map(shutil.which, sorted(PLACES))), None)
-
-
-def write(run, folder):
-    for record in run.ranks.values():
-        for attempt in record.attempts:
-            writer = RecordWriter(folder, attempt.facts)
-            for step in attempt.steps:
-                writer.step(step)
-            for span in attempt.spans:
-                writer.span(span)
-            if attempt.ended_s is not None:
-                writer.end(attempt.ended_s)
-    return str(folder)
 
 
 def named(run, name):
@@ -201,14 +188,16 @@ def test_another_step_is_shown_where_it_is_chosen(tmp_path, browser):
     write_page(report_of(tmp_path), path)
     page, said = opened(browser, path)
     assert page.inner_text("#title-gantt") == "Steps 2, 3, 4"
-    visible = "document.getElementById('gantt').data.map(each => each.visible === true)"
+    lanes = "document.getElementById('gantt').data.filter(each => each.type === 'heatmap')"
+    visible = f"{lanes}.map(each => each.visible === true)"
     before = page.evaluate(visible)
     page.locator("#gantt .updatemenu-button", has_text="step 2").click()
     page.wait_for_function(
         f"JSON.stringify({visible}) !== '{json.dumps(before)}'.replace(/ /g, '')"
     )
     after = page.evaluate(visible)
-    assert after[: len(after) // 3] == before[-len(after) // 3 :] == [True] * (len(after) // 3)
+    assert after[:4] == before[-4:] == [True] * 4
+    assert after[4:] == before[:-4] == [False] * 8
     assert said == []
 
 

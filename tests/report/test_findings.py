@@ -99,8 +99,9 @@ def test_advice_gains_what_it_says(options):
     assert first.gain_s == pytest.approx(gained, rel=0.15)
 
 
-def test_each_change_is_said_with_its_gain():
-    before = Simulated(jitter=0.0, link_s=9e-3, prefetch=Prefetch(0, 0, 1))
+@pytest.mark.parametrize("issue_s", [0.0, 3e-3])
+def test_each_change_is_said_with_its_gain(issue_s):
+    before = Simulated(jitter=0.0, link_s=9e-3, prefetch=Prefetch(0, 0, 1), issue_s=issue_s)
     report = judge(before.run())
     found = report.diagnoses[0]
     assert "SHARD_GRAD_OP" in found.advice

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from fullshard.core.forecast import step_events
 from fullshard.core.schedule import UnitPolicy
 from fullshard.core.strategy import Prefetch
+from fullshard.report.files import RecordWriter
 from fullshard.report.record import (
     Attempt,
     Facts,
@@ -167,6 +168,19 @@ class Simulated:
 
     def run(self):
         return RunRecord({n: RankRecord(n, (each,)) for n, each in enumerate(self.attempts())})
+
+
+def write(run, folder):
+    """Write a run in the files that its ranks would write; return the folder's name."""
+    for attempt in (attempt for record in run.ranks.values() for attempt in record.attempts):
+        writer = RecordWriter(folder, attempt.facts)
+        for step in attempt.steps:
+            writer.step(step)
+        for span in attempt.spans:
+            writer.span(span)
+        if attempt.ended_s is not None:
+            writer.end(attempt.ended_s)
+    return str(folder)
 
 
 def restarted(first, second, gap_s):

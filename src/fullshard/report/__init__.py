@@ -11,6 +11,7 @@ from typing import Any
 
 from fullshard.report.files import RecordWriter, age_of_process_s, read_rank, read_run, record_path
 from fullshard.report.record import (
+    AWAITED,
     Attempt,
     Facts,
     MemoryByOwner,
@@ -26,6 +27,7 @@ from fullshard.report.record import (
 from fullshard.report.trace_events import write_trace_events
 
 __all__ = [
+    "AWAITED",
     "Attempt",
     "Facts",
     "MemoryByOwner",

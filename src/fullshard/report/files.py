@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import chain
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class RecordWriter:
             fields["loss"] = step.loss  # to the last bit
         if ops is not None:
             columns = [getattr(ops, name) for name in _COLUMNS]
-            columns[2:4] = [[round(at_s, 7) for at_s in column] for column in columns[2:4]]
+            columns[2:4] = [list(map(round, column, repeat(7))) for column in columns[2:4]]
             fields["ops"] = columns
         self._left_out += not self._line("step", fields)
 

@@ -11,6 +11,7 @@ from fullshard.report.shares import Bid, deal, summed_shares
 
 __all__ = ["GOOD", "WallTime", "goodput"]
 
+_CAUSES = {"fetch": "copies", "evict": "copies", "issue": "exposed communication"}
 GOOD = ("forward", "backward", "optimizer", "step")  # the last where one call does all
 """The shares that bring a model forward; all others are badput, by cause."""
 
@@ -113,7 +114,7 @@ def _of_step(
             yield "stragglers", share_s * scale * measured.late_share
             yield "exposed communication", share_s * scale * (1 - measured.late_share)
         else:
-            yield {"fetch": "copies", "evict": "copies"}.get(what, what), share_s * scale
+            yield _CAUSES.get(what, what), share_s * scale
 
 
 def _resumed(attempt: Attempt, everyone: Sequence[Attempt]) -> int | None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.report.record import (
+    AWAITED,
     Attempt,
     MemoryByOwner,
     RecordedStep,
@@ -37,10 +38,9 @@ __all__ = [
     "pairs_of",
 ]
 
-EXPOSED = ("await_gather", "await_reduce")
+EXPOSED = tuple(AWAITED)
 """The shares in which computation waits for communication."""
 
-_AWAITED = {"await_gather": ("gather",), "await_reduce": ("all_reduce", "reduce")}
 _WAITED_S, _WAITED = 2e-5, 0.3  # what takes less, or less of its collective, was no wait
 _WARM_UP = 2  # the first step gathers on demand, the second one as the first was recorded
 _MOST_OPS, _MOST_SUMS = 1_500_000, 100_000  # looked at, of all ranks together
@@ -191,25 +191,18 @@ class MeasuredRun:
     @property
     def peak_bytes(self) -> int | None:
         """The most bytes of memory that a rank has used, if that is known."""
-        known = [
-            each.peak_bytes
-            for attempt in self.attempts.values()
-            for step in attempt.steps
-            for each in step.memory
-            if each.peak_bytes is not None
-        ]
-        return max(known, default=None)
+        peaks = (each.peak_bytes for _, each in self._moments if each.peak_bytes is not None)
+        return max(peaks, default=None)
 
     @property
     def fullest(self) -> tuple[int, MemoryByOwner] | None:
         """The rank and the recorded moment with most bytes in use; None if none was recorded."""
-        moments = [
-            (rank, each)
-            for rank, attempt in self.attempts.items()
-            for step in attempt.steps
-            for each in step.memory
-        ]
-        return max(moments, key=lambda each: sum(each[1].by_owner.values()), default=None)
+        return max(self._moments, key=lambda each: sum(each[1].by_owner.values()), default=None)
+
+    @property
+    def _moments(self) -> Iterator[tuple[int, MemoryByOwner]]:
+        for rank, attempt in self.attempts.items():
+            yield from ((rank, each) for step in attempt.steps for each in step.memory)
 
     @property
     def transient_peak_bytes(self) -> int | None:
@@ -459,7 +452,7 @@ def pairs_of(ops: Iterable[TimedOp]) -> Iterator[tuple[TimedOp, TimedOp]]:
     for op in ops:
         if op.op in ("gather", "reduce", "all_reduce"):
             pending[op.op, op.unit] = op
-        for kind in _AWAITED.get(op.op, ()):
+        for kind in AWAITED.get(op.op, ()):
             begun = pending.pop((kind, op.unit), None)
             if begun is not None:
                 yield begun, op

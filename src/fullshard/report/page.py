@@ -2,17 +2,18 @@
 """A report as one HTML page that needs no network, and as a picture.
 
 [Note: Bars of a page]
-A browser draws some thousands of bars at ease. Ranks that the report names, and some more, are
-shown op by op in one step as long as there is room; all others are in the chart of all ranks.
+Plotly draws a thousand bars as a thousand elements, but a heatmap as one image, so each lane of a
+step is one, as uneven as its ops. Ranks that the report names, and some more, are shown op by op as
+long as the page stays small; all others are in the chart of all ranks.
 """
 
 import html
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
@@ -20,7 +21,8 @@ from plotly.offline import get_plotlyjs
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text
 from fullshard.report.measure import EXPOSED, MeasuredRun, Wanted
-from fullshard.report.record import RecordedStep, TimedOp
+from fullshard.report.record import RecordedStep
+from fullshard.report.shares import Bid, deal
 from fullshard.report.summary import RunReport
 from fullshard.report.tables import tables_of
 
@@ -37,7 +39,7 @@ _COLOURS = {
     "data": "#8c6d31",
     "other spans": "#888888",
 }
-_MOST_BARS = 6000
+_MOST_BARS = 10_000  # of a step; twice as many of all steps
 _MOST_STEPS = 4
 _MOST_RANKS = 16
 _MOST_UNITS = 60
@@ -96,63 +98,112 @@ def _label(text: str) -> str:
 # ---- a step op by op ----------------------------------------------------------------------------
 
 
+class _Bar(NamedTuple):
+    """Time on a lane; outer things have less ``weight``, and neighbours differ in ``shade``."""
+
+    lane: str
+    weight: int
+    kind: str
+    shade: int
+    text: str
+    begin_s: float
+    end_s: float
+
+
 def _shown_ranks(measured: MeasuredRun, bars: int) -> list[int]:
     """Return the ranks to show op by op if each has so many bars; see [Note: Bars of a page]."""
     most = max(1, min(_MOST_RANKS, _MOST_BARS // max(1, bars)))
     by_cost = sorted(measured.ranks, key=lambda rank: -measured.waited_for(rank))
-    return sorted(dict.fromkeys([*by_cost[: (most + 1) // 2], *measured.ranks][:most]))
-
-
-def _drawn_step(measured: MeasuredRun) -> int | None:
-    return measured.detailed[-1] if measured.by_op and measured.detailed else None
+    chosen = list(dict.fromkeys([*by_cost[: (most + 1) // 2], *measured.ranks]))[:most]
+    return chosen if most < len(measured.ranks) else sorted(chosen)
 
 
 def _step_of(measured: MeasuredRun, rank: int, number: int) -> RecordedStep:
     return next(each for each in measured.attempts[rank].steps if each.step == number)
 
 
-def _bars(measured: MeasuredRun, rank: int, number: int) -> Iterator[tuple[str, str, TimedOp]]:
-    """Yield kind, text and times of what takes time in a step of a rank, outer things first."""
-    step = _step_of(measured, rank, number)
-    names = [unit.name for unit in measured.units]
-    for op in sorted(step.ops or (), key=lambda op: (op.op in EXPOSED, op.begin_s)):
-        if op.end_s <= op.begin_s:
-            continue
-        kind = "waiting" if op.op in EXPOSED else "reduce" if op.op == "all_reduce" else op.op
-        if kind in _COLOURS:
-            waiter = "" if op.waiter is None else f", by {names[op.waiter]}"
-            yield kind, f"{op.op} {names[op.unit]}{waiter}", op
-    for span in step.spans:
-        kind = span.what if span.what in _COLOURS else "other spans"
-        yield kind, span.what, TimedOp(span.what, 0, span.begin_s, span.end_s)
+def _bars(measured: MeasuredRun, rank: int, number: int) -> Iterator[_Bar]:
+    """Yield all that takes time in a step of a rank."""
+    step, units = _step_of(measured, rank, number), measured.units
+    computes, link = f"rank {rank}", f"rank {rank} link"
+    for op in step.ops or ():
+        waits = op.op in EXPOSED
+        kind = "waiting" if waits else "reduce" if op.op == "all_reduce" else op.op
+        if kind in _COLOURS and op.end_s > op.begin_s:
+            size = f", {bytes_text(op.bytes)}" if op.bytes else ""
+            by = "" if op.waiter is None else f", by {units[op.waiter].name}"
+            text = f"{op.op} {units[op.unit].name}{by}{size}"
+            lane = link if kind in ("gather", "reduce") else computes
+            yield _Bar(lane, 2 * waits, kind, op.unit % 2, text, op.begin_s, op.end_s)
+    for what, begin_s, end_s in step.spans:
+        kind = what if what in _COLOURS else "other spans"
+        yield _Bar(computes, 1, kind, 0, what, begin_s, end_s)
+
+
+def _lanes(bars: Iterable[_Bar]) -> dict[str, list[tuple[_Bar | None, float]]]:
+    """Cut each lane into parts, each moment once: the bar that takes it or None, and its end.
+
+    The first part has no bar, and ends where the first bar begins.
+    """
+    lanes: dict[str, list[_Bar]] = {}
+    for bar in bars:
+        lanes.setdefault(bar.lane, []).append(bar)
+    cut: dict[str, list[tuple[_Bar | None, float]]] = {}
+    for lane, mine in lanes.items():
+        bids = [
+            Bid(bar.begin_s, bar.end_s, bar.weight, (bar.kind, number))
+            for number, bar in enumerate(mine)
+        ]
+        begin_s, end_s = min(bid.begin_s for bid in bids), max(bid.end_s for bid in bids)
+        parts = [
+            (None if part.share[1] is None else mine[part.share[1]], part.end_s)
+            for part in deal(bids, begin_s, end_s)
+        ]
+        cut[lane] = [(None, begin_s), *parts]
+    return cut
 
 
 def _gantt(measured: MeasuredRun) -> Iterator[_Chart]:
-    numbers = measured.detailed[-_MOST_STEPS:] if measured.by_op else ()
-    if not numbers:
+    if not (measured.by_op and measured.detailed):
         return
-    count = sum(1 for _ in _bars(measured, measured.ranks[0], numbers[-1]))
+    count = sum(1 for _ in _bars(measured, measured.ranks[0], measured.detailed[-1]))
     ranks = _shown_ranks(measured, count)
-    lanes = [lane for rank in ranks for lane in (f"rank {rank}", f"rank {rank} link")]
-    steps = {number: list(_step_data(measured, ranks, number)) for number in numbers}
-    data = [
+    fit = max(1, min(_MOST_STEPS, 2 * _MOST_BARS // max(1, count * len(ranks))))
+    numbers = measured.detailed[-fit:]
+    names = [lane for rank in ranks for lane in (f"rank {rank}", f"rank {rank} link")]
+    steps = {number: list(_step_data(measured, ranks, names, number)) for number in numbers}
+    data: list[Mapping[str, Any]] = [
         {**each, "visible": number == numbers[-1]} for number in numbers for each in steps[number]
+    ]
+    data += [  # a legend, which heatmaps have not
+        {
+            **{"type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": kind},
+            "marker": {"symbol": "square", "size": 12, "color": colour},
+        }
+        for kind, colour in _COLOURS.items()
     ]
     choices = [
         {"label": f"step {number}", "method": "restyle", "args": [{"visible": shown}]}
         for number in numbers
-        for shown in [[number == other for other in numbers for _ in steps[other]]]
+        for chosen in [[number == other for other in numbers for _ in steps[other]]]
+        for shown in [chosen + [True] * len(_COLOURS)]
     ]
     menu = {"type": "buttons", "direction": "right", "buttons": choices, "active": len(numbers) - 1}
+    shades = [shade for colour in _COLOURS.values() for shade in (colour, _paler(colour))]
+    scale = [[(k + end) / len(shades), each] for k, each in enumerate(shades) for end in (0, 1)]
     layout = {
-        "barmode": "overlay",
         "dragmode": "zoom",
-        "height": 150 + 34 * len(lanes),
-        "yaxis": {"autorange": "reversed", "categoryarray": lanes, "fixedrange": True},
-        "xaxis": {"title": {"text": "milliseconds since the step began"}},
+        "height": 150 + 34 * len(names),
+        "coloraxis": {"colorscale": scale, "cmin": 0, "cmax": len(shades), "showscale": False},
+        "legend": {**_LAYOUT["legend"], "itemclick": False, "itemdoubleclick": False},
+        "yaxis": {
+            **{"range": [len(names) - 0.5, -0.5], "fixedrange": True, "zeroline": False},
+            **{"tickvals": [*range(len(names))], "ticktext": names},
+        },
+        "xaxis": {"title": {"text": "milliseconds since the step began"}, "zeroline": False},
         "updatemenus": [{**menu, "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"}],
     }
-    some = f", {len(ranks)} ranks of {len(measured.ranks)}" * (len(ranks) < len(measured.ranks))
+    some = f": {len(ranks)} ranks of {len(measured.ranks)}" * (len(ranks) < len(measured.ranks))
     title = f"Step{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}{some}"
     says = (
         "Each rank's computation, and below it what its link carries. Choose a step; drag to zoom, "
@@ -161,31 +212,40 @@ def _gantt(measured: MeasuredRun) -> Iterator[_Chart]:
     yield _Chart("gantt", title, says, data, layout)
 
 
+def _paler(colour: str) -> str:
+    """Return a colour (``#rrggbb``) with a third of white."""
+    parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return "#" + "".join(f"{(2 * part + 255) // 3:02x}" for part in parts)
+
+
 def _step_data(
-    measured: MeasuredRun, ranks: Sequence[int], number: int
+    measured: MeasuredRun, ranks: Sequence[int], names: Sequence[str], number: int
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield a step's bars of each kind, as plotly draws them."""
+    """Yield a step's lanes, each as a heatmap of one row, which plotly draws as one image."""
     begin_s = min(
         measured.attempts[rank].wall_s(_step_of(measured, rank, number).begin_s) for rank in ranks
     )
-    columns: dict[str, dict[str, list[Any]]] = {}
+    kinds = [*_COLOURS]
     for rank in ranks:
-        attempt = measured.attempts[rank]
-        for kind, text, op in _bars(measured, rank, number):
-            column = columns.setdefault(kind, {name: [] for name in ("y", "base", "x", "text")})
-            column["y"].append(f"rank {rank}{' link' * (kind in ('gather', 'reduce'))}")
-            column["base"].append(round((attempt.wall_s(op.begin_s) - begin_s) * 1e3, 4))
-            column["x"].append(round((op.end_s - op.begin_s) * 1e3, 4))
-            size = f", {bytes_text(op.bytes)}" if op.bytes else ""
-            column["text"].append(_label(f"{text}{size}"))
-    for kind in _COLOURS:
-        if kind in columns:
+        zero_s = begin_s - measured.attempts[rank].wall_s(0.0)
+        for lane, ((_, first_s), *parts) in _lanes(_bars(measured, rank, number)).items():
+            place = names.index(lane)
+            codes, texts = [], []
+            for bar, _ in parts:
+                codes.append(None if bar is None else 2 * kinds.index(bar.kind) + bar.shade + 0.5)
+                texts.append("" if bar is None else _told(bar, zero_s))
+            edges = [first_s, *(end_s for _, end_s in parts)]
             yield {
-                **{"type": "bar", "orientation": "h", "name": kind, **columns[kind]},
-                **{"textposition": "none", "width": 0.8},
-                "marker": {"color": _COLOURS[kind], "line": {"color": "white", "width": 0.5}},
-                "hovertemplate": "%{text}<br>%{x:.3f} ms from %{base:.3f} ms<extra>%{y}</extra>",
+                **{"type": "heatmap", "y": [place - 0.4, place + 0.4], "coloraxis": "coloraxis"},
+                "x": [round((at_s - zero_s) * 1e3, 4) for at_s in edges],
+                **{"z": [codes], "text": [texts], "hoverongaps": False},
+                "hovertemplate": f"{lane}<br>%{{text}}<extra></extra>",
             }
+
+
+def _told(bar: _Bar, zero_s: float) -> str:
+    lasts_ms, from_ms = (bar.end_s - bar.begin_s) * 1e3, (bar.begin_s - zero_s) * 1e3
+    return f"{_label(bar.text)}<br>{lasts_ms:.3f} ms from {from_ms:.3f} ms"
 
 
 # ---- sums ---------------------------------------------------------------------------------------
@@ -332,7 +392,7 @@ def draw_report(report: RunReport, path: Path) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415 - half a second, for pages in vain
 
     measured = report.measured
-    number = _drawn_step(measured)
+    number = measured.detailed[-1] if measured.by_op and measured.detailed else None
     ranks = [] if number is None else _shown_ranks(measured, 400)
     picture = Figure(figsize=(11, 3.6 + 0.45 * len(ranks)), layout="constrained")
     top, bottom = picture.subplots(2, height_ratios=[1 + len(ranks) * 0.5, 2.2])
@@ -340,10 +400,11 @@ def draw_report(report: RunReport, path: Path) -> None:
     for place, rank in enumerate(ranks):
         assert number is not None
         begin_s = _step_of(measured, rank, number).begin_s
-        for kind, _, op in _bars(measured, rank, number):
-            y = 2 * place + (0.9 if kind in ("gather", "reduce") else 0.0)
-            left, width = (op.begin_s - begin_s) * 1e3, (op.end_s - op.begin_s) * 1e3
-            top.barh(y, width, left=left, color=_COLOURS[kind], ec="white", lw=0.3, height=0.8)
+        for bar in _bars(measured, rank, number):
+            y = 2 * place + (0.9 if bar.lane.endswith("link") else 0.0)
+            left, width = (bar.begin_s - begin_s) * 1e3, (bar.end_s - bar.begin_s) * 1e3
+            look = {"color": _COLOURS[bar.kind], "ec": "white", "lw": 0.3, "height": 0.8}
+            top.barh(y, width, left=left, zorder=2 + bar.weight, **look)
     top.set_yticks([2 * place + 0.45 for place in range(len(ranks))], [f"rank {r}" for r in ranks])
     top.invert_yaxis()
     top.set_xlabel("milliseconds since the step began")

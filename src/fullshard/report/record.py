@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 from fullshard.core.trace import Trace, TraceRecord
 
 __all__ = [
+    "AWAITED",
     "Attempt",
     "Facts",
     "Lane",
@@ -37,6 +38,13 @@ _LANES: Mapping[str, Lane] = {
     "fetch": "copy",
     "evict": "copy",
 }
+
+
+AWAITED: Mapping[str, tuple[str, ...]] = {
+    "await_gather": ("gather",),
+    "await_reduce": ("all_reduce", "reduce"),
+}
+"""The collectives that a wait ends: the first of them that is under way."""
 
 
 def lane_of(op: str) -> Lane:

@@ -7,6 +7,8 @@ difference of two such replays.
 """
 
 import math
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, median_low
@@ -14,8 +16,8 @@ from statistics import median, median_low
 from fullshard.core.schedule import Event, Moment, OpKind, UnitPolicy, compile_step
 from fullshard.core.strategy import Prefetch
 from fullshard.report.measure import EXPOSED, MeasuredRun, TimedCollective, Wanted, pairs_of
-from fullshard.report.record import RecordedStep, TimedOp
-from fullshard.report.shares import parts_of
+from fullshard.report.record import AWAITED, RecordedStep, TimedOp, lane_of
+from fullshard.report.shares import Share, parts_of
 
 __all__ = [
     "Costs",
@@ -126,10 +128,7 @@ _PHASES = {
     Moment.BACKWARD_BEGIN: ("backward", True),
     Moment.BACKWARD_END: ("backward", False),
 }
-_AWAITS = {
-    OpKind.AWAIT_GATHER: (OpKind.GATHER,),
-    OpKind.AWAIT_REDUCE: (OpKind.ALL_REDUCE, OpKind.REDUCE),
-}
+_AWAITS = {OpKind(wait): tuple(map(OpKind, ended)) for wait, ended in AWAITED.items()}
 
 
 def events_of(step: RecordedStep) -> list[Event]:
@@ -199,11 +198,20 @@ def _gathered_ahead(step: RecordedStep, what: str) -> int:
 def costs_of(measured: MeasuredRun) -> Costs:
     """Return what a rank in the middle computes, and the seconds of collectives on the link.
 
-    What cannot be seen on the link is priced by bytes as the rest of its kind.
+    What cannot be seen on the link is priced by bytes as the rest of its kind. The host's time to
+    issue is taken off the forward or backward in which it lies, as a replay adds it.
     """
     ranks, units = measured.ranks, range(len(measured.units))
+    issue_s, inside = _issues(measured)
     forward, backward = (
-        [median(measured.mean_s(Wanted(what, unit=n), [rank]) for rank in ranks) for n in units]
+        [
+            max(
+                0.0,
+                median(measured.mean_s(Wanted(what, unit=n), [rank]) for rank in ranks)
+                - issue_s * inside[what, n],
+            )
+            for n in units
+        ]
         for what in ("forward", "backward")
     )
     times: dict[tuple[str, int], list[float]] = {}
@@ -224,7 +232,20 @@ def costs_of(measured: MeasuredRun) -> Costs:
         [known.get((op, unit), rates[op] * size) for unit, size in enumerate(sizes[op])]
         for op in sizes
     )
-    return Costs([RankWork(forward, backward)], gathers, reduces)
+    return Costs([RankWork(forward, backward, issue_s)], gathers, reduces)
+
+
+def _issues(measured: MeasuredRun) -> tuple[float, Counter[Share]]:
+    """Return the seconds to issue a collective, and how many were issued in each share."""
+    step = next(each for each in measured.first.steps if each.step == measured.detailed[-1])
+    parts = parts_of(step)
+    ends = [part.end_s for part in parts[:-1]]
+    inside = Counter(
+        parts[bisect_right(ends, op.begin_s)].share
+        for op in step.ops or ()
+        if lane_of(op.op) == "communication"
+    )
+    return measured.mean_s(Wanted("issue")) / max(1, inside.total()), inside
 
 
 def _busy(collectives: Iterable[TimedCollective]) -> Iterator[list[TimedCollective]]:

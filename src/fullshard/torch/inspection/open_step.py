@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps while they are recorded: marks and notes, from which their times are known later."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from fullshard.report import MemoryByOwner, RecordedStep, TimedOp, TimedOps, TimedSpan
+from fullshard.report import (
+    AWAITED,
+    MemoryByOwner,
+    RecordedStep,
+    RecordedUnit,
+    TimedOp,
+    TimedOps,
+    TimedSpan,
+)
 from fullshard.torch.inspection.memory_summary import Bytes
-from fullshard.torch.step.profiling import NotedOp
+from fullshard.torch.step.profiling import OF_PARAMETERS, NotedOp
 from fullshard.torch.unit.streams import DeviceClock
 
 __all__ = ["OpenStep", "RecordTime"]
 
-_ENDS = {  # the ops that end a collective
-    "gather": ("await_gather",),
-    "reduce": ("all_reduce", "await_reduce"),
-    "all_reduce": ("await_reduce",),
-}
+_PHASES, _COLLECTIVES = ("forward", "backward"), ("gather", "reduce", "all_reduce")
 
 
 class RecordTime:
@@ -61,10 +65,12 @@ class OpenStep:
     peak_bytes: int | None = None
     limit_bytes: int | None = None
 
-    def recorded(self, time: RecordTime, numbers: Mapping[Any, int]) -> RecordedStep:
-        """Return the step as it is written; ``numbers`` are those of the units."""
+    def recorded(
+        self, time: RecordTime, numbers: Mapping[Any, int], units: Sequence[RecordedUnit]
+    ) -> RecordedStep:
+        """Return the step as it is written; ``numbers`` are those of the ``units``."""
         begin_s, end_s = time.go_on_from(self.begin), time.of(self.end)
-        ops = TimedOps.of(_timed(self.notes, time, numbers)) if self.detailed else None
+        ops = _timed(self.notes, time, numbers, units) if self.detailed else None
         sums = dict(self.sums_s) or _waits_of(ops or ())
         for what, seconds in self.spans_s.items():
             sums[what] = sums.get(what, 0.0) + seconds
@@ -88,26 +94,48 @@ class OpenStep:
             yield MemoryByOwner(time.of(mark), *rest, gathered, gradients, *most)
 
 
-def _timed(notes: Iterable[NotedOp], time: RecordTime, numbers: Mapping[Any, int]) -> list[TimedOp]:
+def _timed(
+    notes: Iterable[NotedOp],
+    time: RecordTime,
+    numbers: Mapping[Any, int],
+    about: Sequence[RecordedUnit],
+) -> TimedOps:
     """Give ops their times: what is issued ends when it was awaited."""
-    ops: list[TimedOp] = []
-    open_ops: dict[tuple[int, str], int] = {}
+    columns = list(zip(*_with_waits(notes), strict=True))
+    if not columns:
+        return TimedOps()
+    ops, units = columns[0], [numbers[unit] for unit in columns[1]]
+    begins, ends = (list(map(time.of, column)) for column in columns[2:4])
+    full, gradients = [unit.full_bytes for unit in about], [unit.grad_bytes for unit in about]
+    pending: dict[tuple[str, int], int] = {}
+    for place, op in enumerate(ops):
+        if op in _COLLECTIVES:
+            pending[op, units[place]] = place
+        for collective in AWAITED.get(op, ()):
+            issued = pending.pop((collective, units[place]), None)
+            if issued is not None:
+                ends[issued] = ends[place]
+                break
+    waiters = [
+        None if op in _COLLECTIVES else numbers.get(waiter)
+        for op, waiter in zip(ops, columns[5], strict=True)
+    ]
+    sizes = [
+        full[unit] if op in OF_PARAMETERS else 0 if op in _PHASES else gradients[unit]
+        for op, unit in zip(ops, units, strict=True)
+    ]
+    return TimedOps(ops, units, begins, list(map(max, begins, ends)), sizes, columns[4], waiters)
+
+
+def _with_waits(notes: Iterable[NotedOp]) -> Iterator[NotedOp]:
+    """Yield ``notes``; before an all-reduce is issued, the sum over slices is waited for."""
     for note in notes:
-        unit, waiter = numbers[note.unit], numbers.get(note.waiter)
-        begin, end = time.of(note.begin), time.of(note.end)
-        for started, ending in _ENDS.items():
-            if note.op in ending and (unit, started) in open_ops:
-                place = open_ops.pop((unit, started))
-                ops[place] = TimedOp(*ops[place][:3], end, *ops[place][4:])
-        sizes = note.bytes, note.live_bytes
-        if note.op == "all_reduce":  # the sum over slices was waited for, then it was issued
-            ops.append(TimedOp("await_reduce", unit, begin, end, *sizes, waiter))
-            begin, waiter = end, None
-        if note.op in _ENDS:
-            open_ops[unit, note.op] = len(ops)
-            waiter = None
-        ops.append(TimedOp(note.op, unit, begin, max(begin, end), *sizes, waiter))
-    return ops
+        if note[0] == "all_reduce":
+            op, unit, begin, end, live, waiter = note
+            yield "await_reduce", unit, begin, end, live, waiter
+            yield op, unit, end, end, live, None
+        else:
+            yield note
 
 
 def _waits_of(ops: Iterable[TimedOp]) -> dict[str, float]:

@@ -53,6 +53,7 @@ class RecordedModel(ABC):
     device: torch.device
     units: Sequence[Any]
     recorders: Sequence[OpRecorder]
+    numbers: Mapping[Any, int]  # of the units in the record, by what recorders are told of
     counts_buffers: bool  # the units say what they hold beyond their shards
     watchdog: Watchdog | None = None
 
@@ -99,7 +100,10 @@ class _OfEngine(RecordedModel):
     def __init__(self, model: nn.Module):
         super().__init__(model)
         self._executor = tracker_to_record(model).executor
-        self.units = [managed.unit for managed in self._executor.units]
+        alive = self._executor.units
+        self.units = [managed.unit for managed in alive]
+        self.numbers = {unit: number for number, unit in enumerate(self.units)}
+        self.numbers |= {managed.number: number for number, managed in enumerate(alive)}
         self.device = self.units[0].device
         witness = witness_of(self.units[0].ranks.gather)
         self.watchdog = None if witness is None else witness.watchdog
@@ -220,6 +224,7 @@ class _OfOthers(RecordedModel):
             for name, module in named.items()
             if (isinstance(module, sharded) if self._sharded else module is model)
         ]
+        self.numbers = {unit: number for number, unit in enumerate(self.units)}
         self.device = next((param.device for param in model.parameters()), torch.device("cpu"))
         self.recorders: list[OpRecorder] = []
         self._handles: list[Any] = []
@@ -285,12 +290,12 @@ def _hook(unit: _Hooked, recorder: OpRecorder, waits: bool) -> list[Any]:
     begun: list[Any] = []
 
     def enter(*_: Any) -> None:
-        begun.append(recorder.mark())
+        begun.append(recorder.mark() if recorder.kinds else None)
 
     def run(*_: Any) -> None:
         begin = begun.pop()
-        if waits:
-            recorder.wait("await_gather", unit, begin)
+        if waits and begin is not None:
+            recorder.note("await_gather", unit, begin, recorder.mark())
         recorder.begins("forward", unit)
 
     def leave(_: nn.Module, inputs: Any, options: Any, output: Any) -> None:
@@ -340,9 +345,10 @@ class _TimedCall:
         plain = getattr(owner, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
-            begin = recorder.mark()
+            begin = recorder.mark() if recorder.kinds else None
             result = plain(*arguments, **options)
-            recorder.wait(wait, unit, begin)
+            if begin is not None:
+                recorder.note(wait, unit, begin, recorder.mark())
             return result
 
         setattr(owner, name, timed)

@@ -45,29 +45,16 @@ class _RunRecorder(OpRecorder):
     """An `OpRecorder` that looks at memory where forward or backward of a unit ends."""
 
     notes_fills = False
-    sample: Callable[[Any], None] | None = None
-    computes: Callable[[str], None] | None = None
 
-    def __init__(self, device: torch.device, units: Iterable[Unit]):
+    def __init__(self, run: "RunRecording", device: torch.device, units: Iterable[Unit]):
         super().__init__(device, units)
-        if self.clock.on_host:  # a fifth of what it costs to record a step is to ask for the time
-            self.mark = time.perf_counter  # type: ignore[method-assign]
+        self._run = run
 
-    def mark(self) -> Any:
-        """Mark this moment on a device; an event costs too much where it is not kept."""
-        return self.clock.mark() if self.detailed else None
+    def phase_begins(self, what: str) -> None:
+        self._run._computes(what)
 
-    def begins(self, what: str, unit: Any) -> None:
-        if self._phase is None and self.computes is not None:
-            self.computes(what)
-        super().begins(what, unit)
-
-    def ends(self, what: str, unit: Any) -> None:
-        if self.detailed and isinstance(unit, Unit):
-            self.weigh(unit)
-        super().ends(what, unit)
-        if self.detailed and self.sample is not None:
-            self.sample(None)
+    def unit_ended(self) -> None:
+        self._run._sample(None)
 
 
 class RunRecording:
@@ -85,12 +72,12 @@ class RunRecording:
         self._zero = entered - age_s  # of the record, by the host's clock
         self._model, self._optimizers, self._every = model, optimizers, detailed_every
         self._writer = writer(replace(facts, started_at=time.time() - age_s))
-        self._recorder = _RunRecorder(model.device, model.units if model.counts_buffers else ())
-        self._recorder.sample, self._recorder.computes = self._sample, self._computes
+        self._units = facts.units
+        units = model.units if model.counts_buffers else ()
+        self._recorder = _RunRecorder(self, model.device, units)
         self._clock = self._recorder.clock
         now_s = self._now_s()
         self._time = RecordTime(self._zero, self._clock, now_s)
-        self._numbers = {unit: number for number, unit in enumerate(model.units)}
         self._sampled_s, self._after_backward, self._fails = 0.0, False, False
         self._rest, self._limit_bytes = model.resting_bytes(optimizers), _limit_bytes(model.device)
         self._recent_s, self._recent_waits_s = 0.0, 0.0
@@ -286,8 +273,8 @@ class RunRecording:
             used: int | None = torch.cuda.memory_allocated(device)
         else:
             used = resident_bytes()[0]
-        held = recorder.gathered_bytes, recorder.gradient_buffers_bytes
-        self._step.samples.append((mark or self._clock.mark(), *held, used))
+        full, gradients = recorder.held_bytes
+        self._step.samples.append((mark or self._clock.mark(), full, gradients, used))
 
     def _weigh(self, step: OpenStep) -> None:
         device = self._model.device
@@ -311,7 +298,9 @@ class RunRecording:
             step = self._written[0]
             if not (wait or isinstance(step.end, float) or step.end.query()):
                 return
-            recorded = self._written.popleft().recorded(self._time, self._numbers)
+            recorded = self._written.popleft().recorded(
+                self._time, self._model.numbers, self._units
+            )
             self._put(self._writer.step, recorded)
             waits = [s for name, s in recorded.sums_s.items() if name.startswith("await_")]
             if waits:

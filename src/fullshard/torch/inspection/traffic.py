@@ -14,7 +14,7 @@ from fullshard.core.text import bytes_text, in_columns
 from fullshard.core.trace import Trace, TraceRecord
 from fullshard.torch.inspection.forecast import NamedUnit, cost_of, forecast_step, named_units
 from fullshard.torch.step.managed import managed_units
-from fullshard.torch.step.profiling import OpRecorder
+from fullshard.torch.step.profiling import OF_PARAMETERS, OpRecorder
 from fullshard.torch.step.tracker import Tracker, ensure_tracker, tracker_of
 
 __all__ = ["Communication", "Counted", "communication", "tracing", "tracker_to_record"]
@@ -165,9 +165,10 @@ def tracing(model: nn.Module) -> Iterator[Trace]:
     finally:
         executor.detach(recorder)
         clock = recorder.clock
-        for op, unit, _, end, size, live, _ in recorder.notes:
+        for op, unit, _, end, live, _ in recorder.notes:
             if op not in ("forward", "backward"):
-                at_s = clock.elapsed_s(clock.start, end)
+                at_s, layout = clock.elapsed_s(clock.start, end), unit.layout
+                size = layout.full_bytes if op in OF_PARAMETERS else layout.grad_full_bytes
                 trace.records.append(TraceRecord(op, unit.name, at_s, size, live))
 
 

@@ -18,7 +18,7 @@ __all__ = ["Executor", "policy_of"]
 _STEP_END = Moment.STEP_END  # a member of an Enum is slow to look up
 _REDUCE, _AWAIT_REDUCE = OpKind.REDUCE, OpKind.AWAIT_REDUCE
 _ENDS_OF_REDUCES = (OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
-_NAMED = (OpKind.GATHER, OpKind.AWAIT_GATHER, OpKind.REDUCE, OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
+_NAMED = frozenset(OpKind) - {OpKind.SHRINK, OpKind.FREE}  # ranges in a profile
 
 _MOST_EVENTS = 64
 """The number of events per unit after which an endless step is cut, so that its record does not
@@ -49,6 +49,8 @@ class Executor:
         self._reducing: list[Unit] = []
         self._evicting: list[Unit] = []  # whose gradients may still be on their way to the host
         self.recorders: tuple[OpRecorder, ...] = ()
+        self.fill_recorders: tuple[OpRecorder, ...] = ()  # those that note gradients, too
+        self._recorded: frozenset[OpKind] = frozenset()
         self.evaluating: bool = False  # in a step without gradients
         self.is_last_backward = True  # False: reduces may still be under way when backward ends
         self.set_prefetch(prefetch)
@@ -59,13 +61,18 @@ class Executor:
         return _alive(self.references)
 
     def attach(self, recorder: OpRecorder) -> None:
-        """Tell ``recorder`` of ops from now on."""
-        if recorder not in self.recorders:
-            self.recorders += (recorder,)
+        """Tell ``recorder`` of ops from now on; say it again when its kinds have changed."""
+        self.detach(recorder)
+        self._tell((*self.recorders, recorder))
 
     def detach(self, recorder: OpRecorder) -> None:
         """Tell it no more."""
-        self.recorders = tuple(each for each in self.recorders if each is not recorder)
+        self._tell(tuple(each for each in self.recorders if each is not recorder))
+
+    def _tell(self, recorders: tuple[OpRecorder, ...]) -> None:
+        self.recorders = recorders
+        self.fill_recorders = tuple(each for each in recorders if each.notes_fills)
+        self._recorded = frozenset().union(*(each.kinds for each in recorders))
 
     def set_prefetch(self, prefetch: Prefetch) -> None:
         """Make new schedules from the policies that the units have now; between steps only."""
@@ -142,7 +149,7 @@ class Executor:
     def do(self, event: Event) -> None:
         """Carry out the ops that follow ``event``."""
         ops = self._active.on(event)
-        if ops and (event[0] is _STEP_END or self.recorders or profiler_runs()):
+        if ops and (event[0] is _STEP_END or self._recorded or profiler_runs()):
             self._do_in_sight(ops, event)
         else:
             for kind, reference, act in ops:
@@ -171,28 +178,39 @@ class Executor:
     def _do_in_sight(self, ops: Sequence[_BoundOp], event: Event) -> None:
         """Carry out ops in sight of the profiler and of recorders, or at the end of a step."""
         put_off = event.moment is _STEP_END and not self.is_last_backward
+        watched = self._recorded | _NAMED if profiler_runs() else self._recorded
         for kind, reference, _ in ops:
             unit = reference()
-            if unit is not None and not (put_off and kind in _ENDS_OF_REDUCES):
+            if unit is None or (put_off and kind in _ENDS_OF_REDUCES):
+                continue
+            if kind is _AWAIT_REDUCE and unit not in self._reducing:
+                continue
+            if kind in watched:
                 self._show(kind, unit, event.unit)
+            else:
+                self._carry_out(kind, unit)
 
-    def _show(self, kind: OpKind, unit: Unit, asked_by: int = -1) -> None:
-        if kind is _AWAIT_REDUCE and unit not in self._reducing:
-            return
-        marked = kind in _NAMED and profiler_runs()
-        if marked:
-            self._marks.begin(kind.value, unit)
-        begins = [recorder.mark() for recorder in self.recorders]
+    def _carry_out(self, kind: OpKind, unit: Unit) -> bool:
+        """Let ``unit`` do it; False if there was nothing to do."""
         done = self._await_reduce(unit) if kind is _AWAIT_REDUCE else ACTIONS[kind](unit)
         if kind is _REDUCE:
             self._reducing.append(unit)
+        return done
+
+    def _show(self, kind: OpKind, unit: Unit, asked_by: int = -1) -> None:
+        """Carry out an op in sight of the profiler and of recorders."""
+        marked = profiler_runs() and kind in _NAMED
+        if marked:
+            self._marks.begin(kind.value, unit)
+        recorders = self.recorders
+        begin = recorders[0].mark() if recorders else None
+        done = self._carry_out(kind, unit)
         if marked:
             self._marks.end(kind.value, unit)
-        if not done:
-            return
-        waiter = self.references[asked_by]() if asked_by >= 0 else None
-        for recorder, begin in zip(self.recorders, begins, strict=True):
-            recorder.note(kind.value, unit, begin, waiter and waiter.unit)
+        if done and recorders:
+            end = recorders[0].mark()
+            for recorder in recorders:
+                recorder.note(kind._value_, unit, begin, end, asked_by)
 
     def _take_completed_reduces(self) -> None:
         # A reduce that has completed gives its memory back now, not when the schedule asks for it.

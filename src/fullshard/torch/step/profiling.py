@@ -2,18 +2,22 @@
 """The work of units as it shows: in torch.profiler by their names, and noted with its time."""
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
 
+from fullshard.core.schedule import OpKind
 from fullshard.torch.unit.streams import DeviceClock
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["NotedOp", "OpRecorder", "UnitMarks", "profiler_runs"]
+__all__ = ["OF_PARAMETERS", "NotedOp", "OpRecorder", "UnitMarks", "profiler_runs"]
 
-_OF_GRADIENTS = ("fill", "reduce", "await_reduce")
+OF_PARAMETERS = ("gather", "await_gather", "shrink", "free")
+"""The ops that are about a unit's full parameters; others are about its gradients."""
+
 _HOLDS_UP = {  # the sums to which the host's time in an op counts
     "gather": "issue",
     "reduce": "issue",
@@ -21,6 +25,8 @@ _HOLDS_UP = {  # the sums to which the host's time in an op counts
     "all_reduce": "await_reduce",  # it waits for the sum over slices first
     "await_reduce": "await_reduce",
 }
+_HELD_UP = tuple(dict.fromkeys(_HOLDS_UP.values()))
+_ALL, _TIMED = frozenset(OpKind), frozenset(map(OpKind, _HOLDS_UP))
 
 profiler_runs = torch._C._autograd._profiler_enabled
 """True while a profiler runs. Ask this first: a mark costs more than the op it marks."""
@@ -52,19 +58,11 @@ class UnitMarks:
         self.open.clear()
 
 
-class NotedOp(NamedTuple):
-    """An op with marks of the device's clock, and what units held afterwards.
+NotedOp = tuple[str, Any, Any, Any, int, Any]
+"""An op: its name, its unit, marks of its begin and end, what all units held then, its waiter.
 
-    See `fullshard.report.TimedOp`; here a gather ends when it has been issued.
-    """
-
-    op: str
-    unit: Any
-    begin: Any
-    end: Any
-    bytes: int
-    live_bytes: int
-    waiter: Any
+See `fullshard.report.TimedOp`; here a gather ends when it has been issued.
+"""
 
 
 class OpRecorder:
@@ -79,80 +77,83 @@ class OpRecorder:
 
     def __init__(self, device: torch.device, units: Iterable[Unit]):
         self.clock: DeviceClock = DeviceClock(device)
+        self.mark: Callable[[], Any] = perf_counter if self.clock.on_host else self.clock.mark
         self.detailed: bool = True
         self.notes: list[NotedOp] = []
         self.sums_s: defaultdict[str, float] = defaultdict(float)
-        self.gathered_bytes: int = 0
-        self.gradient_buffers_bytes: int = 0
-        self._held: dict[Any, tuple[int, int]] = {}
+        self.held_bytes = [0, 0]  # by all units when they were weighed: full parameters, gradients
+        self._held: dict[Any, list[int]] = {}  # the same by unit
         self._open: dict[tuple[str, Any], Any] = {}
-        self._phase: tuple[str, Any, Any] | None = None  # the outermost of those that are open
-        self._held_up_s = 0.0  # in that phase
+        self._phase: tuple[str, Any, Any, float] | None = None  # the outermost of those open
         for unit in units:
             self.weigh(unit)
 
-    def mark(self) -> Any:
-        """Mark this moment by the device's clock."""
-        return self.clock.mark()
+    @property
+    def kinds(self) -> frozenset[OpKind]:
+        """The ops of which it wants to be told."""
+        return _ALL if self.detailed else _TIMED if self.clock.on_host else frozenset()
 
-    def note(self, op: str, unit: Any, begin: Any, waiter: Any = None) -> None:
-        """Note that ``op`` on ``unit`` has been issued since ``begin``; ``waiter`` asked for it."""
-        end = self._counted(op, begin)
-        if self.detailed:
-            self.weigh(unit)
-            layout = unit.layout
-            size = layout.grad_full_bytes if op in _OF_GRADIENTS else layout.full_bytes
-            self._keep(op, unit, begin, end, size, waiter)
-
-    def wait(self, op: str, unit: Any, begin: Any) -> None:
-        """Note a wait since ``begin`` for a unit of which no more is known."""
-        end = self._counted(op, begin)
-        if self.detailed:
-            self._keep(op, unit, begin, end)
-
-    def _counted(self, op: str, begin: Any) -> Any:
-        """Count the time since ``begin``; return the mark of its end."""
-        end, held_up = self.mark(), _HOLDS_UP.get(op)
-        if held_up is not None and isinstance(end, float):
+    def note(self, op: str, unit: Any, begin: Any, end: Any, waiter: Any = None) -> None:
+        """Note an op on ``unit``, issued from ``begin`` to ``end``; ``waiter`` asked for it."""
+        held_up = _HOLDS_UP.get(op)
+        if held_up is not None and self.clock.on_host:
             self.sums_s[held_up] += end - begin
-            self._held_up_s += end - begin
-        return end
+        if self.detailed:
+            if unit in self._held:
+                self._weigh_part(unit, int(op not in OF_PARAMETERS))
+            self._keep(op, unit, begin, end, waiter)
 
-    def _keep(
-        self, op: str, unit: Any, begin: Any, end: Any, size: int = 0, waiter: Any = None
-    ) -> None:
-        live = self.gathered_bytes + self.gradient_buffers_bytes
-        self.notes.append(NotedOp(op, unit, begin, end, size, live, waiter))
+    def _keep(self, op: str, unit: Any, begin: Any, end: Any, waiter: Any = None) -> None:
+        self.notes.append((op, unit, begin, end, sum(self.held_bytes), waiter))
 
     def weigh(self, unit: Any) -> None:
         """Look at what a unit holds now."""
-        full, gradients = self.held(unit)
-        held = self._held[unit] = unit.full.bytes, unit.gradients.transient_bytes
-        self.gathered_bytes += held[0] - full
-        self.gradient_buffers_bytes += held[1] - gradients
+        self._held.setdefault(unit, [0, 0])
+        for part in (0, 1):
+            self._weigh_part(unit, part)
+
+    def _weigh_part(self, unit: Any, part: int) -> None:
+        """Look at its full parameters (0) or its gradients (1): an op changes one of them."""
+        held, now = self._held[unit], unit.gradients.transient_bytes if part else unit.full.bytes
+        self.held_bytes[part] += now - held[part]
+        held[part] = now
 
     def held(self, unit: Any) -> tuple[int, int]:
         """Return the bytes of full parameters and full gradients when a unit was last weighed."""
-        return self._held.get(unit, (0, 0))
+        full, gradients = self._held.get(unit, (0, 0))
+        return full, gradients
 
     def begins(self, what: str, unit: Any) -> None:
         """A unit's forward or backward begins; None stands for the whole backward."""
-        begin = self.mark()
         if self._phase is None:
-            self._phase, self._held_up_s = (what, unit, begin), 0.0
+            self.phase_begins(what)
+            self._phase = what, unit, self.mark(), self._held_up_s()
         if self.detailed and unit is not None:
-            self._open.setdefault((what, unit), begin)
+            self._open.setdefault((what, unit), self.mark())
 
     def ends(self, what: str, unit: Any) -> None:
         """It ends."""
-        end = self.mark()
-        if self._phase is not None and self._phase[:2] == (what, unit):
-            begin, self._phase = self._phase[2], None
-            if isinstance(end, float):
-                self.sums_s[what] += end - begin - self._held_up_s
-        begin = self._open.pop((what, unit), None)
-        if begin is not None:
-            self._keep(what, unit, begin, end)
+        phase = self._phase
+        if phase is not None and phase[0] == what and phase[1] is unit:
+            self._phase, end = None, self.mark()
+            if self.clock.on_host:
+                self.sums_s[what] += end - phase[2] - (self._held_up_s() - phase[3])
+        if self.detailed:
+            if what == "backward" and unit in self._held:
+                self._weigh_part(unit, 1)
+            begin = self._open.pop((what, unit), None)
+            if begin is not None:
+                self._keep(what, unit, begin, self.mark())
+            self.unit_ended()
+
+    def phase_begins(self, what: str) -> None:
+        """Called when a forward or backward begins in which all others are."""
+
+    def unit_ended(self) -> None:
+        """Called in detailed steps when a forward or backward has ended."""
+
+    def _held_up_s(self) -> float:
+        return sum([self.sums_s.get(what, 0.0) for what in _HELD_UP])
 
     def forget(self) -> None:
         """The step in which something is open has failed."""

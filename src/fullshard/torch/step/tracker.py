@@ -342,7 +342,7 @@ class Tracker:
             self._enter_backward()
         if self.optional is not None:
             grad = self.optional.weighed(managed, grad)
-        if self.executor.recorders:
+        if self.executor.fill_recorders:
             self._deliver_in_sight(managed.unit, index, grad)
         else:
             managed.unit.deliver(index, grad)
@@ -351,12 +351,11 @@ class Tracker:
             self._carry_out(events)
 
     def _deliver_in_sight(self, unit: Unit, index: int, grad: Tensor) -> None:
-        recorders = [each for each in self.executor.recorders if each.notes_fills]
-        before = unit.transient_bytes if recorders else 0
+        before = unit.transient_bytes
         unit.deliver(index, grad)
-        if recorders and unit.transient_bytes != before:
-            for recorder in recorders:
-                recorder.note("fill", unit, recorder.mark())
+        if unit.transient_bytes != before:
+            for recorder in self.executor.fill_recorders:
+                recorder.note("fill", unit, now := recorder.mark(), now)
 
     def input_has_gradient(self, call: WatchedCall) -> None:
         """The gradient of an input of a call is there."""

@@ -58,13 +58,15 @@ def pytest_collection_finish():
     gc.freeze()  # what is imported is no garbage, and the collector need not look through it
 
 
-@pytest.fixture(scope="session")
+# Processes for each file: those of one that is over would wake all the time, a hundred times a
+# second for every group that its tests have made, and take half of the machine from the others.
+@pytest.fixture(scope="module")
 def gloo_world():
     with contextlib.closing(World()) as world:
         yield world
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def drop_in_world():
     with contextlib.closing(World(2, drop_in=True)) as world:
         yield world

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes as a launcher starts them, kept for the test session, that run functions on demand."""
+"""Processes as a launcher starts them, kept for the tests of a file, that run functions on demand."""
 
 import contextlib
 import gc

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes as a launcher starts them, kept for the tests of a file, that run functions on demand."""
+"""Processes as a launcher starts them, kept for the tests of a file, that run what they are told."""
 
 import contextlib
 import gc

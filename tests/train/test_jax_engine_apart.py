@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-SHARED = ["config", "data", "loop", "metrics", "run", "summary", "survival"]
-OF_JAX = ["launch", "run", "setup", "world", "models", "optimizer"]
+SHARED = ["config", "data", "loop", "metrics", "run", "survival"]
+OF_JAX = ["launch", "run", "models", "optimizer"]
 
 PROGRAM = """
 import importlib, sys

@@ -6,10 +6,18 @@ them, `scheduler` records and replays steps while they run.
 """
 
 from fullshard.core.schedule.record import Event, Moment
-from fullshard.core.schedule.rules import Op, OpKind, UnitPolicy, compile_step, unit_policy
+from fullshard.core.schedule.rules import (
+    OF_PARAMETERS,
+    Op,
+    OpKind,
+    UnitPolicy,
+    compile_step,
+    unit_policy,
+)
 from fullshard.core.schedule.scheduler import Scheduler
 
 __all__ = [
+    "OF_PARAMETERS",
     "Event",
     "Moment",
     "Op",

@@ -28,7 +28,7 @@ from fullshard.core.layout import Layout
 from fullshard.core.schedule.record import Event, Moment, first_of_backward, turns, upcoming
 from fullshard.core.strategy import Prefetch
 
-__all__ = ["Op", "OpKind", "State", "UnitPolicy", "compile_step", "unit_policy"]
+__all__ = ["OF_PARAMETERS", "Op", "OpKind", "State", "UnitPolicy", "compile_step", "unit_policy"]
 
 
 class OpKind(Enum):
@@ -43,6 +43,10 @@ class OpKind(Enum):
     REDUCE = "reduce"  # start to reduce the full gradients to the shard gradient
     ALL_REDUCE = "all_reduce"  # drop the full gradients, start to sum shard gradients of replicas
     AWAIT_REDUCE = "await_reduce"  # deliver the shard gradient
+
+
+OF_PARAMETERS = ("gather", "await_gather", "shrink", "free")
+"""The names of the ops that are about a unit's full parameters; others are about its gradients."""
 
 
 class Op(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fullshard.core.forecast import HeldUnits
-from fullshard.core.schedule import Op, OpKind
+from fullshard.core.schedule import OF_PARAMETERS, Op, OpKind
 from fullshard.core.trace import Trace, TraceRecord
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.memory.activations import Activations
@@ -162,8 +162,8 @@ def planned_trace(script: Script, run: Run, cluster: Cluster) -> Trace:
 
     def note(op: str, number: int) -> None:
         unit = script.units[number]
-        of_gradients = op in ("fill", OpKind.REDUCE.value, OpKind.AWAIT_REDUCE.value)
-        size = unit.layout.grad_full_bytes if of_gradients else unit.layout.full_bytes
+        layout = unit.layout
+        size = layout.full_bytes if op in OF_PARAMETERS else layout.grad_full_bytes
         record = TraceRecord(op, unit.path or "(root)", 0.0, size, held.buffers + held.leaving)
         trace.records.append(record)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fullshard.core.schedule import OF_PARAMETERS
 from fullshard.report import (
     AWAITED,
     MemoryByOwner,
@@ -17,7 +18,7 @@ from fullshard.report import (
     TimedSpan,
 )
 from fullshard.torch.inspection.memory_summary import Bytes
-from fullshard.torch.step.profiling import OF_PARAMETERS, NotedOp
+from fullshard.torch.step.profiling import NotedOp
 from fullshard.torch.unit.streams import DeviceClock
 
 __all__ = ["OpenStep", "RecordTime"]

@@ -9,12 +9,12 @@ from torch import nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.forecast import Sent, UnitCost
-from fullshard.core.schedule import OpKind
+from fullshard.core.schedule import OF_PARAMETERS, OpKind
 from fullshard.core.text import bytes_text, in_columns
 from fullshard.core.trace import Trace, TraceRecord
 from fullshard.torch.inspection.forecast import NamedUnit, cost_of, forecast_step, named_units
 from fullshard.torch.step.managed import managed_units
-from fullshard.torch.step.profiling import OF_PARAMETERS, OpRecorder
+from fullshard.torch.step.profiling import OpRecorder
 from fullshard.torch.step.tracker import Tracker, ensure_tracker, tracker_of
 
 __all__ = ["Communication", "Counted", "communication", "tracing", "tracker_to_record"]

@@ -210,7 +210,7 @@ class Executor:
         if done and recorders:
             end = recorders[0].mark()
             for recorder in recorders:
-                recorder.note(kind._value_, unit, begin, end, asked_by)
+                recorder.note(kind.value, unit, begin, end, asked_by)
 
     def _take_completed_reduces(self) -> None:
         # A reduce that has completed gives its memory back now, not when the schedule asks for it.

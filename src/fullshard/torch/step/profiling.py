@@ -9,14 +9,11 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from fullshard.core.schedule import OpKind
+from fullshard.core.schedule import OF_PARAMETERS, OpKind
 from fullshard.torch.unit.streams import DeviceClock
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["OF_PARAMETERS", "NotedOp", "OpRecorder", "UnitMarks", "profiler_runs"]
-
-OF_PARAMETERS = ("gather", "await_gather", "shrink", "free")
-"""The ops that are about a unit's full parameters; others are about its gradients."""
+__all__ = ["NotedOp", "OpRecorder", "UnitMarks", "profiler_runs"]
 
 _HOLDS_UP = {  # the sums to which the host's time in an op counts
     "gather": "issue",

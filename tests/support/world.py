@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes as a launcher starts them, kept for the tests of a file, that run what they are told."""
+"""Processes as a launcher starts them, kept for the tests of a file, to run functions on demand."""
 
 import contextlib
 import gc

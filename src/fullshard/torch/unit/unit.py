@@ -412,7 +412,7 @@ ACTIONS: dict[OpKind, Callable[[Unit], bool]] = {
     OpKind.ALL_REDUCE: Unit.all_reduce,
     OpKind.AWAIT_REDUCE: Unit.await_reduce,
 }
-"""What carries out an op of the schedule."""
+"""The functions that carry out the ops of a schedule; each gives False if it had nothing to do."""
 
 
 def owner_of(param: Tensor) -> "tuple[Unit, int] | None":

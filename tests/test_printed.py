@@ -20,7 +20,7 @@ from fullshard.prove.claims import Claim, Section
 from fullshard.prove.page import Proof, print_proof
 from fullshard.prove.provenance import Provenance
 from fullshard.torch.inspection import Bytes
-from fullshard.torch.inspection.memory_summary import beside
+from fullshard.torch.inspection.memory import beside
 from fullshard.train.metrics import bytes_table
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -25,8 +25,7 @@ from fullshard.torch import (
     tracing,
 )
 from fullshard.torch.inspection import describe
-from fullshard.torch.inspection.memory import memory_of_rank, memory_of_ranks
-from fullshard.torch.inspection.memory_summary import memory_summary
+from fullshard.torch.inspection.memory import memory_of_rank, memory_of_ranks, memory_summary
 from fullshard.torch.inspection.traffic import communication
 from fullshard.torch.step.managed import managed_units
 from fullshard.wrap import ModuleWrapPolicy

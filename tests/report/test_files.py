@@ -21,11 +21,11 @@ from fullshard.report import (
     TimedOp,
     TimedOps,
     TimedSpan,
-    lane_of,
     read_rank,
     read_run,
     record_path,
 )
+from fullshard.report.record import lane_of
 from fullshard.report.summary import report_of
 
 UNITS = (RecordedUnit("(root)", 10, 40, 20, 40), RecordedUnit("layers.<b>0</b>", 6, 24, 12, 24))

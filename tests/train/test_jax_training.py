@@ -22,7 +22,7 @@ from fullshard.core.presets import TRANSFORMERS, Transformer
 from fullshard.jax import create_mesh, load_checkpoint, make_train_step, save_checkpoint
 from fullshard.jax.mesh import devices_of_process
 from fullshard.torch.comm.protocol import SoloComm
-from fullshard.torch.inspection.memory_summary import Bytes
+from fullshard.torch.inspection.memory import Bytes
 from fullshard.train.config import resolve
 from fullshard.train.data import load
 from fullshard.train.jax.launch import build_model, launch, prepare

@@ -9,7 +9,7 @@ from torch import nn
 
 from fullshard.testing import LocalWorld
 from fullshard.torch.comm.protocol import SoloComm
-from fullshard.torch.inspection.memory_summary import Bytes
+from fullshard.torch.inspection.memory import Bytes
 from fullshard.train.config import OptimConfig, learning_rate, resolve
 from fullshard.train.loop import train_step
 from fullshard.train.metrics import (

@@ -9,7 +9,7 @@ from support.models import seeded
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import training_flops_per_token, transformer
 from fullshard.testing import LocalWorld
-from fullshard.torch.inspection.memory_summary import Bytes
+from fullshard.torch.inspection.memory import Bytes
 from fullshard.train.config import resolve
 from fullshard.train.data import Corpus, IllustratedData, load_digits
 from fullshard.train.loop import train_step

@@ -19,7 +19,7 @@ from fullshard.cli import main
 from fullshard.core.errors import ConfigurationError
 from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel
-from fullshard.torch.inspection.memory_summary import Bytes
+from fullshard.torch.inspection.memory import Bytes
 from fullshard.train.config import CheckpointConfig, resolve, to_toml
 from fullshard.train.loop import fit
 from fullshard.train.metrics import Reporter

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from fullshard.report.files import RecordWriter, age_of_process_s, read_rank, read_run, record_path
+from fullshard.report.files import RecordWriter, read_rank, read_run, record_path
 from fullshard.report.record import (
     AWAITED,
     Attempt,
@@ -22,7 +22,6 @@ from fullshard.report.record import (
     TimedOp,
     TimedOps,
     TimedSpan,
-    lane_of,
 )
 from fullshard.report.trace_events import write_trace_events
 
@@ -39,8 +38,6 @@ __all__ = [
     "TimedOp",
     "TimedOps",
     "TimedSpan",
-    "age_of_process_s",
-    "lane_of",
     "read_rank",
     "read_run",
     "record_path",

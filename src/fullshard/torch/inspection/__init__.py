@@ -12,14 +12,12 @@ from fullshard.torch.inspection.describe import (
     describe,
 )
 from fullshard.torch.inspection.memory import (
+    Bytes,
     MemoryOfRank,
     MemoryOfRanks,
+    MemorySummary,
     memory_of_rank,
     memory_of_ranks,
-)
-from fullshard.torch.inspection.memory_summary import (
-    Bytes,
-    MemorySummary,
     memory_summary,
     resting_bytes,
 )

@@ -17,7 +17,7 @@ from fullshard.report import (
     TimedOps,
     TimedSpan,
 )
-from fullshard.torch.inspection.memory_summary import Bytes
+from fullshard.torch.inspection.memory import Bytes
 from fullshard.torch.step.profiling import NotedOp
 from fullshard.torch.unit.streams import DeviceClock
 

@@ -33,7 +33,7 @@ from fullshard.torch.comm.process_group import group_of, witness_of
 from fullshard.torch.comm.ranks import Ranks, ranks_of
 from fullshard.torch.comm.watch.watchdog import Watchdog
 from fullshard.torch.inspection.forecast import forecast_step, named_units
-from fullshard.torch.inspection.memory_summary import Bytes, resting_bytes
+from fullshard.torch.inspection.memory import Bytes, resting_bytes
 from fullshard.torch.inspection.traffic import tracker_to_record
 from fullshard.torch.optim.checks import optimizer_state_bytes
 from fullshard.torch.step.managed import ManagedUnit, managed_units

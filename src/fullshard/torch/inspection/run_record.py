@@ -23,7 +23,8 @@ from torch.optim import Optimizer
 
 from fullshard.core.errors import CommunicationError, ConfigurationError, UsageError
 from fullshard.host_memory import host_total_bytes, resident_bytes
-from fullshard.report import Facts, RecordWriter, TimedSpan, age_of_process_s, record_path
+from fullshard.report import Facts, RecordWriter, TimedSpan, record_path
+from fullshard.report.files import age_of_process_s
 from fullshard.torch.inspection.last_words import is_out_of_memory, live_table
 from fullshard.torch.inspection.open_step import OpenStep, RecordTime
 from fullshard.torch.inspection.recorded_model import RecordedModel, recorded_model

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fullshard.report import Facts, RecordedStep, RecordWriter, TimedSpan, age_of_process_s
+from fullshard.report import Facts, RecordedStep, RecordWriter, TimedSpan
+from fullshard.report.files import age_of_process_s
 from fullshard.train.metrics import writing
 from fullshard.train.run import NoRecord, World
 

@@ -177,50 +177,49 @@ class Executor:
 
     def _do_in_sight(self, ops: Sequence[_BoundOp], event: Event) -> None:
         """Carry out ops in sight of the profiler and of recorders, or at the end of a step."""
-        put_off = event.moment is _STEP_END and not self.is_last_backward
-        watched = self._recorded | _NAMED if profiler_runs() else self._recorded
-        for kind, reference, _ in ops:
+        moment, asked_by = event
+        put_off = moment is _STEP_END and not self.is_last_backward
+        named = _NAMED if profiler_runs() else ()
+        recorded, reducing = self._recorded, self._reducing
+        for kind, reference, act in ops:
             unit = reference()
             if unit is None or (put_off and kind in _ENDS_OF_REDUCES):
                 continue
-            if kind is _AWAIT_REDUCE and unit not in self._reducing:
-                continue
-            if kind in watched:
-                self._show(kind, unit, event.unit)
+            if kind is _AWAIT_REDUCE:
+                if unit not in reducing:
+                    continue
+                act = self._await_reduce
+            if kind in named:
+                with self._marks.around(kind.value, unit):
+                    self._show(kind, unit, act, asked_by)
+            elif kind in recorded:
+                self._show(kind, unit, act, asked_by)
             else:
-                self._carry_out(kind, unit)
+                act(unit)
+            if kind is _REDUCE:
+                reducing.append(unit)
 
-    def _carry_out(self, kind: OpKind, unit: Unit) -> bool:
-        """Let ``unit`` do it; False if there was nothing to do."""
-        done = self._await_reduce(unit) if kind is _AWAIT_REDUCE else ACTIONS[kind](unit)
-        if kind is _REDUCE:
-            self._reducing.append(unit)
-        return done
-
-    def _show(self, kind: OpKind, unit: Unit, asked_by: int = -1) -> None:
-        """Carry out an op in sight of the profiler and of recorders."""
-        marked = profiler_runs() and kind in _NAMED
-        if marked:
-            self._marks.begin(kind.value, unit)
+    def _show(
+        self, kind: OpKind, unit: Unit, act: Callable[[Unit], bool], asked_by: int = -1
+    ) -> None:
+        """Carry out an op in sight of recorders."""
         recorders = self.recorders
-        begin = recorders[0].mark() if recorders else None
-        done = self._carry_out(kind, unit)
-        if marked:
-            self._marks.end(kind.value, unit)
-        if done and recorders:
-            end = recorders[0].mark()
+        if not recorders:
+            act(unit)
+            return
+        mark = recorders[0].mark
+        begin = mark()
+        if act(unit):  # else there was nothing to do
+            end = mark()
             for recorder in recorders:
-                recorder.note(kind.value, unit, begin, end, asked_by)
+                recorder.note(kind._value_, unit, begin, end, asked_by)
 
     def _take_completed_reduces(self) -> None:
         # A reduce that has completed gives its memory back now, not when the schedule asks for it.
         for unit in self._reducing.copy():
             if not unit.gradients.completed:
                 continue
-            if self.recorders:
-                self._show(OpKind.AWAIT_REDUCE, unit)
-            else:
-                self._await_reduce(unit)
+            self._show(_AWAIT_REDUCE, unit, self._await_reduce)
 
     def _let_go_before(self, unit: Unit) -> None:
         # Their copies have had the time of a whole unit's backward.

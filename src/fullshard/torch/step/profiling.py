@@ -2,7 +2,8 @@
 """The work of units as it shows: in torch.profiler by their names, and noted with its time."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +23,6 @@ _HOLDS_UP = {  # the sums to which the host's time in an op counts
     "all_reduce": "await_reduce",  # it waits for the sum over slices first
     "await_reduce": "await_reduce",
 }
-_HELD_UP = tuple(dict.fromkeys(_HOLDS_UP.values()))
 _ALL, _TIMED = frozenset(OpKind), frozenset(map(OpKind, _HOLDS_UP))
 
 profiler_runs = torch._C._autograd._profiler_enabled
@@ -47,6 +47,13 @@ class UnitMarks:
         mark = self.open.pop((what, unit), None)
         if mark is not None:
             mark.__exit__(None, None, None)
+
+    @contextmanager
+    def around(self, what: str, unit: Any) -> Iterator[None]:
+        """Mark what is done within, unless it fails."""
+        self.begin(what, unit)
+        yield
+        self.end(what, unit)
 
     def forget(self) -> None:
         """Close all ranges: the step that they belong to has failed."""
@@ -74,10 +81,12 @@ class OpRecorder:
 
     def __init__(self, device: torch.device, units: Iterable[Unit]):
         self.clock: DeviceClock = DeviceClock(device)
-        self.mark: Callable[[], Any] = perf_counter if self.clock.on_host else self.clock.mark
+        self._on_host = self.clock.on_host
+        self.mark: Callable[[], Any] = perf_counter if self._on_host else self.clock.mark
         self.detailed: bool = True
         self.notes: list[NotedOp] = []
         self.sums_s: defaultdict[str, float] = defaultdict(float)
+        self._held_up_s = 0.0  # by all that holds up
         self.held_bytes = [0, 0]  # by all units when they were weighed: full parameters, gradients
         self._held: dict[Any, list[int]] = {}  # the same by unit
         self._open: dict[tuple[str, Any], Any] = {}
@@ -88,13 +97,14 @@ class OpRecorder:
     @property
     def kinds(self) -> frozenset[OpKind]:
         """The ops of which it wants to be told."""
-        return _ALL if self.detailed else _TIMED if self.clock.on_host else frozenset()
+        return _ALL if self.detailed else _TIMED if self._on_host else frozenset()
 
     def note(self, op: str, unit: Any, begin: Any, end: Any, waiter: Any = None) -> None:
         """Note an op on ``unit``, issued from ``begin`` to ``end``; ``waiter`` asked for it."""
-        held_up = _HOLDS_UP.get(op)
-        if held_up is not None and self.clock.on_host:
-            self.sums_s[held_up] += end - begin
+        if self._on_host and op in _HOLDS_UP:
+            took = end - begin
+            self.sums_s[_HOLDS_UP[op]] += took
+            self._held_up_s += took
         if self.detailed:
             if unit in self._held:
                 self._weigh_part(unit, int(op not in OF_PARAMETERS))
@@ -124,7 +134,7 @@ class OpRecorder:
         """A unit's forward or backward begins; None stands for the whole backward."""
         if self._phase is None:
             self.phase_begins(what)
-            self._phase = what, unit, self.mark(), self._held_up_s()
+            self._phase = what, unit, self.mark(), self._held_up_s
         if self.detailed and unit is not None:
             self._open.setdefault((what, unit), self.mark())
 
@@ -133,8 +143,8 @@ class OpRecorder:
         phase = self._phase
         if phase is not None and phase[0] == what and phase[1] is unit:
             self._phase, end = None, self.mark()
-            if self.clock.on_host:
-                self.sums_s[what] += end - phase[2] - (self._held_up_s() - phase[3])
+            if self._on_host:
+                self.sums_s[what] += end - phase[2] - (self._held_up_s - phase[3])
         if self.detailed:
             if what == "backward" and unit in self._held:
                 self._weigh_part(unit, 1)
@@ -148,9 +158,6 @@ class OpRecorder:
 
     def unit_ended(self) -> None:
         """Called in detailed steps when a forward or backward has ended."""
-
-    def _held_up_s(self) -> float:
-        return sum([self.sums_s.get(what, 0.0) for what in _HELD_UP])
 
     def forget(self) -> None:
         """The step in which something is open has failed."""

@@ -255,7 +255,8 @@ def main(kind, *, seeds=100_000, seed=0, count=30):
         for line in found:
             print(json.dumps(line), flush=True)
     if kind in ("orders", "sample"):
-        for line in cost.orders(*([("two models in turn",)] if kind == "sample" else [])):
+        names = ("two models in turn", "two blocks swapped") if kind == "sample" else cost.ORDERS
+        for line in cost.orders(names):
             print(json.dumps(line), flush=True)
     if kind in ("offloaded", "sample"):
         for line in cost.offloaded(cost.OFFLOADED if kind == "offloaded" else cost.OFFLOADED[2:]):
@@ -267,5 +268,7 @@ def main(kind, *, seeds=100_000, seed=0, count=30):
     if kind in ("memory", "sample"):
         for case in memory.CASES if kind == "memory" else memory.FEW_CASES:
             print(json.dumps(memory.memory_of(*case)), flush=True)
+        for line in memory.changed(cost.ORDERS if kind == "memory" else ["two blocks swapped"]):
+            print(json.dumps(line), flush=True)
     if kind == "table":
         print(cost.table(list(cost.lines(cost.CASES))))

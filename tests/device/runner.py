@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from device import (
     around,  # noqa: F401 - has programs
     by_hand,  # noqa: F401 - has programs
+    captured,
     cost,
     groups,  # noqa: F401 - has programs
     memory,
@@ -265,6 +266,11 @@ def main(kind, *, seeds=100_000, seed=0, count=30):
         for reduces in cost.REDUCES if kind == "repeated" else ["bf16"]:
             found = repeated.repeated(reduces, 100 if kind == "repeated" else 2)
             print(json.dumps(found), flush=True)
+    if kind in ("captured", "sample"):
+        for reduces in cost.REDUCES if kind == "captured" else ["bf16"]:
+            print(json.dumps(captured.captured(reduces)), flush=True)
+        for line in captured.faults() if kind == "captured" else ():
+            print(json.dumps(line), flush=True)
     if kind in ("memory", "sample"):
         for case in memory.CASES if kind == "memory" else memory.FEW_CASES:
             print(json.dumps(memory.memory_of(*case)), flush=True)

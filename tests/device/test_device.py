@@ -43,7 +43,7 @@ def ask(kind):
 @pytest.fixture(scope="module")
 def answers():
     everything = ("programs", "mutants", "cost", "orders", "offloaded", "memory", "repeated")
-    everything = (*everything, "schedules")
+    everything = (*everything, "captured", "schedules")
     return [each for kind in everything for each in ask(kind)] if FULL else ask("sample")
 
 
@@ -83,6 +83,20 @@ def test_a_step_repeats_the_one_before_at_the_same_addresses(answers):
     assert [each["differs"] for each in ours] == [None] * len(ours)
     assert [(each["asked"], each["waited"]) for each in ours] == [(0, {})] * len(ours)
     assert all(each["notes"] > 500 for each in ours)
+
+
+def test_a_step_can_be_captured_as_a_graph(answers):
+    """Its streams are joined, its memory is the graph's, and it has the operations of a step."""
+    graphs = [each for each in answers if "captured" in each]
+    assert [each["captured"] for each in graphs] == (["bf16", "fp32"] if FULL else ["bf16"])
+    for each in graphs:
+        assert each["findings"] == []
+        assert each["as without"]
+        assert each["operations"] > 500
+        assert each["replays"] == 2
+    faults = {each["captured fault"]: each["found"] for each in answers if "captured fault" in each}
+    assert len(faults) == (6 if FULL else 0)
+    assert [name for name, found in faults.items() if not found] == []
 
 
 def test_ranks_issue_collectives_in_one_order(runs):

@@ -135,6 +135,11 @@ class Scheduler:
         return bool(self._records)
 
     @property
+    def repeated(self) -> int:
+        """The number of times in a row that the last step has run with the same events."""
+        return self._to_learn[1]
+
+    @property
     def _can_begin_early(self) -> bool:
         ahead = self._prefetch.forward or self._prefetch.least_bytes
         return self._bind_early is not None and bool(ahead) and self.has_records

@@ -119,6 +119,11 @@ class Executor:
         """True between steps: nothing is gathered ahead, kept or in flight."""
         return self._active.idle
 
+    @property
+    def repeated(self) -> int:
+        """The number of times in a row that the last step has run with the same events."""
+        return self._active.repeated
+
     def go_on(self, *, training: bool) -> None:
         """Continue with the schedule for this kind of step; free first what another one holds."""
         scheduler = self._training if training else self._evaluation

@@ -135,7 +135,7 @@ class State:
         self.turning: set[int] = set()  # kept for a backward that is to come next
         self.passed_over: set[int] = set()  # gathered ahead, when another unit came
         self.in_backward: bool = False
-        self.early = False
+        self.early = False  # gathers of this event begin early
 
     def copy(self) -> "State":
         """Return a state that changes by itself."""
@@ -177,8 +177,7 @@ class State:
             needed = moment is Moment.FORWARD_BEGIN or policy.unshard_in_backward
             need, end_turn = self._need(unit) if needed else (), self._end_turn(unit)
             before = chain(need, end_turn) if early else chain(end_turn, need)
-            patient = early and not self.in_backward
-            return [*before, *self._gather_ahead(unit, coming, sure, patient)]
+            return [*before, *self._gather_ahead(unit, coming, sure)]
         self.open[unit] = max(0, self.open.get(unit, 0) - 1)
         if moment is Moment.FORWARD_END:
             # Recomputation runs forward inside backward: what it needs, backward needs next.
@@ -217,9 +216,7 @@ class State:
             self.shrunk.discard(unit)
             yield Op(OpKind.GATHER, unit)
 
-    def _gather_ahead(
-        self, unit: int, coming: Iterable[int], sure: bool, patient: bool
-    ) -> Iterator[Op]:
+    def _gather_ahead(self, unit: int, coming: Iterable[int], sure: bool) -> Iterator[Op]:
         policy = self.policies[unit]
         chosen = policy.prefetch_backward if self.in_backward else policy.prefetch_forward
         if chosen is not None:
@@ -238,7 +235,7 @@ class State:
         if not sure and not self.gathering <= {unit, *wanted}:
             held = self.gathering.difference(wanted)
             strays = held.difference(rest)
-            if patient:  # what was foreseen may come next, and others need not be gathered ahead
+            if self.early and not self.in_backward:  # what was foreseen may come next
                 strays, self.passed_over = strays & self.passed_over, strays
             wanted = yield from self._give_up(held - strays, strays, wanted)
         for following in wanted:

@@ -99,6 +99,7 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
         **floors(*_TORCH),
         "inspection": frozenset(_TORCH) - {"sharding"},
         "measuring": frozenset(_TORCH),
+        "capture": frozenset(_TORCH),
         "checkpoint": frozenset(_TORCH),
         "fsdp1": frozenset(_TORCH),
         "fsdp2": frozenset(_TORCH),

@@ -72,6 +72,7 @@ HELD_BY = {
     "`.data` of another": "test_modules_that_hold_it_convert_or_refuse",
     "moving shards": "test_shards_that_are_away_are_not_gathered",
     "`use_memory_pool`": "test_what_registering_refuses",
+    "`capture_step` off": "test_what_cannot_be_captured_is_named",
     "CPU offload on a device": "test_offload_is_refused_where_a_device_has_no_streams",
     "recording a step": "test_what_cannot_be_recorded_is_told",
     "parameters of one unit": "test_parameters_on_several_devices_are_refused_by_name",
@@ -104,6 +105,7 @@ def test_every_entry_is_held_by_a_test():
 RAISED_FOR = {
     "checkpoint/tensors.py:local_part": ["checkpoints of values", "checkpoints of values"],
     "checkpoint/tensors.py:_box_of": ["checkpoints of values"],
+    "capture.py:_refuse": ["`capture_step` off"],
     "comm/process_group.py:ProcessGroupComm.__init__": ["process groups without"],
     "fsdp1/flat_params.py:FlatParameter.__new__": ["`FlatParameter`"],
     "fsdp1/optim_state_dicts.py:_packed": ["FSDP1's optimizer state dicts"],

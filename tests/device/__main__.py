@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m device KIND`: lines of JSON, see `device.runner`.
 
-KIND is one of programs, mutants, cost, orders, offloaded, memory, repeated, schedules (with
-``--seeds N``), sample, and mutate, which plants faults at random (``--seed S --count N``); `table`
-makes the table of costs in `docs/performance.md`.
+KIND is one of programs, mutants, cost, orders, offloaded, memory, repeated, captured, schedules
+(with ``--seeds N``), sample, and mutate, which plants faults at random (``--seed S --count N``);
+`table` makes the table of costs in `docs/performance.md`.
 """
 
 import argparse

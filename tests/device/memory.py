@@ -6,6 +6,7 @@ stream is given what another one has freed, as the caching allocator does it, wi
 by cutting blocks. In units of what a block takes in full, in the dtype of computation.
 """
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +14,7 @@ import torch
 from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
 
-from device.cost import FULL_SHARD, RANKS, Block, Blocks
+from device.cost import FULL_SHARD, ORDERS, RANKS, Block, Blocks
 from device.machine import Machine
 from device.world import on_device, rank_of_job
 from fullshard import torch as ours
@@ -35,8 +36,11 @@ ENGINES = {
 }
 
 
-def memory_of(engine, dtypes, condition, mode="sharded"):
-    """The third step's memory, forward and backward, on one token."""
+def memory_of(engine, dtypes, condition, mode="sharded", orders=(range(BLOCKS),) * 3):
+    """The last step's memory, forward and backward, on one token; blocks run in these ``orders``.
+
+    What a step has reserved stays with its stream: that is of all but the first two.
+    """
     at_once = CONDITIONS[condition]
     door, policies = ENGINES[engine]
     param_dtype, reduce_dtype = DTYPES[dtypes]
@@ -54,17 +58,18 @@ def memory_of(engine, dtypes, condition, mode="sharded"):
                 model = Blocks(*(Block(torch.float32) for _ in range(BLOCKS)))
             unit_bytes = sum(p.numel() for p in model[0].parameters())
             unit_bytes *= (param_dtype or torch.float32).itemsize
-            model.order = range(BLOCKS)
             for block in model:
                 door(block, mesh=mesh, **options)
             door(model, mesh=mesh, **options)
-            for _ in range(3):
+            reserved = Counter()
+            for number, model.order in enumerate(orders):
                 x = torch.zeros(1, 1, 4096, device="cuda")
                 for param in model.parameters():
                     param.grad = None
                 machine.held.watch()
                 model(x).float().square().mean().backward()
                 rest_bytes = machine.held.total_bytes
+                reserved |= machine.held.peaks if number > 1 else {}
             grads = [param.grad for param in model.parameters()]
             left = machine.memories.bytes_beyond([*model.parameters(), *grads])
         assert not machine.findings, machine.findings
@@ -75,7 +80,7 @@ def memory_of(engine, dtypes, condition, mode="sharded"):
         "mode": mode,
         "left_units": round(left / unit_bytes, 2),
         "allocated_units": round((machine.held.peak_bytes - rest_bytes) / unit_bytes, 2),
-        "reserved_units": round((machine.held.reserved_bytes - rest_bytes) / unit_bytes, 2),
+        "reserved_units": round((reserved.total() - rest_bytes) / unit_bytes, 2),
     }
 
 
@@ -90,3 +95,13 @@ FEW_CASES = [
     for case in (("fp32", LATE, "sharded"), ("bf16, reduced in fp32", LATE, "hybrid"))
     for engine in ("fullshard, by row", "FSDP2")
 ]
+
+
+def changed(names=tuple(ORDERS)):
+    """A dict for each of ``names`` of `device.cost.ORDERS` and engine, in bf16."""
+    for name in names:
+        for engine in ("fullshard, by row", "FSDP2"):
+            found = memory_of(engine, "bf16", LATE, orders=ORDERS[name])
+            yield {"memory in order": name, "engine": engine} | {
+                key: found[key] for key in ("allocated_units", "reserved_units")
+            }

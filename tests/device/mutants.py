@@ -74,6 +74,9 @@ _COPIES = "unit.streams:CopyStream."
 _OFFLOAD = ("offload", "offload replicas")
 _HYBRID = ("hybrid", "bf16 hybrid", "hybrid accumulation")
 _BACKWARDS = ("an exception in backward", "an exception in a hybrid backward")
+_EARLY = "unit.streams:EarlyStream."
+_CHANGING = ("changing order in bf16", "blocks dropped and in changing order")
+_CHANGING += ("changing order, gathers in int8",)
 _ORDERS = ("blocks dropped and in changing order", "optimizer in backward, units gathered ahead")
 
 _IN, _OUT = (f'self._direction == "to the {end}"' for end in ("device", "host"))
@@ -295,6 +298,48 @@ MUTANTS = {
     "a complex tensor that travels alone is sent as it is": _edit(
         "comm.process_group:ProcessGroupComm._by_pairs", "tensors[0].is_complex() or ", "",
         "complex parameters",
+    ),
+    # gathers that begin early
+    "early gathers do not wait for the optimizer": _edit(
+        _EARLY + "beside_compute", "self._stream.wait_event(self._begun)", "pass", *_CHANGING,
+    ),
+    "early gathers wait for the optimizer of the first step": _edit(
+        _EARLY + "begin", "self._begun = self", "self._begun = self._begun or self", *_CHANGING,
+    ),
+    "memory of early gathers is given back while it is used": _edit(
+        _UNIT + "_release", "self._early.follow()", "pass", *_CHANGING,
+    ),
+    "what an early gather holds beside is given back while it is used": _edit(
+        _UNIT + "wait", "self._early.follow()", "pass", *_CHANGING[::-1],
+    ),
+    "early gathers follow computation at their begin alone": _edit(
+        _EARLY + "follow", "self._stream.wait_stream(", "self._module.Stream().wait_stream(",
+        *_CHANGING,
+    ),
+    "memory of early gathers is not known as theirs": _edit(
+        _UNIT + "gather_early", "self._early = early", "pass", *_CHANGING,
+    ),
+    "early gathers do not see what forward writes": _edit(
+        _UNIT + "gather_early", "self._version_begun != self.at_rest._version", "False",
+        "changing order, weights written in forward",
+    ),
+    "what was gathered ahead is used though forward has written since": _edit(
+        "unit.unit:Unit.use", " or self.full.outdated", "",
+        "changing order, weights written in forward",
+    ),
+    "early gathers do not wait for an event after the optimizer": Mutant(
+        (
+            ("step.tracker:Tracker._begin_at_the_top", "self.executor.note_shards()", "pass"),
+            (
+                "step.executor:Executor.begin",
+                "self.go_on(training=training)",
+                "self.go_on(training=training); self.note_shards()",
+            ),
+        ),
+        ("changing order, an event after the optimizer",),
+    ),
+    "early gathers of what has just been shrunk": _edit(
+        _UNIT + "gather_early", "self.part is not None", "False", "changing order, blocks of 2",
     ),
     # evictions
     "evicted gradients are not kept": _edit(

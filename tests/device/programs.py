@@ -588,19 +588,83 @@ def _(job):
     job.train(model, optimizer, each_step=each_step)
 
 
-@program("blocks dropped and in changing order", steps=6)
+_ALL = (0, 1, 2, 3, 4)
+ORDERS = [_ALL, (0, 2, 3), _ALL, (4, 1, 0, 3), (3, 4), _ALL, (0, 1, 2, 3), (0, 1, 2, 4)]
+
+
+def _changing(name, *, shape=(4,), syncs=(), kept_bytes=0, device="cuda", **options):
+    @program(name, shape=shape, steps=len(ORDERS), syncs=syncs, kept_bytes=kept_bytes)
+    def body(job):
+        with torch.device(device):
+            # So wide that memory counts: units that are given up are seen.
+            model = Stack([nn.Linear(256, 256) for _ in range(5)])
+        shard(model, job.mesh, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def each_step(number):
+            model.order = ORDERS[number]
+            model(torch.zeros(2, 256, device="cuda")).sum().backward()
+
+        job.train(model, optimizer, each_step=each_step)
+
+
+_changing("blocks dropped and in changing order")
+_changing("changing order in bf16", mp_policy=ours.MixedPrecisionPolicy(**BF16))
+_changing(
+    "changing order, gathers in int8", compression=ours.CommunicationCompression(gather="int8")
+)
+_changing("changing order, blocks of 2", reshard_after_forward=2)
+_changing("changing order, offloaded", **_offload, offload_policy=ours.CPUOffloadPolicy())
+_changing(
+    "changing order, offloaded in bf16",
+    **_offload,
+    offload_policy=ours.CPUOffloadPolicy(),
+    mp_policy=ours.MixedPrecisionPolicy(**BF16),
+)
+
+
+class Following(Stack):
+    """Each layer's weights follow the first one's, before any but the first runs."""
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        with torch.no_grad():
+            for layer in self.blocks[1:]:
+                layer.weight.lerp_(self.blocks[0].weight, 0.1)
+        for number in self.order[1:]:
+            x = self.blocks[number](x)
+        return x
+
+
+@program("changing order, weights written in forward", steps=len(ORDERS))
 def _(job):
     with torch.device("cuda"):
-        # So wide that memory counts: units that are given up are seen.
-        model = Stack([nn.Linear(256, 256) for _ in range(5)])
-    shard(model, job.mesh)
-    orders = [(0, 1, 2, 3, 4), (0, 2, 3), (0, 1, 2, 3, 4), (4, 1, 0, 3), (3, 4), (0, 1, 2, 4)]
+        model = Following([nn.Linear(96, 96) for _ in range(5)])
+    shard(model, job.mesh, mp_policy=ours.MixedPrecisionPolicy(**BF16))
 
     def each_step(number):
-        model.order = orders[number]
-        model(torch.zeros(2, 256, device="cuda")).sum().backward()
+        model.order = ORDERS[number]
+        model(torch.zeros(2, 96, device="cuda")).sum().backward()
 
     job.train(model, each_step=each_step)
+
+
+@program("changing order, an event after the optimizer", steps=len(ORDERS))
+def _(job):
+    with torch.device("cuda"):
+        model = Stack([nn.Linear(96, 96) for _ in range(5)])
+    shard(model, job.mesh, mp_policy=ours.MixedPrecisionPolicy(**BF16))
+    optimizer, beside = torch.optim.SGD(model.parameters(), lr=1.0), torch.cuda.Stream()
+    job.begin()
+    for model.order in ORDERS:
+        model(torch.zeros(2, 96, device="cuda")).sum().backward()
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):
+            optimizer.step()
+            model.set_post_optim_event(beside.record_event())
+    torch.cuda.current_stream().wait_stream(beside)
+    optimizer.zero_grad()
+    job.at_rest(model)
 
 
 class Branches(Stack):

@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from device import (
     around,  # noqa: F401 - has programs
     by_hand,  # noqa: F401 - has programs
+    captured,
     cost,
     groups,  # noqa: F401 - has programs
     memory,
@@ -255,7 +256,8 @@ def main(kind, *, seeds=100_000, seed=0, count=30):
         for line in found:
             print(json.dumps(line), flush=True)
     if kind in ("orders", "sample"):
-        for line in cost.orders(*([("two models in turn",)] if kind == "sample" else [])):
+        names = ("two models in turn", "two blocks swapped") if kind == "sample" else cost.ORDERS
+        for line in cost.orders(names):
             print(json.dumps(line), flush=True)
     if kind in ("offloaded", "sample"):
         for line in cost.offloaded(cost.OFFLOADED if kind == "offloaded" else cost.OFFLOADED[2:]):
@@ -264,8 +266,15 @@ def main(kind, *, seeds=100_000, seed=0, count=30):
         for reduces in cost.REDUCES if kind == "repeated" else ["bf16"]:
             found = repeated.repeated(reduces, 100 if kind == "repeated" else 2)
             print(json.dumps(found), flush=True)
+    if kind in ("captured", "sample"):
+        for reduces in cost.REDUCES if kind == "captured" else ["bf16"]:
+            print(json.dumps(captured.captured(reduces)), flush=True)
+        for line in captured.faults() if kind == "captured" else ():
+            print(json.dumps(line), flush=True)
     if kind in ("memory", "sample"):
         for case in memory.CASES if kind == "memory" else memory.FEW_CASES:
             print(json.dumps(memory.memory_of(*case)), flush=True)
+        for line in memory.changed(cost.ORDERS if kind == "memory" else ["two blocks swapped"]):
+            print(json.dumps(line), flush=True)
     if kind == "table":
         print(cost.table(list(cost.lines(cost.CASES))))

@@ -18,6 +18,7 @@ from device.machine import Machine
 from device.network import Network
 from device.operations import Memories, Operations
 from device.streams import Streams
+from fullshard.torch import capture
 from fullshard.torch.comm import ranks
 from fullshard.torch.comm.watch.watchdog import Watchdog, Witness
 from fullshard.torch.sharding import summon
@@ -71,6 +72,7 @@ def rank_of_job(rank, size, machine=None):
         name = "_propagate_tensor_meta_non_cached"
         stack.enter_context(mock.patch.object(ShardingPropagator, name, shapes))
         stack.enter_context(mock.patch.object(ranks, "backend_of", return_value="nccl"))
+        stack.enter_context(mock.patch.object(capture, "backend_of", return_value="nccl"))
         asking = (optional._Question, "ask"), (optional.OptionalUnits, "_compare_marks")
         for module, name in (
             *((usage, "_settle"), (placements, "_joined")),

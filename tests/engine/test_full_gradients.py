@@ -147,6 +147,55 @@ def test_what_travels_is_conjugated_before(nothing_packed, monkeypatch):
     assert not any(full.is_conj() for full in sent)
 
 
+class Choosing(nn.Module):
+    """Uses its first layer, or its second, or both."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, rows, bias=False) for _ in range(2))
+
+    def forward(self, x, chosen):
+        return sum(self.layers[number](x).sum() for number in chosen)
+
+
+@pytest.mark.parametrize(
+    ("rows", "align"), [(4, "row"), (3, "row"), (4, "element"), (3, "element")]
+)
+def test_what_a_rank_has_not_used_counts_as_zero_and_not_as_what_lay_there(
+    rows, align, monkeypatch
+):
+    """The buffer in which gradients travel has those of the step before, or of anybody."""
+    opened = FullGradients._open
+
+    def dirty(self):
+        buffer = opened(self)
+        for flat in buffer.flats:
+            flat.fill_(float("nan"))
+        for padding in self._padding:
+            padding.zero_()
+        return buffer
+
+    monkeypatch.setattr(FullGradients, "_open", dirty)
+
+    def train(comm):
+        torch.manual_seed(0)
+        model, grads = fully_shard(Choosing(rows), mesh=comm, align=align), []
+        for chosen in ((0, 1), (comm.rank,), (0,)):
+            model(torch.ones(2, 4), chosen).backward()
+            grads.append(
+                [None if p.grad is None else p.grad.full_tensor() for p in model.parameters()]
+            )
+            model.zero_grad()
+        return grads
+
+    both, one_each, first_alone = LocalWorld(2).run(train)[0]
+    for grad, half in zip(both, one_each, strict=True):
+        torch.testing.assert_close(grad, torch.full((rows, 4), 2.0))
+        torch.testing.assert_close(half, torch.full((rows, 4), 1.0))
+    torch.testing.assert_close(first_alone[0], torch.full((rows, 4), 2.0))
+    assert first_alone[1] is None
+
+
 def test_elements_that_do_not_lie_as_they_travel():
     plain = torch.arange(6.0).view(2, 3)
     is_plain = full_gradients._is_plain

@@ -11,6 +11,7 @@ and of `checkpoint` is here, too.
 import fullshard.torch.private_names  # noqa: F401
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.torch import inspection
+from fullshard.torch.capture import capture_step
 from fullshard.torch.checkpoint import load_checkpoint, save_checkpoint
 from fullshard.torch.comm.compressed import CommunicationCompression
 from fullshard.torch.comm.uneven_inputs import stop_together
@@ -97,6 +98,9 @@ from fullshard.torch.checkpoint import (  # isort: skip
     RunFolder as RunFolder,
     Saving as Saving,
 )
+from fullshard.torch.capture import (  # isort: skip
+    CapturedStep as CapturedStep,
+)
 from fullshard.torch.comm.uneven_inputs import (  # isort: skip
     any_rank as any_rank,
     pad_to_longest as pad_to_longest,
@@ -114,6 +118,7 @@ __all__ = [
     "ShardedParameter",
     "ShardingStrategy",
     "WholeMatrices",
+    "capture_step",
     "clip_grad_norm_",
     "exchange_matrices",
     "fully_shard",

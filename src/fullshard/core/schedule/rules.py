@@ -11,6 +11,14 @@ once, with nothing to compute meanwhile. Nothing is gathered between its forward
 so that the peak stays what it was while its forward ran. Without prefetches in backward it is
 freed, as somebody prefers memory to time. Only a record tells what comes next.
 
+[Note: Gathers that nobody foresaw]
+When a step leaves its record, gathers come when their units are needed. Then only the computation
+of the unit before is there to hide them, and the host has queued it already: a gather must not wait
+for it, nor take its memory. On a device it begins ``early``, and the unit before is freed when it
+is under way. So that unit is still there if its backward comes instead. What was foreseen may still
+come next, and is given up one unit later than elsewhere. At the turnaround, one unit more is
+gathered ahead. All that takes one unit more than a step that follows its record.
+
 [Note: Reduces in flight]
 A reduce is issued before the ones ahead of it are waited for: the wire has something to do
 meanwhile, and what gradients are copied into takes no more than the full parameters that have just
@@ -22,6 +30,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from typing import Any, NamedTuple
 
 from fullshard.core.layout import Layout
@@ -124,7 +133,9 @@ class State:
         self.all_reducing: list[int] = []
         self.open: dict[int, int] = {}
         self.turning: set[int] = set()  # kept for a backward that is to come next
+        self.passed_over: set[int] = set()  # gathered ahead, when another unit came
         self.in_backward: bool = False
+        self.early = False  # gathers of this event begin early
 
     def copy(self) -> "State":
         """Return a state that changes by itself."""
@@ -136,18 +147,27 @@ class State:
         twin.all_reducing = list(self.all_reducing)
         twin.open = dict(self.open)
         twin.turning = set(self.turning)
+        twin.passed_over = set(self.passed_over)
         twin.in_backward = self.in_backward
         return twin
 
     def decide(
-        self, event: Event, coming: Iterable[int], turns: bool = False, *, sure: bool = True
+        self,
+        event: Event,
+        coming: Iterable[int],
+        turns: bool = False,
+        *,
+        sure: bool = True,
+        early: bool = False,
     ) -> list[Op]:
         """The ops that follow ``event`` when the units in ``coming`` are used next, in order.
 
         ``turns`` says that the unit's backward follows. See [Note: The turnaround]. Unless it is
-        ``sure``, something else may follow.
+        ``sure``, something else may follow. ``early``: what is needed is gathered before the unit
+        that ran before is freed, see [Note: Gathers that nobody foresaw].
         """
         moment, unit = event
+        self.early = early
         if moment is Moment.STEP_END:
             return self._end_step()
         policy = self.policies[unit]
@@ -155,8 +175,9 @@ class State:
             self.open[unit] = self.open.get(unit, 0) + 1
             self.in_backward = self.in_backward or moment is Moment.BACKWARD_BEGIN
             needed = moment is Moment.FORWARD_BEGIN or policy.unshard_in_backward
-            need = self._need(unit) if needed else ()
-            return [*self._end_turn(unit), *need, *self._gather_ahead(unit, coming, sure)]
+            need, end_turn = self._need(unit) if needed else (), self._end_turn(unit)
+            before = chain(need, end_turn) if early else chain(end_turn, need)
+            return [*before, *self._gather_ahead(unit, coming, sure)]
         self.open[unit] = max(0, self.open.get(unit, 0) - 1)
         if moment is Moment.FORWARD_END:
             # Recomputation runs forward inside backward: what it needs, backward needs next.
@@ -212,7 +233,11 @@ class State:
             if each not in (unit, *wanted) and self._gathers(each):
                 wanted.append(each)
         if not sure and not self.gathering <= {unit, *wanted}:
-            wanted = yield from self._give_up(self.gathering.difference(wanted), wanted, set(rest))
+            held = self.gathering.difference(wanted)
+            strays = held.difference(rest)
+            if self.early and not self.in_backward:  # what was foreseen may come next
+                strays, self.passed_over = strays & self.passed_over, strays
+            wanted = yield from self._give_up(held - strays, strays, wanted)
         for following in wanted:
             if following not in self.full:
                 yield from self._gather(following)
@@ -220,26 +245,28 @@ class State:
     def _has_room_beside(self, ahead: Sequence[int]) -> bool:
         """True if one more unit may be gathered ahead of use beside those."""
         depth = self.prefetch.backward if self.in_backward else self.prefetch.forward
+        depth += self.in_backward and self.early
         held_bytes = sum(self.policies[each].full_bytes for each in ahead)
         return len(ahead) < depth or held_bytes < self.prefetch.least_bytes
 
     def _give_up(
-        self, held: AbstractSet[int], wanted: list[int], later: AbstractSet[int]
+        self, kept: AbstractSet[int], strays: AbstractSet[int], wanted: list[int]
     ) -> Generator[Op, None, list[int]]:
         """Free what was gathered ahead in vain if it is in the way; return what there is room for.
 
-        ``held`` was gathered ahead and is not ``wanted`` next; what is used ``later`` stays. In
-        forward the rest stays too while nobody needs its place: blocks may be in another order.
+        What was gathered ahead, and is not ``wanted`` next, is either ``kept`` or of the
+        ``strays``. In forward those stay too while nobody needs their place: blocks may be in
+        another order.
         """
-        ahead = [*sorted(held & later), *(each for each in wanted if each in self.gathering)]
+        ahead = [*sorted(kept), *(each for each in wanted if each in self.gathering)]
         fitting = []
         for each in wanted:
             if each not in self.gathering and self._has_room_beside(ahead):
                 ahead.append(each)
                 fitting.append(each)
-        strays, more = sorted(held - later), bool(fitting)
+        more = bool(fitting)
         if self.in_backward or (more and not self._has_room_beside([*ahead, *strays][:-1])):
-            for stray in strays:
+            for stray in sorted(strays):
                 self.gathering.discard(stray)
                 yield Op(OpKind.AWAIT_GATHER, stray)
                 yield Op(OpKind.FREE, stray)
@@ -308,6 +335,7 @@ class State:
             held.clear()
         self.open.clear()
         self.turning.clear()
+        self.passed_over.clear()
         self.in_backward = False
         return ops
 

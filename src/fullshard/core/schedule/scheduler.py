@@ -82,6 +82,9 @@ class _Records:
     def __getitem__(self, number: int) -> _Compiled:
         return self._kept[number]
 
+    def __len__(self) -> int:
+        return len(self._kept)
+
 
 def _itself(op: Op) -> Op:
     return op
@@ -90,7 +93,8 @@ def _itself(op: Op) -> Op:
 class Scheduler:
     """Turns events into ops as they happen. See [Note: Record, replay, fall back].
 
-    ``bind`` makes of an op what `on` gives for it.
+    ``bind`` makes of an op what `on` gives for it; ``bind_early`` where gathers are to begin early,
+    on a device that can do that. See [Note: Gathers that nobody foresaw] in `rules`.
     """
 
     def __init__(
@@ -98,8 +102,10 @@ class Scheduler:
         policies: Mapping[int, UnitPolicy],
         prefetch: Prefetch,
         bind: Callable[[Op], Any] = _itself,
+        bind_early: Callable[[Op], Any] | None = None,
     ):
         self._bind = bind
+        self._bind_early = bind_early
         self._policies = dict(policies)
         self._prefetch = prefetch
         self._compiled: _Compiled | None = None
@@ -116,11 +122,32 @@ class Scheduler:
         self._events: list[Event] = []
         self._to_come_back: list[int] = []  # units whose backward is still due, in forward order
         self._in_backward = False
+        self._turned = False  # a unit's backward is over
 
     @property
     def idle(self) -> bool:
         """True between steps."""
         return self._cursor == 0 and not self._events
+
+    @property
+    def has_records(self) -> bool:
+        """True if a step has been recorded: one that is decided on demand is in another order."""
+        return bool(self._records)
+
+    @property
+    def repeated(self) -> int:
+        """The number of times in a row that the last step has run with the same events."""
+        return self._to_learn[1]
+
+    @property
+    def _can_begin_early(self) -> bool:
+        ahead = self._prefetch.forward or self._prefetch.least_bytes
+        return self._bind_early is not None and bool(ahead) and self.has_records
+
+    def _gathers_early(self, event: Event) -> bool:
+        """True if gathers are to begin early: from where a record was left to the turnaround."""
+        begins = Moment.BACKWARD_BEGIN if self._in_backward else Moment.FORWARD_BEGIN
+        return self._can_begin_early and event.moment is begins and not self._turned
 
     @property
     def recorded(self) -> int:
@@ -159,6 +186,8 @@ class Scheduler:
             if event.unit in self._to_come_back:
                 last = len(self._to_come_back) - 1 - self._to_come_back[::-1].index(event.unit)
                 del self._to_come_back[last]
+        elif event.moment is Moment.BACKWARD_END:
+            self._turned = True
 
     def _compile(self, events: tuple[Event, ...]) -> _Compiled:
         state, turn = State(self._policies, self._prefetch), first_of_backward(events)
@@ -178,12 +207,17 @@ class Scheduler:
         self._events.append(event)
         self._foresee(event)
         coming: Iterable[int] = ()
+        bind_early = self._bind_early if self._gathers_early(event) else None
         if self._in_backward:
             coming = reversed(self._to_come_back)
         elif event.moment is Moment.FORWARD_BEGIN:
             coming = self._followers.after(event.unit)
-        turns = event.moment is Moment.FORWARD_END and self._followers.turns(event.unit)
-        ops = list(map(self._bind, self._state.decide(event, coming, turns, sure=False)))
+            if bind_early:  # nor is what has run gathered for another time
+                coming = (each for each in coming if each not in self._to_come_back)
+        ends = event.moment is Moment.FORWARD_END
+        turns = ends and (self._can_begin_early or self._followers.turns(event.unit))
+        decided = self._state.decide(event, coming, turns, sure=False, early=bool(bind_early))
+        ops = list(map(bind_early or self._bind, decided))
         if event.moment is Moment.STEP_END:
             events = tuple(self._events)
             number = self._records.find(events)

@@ -2,7 +2,7 @@
 """The executor: asks the schedule which ops follow an event, and has units carry them out."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import call
@@ -11,6 +11,7 @@ from fullshard.core.schedule import Event, Moment, Op, OpKind, Scheduler, UnitPo
 from fullshard.core.strategy import Prefetch
 from fullshard.torch.step.managed import ManagedUnit
 from fullshard.torch.step.profiling import OpRecorder, UnitMarks, profiler_runs
+from fullshard.torch.unit.streams import EarlyStream, has_streams
 from fullshard.torch.unit.unit import ACTIONS, Unit
 
 __all__ = ["Executor", "policy_of"]
@@ -29,8 +30,10 @@ _BoundOp = tuple[OpKind, "weakref.ref[Unit]", Callable[[Unit], bool]]
 """An op as a schedule replays it: its unit, and what is called with that."""
 
 
-def _bound(units: Sequence["weakref.ref[Unit]"], op: Op) -> _BoundOp:
-    return op.kind, units[op.unit], ACTIONS[op.kind]
+def _bound(
+    units: Sequence["weakref.ref[Unit]"], actions: Mapping[OpKind, Callable[[Unit], bool]], op: Op
+) -> _BoundOp:
+    return op.kind, units[op.unit], actions[op.kind]
 
 
 class Executor:
@@ -43,7 +46,13 @@ class Executor:
     def __init__(self, units: Sequence[ManagedUnit], prefetch: Prefetch):
         # by number
         self.references: list[weakref.ref[ManagedUnit]] = [weakref.ref(unit) for unit in units]
-        self._bind = partial(_bound, [weakref.ref(managed.unit) for managed in units])
+        found = [weakref.ref(managed.unit) for managed in units]
+        self._schedule = partial(Scheduler, bind=partial(_bound, found, ACTIONS))
+        self._early: EarlyStream | None = None
+        if has_streams(device := units[0].unit.device):
+            self._early = EarlyStream(device)
+            early = ACTIONS | {OpKind.GATHER: partial(Unit.gather, early=self._early)}
+            self._schedule.keywords["bind_early"] = partial(_bound, found, early)
         self._with_copies = [weakref.ref(managed) for managed in units if managed.unit.copies]
         self._marks = UnitMarks()
         self._reducing: list[Unit] = []
@@ -86,7 +95,7 @@ class Executor:
             )
             for m in self.units
         }
-        self._evaluation = Scheduler(policies, prefetch, self._bind)
+        self._evaluation = self._schedule(policies, prefetch)
         self._by_reduced: dict[frozenset[int], Scheduler] = {}
         self._active = self._training
         self.evaluating = False
@@ -102,13 +111,18 @@ class Executor:
                 m.number: policy_of(m, reduced=m.number in reduced, root=m.number == 0)
                 for m in self.units
             }
-            self._by_reduced[reduced] = Scheduler(policies, self.prefetch, self._bind)
+            self._by_reduced[reduced] = self._schedule(policies, self.prefetch)
         return self._by_reduced[reduced]
 
     @property
     def idle(self) -> bool:
         """True between steps: nothing is gathered ahead, kept or in flight."""
         return self._active.idle
+
+    @property
+    def repeated(self) -> int:
+        """The number of times in a row that the last step has run with the same events."""
+        return self._active.repeated
 
     def go_on(self, *, training: bool) -> None:
         """Continue with the schedule for this kind of step; free first what another one holds."""
@@ -131,6 +145,13 @@ class Executor:
         if endless or any(m.unit.stale or m.unit.shards.toggled for m in self.units):
             self.finish_step()
         return self._active.idle
+
+    def note_shards(self) -> None:
+        """Let gathers of the root's forward that begins read the shards as they are here."""
+        if self._early is not None and self._active.has_records:
+            self._early.begin()
+            for managed in self.units:
+                managed.unit.full.note_version()
 
     def finish_step(self) -> None:
         """Free what is full, await what is in flight."""

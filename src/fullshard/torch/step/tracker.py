@@ -204,6 +204,7 @@ class Tracker:
                     self._between_steps(training)
             else:
                 self._between_steps(training)
+        self.executor.note_shards()
 
     def _between_steps(self, training: bool) -> None:
         """Adopt the changes that users have made since the last step."""

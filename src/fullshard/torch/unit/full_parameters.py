@@ -22,7 +22,7 @@ from fullshard.torch.unit.packing import PackedArrival
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Place, Shards
 from fullshard.torch.unit.sites import notes_on
-from fullshard.torch.unit.streams import CopyStream
+from fullshard.torch.unit.streams import CopyStream, EarlyStream
 
 __all__ = ["CustomGather", "FullParameters", "GradientWatch", "view_of"]
 
@@ -72,6 +72,8 @@ class FullParameters:
         self.out_of_reach: torch.device | None = shards.device if away else None
         self._gathering: Work | None = None
         self._version = -1  # of the shards, when they were gathered
+        self._version_begun = -1  # of the shards, when the root's forward began
+        self._early: EarlyStream | None = None  # that has the memory
         self.part: FlatBuffer | None = None  # kept from forward to backward, of several slices
         self._packed: PackedArrival | None = None
         self.working: FlatBuffer | None = None  # the shard on the device, if it rests elsewhere
@@ -213,6 +215,23 @@ class FullParameters:
                 source = self._shards.flats if offloaded else self._refreshed_working()
                 self._gathering = self._all_gather(self._converted(source), custom)
 
+    def note_version(self) -> None:
+        """The root's forward begins: what is written to shards from now on is written in it."""
+        self._version_begun = self.at_rest._version
+
+    def gather_early(self, early: EarlyStream) -> None:
+        """Start to gather beside the computation that is queued already, if that writes no shards.
+
+        See [Note: Gathers that nobody foresaw] in `fullshard.core.schedule.rules`.
+        """
+        written = self._version_begun != self.at_rest._version
+        if written or self.part is not None or self._extensions:
+            self.gather(None)
+            return
+        with early.beside_compute():
+            self.gather(None)
+        self._early = early
+
     def _all_gather(
         self, pairs: Sequence[tuple[Full, Tensor]], custom: CustomGather | None
     ) -> Work:
@@ -256,6 +275,8 @@ class FullParameters:
                 self._fetch.join()
             if self._packed is not None and self.part is None:
                 self._packed.unpack()
+            if self._early is not None:
+                self._early.follow()  # what the gather held beside the buffer is free again
             self._gathering = self.part = None
             if self._extensions:
                 self._receive()
@@ -315,6 +336,9 @@ class FullParameters:
         return True
 
     def _release(self) -> None:
+        if self._early is not None:
+            self._early.follow()
+            self._early = None
         if self._buffer.bytes:
             self._buffer.release()
         if self._packed is not None:

@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["CopyStream", "DeviceClock", "has_streams"]
+__all__ = ["CopyStream", "DeviceClock", "EarlyStream", "has_streams"]
 
 
-Direction = Literal["to the device", "to the host"]
+Direction = Literal["to the device", "to the host", "gathers"]
 
 # One stream for each way: a device has one copy engine for it, and what the allocator caches for a
-# stream no other stream gets.
+# stream no other stream gets. One for gathers that begin early.
 _streams: dict[tuple[torch.device, Direction], Any] = {}
 
 
@@ -79,6 +79,36 @@ class CopyStream:
         if self._last is not None:
             self._last.synchronize()
             self._last = None
+
+
+class EarlyStream:
+    """The stream from which gathers are issued that must not wait for queued computation.
+
+    Their memory is of this stream, too: the allocator gives it to no other, and `follow` puts the
+    stream behind the computation that has used it before it is given back. What they read was
+    there when `begin` was called last.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self._stream = _stream_for(device, "gathers")
+        self._begun: Any = None
+
+    def begin(self) -> None:
+        """Note that what the compute stream has been given so far comes before gathers."""
+        self._begun = self._module.current_stream(self._device).record_event()
+
+    @contextmanager
+    def beside_compute(self) -> Iterator[None]:
+        """Issue gathers within; they start behind what came before `begin`."""
+        self._stream.wait_event(self._begun)
+        with self._module.stream(self._stream):
+            yield
+
+    def follow(self) -> None:
+        """Put later gathers behind what the compute stream has been given so far."""
+        self._stream.wait_stream(self._module.current_stream(self._device))
 
 
 class DeviceClock:

@@ -37,6 +37,7 @@ from fullshard.torch.unit.packing import Unpacking
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.sites import Holder, Holders, ParamSites
+from fullshard.torch.unit.streams import EarlyStream
 
 __all__ = ["ACTIONS", "Unit", "UnitState", "is_of_a_unit", "owner_of", "set_owner"]
 
@@ -285,16 +286,22 @@ class Unit:
             self._show(self.sharded)
 
     def use(self) -> None:
-        """Show the full parameters, gathered now if somebody has resharded them meanwhile."""
-        if self.state not in _FULL_STATES and self.params:
+        """Show the full parameters, gathered now if somebody has resharded them meanwhile.
+
+        Or written to the shards, as a model does in its forward whose weights follow others.
+        """
+        if self.params and (self.state not in _FULL_STATES or self.full.outdated):
             self.gather()
             self.full.wait()
         self._show(self.full.params)
 
     # What a schedule asks for gives False if it was done already, by users or by itself.
 
-    def gather(self) -> bool:
-        """Start to gather the full parameters, anew if they are stale (collective)."""
+    def gather(self, early: EarlyStream | None = None) -> bool:
+        """Start to gather the full parameters, anew if they are stale (collective).
+
+        ``early``: beside the computation that is queued already, if that can be.
+        """
         full, is_full = self.full, self.state in _FULL_STATES
         if is_full and not full.outdated:
             return False
@@ -303,7 +310,10 @@ class Unit:
         if is_full or (full.part is not None and full.outdated):
             self.free()
         self._move("gather")
-        full.gather(self.custom_gather)
+        if early is not None and self.custom_gather is None:
+            full.gather_early(early)
+        else:
+            full.gather(self.custom_gather)
         return True
 
     def await_gather(self) -> bool:

@@ -115,7 +115,7 @@ class Witness:
 
     def leaves_pending(self, what: str, works: Sequence[dist.Work]) -> None:
         """Note a collective for which the host will not wait, the last of those under way."""
-        if self.watchdog is not None:
+        if self.watchdog is not None and not self.watchdog.away:
             self.pending = (what, time.time(), works)
 
     def waits(self, what: str, works: Sequence[dist.Work]) -> None:
@@ -236,6 +236,8 @@ class Watchdog:
         self._witnesses: tuple[weakref.ref[Witness], ...] = ()  # replaced whole: two threads use it
         self.store: Any = c10d.PrefixStore("fullshard", store)
         self._world = weakref.ref(dist.group.WORLD)
+        self.away: bool = False  # asks no device
+        self._asking = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
         self._thread.start()
@@ -250,6 +252,24 @@ class Watchdog:
         """Listen for failures in its family, and look whether its collectives are late."""
         living = [each for each in self._witnesses if each() is not None]
         self._witnesses = (*living, weakref.ref(witness))
+
+    @classmethod
+    @contextlib.contextmanager
+    def looking_away(cls) -> Iterator[None]:
+        """Ask no device within: a question from any thread ends the capture of a CUDA graph."""
+        watchdog = cls._current
+        if watchdog is None:
+            yield
+            return
+        with watchdog._asking:
+            watchdog.away = True
+            for each in watchdog._witnesses:
+                if (witness := each()) is not None:
+                    witness.pending = None
+        try:
+            yield
+        finally:
+            watchdog.away = False
 
     def is_of_present_world(self) -> bool:
         """False once the default process group has been destroyed."""
@@ -331,10 +351,11 @@ class Watchdog:
         """Return the seconds that the host or the device has spent in the present call."""
         now, waiting = time.time(), _progress.waiting
         begins = [waiting[1]] if waiting is not None else []
-        for each in self._witnesses:
-            pending = None if (witness := each()) is None else witness.pending
-            if pending is not None and not all(work.is_completed() for work in pending[2]):
-                begins.append(pending[1])
+        with self._asking:
+            for each in self._witnesses:
+                pending = None if (witness := each()) is None else witness.pending
+                if pending is not None and not all(work.is_completed() for work in pending[2]):
+                    begins.append(pending[1])
         return now - min(begins, default=now)
 
     # [Note: Lifeline]
@@ -374,7 +395,8 @@ class Watchdog:
                 continue
             if witness.family not in self.announced and self.hear(witness.family) is not None:
                 self.table(witness.members)
-            late = witness.overdue()
+            with self._asking:
+                late = witness.overdue()
             if late is not None:
                 table = self.table(witness.members)
                 text = f"fullshard: rank {self.rank}: {late}, not done yet{table}"

@@ -132,18 +132,17 @@ def by_record(rows: Sequence[Row]) -> list[Compared]:
 def draw(compared: Sequence[Compared], path: Path) -> None:
     """Write a scatter picture: predicted over measured tokens/s of each row."""
     figure, axes = pyplot.subplots(figsize=(6, 6))
-    for group in dict.fromkeys(each.row.group for each in compared):
+    for number, group in enumerate(dict.fromkeys(each.row.group for each in compared)):
         members = [each for each in compared if each.row.group == group]
         measured = [each.row.tokens for each in members]
-        axes.plot(
-            measured, [each.predicted.tokens_per_s for each in members], "o", ms=4, label=group
-        )
+        told = [each.predicted.tokens_per_s for each in members]
+        axes.plot(measured, told, "o^sDv"[number // 10 % 5], ms=4, label=group)  # ten colours each
     ends = axes.get_xlim()[0] * 0.9 + 100, axes.get_xlim()[1]
     for share, style in ((1.0, "-"), (0.8, ":"), (1.2, ":")):
         axes.plot(ends, [share * each for each in ends], style, color="grey", lw=1)
     axes.set(xscale="log", yscale="log", xlabel="measured", ylabel="predicted")
     axes.set_title("tokens/s of a device; dotted: 20% off", fontsize=10)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 

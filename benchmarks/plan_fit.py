@@ -34,7 +34,7 @@ from fullshard.plan.step.interval import (
     extrapolated,
     features_of,
     half_width,
-    loop_s,
+    later,
     uncertain,
     unknowns,
 )
@@ -86,27 +86,26 @@ class Scripted:
         tokens = row.run.micro_batch * row.run.sequence * row.run.accumulate
         speed = tokens / timeline.step_s / row.run.tensor_parallel
         found = unknowns(timeline, row.run, row.cluster, self.memory_share)
-        loop = loop_s(row.run) / timeline.step_s
-        return Error(math.log(speed / row.tokens), half_width(0.0, found), loop)
+        return Error(math.log(speed / row.tokens), half_width(0.0, found), later(found))
 
 
 class Error(NamedTuple):
     """The logarithm of predicted over measured speed, beside what an interval knows.
 
-    ``known`` is its part of unknowns, ``loop`` the share of a step that it leaves to the loop,
+    ``known`` is its part of unknowns, ``later`` the share of a step that these only ever add,
     ``far`` the distance from the rows of the fit.
     """
 
     log: float
     known: float
-    loop: float
+    later: float
     far: float = 0.0
 
     def inside(self, spread: float, away: float) -> bool:
         """True if the measured time lies in the interval."""
         share = uncertain(away, self.far)
         width = math.sqrt(spread**2 + self.known**2 + (1.645 * share) ** 2)
-        return -width <= self.log <= math.log(math.exp(width) + self.loop)
+        return -width <= self.log <= math.log(math.exp(width) + self.later)
 
 
 def tamed(errors: np.ndarray) -> np.ndarray:
@@ -265,6 +264,9 @@ def written(
     lines: Sequence[str],
 ) -> str:
     """The file of constants, with what they were fitted to and how well they hold."""
+    runs: dict[str, list[list[float]]] = {}
+    for each in interval[2]:
+        runs.setdefault(each.kind, []).append(list(each[1:4]))
     text = [
         "# SPDX-License-Identifier: Apache-2.0",
         "# Constants of the time model, one set for all devices, as benchmarks/plan_fit.py printed",
@@ -276,11 +278,9 @@ def written(
         "[interval]",
         f"spread = {interval[0]:.4f}",
         f"away = {interval[1]:.4f}",
-        "# What was fitted: device, then parameters, sequence and tokens of a micro-batch as",
-        "# logarithms to the base 2, float8, LoRA, compiled.",
-        "runs = [",
-        *(f"    {_toml(each)}," for each in interval[2]),
-        "]",
+        "",
+        "[interval.runs]  # parameters, sequence, tokens of a micro-batch as powers of 2, by kind",
+        *(line for kind, sizes in runs.items() for line in _listed(kind, sizes)),
         "",
         "[fit]",
         f"rows = {rows}",
@@ -295,9 +295,9 @@ def written(
     return "\n".join(text)
 
 
-def _toml(features: Features) -> str:
-    told = (f'"{each}"' if isinstance(each, str) else str(each).lower() for each in features)
-    return f"[{', '.join(told)}]"
+def _listed(kind: str, sizes: list[list[float]]) -> list[str]:
+    rows = (sizes[start : start + 4] for start in range(0, len(sizes), 4))
+    return [f'"{kind}" = [', *(f"    {', '.join(map(str, row))}," for row in rows), "]"]
 
 
 if __name__ == "__main__":

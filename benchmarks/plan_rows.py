@@ -134,6 +134,7 @@ def _published(path: Path, record: dict[str, str]) -> Row:
         use_cache="keeps keys and values" in told,
         attention=_attention(told),
         experts=_experts(told),
+        kept_router_loss="router loss kept" in told,
         accumulate=int(_number(r"accumulate (\d+)", told, 1)),
         sync_each=re.search(r"\bno[_ -]sync\b", told) is None,
         fused_optimizer="fused optimizer" in told or "torchtitan" in told,
@@ -142,6 +143,7 @@ def _published(path: Path, record: dict[str, str]) -> Row:
         fp8=in_float8,
         gather_dtype="float8_e4m3fn" if in_float8 else None,
         tensor_parallel=_degree(record["parallelism"], "TP"),
+        cut_embedding="torchtitan" in told,
         expert_parallel=_degree(record["parallelism"], "EP"),
         **_recompute(record["act_ckpt"], record["system"]),
     )
@@ -161,12 +163,12 @@ def _published(path: Path, record: dict[str, str]) -> Row:
 def _precision(text: str) -> dict[str, object]:
     """``fp32`` and ``tf32`` throughout, ``pure`` with parameters in 16 bits, ``amp`` by autocast.
 
-    With ``reduce in X`` gradients travel in X; else precision is mixed. 16 bits are bfloat16
-    unless it says ``fp16``.
+    With ``autocast`` it is both that casts, sharding and autocast. With ``reduce in X`` gradients
+    travel in X; else precision is mixed. 16 bits are bfloat16 unless it says ``fp16``.
     """
     half = "float16" if re.search(r"\bfp16|\bfloat16|^16|half", text) else "bfloat16"
     told: dict[str, object] = {"param_dtype": half if "pure" in text else "float32"}
-    told["autocast"] = half if "amp" in text else None
+    told["autocast"] = half if "amp" in text or "autocast" in text else None
     whole = text.startswith(("fp32", "float32", "tf32")) or "pure" in text or "amp" in text
     reduce = None if whole else "float32"
     if "reduce" in text:
@@ -221,7 +223,7 @@ def _attention(told: str) -> AttentionKernel:
 
 def _experts(told: str) -> ExpertKernel | None:
     """Such as ``experts in a loop``, ``fused experts``."""
-    found = re.search(r"experts in a (loop)|(fused|grouped) experts", told)
+    found = re.search(r"experts in a (loop)|(fused|grouped|padded) experts", told)
     return ExpertKernel(found.group(1) or found.group(2)) if found else None
 
 

@@ -5,76 +5,35 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
+from support.llama_block import (
+    HEAD,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    TOKENS,
+    WIDTH,
+    Block,
+    saved_bytes,
+)
 
 from fullshard.core.strategy import Precision
-from fullshard.plan import Recompute, Run, cluster_of, named_device, named_model, predict
+from fullshard.plan import (
+    AttentionKernel,
+    Loss,
+    Recompute,
+    Run,
+    cluster_of,
+    named_device,
+    named_model,
+    predict,
+)
 from fullshard.plan.choose.settings import Setup, with_setting
 from fullshard.plan.command.recipe import code_of
 from fullshard.plan.model.decoder import Decoder
-from fullshard.plan.model.shape import LLAMA, Shape
+from fullshard.plan.model.shape import GPT2, LLAMA, Norm, Shape
 
-WIDTH, HIDDEN, TOKENS, HEADS, KV_HEADS = 64, 160, 128, 4, 2
-HEAD = WIDTH // HEADS
 MODEL, CLUSTER = named_model("llama2-7b"), cluster_of(named_device("a100-80"), 8)
 AMP = Run(precision=Precision(), autocast="bfloat16", fused_norms=False)
-
-
-class RMSNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, hidden):
-        wide = hidden.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * wide.to(hidden.dtype)
-
-
-class Block(nn.Module):
-    """A block of transformers' Llama, without rotary positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = RMSNorm(), RMSNorm()
-        for name, into, out in (
-            ("q", WIDTH, WIDTH),
-            ("k", WIDTH, KV_HEADS * HEAD),
-            ("v", WIDTH, KV_HEADS * HEAD),
-            ("o", WIDTH, WIDTH),
-            ("gate", WIDTH, HIDDEN),
-            ("up", WIDTH, HIDDEN),
-            ("down", HIDDEN, WIDTH),
-        ):
-            setattr(self, name, nn.Linear(into, out, bias=False))
-
-    def forward(self, hidden):
-        normed = self.first(hidden)
-        heads = [
-            each(normed).view(1, TOKENS, -1, HEAD).transpose(1, 2)
-            for each in (self.q, self.k, self.v)
-        ]
-        seen = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-        hidden = hidden + self.o(seen.transpose(1, 2).reshape(1, TOKENS, WIDTH))
-        normed = self.second(hidden)
-        return hidden + self.down(F.silu(self.gate(normed)) * self.up(normed))
-
-
-def saved_bytes():
-    """Bytes of all storages that forward under autocast saves, parameters apart."""
-    block, storages = Block(), {}
-    hidden = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
-    own = {each.untyped_storage()._cdata for each in block.parameters()}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each)
-    with hooks, torch.autocast("cpu", torch.bfloat16):
-        block(hidden)
-    return sum(each.untyped_storage().nbytes() for key, each in storages.items() if key not in own)
 
 
 def test_a_block_under_autocast_keeps_its_casts():
@@ -82,7 +41,51 @@ def test_a_block_under_autocast_keeps_its_casts():
     calls = Decoder("block", shape).calls(AMP)
     told = sum(each.saved_bytes for each in calls[1].operations)
     roots = 2 * 4 * TOKENS  # of the mean squares: one a token and norm, which is left out
-    assert told == saved_bytes() - roots
+    block, hidden = Block(), torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = saved_bytes(lambda: block(hidden), block.parameters())
+    assert told == kept - roots
+
+
+class PowersBlock(torch.nn.Module):
+    """A block of GPT-2's, with the casts that autocast makes on a GPU around norms and powers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+        for name, into, out in (
+            ("joint", WIDTH, 3 * WIDTH),
+            ("out", WIDTH, WIDTH),
+            ("up", WIDTH, 4 * WIDTH),
+            ("down", 4 * WIDTH, WIDTH),
+        ):
+            setattr(self, name, torch.nn.Linear(into, out, dtype=torch.bfloat16))
+
+    def forward(self, hidden):
+        joint = self.joint(self.first(hidden.float()).bfloat16())
+        query, key, value = joint.view(1, TOKENS, HEADS, 3 * HEAD).transpose(1, 2).chunk(3, -1)
+        scores = (query @ key.transpose(-2, -1)).float().softmax(-1)
+        scores = torch.native_dropout(scores, 0.1, True)[0].bfloat16()
+        seen = self.out((scores @ value).transpose(1, 2).reshape(1, TOKENS, WIDTH))
+        hidden = hidden + torch.native_dropout(seen, 0.1, True)[0]
+        inner = self.up(self.second(hidden.float()).bfloat16())
+        wide = inner.float()
+        wide = 0.5 * inner * (1 + torch.tanh(0.8 * (wide + 0.04 * wide.pow(3))))
+        return hidden + torch.native_dropout(self.down(wide.bfloat16()), 0.1, True)[0]
+
+
+def test_powers_and_scores_under_autocast_are_kept_in_float32():
+    block, hidden = PowersBlock(), torch.randn(1, TOKENS, WIDTH).bfloat16().requires_grad_()
+    kept = saved_bytes(lambda: block(hidden), block.parameters())
+    half = Precision(compute="bfloat16", reduce="bfloat16")
+    run = replace(AMP, precision=half, attention=AttentionKernel.MATH)
+    shape = {"rotary": False, "gated": False, "dropout": True, "gelu_parts": 3}
+    shape |= {"norm": Norm.LAYER, "naming": GPT2}
+    sizes = (1, WIDTH, HEADS, HEADS, HEAD, 4 * WIDTH, 256, TOKENS)
+    told = sum(
+        each.saved_bytes for each in Decoder("", Shape(*sizes, **shape)).calls(run)[1].operations
+    )
+    assert told == pytest.approx(kept, rel=0.005)
 
 
 def test_the_recipe_says_where_autocast_belongs():
@@ -97,9 +100,9 @@ def test_the_recipe_says_where_autocast_belongs():
     [(Recompute.FULL, False), (Recompute.SELECTIVE, False), (Recompute.FULL, True)],
 )
 def test_a_cache_of_keys_and_values_is_kept_by_recomputed_blocks(recompute, offloads):
-    run = Run(micro_batch=4, recompute=recompute, offload_activations=offloads)
+    run = Run(micro_batch=8, recompute=recompute, offload_activations=offloads, loss=Loss.FREED)
     without, cached = (
         predict(MODEL, replace(run, use_cache=each), CLUSTER).memory for each in (False, True)
     )
-    keys_and_values = 2 * 32 * 4 * 4096 * 4096 * 2
+    keys_and_values = 2 * 32 * 8 * 4096 * 4096 * 2
     assert cached.allocated_bytes - without.allocated_bytes == keys_and_values

@@ -80,13 +80,14 @@ def test_the_spread_covers_nine_tenths_of_the_rows(fit, rows):
 
 
 def test_the_runs_of_the_fit_are_at_home(fit, rows):
-    _, runs = fitted_runs()
-    fitted = [fit.Features(*each) for each in runs]
+    _, kinds = fitted_runs()
+    fitted = [fit.Features.of(kind, each) for kind, told in kinds.items() for each in told]
+    assert all(each.kind in kinds for each in fitted)
     assert max(fit.extrapolated(each.features, fitted)[0] for each in rows) < 0.2
 
 
 def test_distance_widens_intervals_by_as_much_as_left_out_groups_need(fit):
-    near = fit.Error(log=0.1, known=0.0, loop=0.0)
+    near = fit.Error(log=0.1, known=0.0, later=0.0)
     far = near._replace(far=1.0)
     assert fit.away_of([[("near", near)] * 9], 0.2) == 0.0
     assert fit.away_of([[("far", far)] * 9], 0.05) == pytest.approx(0.053, abs=0.001)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss's memory is what eager trainers hold, measured on fake tensors."""
 
-import weakref
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.live_bytes import LiveBytes
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,8 +18,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fullshard.plan import Loss
 from fullshard.plan.model.work import Pricer
@@ -124,32 +122,3 @@ def fake_mesh(degree):
         yield init_device_mesh("cpu", (degree,))
     finally:
         dist.destroy_process_group()
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of living storages of ``least`` bytes or more, but ``below``; ``most`` at a time."""
-
-    def __init__(self, least, below=1 << 62):
-        super().__init__()
-        self.sizes = range(least, below)
-        self.now, self.most, self._seen = 0, 0, set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it runs on local tensors next
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
-            if storage is None or storage.nbytes() not in self.sizes:
-                continue
-            if storage._cdata in self._seen:
-                continue
-            self._seen.add(storage._cdata)
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        self.most = max(self.most, self.now)
-        return out
-
-    def _gone(self, key, size):
-        self._seen.discard(key)
-        self.now -= size

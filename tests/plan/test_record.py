@@ -7,6 +7,7 @@ import pytest
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.plan import cluster_of, named_device, named_model, predict
+from fullshard.plan.cluster.read import fitted_constants
 from fullshard.plan.record import corrected, device_toml, read_record
 
 TOLD = """\
@@ -45,6 +46,16 @@ def test_another_model_is_as_much_slower_as_the_record_was(record):
     usual = predict(other, record.run, record.cluster).tokens_per_s
     after = predict(other, record.run, replace(record.cluster, device=device)).tokens_per_s
     assert after / usual == pytest.approx(7000 / before, rel=0.05)
+
+
+def test_a_run_on_one_device_says_nothing_of_links(record):
+    usual = fitted_constants()
+    alone = replace(record, cluster=cluster_of(record.cluster.device, 1), reserved_bytes=None)
+    for each, kept in ((record, False), (alone, True)):
+        found = corrected(each).constants
+        assert found.matmul_share != usual.matmul_share
+        assert (found.inside_share == usual.inside_share) is kept
+        assert (found.between_share == usual.between_share) is kept
 
 
 def test_half_of_what_a_run_with_full_memory_lost_is_taken_for_its_loop(record):

@@ -124,6 +124,17 @@ def test_intervals_hold_the_prediction_and_grow_with_what_is_unknown():
     assert any("assumption" in each.name for each in assumed.unknowns)
 
 
+def test_a_short_step_may_be_bound_by_a_slow_host():
+    run = Run(sequence=512, overhead_s=0.0)
+    short = predict(named_model("gpt2-medium"), run, cluster_of(H100, 8))
+    slow = next(each for each in short.unknowns if "if that is slow" in each.name)
+    assert slow.later
+    assert short.high_s - short.step_s > slow.share * short.step_s > 0
+    assert short.step_s / short.low_s < short.high_s / short.step_s
+    long = predict(MODEL, Run(recompute=Recompute.FULL), cluster_of(H100, 8))
+    assert not any("if that is slow" in each.name for each in long.unknowns)
+
+
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [("a100-80", AttentionKernel.FLASH2), ("h100", AttentionKernel.CUDNN), ("b200", "cudnn")],

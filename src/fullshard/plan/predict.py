@@ -19,7 +19,7 @@ from fullshard.plan.step.interval import (
     extrapolated,
     features_of,
     half_width,
-    loop_s,
+    later,
     uncertain,
     unknowns,
 )
@@ -54,8 +54,8 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if what the run needs is within the device's memory."""
-        return self.memory.needed_bytes <= self.cluster.device.memory_bytes
+        """True if the run is within the device's memory with no pool of a stream given back."""
+        return self.memory.peak_bytes <= self.cluster.device.memory_bytes
 
     @property
     def almost_full(self) -> bool:
@@ -138,7 +138,7 @@ def predict(
         memory,
         step_s,
         step_s / width,
-        step_s * width + loop_s(run),
+        step_s * (width + later(found)),
         timeline.parts,
         timeline.communication_s,
         samples * (run.sequence or model.context) / step_s,
@@ -149,8 +149,9 @@ def predict(
 
 @cache
 def _fitted() -> tuple[float, tuple[Features, ...]]:
-    share, runs = fitted_runs()
-    return share, tuple(Features(*each) for each in runs)
+    share, kinds = fitted_runs()
+    runs = (Features.of(kind, sizes) for kind, told in kinds.items() for sizes in told)
+    return share, tuple(runs)
 
 
 def _away(script: Script, model: Model, run: Run, cluster: Cluster) -> tuple[float, str]:

@@ -68,10 +68,10 @@ def corrected(record: Record) -> Device:
 
     Everything takes longer or shorter as the run did, the loop included, but for the part of the
     difference that is expected of one run beside others like it: the fitted rows' spread, squared,
-    over all that was uncertain. The allocator's slack is what makes the peak right, if the record
-    has one. A run whose memory was almost full may have waited for the allocator instead, which
-    others do not: half of its difference counts. Raises `ConfigurationError` for a speed or a peak
-    that no such run can have.
+    over all that was uncertain. A run that sent nothing says nothing of links. The allocator's
+    slack is what makes the peak right, if the record has one. A run whose memory was almost full
+    may have waited for the allocator instead, which others do not: half of its difference counts.
+    Raises `ConfigurationError` for a speed or a peak that no such run can have.
     """
     device = record.cluster.device
     before = device.constants or fitted_constants()
@@ -81,7 +81,8 @@ def corrected(record: Record) -> Device:
     uncertain = math.log(found.step_s / found.low_s)
     shared = 1 - (fitted_spread() / uncertain) ** 2
     faster **= shared / 2 if found.almost_full else shared
-    rates = ("matmul_share", "attention_share", "memory_share", "inside_share", "between_share")
+    links = ("inside_share", "between_share") if found.communication_s else ()
+    rates = ("matmul_share", "attention_share", "memory_share", *links)
     times = ("kernel_s", "step_s", "straggle_s")
     constants = replace(
         before,

@@ -68,6 +68,7 @@ class ExpertKernel(Enum):
 
     GROUPED = "grouped"  # stacked: PyTorch's grouped product, rows put in order by its indexing
     FUSED = "fused"  # the same, rows moved by kernels of their own, as DeepEP and Megatron have
+    PADDED = "padded"  # stacked, each with as many rows as the fullest: batched products
     LOOP = "loop"  # one after another, as transformers had them; the host waits for each
 
 
@@ -97,9 +98,13 @@ class Run:
     ``recompute_every`` n recomputes each n-th block, ``recompute_blocks`` only so many; with
     ``recompute_stops`` it ends where the last tensor that backward needs is there again (PyTorch
     2.1 and newer). ``lora_rank`` 0 trains all parameters. ``fused_norms`` are one kernel each.
-    ``tensor_parallel`` devices share each layer. Experts are dealt out over ``expert_parallel``
-    devices, to which tokens travel; the fullest gets ``imbalance`` times its share of them;
+    ``tensor_parallel`` devices share each layer, and with ``cut_embedding`` the table of tokens,
+    which each has whole otherwise. Experts are dealt out over ``expert_parallel``
+    devices, to which tokens travel; the fullest device, of padded experts the fullest of them, gets
+    ``imbalance`` times its share (None: unknown, 1, but all if padded, as before training);
     ``experts`` says how they are computed (None: unknown, taken for grouped). With
+    ``kept_router_loss`` routers keep their loss, which lives as long as it, in a recomputed block
+    with all that was computed before. With
     ``fp8`` matrix products run in float8; ``gather_dtype`` is that of gathers on the wire, if it is
     not that of computation. ``align`` is "element" behind the wrapper and "row" behind
     `fully_shard`, unless they are asked for the other. With ``offload_activations`` what blocks
@@ -138,8 +143,10 @@ class Run:
     fused_norms: bool = True
     engine: Engine = Engine.FULLSHARD
     tensor_parallel: int = 1
+    cut_embedding: bool = False
     expert_parallel: int = 1
-    imbalance: float = 1.0
+    imbalance: float | None = None
+    kept_router_loss: bool = False
     experts: ExpertKernel | None = None
     fp8: bool = False
     gather_dtype: str | None = None
@@ -148,13 +155,12 @@ class Run:
     overhead_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch", "accumulate", "replicas", "recompute_every"):
-            check_whole(name, getattr(self, name))
-        for name in ("tensor_parallel", "expert_parallel"):
+        counts = ("micro_batch", "accumulate", "replicas", "recompute_every")
+        for name in (*counts, "tensor_parallel", "expert_parallel"):
             check_whole(name, getattr(self, name))
         if self.tensor_parallel > 1 and self.expert_parallel > 1:
             raise ConfigurationError("expert_parallel beside tensor_parallel is not planned")
-        if not 1 <= self.imbalance <= _MOST_IMBALANCE:
+        if not 1 <= self.fullest <= _MOST_IMBALANCE:
             raise ConfigurationError(
                 "imbalance is how many times its share of tokens the fullest of devices that "
                 f"experts are dealt out over gets: 1 or more, not {self.imbalance!r}"
@@ -171,14 +177,16 @@ class Run:
             raise ConfigurationError(
                 f"optimizer {self.optimizer!r} is not known: {', '.join(OPTIMIZERS)}"
             )
-        for dtype in (
-            self.param_dtype,
-            self.autocast,
-            self.precision.compute,
-            self.gather_dtype,
-        ):
+        for dtype in (self.param_dtype, self.autocast, self.precision.compute, self.gather_dtype):
             if dtype is not None:
                 item_bytes(dtype)
+
+    @property
+    def fullest(self) -> float:
+        """The share of tokens that ``imbalance`` tells, or the most there is."""
+        if self.imbalance is None:
+            return _MOST_IMBALANCE if self.experts is ExpertKernel.PADDED else 1.0
+        return self.imbalance
 
     @property
     def compute_dtype(self) -> str:

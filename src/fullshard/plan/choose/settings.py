@@ -4,6 +4,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
@@ -160,16 +161,17 @@ RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
     "attention": _field("attention", _member(AttentionKernel)),
     "engine": _field("engine", _member(Engine)),
     "tensor-parallel": _field("tensor-parallel", _whole),
+    "cut-embedding": _field("cut-embedding", _flag),
     "expert-parallel": _field("expert-parallel", _whole),
     "imbalance": _field("imbalance", _number),
+    "kept-router-loss": _field("kept-router-loss", _flag),
     "experts": _field("experts", _member(ExpertKernel)),
     "overhead": _overhead,
     "sync-each": _field("sync-each", _flag),
 }
 """The effect of each setting on a run, by its name."""
 
-CLUSTER_KEYS = ("devices", "device", "per-host", "inside", "between")
-KEYS: tuple[str, ...] = (*RUN_KEYS, *CLUSTER_KEYS)
+KEYS: tuple[str, ...] = (*RUN_KEYS, "devices", "device", "per-host", "inside", "between")
 """All names of settings."""
 
 
@@ -189,36 +191,27 @@ def with_setting(setup: Setup, key: str, value: str) -> Setup:
     return replace(setup, cluster=_with_cluster(setup.cluster, key, value))
 
 
+_OF_CLUSTER: Mapping[str, tuple[str, Callable[[str, str], float], float]] = {
+    "devices": ("devices", _whole, 1),
+    "per-host": ("per_host", _whole, 1),
+    "inside": ("inside_bandwidth", _number, 1e9),
+    "between": ("between_bandwidth", _number, GIGABIT),
+}
+
+
 def _with_cluster(cluster: Cluster, key: str, value: str) -> Cluster:
+    """Change one thing; with another device links are that one's usual ones."""
+    device, alone = cluster.device, cluster.hosts == 1
     if key == "device":
         return cluster_of(named_device(value), cluster.devices)
-    if key == "devices":
-        return _again(cluster, devices=_whole(key, value))
-    if key == "per-host":
-        return _again(cluster, per_host=_whole(key, value))
-    if key == "inside":
-        return _again(cluster, inside=_number(key, value) * 1e9)
-    return _again(cluster, between=_number(key, value) * GIGABIT)
-
-
-def _again(
-    cluster: Cluster,
-    *,
-    devices: int | None = None,
-    per_host: int | None = None,
-    inside: float | None = None,
-    between: float | None = None,
-) -> Cluster:
-    usual = (
-        cluster.per_host if cluster.hosts > 1 else max(cluster.per_host, cluster.device.per_host)
-    )
-    return cluster_of(
-        cluster.device,
-        cluster.devices if devices is None else devices,
-        per_host=usual if per_host is None else per_host,
-        inside_bandwidth=inside or cluster.inside.bandwidth,
-        between_bandwidth=between or cluster.between.bandwidth,
-    )
+    told: dict[str, Any] = {
+        "devices": cluster.devices,
+        "per_host": max(cluster.per_host, device.per_host) if alone else cluster.per_host,
+        "inside_bandwidth": cluster.inside.bandwidth,
+        "between_bandwidth": cluster.between.bandwidth,
+    }
+    name, read, unit = _OF_CLUSTER[key]
+    return cluster_of(device, **{**told, name: read(key, value) * unit})
 
 
 def strategy_name(run: Run) -> str:

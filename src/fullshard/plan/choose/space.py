@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.strategy import Offload, Prefetch, ShardingStrategy
+from fullshard.core.strategy import Prefetch, ShardingStrategy
+from fullshard.plan.choose.settings import OFFLOADS
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.run import Recompute, Run, Wrap
 
@@ -15,11 +16,6 @@ AXES = ("strategy", "wrap", "micro_batch", "recompute", "offload", "prefetch", "
 """The settings that a search may choose."""
 
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
-_LEVELS = (
-    Offload(),
-    Offload(optimizer=True),
-    Offload(params=True, optimizer=True),
-)
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class SearchSpace:
 
     def offloading(self, run: Run) -> Iterator[Run]:
         """``run`` with more and more of its state on the host; the first is without."""
-        levels = _LEVELS if "offload" in self.free else (run.offload,)
+        levels = tuple(OFFLOADS.values()) if "offload" in self.free else (run.offload,)
         return (replace(run, offload=each) for each in levels)
 
     def wrapping(self, run: Run) -> Iterator[Run]:

@@ -3,7 +3,7 @@
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields
 from functools import cache
 from importlib import resources
@@ -143,10 +143,10 @@ def fitted_constants() -> Constants:
 
 
 @cache
-def fitted_runs() -> tuple[float, tuple[tuple[Any, ...], ...]]:
-    """The uncertainty that a distance of 1 from fitted runs adds, and the runs' features."""
+def fitted_runs() -> tuple[float, Mapping[str, Sequence[Sequence[float]]]]:
+    """The uncertainty that a distance of 1 from fitted runs adds, and the runs' sizes by kind."""
     table = tomllib.loads(_text("constants.toml"))["interval"]
-    return float(table["away"]), tuple(tuple(each) for each in table["runs"])
+    return float(table["away"]), table["runs"]
 
 
 @cache

@@ -117,9 +117,11 @@ _HELP = {
     "engine": "fullshard, or PyTorch's: fsdp1, fsdp2",
     "overhead": "milliseconds that the loop adds to a step: data, logging",
     "tensor-parallel": "devices that share each layer",
+    "cut-embedding": "true or false: they share the table of tokens, too",
     "expert-parallel": "devices that experts are dealt out over",
-    "experts": "how they are computed: grouped, fused, loop",
-    "imbalance": "tokens of the fullest of these, as a multiple of its share",
+    "experts": "how they are computed: grouped, fused, padded, loop",
+    "imbalance": "tokens of the fullest of these, or padded expert, in shares",
+    "kept-router-loss": "true or false: routers keep their loss, and its graph",
 }
 
 

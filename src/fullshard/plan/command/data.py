@@ -55,7 +55,7 @@ def prediction_data(prediction: Prediction, tokens: float = 0.0) -> dict[str, An
 _SAME = (
     *("replicas", "micro_batch", "accumulate", "sequence", "sync_each", "offload_activations"),
     *("use_cache", "param_dtype", "compute_dtype", "optimizer", "expert_parallel", "imbalance"),
-    *("overhead_s", "compiled"),
+    *("overhead_s", "compiled", "tensor_parallel", "cut_embedding", "kept_router_loss"),
 )
 _BY_VALUE = ("wrap", "recompute", "loss", "attention", "engine")
 

@@ -186,9 +186,8 @@ def _rejections(choice: Choice) -> RenderableType:
     """The first rejection of each strategy: what is largest, and why."""
     seen: dict[str, str] = {}
     for each in choice.rejected:
-        seen.setdefault(f"{strategy_name(each.run)} {each.run.recompute.value}", "")
         key = f"{strategy_name(each.run)} {each.run.recompute.value}"
-        seen[key] = seen[key] or f"{describe(each.run)}: {each.reason}"
+        seen.setdefault(key, f"{describe(each.run)}: {each.reason}")
     if not seen:
         return Text("nothing was rejected", style="dim")
     lines = [Text(line, style="dim") for line in list(seen.values())[:5]]

@@ -20,6 +20,7 @@ class _CallMemory:
 
     def __init__(self, operations: tuple[Operation, ...]):
         self.saved, self.saved_logits = _saved(operations)
+        self.held_logits = sum(each.held_bytes for each in operations)
         self.kept_in_turns = _kept_in_turns(operations)
         self.forward_peak = _forward_peak(operations)
         self.backward_before, self.backward_after = _backward_peaks(operations)
@@ -35,6 +36,7 @@ class Activations:
         self._recompute = run.recompute
         self._offloads = run.offload_activations
         sharded = any(unit.layout.shards > 1 for unit in script.units)
+        self._keeps_router_loss = run.kept_router_loss
         self._keeps_inputs = run.engine is Engine.FSDP1 and run.lora_rank > 0 and sharded
         self._recomputed = tuple(
             block is not None and run.recomputed(block) for block in script.blocks
@@ -121,7 +123,7 @@ class Activations:
             key=sum,
         )
         waiting = gradients.waiting[act.call]
-        self._keep(act.call, self._left_by_backward(act.call), 0)
+        self._keep(act.call, self._left_by_backward(act.call), memory.held_logits)
         self.kept += gradients.waiting[act.call] - gradients.joined[act.call]
         return (
             (kept_by_others + before[0], logits_of_others + before[1]),
@@ -129,15 +131,21 @@ class Activations:
         )
 
     def _left_by_backward(self, call: int) -> int:
-        """Bytes of a recomputed block's input and its gradient that FSDP1 holds on to.
+        """Bytes of a recomputed block that are held until backward has ended, or longer.
+
+        These are what was computed before a router whose loss is kept, and with FSDP1 the block's
+        input and its gradient.
 
         [Note: FSDP1 and frozen units] A unit with frozen parameters is told by a hook on its inputs
         when to free itself. Inputs of a checkpointed block are detached: the hook keeps them, and
         the gradients that they got, until the backward of all of the model has ended.
         """
-        if not (self._keeps_inputs and self._recomputed[call]):
+        if not self._recomputed[call]:
             return 0
-        return 2 * self._script.calls[call].input_bytes
+        left = 2 * self._script.calls[call].input_bytes if self._keeps_inputs else 0
+        operations = self._script.calls[call].operations if self._keeps_router_loss else ()
+        routers = [n for n, each in enumerate(operations) if each.name == "router"]
+        return left + sum(each.saved_bytes for each in operations[: max(routers, default=0)])
 
 
 def _saved(operations: tuple[Operation, ...]) -> tuple[int, int]:

@@ -107,13 +107,6 @@ class MemoryForecast:
         return self.peak_bytes - self.peak["context and nccl"]
 
     @property
-    def needed_bytes(self) -> int:
-        """The least that a device must have: pools of streams are given back when it is full."""
-        held = self.reserved_bytes - self.peak["allocator slack"]
-        share = self.allocated_bytes / held if held else 0.0
-        return self.peak["context and nccl"] + int(share * self.reserved_bytes)
-
-    @property
     def resting_bytes(self) -> int:
         """Parameters, gradients and optimizer state on the device between steps."""
         return self.resting.device_bytes

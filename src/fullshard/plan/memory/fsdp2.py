@@ -26,7 +26,8 @@ class HeldByFSDP2(HeldUnits):
     among that if there is more than one device. Without ``pooled`` both are what tensors hold:
     what is gathered into until it is copied out, and gradients, which an accumulating step has
     from the beginning. Those that are not reduced in between are full, in FSDP2 in the dtype in
-    which they travel.
+    which they travel. A compiled model that nothing cuts is one graph, whose backward gives all
+    gradients when it has ended.
     """
 
     def __init__(self, units: Sequence[PlannedUnit], run: Run, *, pooled: bool = True):
@@ -41,6 +42,8 @@ class HeldByFSDP2(HeldUnits):
         blocks = [unit.cost.full_bytes for unit in units if unit.around is not None]
         into = max(max(self._full, default=0), 2 * max(blocks, default=0))
         self._sharded = any(unit.layout.shards > 1 for unit in units)
+        alone = all(unit.cost.solo and not unit.cost.all_reduce_bytes for unit in units)
+        self._whole = run.compiled and alone
         self._pooled = pooled and self._sharded
         self.buffers = (into + cast) if self._pooled else 0
         self._rests = [unit.cost.rest_bytes for unit in units]
@@ -74,11 +77,17 @@ class HeldByFSDP2(HeldUnits):
         elif op.kind is OpKind.FREE and unit in self._are_full:
             self._are_full.remove(unit)
             self.buffers -= self._full[unit]
-        elif op.kind is OpKind.REDUCE and unit in self._have_grads:
+        elif op.kind is OpKind.REDUCE and unit in self._have_grads and not self._whole:
             self.buffers -= self._have_grads.pop(unit)
             self.gradients += 0 if self._has_gradients else self._rests[unit]
             return self._grads[unit] + self._reduced[unit] if self._sharded else 0
         return 0
+
+    def end_step(self) -> None:
+        """Add what a whole graph gave to what waits, or let it rest."""
+        if self._whole:
+            self.buffers -= sum(self._have_grads.values())
+            self.gradients = sum(self._rests)
 
 
 def _as_computed(unit: PlannedUnit) -> int:

@@ -71,6 +71,7 @@ def _shape(fields: _Fields, family: Mapping[str, Any]) -> Shape:
         "bias": bool(fields.get("mlp_bias", "use_bias")),
         "qkv_bias": biased,
         "out_bias": biased,
+        "dropout": bool(fields.get("resid_pdrop")),
         "naming": "LLAMA",
         **family.get("shape", {}),
         **_window(fields, family),

@@ -64,7 +64,8 @@ class Decoder:
         Under tensor parallelism they are the part of one device, and so are experts dealt out.
         """
         shape = self.shape.cut(run.tensor_parallel).dealt_out(run.expert_parallel)
-        return _spec(shape, run.param_dtype, run.lora_rank, _positions(shape, run))
+        rows = _table_rows(self.shape, run), _positions(shape, run)
+        return _spec(shape, run.param_dtype, run.lora_rank, *rows)
 
     def calls(self, run: Run) -> tuple[ModelCall, ...]:
         """Embedding, layers, head and loss."""
@@ -82,6 +83,12 @@ class Decoder:
         return per_token * length
 
 
+def _table_rows(shape: Shape, run: Run) -> int:
+    """Rows of the embedding on one device; a tied one is cut as the head is."""
+    cut = run.cut_embedding or shape.tied
+    return -(-shape.vocab // run.tensor_parallel) if cut else shape.vocab
+
+
 def _positions(shape: Shape, run: Run) -> int:
     if not shape.learned_positions:
         return 0
@@ -89,13 +96,11 @@ def _positions(shape: Shape, run: Run) -> int:
 
 
 @lru_cache(maxsize=64)
-def _spec(shape: Shape, dtype: str, lora_rank: int, positions: int) -> ModelSpec:
+def _spec(shape: Shape, dtype: str, lora_rank: int, rows: int, positions: int) -> ModelSpec:
     names = shape.naming
     head = f"{names.head}.weight"
     tied = (head,) if shape.tied else ()
-    params = [
-        ParamSpec(f"{names.embedding}.weight", (shape.vocab, shape.width), dtype, aliases=tied)
-    ]
+    params = [ParamSpec(f"{names.embedding}.weight", (rows, shape.width), dtype, aliases=tied)]
     if positions:
         params.append(ParamSpec(f"{names.positions}.weight", (positions, shape.width), dtype))
     for block in range(shape.layers):
@@ -142,6 +147,7 @@ def _multiplied(shape: Shape) -> int:
 
 @lru_cache(maxsize=256)
 def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, ...]:
+    rows = _table_rows(shape, run)
     shape = shape.cut(run.tensor_parallel).dealt_out(run.expert_parallel)
     price = replace(
         Pricer.of(run, length),
@@ -154,7 +160,7 @@ def _calls(shape: Shape, run: Run, length: int, fine: bool) -> tuple[ModelCall, 
     # They have the dtype of the parameters, also where autocast computes in another.
     wide = run.full_item
     apart = replace(price, tokens=price.tokens // run.tensor_parallel, item=wide)
-    calls = [ModelCall(names.embedding, (_look_up(shape, apart),))]
+    calls = [ModelCall(names.embedding, (_look_up(rows, shape.width, apart),))]
     kept = wide * apart.tokens * shape.width
     cache = 2 * price.item * price.tokens * shape.kv_width if run.use_cache else 0
     for block in range(shape.layers):
@@ -195,10 +201,10 @@ def _joined(pieces: tuple[tuple[str, tuple[Operation, ...]], ...]) -> tuple[Oper
     return tuple(operation for _, operations in pieces for operation in operations)
 
 
-def _look_up(shape: Shape, price: Pricer) -> Operation:
-    looked_up = price.pointwise("embedding", shape.width, shape.width, saved=shape.width)
+def _look_up(rows: int, width: int, price: Pricer) -> Operation:
+    looked_up = price.pointwise("embedding", width, width, saved=width)
     # Its gradient is a sum into the rows of the table, most of which stay zero.
-    table = float(4 * shape.vocab * shape.width) if price.trained else 0.0
+    table = float(4 * rows * width) if price.trained else 0.0
     backward = Workload(bytes=looked_up.forward.bytes + table, kernels=2)
     return replace(looked_up, backward=backward)
 
@@ -228,12 +234,17 @@ def _block(
     head = shape.head_width
     if shape.latent:  # its values are narrower than its keys
         head = (head + shape.latent.value) // 2
-    attention.append(price.attention(shape.heads, shape.kv_heads, head, window=shape.window))
+    mask = replace(apart.pointwise("dropout", width, width), saved_bytes=apart.tokens * width)
+    dropped = (mask,) if shape.dropout and not price.fused else ()
+    looks = price.attention(
+        shape.heads, shape.kv_heads, head, window=shape.window, dropout=shape.dropout
+    )
+    attention.append(looks)
     attention.append(price.matmul("attention out", shape.out_width, width))
     if shape.bias or shape.out_bias:
         attention.append(_bias(price, width))
     attention += _adapters(price, run, query, width)
-    yield names.attention, (*attention, *wire)
+    yield names.attention, (*attention, *wire, *dropped)
     own_norm = (norm,) if names.after_attention else ()  # keeps its input, not its output
     add = apart.pointwise("add", 2 * width, width, saved=width, backward=(3.0 * width, 1))
     yield "", (*own_norm, add, norm)
@@ -243,18 +254,17 @@ def _block(
         yield f"{names.feed_forward}.experts", own
         yield names.feed_forward, after
     else:
-        yield names.feed_forward, (*_feed_forward(shape, experts, price, run), *wire)
+        yield names.feed_forward, (*_feed_forward(shape, experts, price, run), *wire, *dropped)
     yield "", (*own_norm, add)
 
 
 def _projections(shape: Shape, price: Pricer) -> list[Operation]:
     """Queries, keys, values; those that positions turn are kept after turning."""
     query, kv, width = shape.query_width, shape.kv_width, shape.width
-    kept = 0 if shape.rotary else 1
-    if shape.naming.joint:
+    if shape.naming.joint:  # values are a view of the whole, also where the rest is turned
         out = query + 2 * kv
-        saved = out if kept else kv
-        return [price.matmul("query, key, value", width, out, saved=saved, normed=True)]
+        return [price.matmul("query, key, value", width, out, saved=out, normed=True)]
+    kept = 0 if shape.rotary else 1
     return [
         price.matmul("query", width, query, saved=kept * query, normed=True),
         price.matmul("key", width, kv, saved=kept * kv, normed=True),
@@ -292,16 +302,16 @@ def _at_experts(
     routed, width, hidden = experts.active, shape.width, experts.hidden
     rows = float(routed * width)
     travels = run.expert_parallel > 1
-    fullest = min(run.imbalance, run.expert_parallel)  # it gets all, at most
-    here = replace(price, tokens=round(price.tokens * fullest))
+    padded = run.experts is ExpertKernel.PADDED
+    # The fullest gets all, at most: a device what is sent, an expert a row of each token.
+    arrived = replace(price, tokens=round(price.tokens * min(run.fullest, run.expert_parallel)))
+    most = min(run.fullest, experts.routed / routed)
+    here = replace(price, tokens=round(price.tokens * most)) if padded else arrived
     dispatch, combine = _moved_rows(price, rows, width, experts.count, run)
     router = price.matmul("router", width, experts.routed)
     if experts.wide_router:
         router = replace(router, saved_bytes=4 * price.tokens * width)
-    before = [
-        router,
-        dispatch if not travels else replace(dispatch, saved_bytes=0),
-    ]
+    before = [router, replace(dispatch, saved_bytes=0) if travels or padded else dispatch]
     ups = 2 if shape.gated else 1
     own = [
         here.experts("experts up", width, ups * hidden, routed, experts.count),
@@ -309,12 +319,14 @@ def _at_experts(
         here.experts("experts down", hidden, width, routed, experts.count),
     ]
     after = [combine]
+    if padded:
+        own = [*_padding(arrived, here, rows, experts.count, own)]
     if travels:
-        before.append(_exchange("rows to experts", here, rows, kept=True))
-        after.insert(0, _exchange("rows from experts", here, rows))
+        before.append(_exchange("rows to experts", arrived, rows, kept=not padded))
+        after.insert(0, _exchange("rows from experts", arrived, rows))
         if run.experts is not ExpertKernel.FUSED:  # what arrives is by sender, not yet by expert
-            own.insert(0, _in_order("rows by expert", here, rows))
-            own.append(_in_order("rows by sender", here, rows))
+            own.insert(0, _in_order("rows by expert", arrived, rows))
+            own.append(_in_order("rows by sender", arrived, rows))
     if experts.shared:
         after += _dense(shape, experts.shared, price, run)
     if experts.gated_shared:
@@ -355,6 +367,31 @@ def _moved_rows(
     )
 
 
+def _padding(
+    arrived: Pricer, here: Pricer, rows: float, count: int, products: list[Operation]
+) -> Iterator[Operation]:
+    """Put ``products`` of padded rows, priced by ``here``, between copies to and from their places.
+
+    Each of ``count`` experts has a slice, copied by itself: the host has to know how long it is. In
+    backward, a slice that was written in place clones the whole gradient, and one that was read
+    adds a whole one, zero elsewhere.
+    """
+
+    def copied(name: str, written: float, read: float) -> Operation:
+        forward = Workload(bytes=item * (written + 2 * real), kernels=2 * count, waits=waits)
+        backward = Workload(bytes=item * count * (2 * written + 4 * read), kernels=6 * count)
+        kept = int(item * written)
+        return Operation(name, Kind.MEMORY, forward, backward, kept, kept, 0, 2 * kept)
+
+    item, waits = here.item, 1
+    real, wide = (each.tokens * rows for each in (arrived, here))
+    *others, last = products
+    yield copied("padding", wide, real)
+    waits = 0
+    yield from (*others, replace(last, saved_bytes=last.saved_bytes - last.output_bytes))
+    yield copied("unpadding", real, wide)
+
+
 def _in_order(name: str, price: Pricer, rows: float) -> Operation:
     """Rows copied with a row of zeros behind them, then put in order; kept by nobody."""
     added = 2.0 * rows / _ADDED_SHARE if name == "rows by expert" else 2.0 * rows
@@ -390,7 +427,7 @@ def _activation(shape: Shape, hidden: int, price: Pricer) -> Operation:
             "activation",
             moved,
             moved,
-            saved=(1 + parts) * hidden,
+            saved=(1 + parts * max(price.wide_item, price.item) / price.item) * hidden,
             kernels=launched,
             backward=(3.0 * moved, launched),
         )

@@ -45,7 +45,8 @@ class Operation:
 
     ``saved_bytes`` stay from forward to backward, counted once: by the operation that makes the
     tensor, if any backward reads it. ``output_bytes`` is what it gives to the next operation.
-    ``scratch_bytes`` is held only while its forward runs, ``backward_scratch_bytes`` its backward.
+    ``scratch_bytes`` is held only while its forward runs, ``backward_scratch_bytes`` its backward;
+    of what is saved, or of gradients, ``held_bytes`` until the backward of all of the model ended.
     ``cheap`` ones are recomputed under selective recomputation, the others kept.
     """
 
@@ -57,6 +58,7 @@ class Operation:
     output_bytes: int = 0
     scratch_bytes: int = 0
     backward_scratch_bytes: int = 0
+    held_bytes: int = 0
     cheap: bool = True
     logits: bool = False  # its memory is told apart from activations: logits and loss
 
@@ -93,36 +95,28 @@ class Model(Protocol):
     @property
     def name(self) -> str:
         """The name in tables."""
-        ...
 
     @property
     def blocks(self) -> tuple[str, ...]:
         """Paths of the repeated modules."""
-        ...
 
     @property
     def parts(self) -> tuple[str, ...]:
         """Paths of finer modules."""
-        ...
 
     @property
     def experts(self) -> tuple[str, ...]:
         """Paths of the modules that hold stacked experts, which may be dealt out over devices."""
-        ...
 
     @property
     def context(self) -> int:
         """Samples' length if the run does not say: tokens, 1 where there are none."""
-        ...
 
     def spec(self, run: Run) -> ModelSpec:
         """All parameters of the plain model as they rest, in registration order; LoRA's are in."""
-        ...
 
     def calls(self, run: Run) -> tuple[ModelCall, ...]:
         """The forward of one micro-batch, ending with the loss."""
-        ...
 
     def model_flops(self, run: Run) -> float:
         """FLOPs of one sample's forward and backward that count for MFU: none recomputed."""
-        ...

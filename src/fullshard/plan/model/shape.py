@@ -174,6 +174,22 @@ MPT = replace(
 )
 
 
+NEOX = replace(
+    GPT2,
+    blocks="gpt_neox.layers",
+    embedding="gpt_neox.embed_in",
+    final_norm="gpt_neox.final_layer_norm",
+    head="embed_out",
+    attention="attention",
+    joint="query_key_value",
+    out="dense",
+    attention_norm="input_layernorm",
+    up="dense_h_to_4h",
+    down="dense_4h_to_h",
+    feed_forward_norm="post_attention_layernorm",
+)
+
+
 @dataclass(frozen=True)
 class Shape:
     """A decoder-only transformer.
@@ -182,8 +198,9 @@ class Shape:
     matrices, else two. ``learned_positions`` have a table of ``context`` rows. ``window`` is how
     far attention looks back (0: all the way); each ``whole_every``-th block looks all the way. With
     ``sinks`` each head has one score more. ``bias`` is of all matrices, ``qkv_bias`` of queries,
-    keys and values, ``out_bias`` of attention's last. ``gelu_parts`` is how many features of inner
-    width an activation of single kernels keeps beside its input and output.
+    keys and values, ``out_bias`` of attention's last. With ``dropout`` scores and what attention
+    and feed-forward give lose some elements: a byte of each says which. ``gelu_parts`` is how many
+    features of inner width an activation of single kernels keeps beside its input and output.
     """
 
     layers: int
@@ -206,6 +223,7 @@ class Shape:
     window: int = 0
     whole_every: int = 0
     sinks: bool = False
+    dropout: bool = False
     gelu_parts: int = 0
     experts: Experts | None = None
     latent: Latent | None = None
@@ -312,7 +330,7 @@ class Shape:
         return experts if experts is not None and block >= experts.dense_blocks else None
 
 
-_NAMINGS = {"LLAMA": LLAMA, "GEMMA": GEMMA, "OLMO": OLMO, "GPT2": GPT2, "MPT": MPT}
+_NAMINGS = {"LLAMA": LLAMA, "GEMMA": GEMMA, "OLMO": OLMO, "GPT2": GPT2, "MPT": MPT, "NEOX": NEOX}
 _READ: dict[str, Callable[[Any], Any]] = {
     "naming": _NAMINGS.__getitem__,
     "norm": Norm,
@@ -324,18 +342,8 @@ _READ: dict[str, Callable[[Any], Any]] = {
 
 def shape_of(preset: Transformer) -> Shape:
     """The shape of one of the presets that training and planning share."""
-    same = (
-        "layers",
-        "width",
-        "heads",
-        "kv_heads",
-        "head_width",
-        "hidden",
-        "vocab",
-        "context",
-        "tied",
-    )
-    return Shape(**{name: getattr(preset, name) for name in same})
+    same = ("layers", "width", "heads", "kv_heads", "head_width", "hidden", "vocab", "context")
+    return Shape(**{name: getattr(preset, name) for name in (*same, "tied")})
 
 
 def _matrix(path: str, out: int, into: int, dtype: str, bias: bool) -> Iterator[ParamSpec]:

@@ -23,7 +23,8 @@ class Pricer:
     products get no gradients. With ``fused`` neighbouring element-wise operations are one kernel,
     as a compiler makes them: each reads its inputs and writes its outputs once. With ``casts`` the
     residual stream and the weights are float32, and autocast keeps a copy in its own dtype of each
-    weight and, for each product apart, of what norms give it.
+    weight and, for each product apart, of what norms give it. ``wide_item`` is the bytes of an
+    element of what autocast computes in float32, such as powers.
     """
 
     tokens: int
@@ -34,6 +35,7 @@ class Pricer:
     fused_norms: bool = True
     math: bool = False
     casts: bool = False
+    wide_item: int = 0
     wide_norms: bool = False
     layer_norms: bool = False
 
@@ -49,6 +51,7 @@ class Pricer:
             run.compiled or run.fused_norms,
             run.attention is AttentionKernel.MATH,
             run.autocast is not None and item_bytes(run.autocast) < run.full_item,
+            4 if run.autocast is not None and not run.compiled else item_bytes(run.compute_dtype),
         )
 
     def matmul(
@@ -99,7 +102,7 @@ class Pricer:
         )
 
     def attention(
-        self, heads: int, kv_heads: int, head_width: int, *, window: int = 0
+        self, heads: int, kv_heads: int, head_width: int, *, window: int = 0, dropout: bool = False
     ) -> Operation:
         """A fused kernel that keeps its output and one float32 a row (arXiv:2307.08691).
 
@@ -117,7 +120,8 @@ class Pricer:
         scores = self.tokens * heads * self.length
         if self.math:
             moved, moved_back = (scores * each for each in _SCORE_BYTES)
-            kept += 4 * scores
+            cast = self.item if self.item < 4 else 0
+            kept += (4 + cast + dropout) * scores  # softmax in float32, its cast, a mask
         return Operation(
             "attention",
             Kind.ATTENTION,
@@ -218,9 +222,16 @@ class Pricer:
                 saved_bytes=kept,
                 scratch_bytes=scratch,
                 backward_scratch_bytes=back,
+                held_bytes=self._held(loss, arrived),
                 logits=True,
             ),
         )
+
+    def _held(self, loss: Loss, vocab: int) -> int:
+        """Bytes that the caller keeps, and the gradient of logits that go into a whole graph."""
+        item = self.item
+        kept = {Loss.PLAIN: item + 4 + 4 * (item < 4), Loss.KEPT: 4, Loss.NATIVE: item}.get(loss, 0)
+        return self.tokens * vocab * (kept + (item if kept and self.fused else 0))
 
     def _loss(
         self, loss: Loss, vocab: int, cut: bool

@@ -64,7 +64,8 @@ class Timeline:
 
     ``parts`` splits ``step_s`` into compute, exposed communication, host, optimizer, overhead and
     stragglers. ``communication_s`` is all communication of a step, hidden or not,
-    ``attention_s`` the part of computing that attention kernels take.
+    ``attention_s`` the part of computing that attention kernels take, ``launched_s`` what the host
+    takes to launch all of it.
     """
 
     records: list[Busy] = field(default_factory=list)
@@ -72,6 +73,7 @@ class Timeline:
     step_s: float = 0.0
     communication_s: float = 0.0
     attention_s: float = 0.0
+    launched_s: float = 0.0
 
 
 def replay(
@@ -355,6 +357,7 @@ def _whole_step(
         sum(parts.values()),
         all_of(lambda each: each.communication),
         all_of(lambda each: each.attention),
+        all_of(lambda each: each.host),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.run import AttentionKernel, Run
+from fullshard.plan.run import AttentionKernel, ExpertKernel, Run
 from fullshard.plan.step.clock import Timeline
 from fullshard.plan.step.script import Script
 
@@ -19,7 +19,7 @@ __all__ = [
     "extrapolated",
     "features_of",
     "half_width",
-    "loop_s",
+    "later",
     "uncertain",
     "unknowns",
 ]
@@ -30,18 +30,26 @@ _SEEN_DEVICES = 512  # the largest cluster among the rows of the fit
 _ASSUMED = 0.08  # of time, for each field of a device that nobody has measured
 _HOST = 0.2  # of a step: from here on it is bound by the host
 _LOOP_S = 0.1  # of a loop's own in a step: data, logging, norms that are waited for
+# A kernel takes a host of 2016 some 30 us, five times what the fitted hosts take: an eager block
+# with autocast and autograd takes a slow core of 2026 13 to 16 us an operation.
+_SLOW_HOST = 5.0
 # Of a step, where tokens go to experts, of which no fitted row has any: if it is told how these
 # are computed, and if it is not.
 _EXPERTS = (0.08, 0.16)
+_UNEVEN = 0.2  # of a step: the fullest of 8 to 64 experts gets 0.6 to 1 before training
 _LINK = 0.25  # of exposed communication: links are shared, and routes differ
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """Something that a prediction cannot know; ``share`` of the step's time is uncertain by it."""
+    """Something that a prediction cannot know; ``share`` of the step's time is uncertain by it.
+
+    What makes a step ``later`` only is at most that share.
+    """
 
     name: str
     share: float
+    later: bool = False
 
 
 def unknowns(
@@ -58,15 +66,19 @@ def unknowns(
     ``away`` is the share of time that the distance from the fitted runs makes uncertain, and what
     makes that distance in words. ``experts`` is true if tokens go to experts.
     """
-    found = list(_found(timeline, run, cluster, memory_share))
+    found = [*_found(timeline, run, cluster, memory_share), *(_at_experts(run) if experts else ())]
     if away[0] > 0.01:
         found.append(Unknown(f"unlike the nearest fitted run: {away[1] or 'sizes'}", away[0]))
-    if experts:
-        if run.experts is None:
-            found.append(Unknown("how experts are computed: --experts tells", _EXPERTS[1]))
-        else:
-            found.append(Unknown("how tokens are sent to experts, and how evenly", _EXPERTS[0]))
     return tuple(sorted(found, key=lambda each: -each.share))
+
+
+def _at_experts(run: Run) -> Iterator[Unknown]:
+    if run.experts is None:
+        yield Unknown("how experts are computed: --experts tells", _EXPERTS[1])
+    elif run.experts is ExpertKernel.PADDED and run.imbalance is None:
+        yield Unknown("how evenly tokens go to experts: --imbalance tells", _UNEVEN)
+    else:
+        yield Unknown("how tokens are sent to experts, and how evenly", _EXPERTS[0])
 
 
 def _found(
@@ -82,6 +94,7 @@ def _found(
     if host > 0.02:
         bound = "bound by the host" if host > _HOST else "the device waits for its host"
         yield Unknown(bound, 0.3 * host)
+    yield from _later(timeline, run)
     if run.attention is AttentionKernel.FLASH:
         slower = 1 - device.attention["flash2"] / max(device.attention.values())
         share = timeline.attention_s / step * slower / 2
@@ -98,23 +111,35 @@ def _found(
         yield Unknown(f"more than {_SEEN_DEVICES} devices", 0.02 * doublings)
 
 
+def _later(timeline: Timeline, run: Run) -> Iterator[Unknown]:
+    if run.overhead_s is None:
+        name = "the loop's own time: --overhead tells"
+        yield Unknown(name, _LOOP_S / timeline.step_s, later=True)
+    beside = sum(timeline.parts[name] for name in ("optimizer", "step overhead", "stragglers"))
+    slow = (_SLOW_HOST * timeline.launched_s + beside) / timeline.step_s - 1
+    if slow > 0:
+        yield Unknown("bound by the host, if that is slow", slow, later=True)
+
+
 def half_width(spread: float, found: tuple[Unknown, ...]) -> float:
     """The logarithm of a 90% interval's half-width: ``spread`` and the unknowns, in quadrature.
 
     ``spread`` is that of predictions for runs like the fitted ones; the share of an unknown
     counts as one standard deviation.
     """
-    return math.sqrt(spread**2 + sum((1.645 * each.share) ** 2 for each in found))
+    shares = (1.645 * each.share for each in found if not each.later)
+    return math.sqrt(spread**2 + sum(each**2 for each in shares))
 
 
-def loop_s(run: Run) -> float:
-    """Seconds that a loop may add to a step, unless ``run`` says what it adds."""
-    return _LOOP_S if run.overhead_s is None else 0.0
+def later(found: tuple[Unknown, ...]) -> float:
+    """The share of a step that it may take more because of what is only ever later."""
+    return sum(each.share for each in found if each.later)
 
 
 _FARTHEST = 0.18  # as a share of time: about a factor of two in all
 _REALLY_FAR = 2.0  # distance: from here on it is more, without an end
 
+_KINDS = ("float8", "lora", "compiled")
 _STEP = 2.0  # doublings of a size that count as much as another device
 
 
@@ -128,6 +153,18 @@ class Features(NamedTuple):
     float8: bool = False
     lora: bool = False
     compiled: bool = False
+
+    @classmethod
+    def of(cls, kind: str, sizes: Sequence[float]) -> "Features":
+        """Read a `kind`; ``sizes`` are of parameters, sequence and tokens."""
+        device, *more = kind.split()
+        parameters, sequence, tokens = sizes
+        return cls(device, parameters, sequence, tokens, *(name in more for name in _KINDS))
+
+    @property
+    def kind(self) -> str:
+        """Device, and what it is besides, in words."""
+        return " ".join((self.device, *(name for name in _KINDS if getattr(self, name))))
 
 
 def features_of(script: Script, run: Run, cluster: Cluster, context: int) -> Features:
@@ -168,7 +205,7 @@ def extrapolated(run: Features, fitted: Sequence[Features]) -> tuple[float, str]
     ]
     if run.device != nearest.device:
         said.insert(0, f"{run.device} ({nearest.device})")
-    for name in ("float8", "lora", "compiled"):
+    for name in _KINDS:
         if getattr(run, name) != getattr(nearest, name):
             said.append(name if getattr(run, name) else f"not {name}")
     return distance(run, nearest), ", ".join(said)

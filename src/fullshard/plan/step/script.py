@@ -94,7 +94,6 @@ class Walked(Protocol):
 
     def walk(self, units: Sequence[PlannedUnit], run: Run) -> Walk:
         """The step with events for ``units``."""
-        ...
 
 
 def offloaded_bytes(script: Script, run: Run) -> int:

@@ -35,7 +35,7 @@ from report import write_report
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
-from training_step import BLOCK, build, take_turns, throughput_ratio
+from training_step import BESIDE_FORWARD, BLOCK, build, take_turns, throughput_ratio
 
 from fullshard.torch import CommunicationCompression
 from fullshard.torch.comm.hierarchical import PRETEND
@@ -101,6 +101,7 @@ def engines(ranks, dtype):
             lambda chosen: fullshard(build(), BLOCK, dtype, align="element", **chosen),
             options[strategy],
         )
+        made[f"fullshard {strategy}{BESIDE_FORWARD}"] = made[f"fullshard {strategy}"]
     for name, (compression, _, _) in COMPRESSED.items() if dtype is None else ():
         made[f"fullshard FULL_SHARD, {name}"] = partial(
             lambda chosen: fullshard(build(), BLOCK, compression=chosen), compression

@@ -10,8 +10,11 @@ import torch.distributed as dist
 from default_configuration import adamw
 from torch import nn
 
+from fullshard.torch import overlap_optimizer
+
 WIDTH, BLOCKS, TOKENS = 768, 6, 64
 BLOCK = nn.TransformerEncoderLayer
+BESIDE_FORWARD = ", beside forward"
 WARM_UP_ROUNDS = 2  # the first records the order of units, the second is the first to follow it
 
 
@@ -47,7 +50,8 @@ def take_turns(engines, alone, rounds, sent_bytes=lambda: 0, optimizer=adamw):
 
     Ranks begin and end each step together. Each round has an order of its own, the same on all
     ranks: nobody always comes after an engine that leaves memory or connections in a bad state.
-    The engine named ``alone`` communicates nothing: it updates as many parameters as a rank with a
+    Engines whose name ends with `BESIDE_FORWARD` put off their optimizer's steps. The engine named
+    ``alone`` communicates nothing: it updates as many parameters as a rank with a
     shard does, so that no engine can be faster.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -57,6 +61,8 @@ def take_turns(engines, alone, rounds, sent_bytes=lambda: 0, optimizer=adamw):
         model = make()
         params = part_of(model.parameters(), world) if name == alone else model.parameters()
         running[name] = model, optimizer(params)
+        if name.endswith(BESIDE_FORWARD):
+            overlap_optimizer(*running[name], beside="forward")
     found = {name: {"seconds": [], "sent_bytes": [], "losses": []} for name in running}
     turns = list(running.items())
     for number in range(WARM_UP_ROUNDS + rounds):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logic of benchmarks/gpu_step.py, on a CPU: what engines compute, what the wire does."""
+"""The logic of benchmarks/gpu_step.py and offload_step.py, on a CPU: results, and the wire."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,15 @@ def test_rows(gpu_step, fake_world):
     assert copies[gpu_step.PLAIN] is None
     assert 0 < copies[gpu_step.OURS] < copies[gpu_step.PEER]
     gpu_step.printed(rows)
+
+
+def test_ways_to_step_offloaded_are_told_beside_their_bound(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    offload_step = importlib.import_module("offload_step")
+    shape = ["--world", "2", "--tokens", "8", "--layers", "2", "--width", "64", "--heads", "4"]
+    tries = ["--device", "cpu", "--rounds", "1", "--steps", "1", "--out", str(tmp_path / "o.json")]
+    offload_step.main([*shape, *tries])
+    rows = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert [row["step"] for row in rows] == list(offload_step.WAYS)
+    for row in rows:
+        assert row["of_bound"] == row["step_s"] / max(row["updates_s"], row["copies_s"])

@@ -181,7 +181,7 @@ OFFLOADED = (
 def offloaded(shapes=OFFLOADED):
     """A dict for each of ``shapes`` and way to step: its third step, and what bounds it, in ms."""
     for blocks, tokens, width, inner, rate in shapes:
-        for overlapped in (False, True):
+        for beside in (None, "backward", "forward"):
             costs = Costs(link_bytes_per_s=300e9, update_bytes_per_s=rate)
             with rank_of_job(0, RANKS, Machine(costs=costs)) as machine:
                 mesh = init_device_mesh("cuda", (RANKS,), mesh_dim_names=("shard",))
@@ -189,7 +189,7 @@ def offloaded(shapes=OFFLOADED):
                 with on_device(machine):
                     model = Blocks(*(Block(torch.float32, width, inner) for _ in range(blocks)))
                     model.order = range(blocks)
-                    optimizer = _offloaded(model, mesh, overlapped)
+                    optimizer = _offloaded(model, mesh, beside)
                     for _ in range(3):
                         begin_s, first = machine.now_s, len(machine.launches)
                         x = torch.zeros(1, tokens, width, dtype=torch.bfloat16, device="cuda")
@@ -205,7 +205,7 @@ def offloaded(shapes=OFFLOADED):
                 if each.crosses:
                     copies[each.timeline] += each.size / 2 / costs.host_bytes_per_s
             yield {
-                "offloaded": "in backward" if overlapped else "after backward",
+                "offloaded": f"beside {beside}" if beside else "after backward",
                 "shape": [blocks, tokens, width, inner, rate],
                 "step_ms": round(float(step_ms), 2),
                 "update_ms": round(update * 1e3, 2),
@@ -213,7 +213,7 @@ def offloaded(shapes=OFFLOADED):
             }
 
 
-def _offloaded(model, mesh, overlapped):
+def _offloaded(model, mesh, beside):
     options = {
         "mp_policy": ours.MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16),
         "offload_policy": ours.CPUOffloadPolicy(),
@@ -223,8 +223,8 @@ def _offloaded(model, mesh, overlapped):
     for block in model:
         ours.fully_shard(block, **options)
     optimizer = torch.optim.AdamW(ours.fully_shard(model, **options).parameters(), fused=True)
-    if overlapped:
-        ours.overlap_optimizer(model, optimizer)
+    if beside is not None:
+        ours.overlap_optimizer(model, optimizer, beside=beside)
     return optimizer
 
 

@@ -240,6 +240,10 @@ MUTANTS = {
         "optim.overlap_optimizer:_Overlap.step", "unit.synchronize()", "pass",
         "optimizer in backward, offloaded",
     ),
+    "a gather takes what a step put off will change": _edit(
+        "unit.unit:Unit.gather", "self.catch_up()", "pass",
+        "clipped, optimizer beside forward, offloaded",
+    ),
     # reduces
     "full gradients are freed when the reduce is issued": _edit(
         _GRADS + "reduce", _REDUCE, f"{_REDUCE}; self.full.release()",

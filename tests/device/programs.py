@@ -72,7 +72,7 @@ class Job:
                 before_step(number)
             optimizer.step()
             optimizer.zero_grad()
-            self.at_rest(model, optimizer)
+        self.at_rest(model, optimizer)
 
     def at_rest(self, model, *optimizers):
         """Note what the device holds beyond parameters, buffers and optimizer state."""
@@ -375,12 +375,36 @@ def _(job):
     job.train(model, optimizer)
 
 
-@program("optimizer in backward, offloaded", syncs=FETCHES)
+@program("optimizer in backward, offloaded", steps=3, syncs=FETCHES)
 def _(job):
     model = shard(gpt("cpu"), job.mesh, offload_policy=ours.CPUOffloadPolicy())
     optimizer = adamw(model)
     ours.overlap_optimizer(model, optimizer)
     job.train(model, optimizer)
+
+
+@program("optimizer beside forward", steps=3)
+def _(job):
+    model = shard(gpt(), job.mesh)
+    optimizer = adamw(model)
+    ours.overlap_optimizer(model, optimizer, beside="forward")
+    job.train(model, optimizer)
+
+
+@program("clipped, optimizer beside forward, offloaded", steps=4, syncs=FETCHES)
+def _(job):
+    """Before the last step somebody changes a parameter, whose step is put off."""
+    model = shard(gpt("cpu"), job.mesh, offload_policy=ours.CPUOffloadPolicy())
+    optimizer = adamw(model)
+    ours.overlap_optimizer(model, optimizer, beside="forward")
+
+    def each_step(number):
+        if number == job.steps - 1:
+            nn.init.zeros_(model.blocks[1].mlp[0].weight)
+        job.loss(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    job.train(model, optimizer, each_step=each_step)
 
 
 @program("clipping")

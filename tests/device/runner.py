@@ -50,6 +50,7 @@ SAMPLE = (
     *("optimizer in backward", "clipping at the first door", "forwards and backwards crossed"),
     *("an exception in a hybrid backward", "frozen parameters"),
     *("full parameters between steps", "scaled losses", "FSDP2 bf16", "recorded"),
+    "clipped, optimizer beside forward, offloaded",
 )
 AS_TWO = (
     *("bf16 hybrid", "blocks of 2", "offload"),

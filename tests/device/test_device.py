@@ -194,15 +194,18 @@ def test_changing_orders_take_memory_of_the_stream_of_early_gathers_alone(answer
         assert each["reserved_units"] <= each["allocated_units"] + EARLY_UNITS
 
 
-def test_a_step_in_backward_hides_a_quarter_of_what_the_host_does_not_update(answers):
-    """Where updates on the host take most of a step; see `device.cost.OFFLOADED`."""
+def test_a_step_takes_little_more_than_its_updates_on_the_host(answers):
+    """Where those take most of it: at most a tenth beside backward; see `device.cost.OFFLOADED`."""
     steps = {(c["offloaded"], *c["shape"]): c for c in answers if "offloaded" in c}
     shapes = {key[1:] for key in steps}
     assert shapes
     for shape in shapes:
-        early, late = (steps[way, *shape] for way in ("in backward", "after backward"))
-        assert early["update_ms"] == late["update_ms"]
-        beside, exposed = (each["step_ms"] - each["update_ms"] for each in (early, late))
+        ways = ("beside backward", "beside forward", "after backward")
+        early, between, late = (steps[way, *shape] for way in ways)
+        for each in (early, between):
+            assert each["update_ms"] == pytest.approx(late["update_ms"], rel=1e-3)
+        assert early["step_ms"] <= 1.1 * max(early["update_ms"], early["copies_ms"])
+        beside, exposed = (each["step_ms"] - each["update_ms"] for each in (between, late))
         assert beside <= 0.75 * exposed
 
 

@@ -6,7 +6,6 @@ import weakref
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
-from itertools import accumulate
 
 import pytest
 import torch
@@ -200,37 +199,45 @@ def test_few_gradients_are_alive_together(comm, plain):
     assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("behind", [0, 1])
-def test_units_that_rest_on_the_host_step_one_later_and_all_in_backward(plain, behind, monkeypatch):
-    if behind:  # no CPU rank has such units: their place is feigned, and their copies are there
-        module = import_module("fullshard.torch.optim.overlap_optimizer")
-        monkeypatch.setattr(module, "_rests_elsewhere", lambda unit: True)
+def test_half_of_what_rests_on_the_host_is_stepped_when_backward_ends(plain, monkeypatch):
+    """No CPU rank has such units: their place is feigned, and their copies are there."""
+    module = import_module("fullshard.torch.optim.overlap_optimizer")
+    monkeypatch.setattr(module, "_rests_elsewhere", lambda unit: True)
 
     def body(comm):
         expected = function(comm, copy_of(plain))
-        ordinary = torch.optim.AdamW(expected.parameters(), lr=0.1)
-        model, optimizer = overlapped(comm, plain)
-        params, applied = list(model.parameters()), []
-        units = list(managed_units(model))
-        for managed in units:
-            managed.unit.settings.on_delivered.append(
-                lambda: applied.append(sum("used in" in repr(param.grad) for param in params))
-            )
-        sizes = [len(managed.unit.sharded) for managed in units]
-        for _ in range(STEPS):
-            backward(expected)
-            ordinary.step()
-            ordinary.zero_grad()
-            backward(model)
+        ordinary = torch.optim.AdamW(in_groups(expected), lr=0.1)
+        model = function(comm, copy_of(plain))
+        optimizer = torch.optim.AdamW(in_groups(model), lr=0.1)
+        overlap_optimizer(model, optimizer)
+        params, units = list(model.parameters()), [m.unit for m in managed_units(model)]
+        waited = []  # when a unit is delivered, for all
+        for unit in units:
+            unit.settings.on_delivered.append(lambda: waited.append(sum(map(waiting, units))))
+        for number in range(4):
+            for each in (expected, model):
+                backward(each, number, comm.rank)
             assert sum("used in" in repr(param.grad) for param in params) == len(params)
-            optimizer.step()
-            optimizer.zero_grad()
-            done = list(accumulate(reversed(sizes), initial=0))
-            assert applied == [done[max(0, n - behind)] for n in range(1, len(units) + 1)]
-            applied.clear()
+            assert waited == [n * bool(number) for n in (2, 4, 6, 8)]
+            assert [waiting(unit) for unit in units] == [1 * bool(number)] * len(units)
+            if number:
+                sizes = [p.span.numel for p in units[1].sharded]
+                later = sum(p.span.numel for p in units[1].sharded if "local" not in vars(p))
+                assert 0.25 * sum(sizes) < later < 0.75 * sum(sizes)
+            waited.clear()
+            for each in (ordinary, optimizer):
+                each.step()
+                each.param_groups[0]["lr"] *= 0.5  # not for what waits
+                each.zero_grad()
+            if number == 2:
+                assert torch.equal(*(m.norm.weight.full_tensor() for m in (expected, model)))
         assert all(map(torch.equal, wholes(model), wholes(expected)))
 
     LocalWorld(2).run(body)
+
+
+def waiting(unit):
+    return sum(each.waits for each in unit.put_off)
 
 
 def wholes(model):

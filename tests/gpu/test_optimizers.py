@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps on runs of spans, and steps in backward, with state whose numbers are on the device."""
+"""Steps on runs of spans, and beside backward and forward, with numbers on the device."""
 
 import pytest
 import torch
@@ -24,11 +24,11 @@ FORMS = {
 }
 
 
-def train(comm, device, kind, form, options, overlapped):
+def train(comm, device, kind, form, options, beside):
     model = shard(build(device), comm, **options)
     optimizer = kind(model.parameters(), lr=0.01, **form)
-    if overlapped:
-        overlap_optimizer(model, optimizer)
+    if beside is not None:
+        overlap_optimizer(model, optimizer, beside=beside)
     for inputs, targets in make_batches("gpt", 4, 2):
         loss_of(model(inputs.to(device)), targets.to(device)).backward()
         optimizer.step()
@@ -48,10 +48,10 @@ def test_values_are_those_of_steps_on_each_parameter(form, offloaded, device):
     options = {"offload_policy": CPUOffloadPolicy()} if offloaded else {}
 
     def body(comm):
-        expected = train(comm, device, Apart, FORMS[form], options, overlapped=False)
-        for overlapped in (False, True):
-            found = train(comm, device, torch.optim.AdamW, FORMS[form], options, overlapped)
+        expected = train(comm, device, Apart, FORMS[form], options, None)
+        for beside in (None, "backward", "forward"):
+            found = train(comm, device, torch.optim.AdamW, FORMS[form], options, beside)
             for name, value in expected.items():
-                assert torch.equal(found[name], value), (name, overlapped)
+                assert torch.equal(found[name], value), (name, beside)
 
     LocalWorld(2).run(body)

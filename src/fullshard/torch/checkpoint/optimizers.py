@@ -15,7 +15,7 @@ from fullshard.core.errors import CheckpointError
 from fullshard.torch.checkpoint.collecting import name_of
 from fullshard.torch.checkpoint.tensors import DTYPES, KnownBoxes, LocalPart, local_part
 from fullshard.torch.state.apart import state_of_all
-from fullshard.torch.state.owned import NUMBERS, place_in
+from fullshard.torch.state.owned import NUMBERS, catch_up, place_in
 from fullshard.torch.state.tensor_classes import names_of_parts, put_together
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -38,6 +38,7 @@ class OptimizerLoad:
         names: Mapping[int, str],
         told: Mapping[str, Any],
     ):
+        catch_up(optimizer)
         self._optimizer = optimizer
         self._key = key
         self._settings = _settings(checkpoint, key, optimizer, names, told)

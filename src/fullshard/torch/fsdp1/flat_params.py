@@ -79,6 +79,7 @@ class _RestingParameter:
     @property
     def data(self) -> Tensor:
         """The memory, 1-D: of the parameters' dtype, or bytes if they are of several."""
+        self._unit.catch_up()
         return self._unit.shards.buffer.memory
 
     @property

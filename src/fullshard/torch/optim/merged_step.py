@@ -33,7 +33,7 @@ from fullshard.torch.state.apart import ELEMENTWISE
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["MergedStep"]
+__all__ = ["MergedStep", "is_capturing"]
 
 _ATTRIBUTE = "_fullshard_merged_step"
 _MOST_READS = 64
@@ -61,7 +61,8 @@ class MergedStep:
         self._misses: dict[int, int] = {}  # for how many steps on end there was none that fits
         self._unfinished: _Merging | None = None
         self._reads = 0
-        self.prepare: Callable[[list[Tensor]], None] | None = None  # sees parameters to collect
+        # Returns what is to be collected of a group.
+        self.prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "MergedStep | None":
@@ -83,7 +84,7 @@ class MergedStep:
         """Collect as the optimizer's ``_init_group`` does, with runs in place of parameters."""
         self.finish()  # the group before this one, or a step that failed
         if self.prepare is not None:
-            self.prepare(group["params"])
+            group = self.prepare(group)
         optimizer: Any = self._optimizer()
         params = group["params"]
         if not params or group.get("differentiable") or torch.compiler.is_compiling():
@@ -153,7 +154,7 @@ class MergedStep:
                 self._reads += 1
             if kind[0].type == "cpu":
                 values: list[Any] = [numbers[i].item() for i in indices]
-            elif self._reads > _MOST_READS or _is_capturing(kind[0]):
+            elif self._reads > _MOST_READS or is_capturing(kind[0]):
                 values = indices  # nobody knows: each for itself
             else:
                 values = torch.stack([numbers[i] for i in indices]).tolist()
@@ -162,7 +163,7 @@ class MergedStep:
         return classes
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Return True while a CUDA graph is captured, when no value can be read."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

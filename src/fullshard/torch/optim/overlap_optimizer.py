@@ -1,33 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer steps in backward: each unit steps as soon as its gradients are reduced.
+"""Optimizer steps unit by unit, in backward or in the next forward.
 
 [Note: Applied gradients]
 A parameter that was stepped in backward has no gradient when the loop clips, unscales or steps.
 With ``grad = None`` clipping would find a norm of zero and go on. So until ``optimizer.step()``
 its gradient is an object without memory that raises whenever somebody reads it or adds to it.
 
+[Note: Steps put off]
+A unit's step can wait until its shard is used: mostly until the next forward gathers it, or until
+anyone looks at its parameters, gradients or state (`fullshard.torch.tensor.put_off`). So nobody
+sees the difference, and steps run beside the gathers and the computation of the units before. The
+host makes them where they are due, not a thread: the device has work under way meanwhile, there is
+one order, and an error comes up where it happens. A unit's first step is made at once, so that its
+state is there.
+
 [Note: Units that rest on the host]
-Their gradients are copied there, and a host that waited for each copy at once would launch nothing
-meanwhile. So such a unit is stepped when the one behind it is reduced, whose backward the device
-has under way while the host waits and steps. The last is stepped when backward ends.
+Their gradients are copied there, and a host that waited for a copy, or stepped, in the middle of
+backward would launch nothing meanwhile. So it launches all of backward, and then steps while the
+device works, each unit when its copy has arrived. But only half of each unit: where updates take
+long, backward is over before they are, and forward would have nothing beside it. The other half
+waits for forward, which begins as soon as that of its first unit is made.
+
+[Note: Steps beside gathers on a CPU]
+There the host waits for a gather before it asks for the next one. So it makes the next step that is
+put off when a gather has been started.
 """
 
 import weakref
 from collections import deque
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from itertools import accumulate, chain
+from operator import call
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.torch.optim.checks import look_at
-from fullshard.torch.optim.merged_step import MergedStep
+from fullshard.torch.optim.merged_step import MergedStep, is_capturing
 from fullshard.torch.state.apart import ELEMENTWISE
 from fullshard.torch.step.managed import ManagedUnit, managed_units
 from fullshard.torch.step.tracker import Tracker, tracker_of
+from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.tensor.put_off import PutOff
 from fullshard.torch.unit.unit import Unit
 
 __all__ = ["overlap_optimizer"]
@@ -36,23 +55,37 @@ _ATTRIBUTE = "_fullshard_overlap"
 _APPLIED = "_fullshard_applied_gradient"
 
 
-def overlap_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Let ``optimizer`` step each unit below ``model`` as soon as its gradients are reduced.
+def overlap_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    beside: Literal["backward", "forward"] = "backward",
+) -> None:
+    """Let ``optimizer`` step each unit below ``model`` beside other work of the step.
 
-    From now on a unit's parameters change in the backward that reduces their gradients, beside the
-    backward of the units before it, and their gradient shards are dropped at once (where parameters
-    rest on the host, when the next unit's are reduced); so
-    ``optimizer.step()`` has only to step what is left: plain parameters. Call it as ever, and
-    schedulers after it. The values are those of ordinary steps, bit by bit. Accumulate with
-    ``no_sync()`` or ``set_requires_gradient_sync(False)``.
+    The values are those of ordinary steps, bit by bit, whoever looks at them. Call
+    ``optimizer.step()`` as ever, and schedulers after it.
 
-    Not collective by itself; all ranks must call it, between steps. Nothing may read gradients or
-    add to them between backward and ``optimizer.step()``: clipping, `torch.amp.GradScaler` and a
-    second backward that reduces raise `UsageError`; so do ``step(closure)`` and
-    ``set_is_last_backward(False)``. Raises `NotSupportedError` for an optimizer that is none of
-    torch's elementwise ones, or ``differentiable``; `UsageError` if it has none of the parameters
-    of the units.
+    ``beside="backward"``: a unit is stepped as soon as its gradients are reduced, beside the
+    backward of the units before it, and its gradient shards are dropped; so ``optimizer.step()``
+    has only to step what is left: plain parameters. Where parameters rest on the host, half of
+    each unit is stepped, and keeps its gradient shards, when the next forward gathers it.
+    Accumulate with ``no_sync()`` or ``set_requires_gradient_sync(False)``. Nothing may read
+    gradients or add to them between backward and ``optimizer.step()``: clipping,
+    `torch.amp.GradScaler` and a second backward that reduces raise `UsageError`; so do
+    ``step(closure)`` and ``set_is_last_backward(False)``.
+
+    ``beside="forward"``: ``optimizer.step()`` notes what is to be done, and each unit is stepped
+    before its parameters are used next, beside the gathers of the units before it. Clipping,
+    closures and `torch.amp.GradScaler` work as ever.
+
+    Not collective by itself; all ranks must call it, between steps. Raises `NotSupportedError` for
+    an optimizer that is none of torch's elementwise ones, or ``differentiable``; `UsageError` if it
+    has none of the parameters of the units; `ConfigurationError` if it was to step ``beside``
+    something else.
     """
+    if beside not in ("backward", "forward"):
+        raise ConfigurationError(f'beside must be "backward" or "forward", got {beside!r}')
     tracker_of(model)  # refuses a model that has no units
     units = list(managed_units(model))
     look_at(optimizer)
@@ -74,15 +107,23 @@ def overlap_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             f"the {kind} has no parameter of the units of {type(model).__name__}; create it from "
             "the sharded model's parameters()"
         )
-    overlap = optimizer.__dict__.get(_ATTRIBUTE)
+    overlap: _Overlap | None = optimizer.__dict__.get(_ATTRIBUTE)
     if overlap is None:
-        overlap = optimizer.__dict__[_ATTRIBUTE] = _Overlap(optimizer)
+        kinds = {"backward": _BesideBackward, "forward": _BesideForward}
+        overlap = optimizer.__dict__[_ATTRIBUTE] = kinds[beside](optimizer)
+    elif overlap.beside != beside:
+        raise ConfigurationError(
+            f"this {kind} steps beside {overlap.beside} already, and cannot do so beside {beside}, "
+            "too; create another one and load its state"
+        )
     for managed in units:
         overlap.watch(managed)
 
 
 class _Overlap:
-    """The steps in backward of one optimizer, which owns this."""
+    """The steps of one optimizer, which owns this, unit by unit."""
+
+    beside: str
 
     def __init__(self, optimizer: Optimizer):
         merged = MergedStep.of(optimizer)
@@ -90,80 +131,252 @@ class _Overlap:
         self._merged = merged
         self._watched: weakref.WeakSet[ManagedUnit] = weakref.WeakSet()
         self._optimizer = weakref.ref(optimizer)
-        self._group_of: dict[int, int] = {}  # by identity of the parameter
-        self._counted: list[int] = []  # parameters in each group, when last looked at
-        self._waiting: deque[weakref.ref[ManagedUnit]] = deque()  # for their copies to the host
-        merged.prepare = _drop_applied
-        optimizer.register_step_pre_hook(_refuse_closure)
+        self._in_unit = False  # within `step`
+        merged.prepare = self.prepare
 
     def watch(self, managed: ManagedUnit) -> None:
-        """Listen for delivered gradients of the unit, for as long as the optimizer exists."""
-        if managed in self._watched:
-            return
-        self._watched.add(managed)
+        """Step the unit from now on, for as long as the optimizer exists."""
+        if managed not in self._watched:
+            self._watched.add(managed)
+            self.listen(managed)
+
+    def listen(self, managed: ManagedUnit) -> None:
+        """Hear of what happens to a unit that is watched from now on."""
+        raise NotImplementedError
+
+    def prepare(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return what is left of ``group`` for a step of the optimizer that begins now."""
+        raise NotImplementedError
+
+    def put_off(self, managed: ManagedUnit, groups: list[dict[str, Any]]) -> PutOff:
+        """Step ``groups`` of the unit's parameters when it is used. See [Note: Steps put off]."""
+        optimizer, params = self._optimizer(), _params_of(groups)
+        assert optimizer is not None
+        # What was put off before is made here; what was gathered so far is outdated.
+        count_change(*(param.local for param in params))
+        grads = [param.grad for param in params]
+        states = chain.from_iterable(optimizer.state.get(param, {}).values() for param in params)
+        cut = [each for each in (*grads, *states) if isinstance(each, ShardedParameter)]
+        step = partial(self._step_later, managed, optimizer, groups, grads)
+        put_off = PutOff([*params, *cut], step)
+        managed.unit.put_off.append(put_off)
+        return put_off
+
+    def _step_later(
+        self,
+        managed: ManagedUnit,
+        optimizer: Optimizer,
+        groups: list[dict[str, Any]],
+        grads: list[Tensor | None],
+    ) -> None:
+        params = _params_of(groups)
+        now = [param.grad for param in params]
+        try:
+            if is_capturing(managed.unit.device):
+                raise UsageError(
+                    "a CUDA graph is being captured, and would repeat a step of before whenever it "
+                    "is replayed. Call optimizer.state_dict() before, which makes steps put off"
+                )
+            _give(params, grads)
+            # Whoever looks may do so in a mode that is not that of steps.
+            with torch.inference_mode(False), torch.autocast(params[0].device.type, enabled=False):
+                self.step(managed, optimizer, groups)
+        except Exception as error:
+            error.add_note(
+                f"This is the step of unit {managed.unit.name!r} by {type(optimizer).__name__}, "
+                "which overlap_optimizer had put off until the unit is used"
+            )
+            raise
+        finally:
+            _give(params, now)
+
+    def step(
+        self, managed: ManagedUnit, optimizer: Optimizer, groups: list[dict[str, Any]]
+    ) -> None:
+        """Step ``groups`` of the unit's parameters."""
+        unit = managed.unit
+        # In a step that is new to the schedule the unit may be gathered ahead though it is over.
+        unit.await_gather()
+        if _rests_elsewhere(unit):
+            unit.synchronize()  # gradients are still on their way to the host
+        optimizer.param_groups, before = groups, optimizer.param_groups
+        self._in_unit = True
+        try:
+            # Without the hooks of users and schedulers: those belong to optimizer.step().
+            type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        finally:
+            self._in_unit = False
+            optimizer.param_groups = before
+            self._merged.finish()
+
+
+class _BesideBackward(_Overlap):
+    """Steps in backward; of a unit that rests on the host half of it, the other in forward."""
+
+    beside = "backward"
+
+    def __init__(self, optimizer: Optimizer):
+        super().__init__(optimizer)
+        self._group_of: dict[int, int] = {}  # by identity of the parameter
+        self._counted: list[int] = []  # parameters in each group, when last looked at
+        self._stepped: weakref.WeakSet[ManagedUnit] = weakref.WeakSet()  # once, so there is state
+        self._delivered: list[PutOff] = []  # in this backward
+        optimizer.register_step_pre_hook(_refuse_closure)
+
+    def listen(self, managed: ManagedUnit) -> None:
+        """Hear of the unit's delivered gradients."""
         this, reference = weakref.ref(self), weakref.ref(managed)
 
-        def step() -> None:
+        def deliver() -> None:
             overlap, unit = this(), reference()
             if overlap is not None and unit is not None:
                 overlap.deliver(unit)
 
-        managed.unit.settings.on_delivered.append(step)
+        managed.unit.settings.on_delivered.append(deliver)
+
+    def prepare(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Remove applied gradients before a step looks for gradients."""
+        for param in group["params"]:
+            if type(param.grad) is _AppliedGradient:
+                param.grad = None
+        return group
 
     def deliver(self, managed: ManagedUnit) -> None:
         """Step a unit whose gradients are reduced; see [Note: Units that rest on the host]."""
-        if not _rests_elsewhere(managed.unit):
-            self.step(managed)
+        optimizer = self._optimizer()
+        params = [] if optimizer is None else self._to_step(managed, optimizer)
+        if optimizer is None or not params:
             return
-        self._waiting.append(weakref.ref(managed))
-        in_backward = torch._C._current_graph_task_id() >= 0
-        self._step_waiting(1 if in_backward else 0)
-        if in_backward:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(partial(self._step_waiting, 0))
+        if not _rests_elsewhere(managed.unit) or managed not in self._stepped:
+            self.step(managed, optimizer, self._grouped(params, optimizer))
+            self._stepped.add(managed)
+        else:
+            now, later = _halves(params)
+            self._delivered.append(self.put_off(managed, self._grouped(now, optimizer)))
+            if later:
+                self.put_off(managed, self._grouped(later, optimizer))
+            if torch._C._current_graph_task_id() >= 0:
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        for param in params:
+            param.grad = _applied_gradient(param)
 
-    def _step_waiting(self, left: int) -> None:
-        while len(self._waiting) > left:
-            if (managed := self._waiting.popleft()()) is not None:
-                self.step(managed)
+    def _end_backward(self) -> None:
+        """Step the first half of each unit while the device works at what has been launched."""
+        delivered, self._delivered = self._delivered, []
+        for each in delivered:
+            each.catch_up()
 
-    def step(self, managed: ManagedUnit) -> None:
-        """Step the parameters of the unit that the optimizer has, and drop their gradients."""
-        optimizer, unit = self._optimizer(), managed.unit
-        assert optimizer is not None
-        groups = optimizer.param_groups
+    def _to_step(self, managed: ManagedUnit, optimizer: Optimizer) -> list[ShardedParameter]:
+        """Return the parameters of the unit that the optimizer has and that have gradients."""
+        unit, groups = managed.unit, optimizer.param_groups
         counts = [len(group["params"]) for group in groups]
         if counts != self._counted:
             look_at(optimizer)
             self._counted = counts
             self._group_of = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-        chosen: dict[int, list[ShardedParameter]] = {}
-        for param in unit.sharded:
-            if param.grad is not None and id(param) in self._group_of:
-                chosen.setdefault(self._group_of[id(param)], []).append(param)
-        if not chosen:
-            return
+        chosen = [p for p in unit.sharded if p.grad is not None and id(p) in self._group_of]
         tracker = managed.tracker
-        if isinstance(tracker, Tracker) and not tracker.executor.is_last_backward:
+        if chosen and isinstance(tracker, Tracker) and not tracker.executor.is_last_backward:
             raise UsageError(
                 f"unit {unit.name!r}: set_is_last_backward(False) does not go with "
                 "overlap_optimizer, which steps in every backward that reduces gradients. "
                 "Accumulate within no_sync() or set_requires_gradient_sync(False)"
             )
-        # In a step that is new to the schedule the unit may be gathered ahead though it is over.
-        unit.await_gather()
-        if _rests_elsewhere(unit):
-            unit.synchronize()  # gradients are still on their way to the host
-        optimizer.param_groups = [{**groups[i], "params": mine} for i, mine in chosen.items()]
-        try:
-            # Without the hooks of users and schedulers: those belong to optimizer.step().
-            type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-        finally:
-            optimizer.param_groups = groups
-            self._merged.finish()
-        for params in chosen.values():
-            for param in params:
-                param.grad = _applied_gradient(param)
+        return chosen
+
+    def _grouped(
+        self, params: Sequence[ShardedParameter], optimizer: Optimizer
+    ) -> list[dict[str, Any]]:
+        by_group: dict[int, list[ShardedParameter]] = {}
+        for param in params:
+            by_group.setdefault(self._group_of[id(param)], []).append(param)
+        return [_as_now(optimizer.param_groups[i], mine) for i, mine in by_group.items()]
+
+
+class _BesideForward(_Overlap):
+    """Steps that ``optimizer.step()`` puts off until units are used."""
+
+    beside = "forward"
+
+    def __init__(self, optimizer: Optimizer):
+        super().__init__(optimizer)
+        self._order: list[weakref.ref[ManagedUnit]] = []  # of units, as the model has them
+        self._queue: deque[weakref.ref[ManagedUnit]] = deque()  # whose steps are put off
+        self.has_stepped = False  # so there is state
+        optimizer.register_step_post_hook(_has_stepped)
+
+    def listen(self, managed: ManagedUnit) -> None:
+        """Hear of the unit's gathers; see [Note: Steps beside gathers on a CPU]."""
+        self._order.append(weakref.ref(managed))
+        if managed.unit.device.type == "cpu":
+            this = weakref.ref(self)
+
+            def step_next() -> None:
+                if (overlap := this()) is not None:
+                    overlap.step_next()
+
+            managed.unit.on_gather.append(step_next)
+
+    def step_next(self) -> None:
+        """Make the step that comes next of those put off."""
+        while self._queue:
+            managed = self._queue.popleft()()
+            if managed is not None and any(each.waits for each in managed.unit.put_off):
+                managed.unit.catch_up()
+                return
+
+    def prepare(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Put off the steps of units; others, and first ones, are left.
+
+        All are left with what `torch.amp.GradScaler` gives a fused optimizer for one step, and
+        while steps are compiled or captured.
+        """
+        optimizer = self._optimizer()
+        scaled = any(hasattr(optimizer, name) for name in ("grad_scale", "found_inf"))
+        at_once = scaled or not self.has_stepped or torch.compiler.is_compiling()
+        params = group["params"]
+        if self._in_unit or at_once or not params or is_capturing(params[0].device):
+            return group
+        with_grads = {id(param) for param in params if param.grad is not None}
+        taken: set[int] = set()
+        for managed in filter(None, map(call, self._order)):
+            mine = [param for param in managed.unit.sharded if id(param) in with_grads]
+            if mine and not managed.unit.resident:
+                self.put_off(managed, [_as_now(group, mine)])
+                if managed.unit.device.type == "cpu":
+                    self._queue.append(weakref.ref(managed))
+                taken.update(map(id, mine))
+        return {**group, "params": [param for param in params if id(param) not in taken]}
+
+
+def _has_stepped(optimizer: Optimizer, *_: Any) -> None:
+    optimizer.__dict__[_ATTRIBUTE].has_stepped = True
+
+
+def _halves(
+    params: Sequence[ShardedParameter],
+) -> tuple[Sequence[ShardedParameter], Sequence[ShardedParameter]]:
+    """Cut ``params`` where as much lies before as behind; the second part may be empty."""
+    ends = list(accumulate(param.span.numel for param in params))
+    cut = min(range(len(ends)), key=lambda i: abs(2 * ends[i] - ends[-1])) + 1
+    return params[:cut], params[cut:]
+
+
+def _params_of(groups: Iterable[dict[str, Any]]) -> list[ShardedParameter]:
+    return [param for group in groups for param in group["params"]]
+
+
+def _give(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+
+
+def _as_now(group: dict[str, Any], params: list[ShardedParameter]) -> dict[str, Any]:
+    """Return a group of ``params`` with the settings of ``group``, whatever becomes of these."""
+    settings = {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()
+    }
+    return {**settings, "params": params}
 
 
 def _rests_elsewhere(unit: Unit) -> bool:
@@ -204,13 +417,6 @@ def _applied_gradient(param: ShardedParameter) -> Tensor:
         param.__dict__[_APPLIED] = known
     known.parameter = param.ownership.name
     return known
-
-
-def _drop_applied(params: list[Tensor]) -> None:
-    """Remove applied gradients before a step looks for gradients."""
-    for param in params:
-        if type(param.grad) is _AppliedGradient:
-            param.grad = None
 
 
 def _refuse_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

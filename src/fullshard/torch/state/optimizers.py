@@ -31,7 +31,7 @@ from fullshard.torch.state.forms import (
     change_form,
     in_agreed_order,
 )
-from fullshard.torch.state.owned import NUMBERS, comms_of_owned, complete_state, place_in
+from fullshard.torch.state.owned import NUMBERS, catch_up, comms_of_owned, complete_state, place_in
 from fullshard.torch.state.tensor_classes import put_together, taken_apart
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -129,6 +129,7 @@ def _hand_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
 
 
 def _cut_before_loading(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    catch_up(optimizer)
     state = dict(state_dict["state"])
     refuse_state_of_another(optimizer, state.values())
     values = tree_leaves(list(state.values()))

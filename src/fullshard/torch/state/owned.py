@@ -37,6 +37,7 @@ from fullshard.torch.unit.buffers import dtype_name, dtype_of
 
 __all__ = [
     "NUMBERS",
+    "catch_up",
     "comms_of_owned",
     "complete_state",
     "exchanged",
@@ -115,6 +116,13 @@ def comms_of_owned(optimizer: Optimizer) -> list[Comm]:
     return list(dict.fromkeys(param.ownership.comm for param in _owned(optimizer)))
 
 
+def catch_up(optimizer: Optimizer) -> None:
+    """Make the optimizer's steps that are put off: see `fullshard.torch.tensor.put_off`."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            _ = getattr(param, "local", None)
+
+
 def complete_state(optimizer: Optimizer) -> None:
     """Let every rank know the state of the matrices that others own. Collective.
 
@@ -122,6 +130,7 @@ def complete_state(optimizer: Optimizer) -> None:
     neither a tensor, plain or of a class in [Note: Classes that are made from descriptions], nor a
     number or text.
     """
+    catch_up(optimizer)
     by_comm: dict[Comm, list[ShardedParameter]] = {}
     for param in _owned(optimizer):
         by_comm.setdefault(param.ownership.comm, []).append(param)

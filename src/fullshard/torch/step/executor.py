@@ -162,7 +162,7 @@ class Executor:
                 unit.await_reduce()
             self._reducing.clear()
         for managed in _alive(self._with_copies):
-            managed.unit.synchronize()
+            managed.unit.settle()
             for recorder in self.recorders:
                 recorder.weigh(managed.unit)
         self._evicting.clear()

@@ -6,7 +6,7 @@ how torch operations run on it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from fullshard.core.errors import NotSupportedError, UnshardedOperationError
 from fullshard.core.layout import Span
 from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.tensor.ownership import Ownership
+from fullshard.torch.tensor.put_off import Local
 
 __all__ = [
     "RULES",
@@ -83,7 +84,7 @@ class ShardedParameter(torch.Tensor):
     that need other ranks' elements raise `UnshardedOperationError`.
     """
 
-    local: Tensor
+    local: Tensor = cast(Tensor, Local())  # each has one of its own; see [Note: Put off]
     ownership: Ownership
 
     # Attributes and operations go straight to C++; only real operations come back, to dispatch.
@@ -108,6 +109,7 @@ class ShardedParameter(torch.Tensor):
         if local.dtype != self.dtype:
             alike = _make(local, self.ownership, False)
             Tensor.data.__set__(self, alike)  # type: ignore[attr-defined]
+        _ = self.local  # a change of the elements so far is made before they are left
         self.local = local
 
     @property

@@ -23,6 +23,7 @@ from fullshard.core.schedule import OpKind
 from fullshard.torch.comm.protocol import Full, Parts
 from fullshard.torch.comm.ranks import Ranks
 from fullshard.torch.tensor.parameter import ShardedParameter
+from fullshard.torch.tensor.put_off import PutOff
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.full_parameters import (
     CustomGather,
@@ -93,6 +94,8 @@ class Unit:
         self._model = ""
         self.settings: ReduceSettings = ReduceSettings()
         self.custom_gather: CustomGather | None = None
+        self.put_off: list[PutOff] = []  # steps of optimizers, until the shards are used
+        self.on_gather: list[Callable[[], None]] = []  # called when a gather is under way
         self._lent: set[tuple[int, str]] = set()  # sites that show what functional_call put there
         self._holders = Holders()
         specs = (each.spec for each in params)
@@ -302,6 +305,8 @@ class Unit:
 
         ``early``: beside the computation that is queued already, if that can be.
         """
+        if self.put_off:
+            self.catch_up()
         full, is_full = self.full, self.state in _FULL_STATES
         if is_full and not full.outdated:
             return False
@@ -314,7 +319,15 @@ class Unit:
             full.gather_early(early)
         else:
             full.gather(self.custom_gather)
+        for tell in self.on_gather:
+            tell()
         return True
+
+    def catch_up(self) -> None:
+        """Make the steps of optimizers that were put off."""
+        put_off, self.put_off = self.put_off, []
+        for each in put_off:
+            each.catch_up()
 
     def await_gather(self) -> bool:
         """Wait until the full parameters are there."""
@@ -381,11 +394,20 @@ class Unit:
         self.full.synchronize()
         self.gradients.synchronize()
 
+    def settle(self) -> None:
+        """Do as `synchronize` at the end of a step; not where a step put off will do so."""
+        shown = (param.grad.__dict__ for param in self.sharded if param.grad is not None)
+        if self.put_off and not any("local" in each for each in shown):
+            self.let_go()
+        else:
+            self.synchronize()
+
     # ---- between steps --------------------------------------------------------------------------
 
     @torch.no_grad()
     def gather_values(self) -> FlatBuffer:
         """All segments in full, in the dtypes in which they rest, in new memory. Collective."""
+        self.catch_up()
         segments = self.layout.segments
         sizes = [(s.full_numel, dtype_of(s.dtype)) for s in segments]
         if self.shards.device.type == "meta":

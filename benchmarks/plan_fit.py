@@ -270,7 +270,7 @@ def written(
     text = [
         "# SPDX-License-Identifier: Apache-2.0",
         "# Constants of the time model, one set for all devices, as benchmarks/plan_fit.py printed",
-        "# them for the files below. fullshard.plan.cluster.read.Constants tells what they mean.",
+        "# them for the files below. fullshard.plan.cluster.cluster.Constants says what they mean.",
         "",
         "[constants]",
         *(f"{name} = {value:.6g}" for name, value in asdict(constants).items()),

@@ -16,7 +16,7 @@ from pathlib import Path
 from fullshard.core.errors import ConfigurationError, FullshardError
 from fullshard.core.strategy import Precision, ShardingStrategy
 from fullshard.plan.cluster.cluster import Cluster, Device
-from fullshard.plan.cluster.read import cluster_of, device_of_driver, named_device
+from fullshard.plan.cluster.devices import cluster_of, device_of_driver, named_device
 from fullshard.plan.model.config_json import read_model
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model

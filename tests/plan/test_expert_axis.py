@@ -22,7 +22,7 @@ from fullshard.plan import (
     named_device,
     predict,
 )
-from fullshard.plan.cluster.read import fitted_constants
+from fullshard.plan.cluster.devices import fitted_constants
 from fullshard.plan.memory import planned_trace
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model

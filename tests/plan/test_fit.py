@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("numpy")
 
 from fullshard.plan.cluster.cluster import Constants
-from fullshard.plan.cluster.read import fitted_constants, fitted_runs, fitted_spread
+from fullshard.plan.cluster.devices import fitted_constants, fitted_runs, fitted_spread
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"

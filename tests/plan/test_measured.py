@@ -15,7 +15,7 @@ from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageEr
 from fullshard.core.presets import Transformer
 from fullshard.core.strategy import Precision
 from fullshard.plan import SearchSpace
-from fullshard.plan.cluster.read import cluster_of, named_device
+from fullshard.plan.cluster.devices import cluster_of, named_device
 from fullshard.plan.measured import MeasuredModel
 from fullshard.plan.measured.recording import MarkKind, StepRecording
 from fullshard.plan.model.decoder import Decoder

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="pictures need the extra plots")
 from rich.console import Console
 
 from fullshard.core.text import bytes_text
-from fullshard.plan.cluster.read import cluster_of, fitted_constants, named_device
+from fullshard.plan.cluster.devices import cluster_of, fitted_constants, named_device
 from fullshard.plan.command.terminal import print_memory, print_streams
 from fullshard.plan.memory import CATEGORIES, forecast_memory, memory_timeline
 from fullshard.plan.model.named import named_model

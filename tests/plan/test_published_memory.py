@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from fullshard.plan.cluster.read import cluster_of, named_device
+from fullshard.plan.cluster.devices import cluster_of, named_device
 from fullshard.plan.memory import forecast_memory
 from fullshard.plan.model.named import named_model
 from fullshard.plan.run import Engine, Loss, Recompute, Run

@@ -7,7 +7,7 @@ import pytest
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.plan import cluster_of, named_device, named_model, predict
-from fullshard.plan.cluster.read import fitted_constants
+from fullshard.plan.cluster.devices import fitted_constants
 from fullshard.plan.record import corrected, device_toml, read_record
 
 TOLD = """\

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.plan.cluster.read import cluster_of, fitted_constants, named_device
+from fullshard.plan.cluster.devices import cluster_of, fitted_constants, named_device
 from fullshard.plan.model.named import named_model
 from fullshard.plan.predict import predict
 from fullshard.plan.run import Run

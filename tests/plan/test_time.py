@@ -23,7 +23,7 @@ from fullshard.plan import (
     write_script,
 )
 from fullshard.plan.cluster.cluster import Link
-from fullshard.plan.cluster.read import device_names, device_of_driver, fitted_constants
+from fullshard.plan.cluster.devices import device_names, device_of_driver, fitted_constants
 from fullshard.plan.run import AttentionKernel, Engine
 from fullshard.plan.step.interval import uncertain
 from fullshard.plan.step.prices import Group, gather_s, reduce_all_s

@@ -16,7 +16,7 @@ from fullshard.plan.choose.search import Choice, Rejected, pareto, search
 from fullshard.plan.choose.settings import Setup, with_setting
 from fullshard.plan.choose.space import SearchSpace
 from fullshard.plan.cluster.cluster import Cluster, Device, Link
-from fullshard.plan.cluster.read import cluster_of, device_names, named_device
+from fullshard.plan.cluster.devices import cluster_of, device_names, named_device
 from fullshard.plan.memory import MemoryForecast, forecast_memory
 from fullshard.plan.model.config_json import model_from_config, read_model
 from fullshard.plan.model.named import MODEL_NAMES, named_model

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from fullshard.plan.cluster.cluster import Cluster, Constants
-from fullshard.plan.cluster.read import fitted_constants, fitted_runs, fitted_spread
+from fullshard.plan.cluster.devices import fitted_constants, fitted_runs, fitted_spread
 from fullshard.plan.memory import MemoryForecast, forecast_memory
 from fullshard.plan.model.operations import Model
 from fullshard.plan.run import Loss, Run

@@ -10,7 +10,7 @@ from typing import Any
 from fullshard.core.errors import ConfigurationError
 from fullshard.plan.choose.settings import Setup, with_setting
 from fullshard.plan.cluster.cluster import Cluster, Constants, Device
-from fullshard.plan.cluster.read import cluster_of, fitted_constants, fitted_spread, named_device
+from fullshard.plan.cluster.devices import cluster_of, fitted_constants, fitted_spread, named_device
 from fullshard.plan.model.config_json import read_model
 from fullshard.plan.model.operations import Model
 from fullshard.plan.predict import Prediction, predict

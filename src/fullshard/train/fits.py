@@ -10,7 +10,7 @@ from fullshard.core.text import bytes_text
 from fullshard.host_memory import host_total_bytes
 from fullshard.plan.choose.changes import smallest_change
 from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.cluster.read import cluster_of, named_device
+from fullshard.plan.cluster.devices import cluster_of, named_device
 from fullshard.plan.memory import MemoryForecast, forecast_memory
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.shape import Experts, shape_of

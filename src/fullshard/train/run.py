@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from fullshard.checkpoint import Loaded, RunFolder, Saving
 from fullshard.host_memory import host_total_bytes, resident_bytes
-from fullshard.plan.cluster.read import device_of_driver
+from fullshard.plan.cluster.devices import device_of_driver
 from fullshard.train.config import Config
 from fullshard.train.data import Batch, Dataset
 

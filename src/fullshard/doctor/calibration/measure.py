@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fullshard.doctor.links.measure import Links, RankClock, measure_links
 from fullshard.host_memory import host_total_bytes
 from fullshard.plan.cluster.cluster import Device, Link
-from fullshard.plan.cluster.read import fitted_constants
+from fullshard.plan.cluster.devices import fitted_constants
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.unit.buffers import FlatBuffer
 

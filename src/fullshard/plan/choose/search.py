@@ -11,7 +11,7 @@ from fullshard.core.text import bytes_text
 from fullshard.plan.choose.settings import describe
 from fullshard.plan.choose.space import SearchSpace
 from fullshard.plan.cluster.cluster import Cluster, Constants
-from fullshard.plan.cluster.read import fitted_spread
+from fullshard.plan.cluster.devices import fitted_spread
 from fullshard.plan.memory import resting_memory
 from fullshard.plan.model.operations import Model
 from fullshard.plan.predict import Prediction, predict

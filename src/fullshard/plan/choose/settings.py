@@ -10,7 +10,7 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
 from fullshard.core.text import did_you_mean
 from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.cluster.read import cluster_of, named_device
+from fullshard.plan.cluster.devices import cluster_of, named_device
 from fullshard.plan.run import (
     OPTIMIZERS,
     AttentionKernel,

@@ -12,7 +12,7 @@ from fullshard.core.schedule import UnitPolicy
 from fullshard.core.spec import ParamSpec
 from fullshard.core.strategy import AS_IT_RESTS, Precision, Prefetch
 from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.cluster.read import fitted_constants
+from fullshard.plan.cluster.devices import fitted_constants
 from fullshard.plan.step.prices import Group, gather_s
 
 __all__ = ["Weighed", "choose_wrapping", "weigh"]

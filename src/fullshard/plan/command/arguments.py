@@ -12,7 +12,7 @@ from fullshard.core.text import HelpFormatter
 from fullshard.plan.choose.changes import parse_question
 from fullshard.plan.choose.settings import GIGABIT, RUN_KEYS, Setup, with_setting
 from fullshard.plan.choose.space import AXES, SearchSpace
-from fullshard.plan.cluster.read import cluster_of, device_names, named_device
+from fullshard.plan.cluster.devices import cluster_of, device_names, named_device
 from fullshard.plan.model.config_json import ARCHITECTURES, read_model
 from fullshard.plan.model.named import MODEL_NAMES
 from fullshard.plan.model.operations import Model

@@ -12,7 +12,7 @@ from fullshard.plan.choose.changes import smallest_change, what_if
 from fullshard.plan.choose.search import USABLE, search
 from fullshard.plan.choose.settings import Setup, describe
 from fullshard.plan.choose.space import with_batch
-from fullshard.plan.cluster.read import fitted_constants
+from fullshard.plan.cluster.devices import fitted_constants
 from fullshard.plan.command.arguments import Asked, parse
 from fullshard.plan.command.data import answers_data, choice_data, train_settings
 from fullshard.plan.command.scale import scale_data, scaled, show_scale

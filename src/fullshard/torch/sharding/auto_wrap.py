@@ -13,7 +13,7 @@ from torch import nn
 from fullshard.core.strategy import AS_IT_RESTS, Precision
 from fullshard.plan.choose.wrapping import choose_wrapping
 from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.cluster.read import cluster_of, device_of_driver, named_device
+from fullshard.plan.cluster.devices import cluster_of, device_of_driver, named_device
 from fullshard.torch.sharding.find import find_parameters
 from fullshard.wrap import CustomPolicy
 

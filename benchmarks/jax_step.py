@@ -9,7 +9,8 @@ by a NamedSharding, out_shardings are pinned, and XLA does the rest. Activations
 activations are constrained to the batch axis. Vocabulary cut: that, and a head whose logits are cut
 along the classes. shard_map by hand: layers that gather their slices, a lookup and a chunked loss
 in tables that are cut along the classes, in some eighty lines of ordinary JAX. fullshard: the plain
-model in `make_train_step`, and the same with `gathered`, `embed` and `cross_entropy`.
+model in `make_train_step`, the same with `embed` and `cross_entropy` (tables), and with `gathered`
+around its layers as well (helpers).
 
 Memory and bytes sent are those of compiled programs, for each device; nothing is allocated for
 them, so the largest model costs seconds to compile. Peak: arguments, temporary memory, and results
@@ -52,7 +53,7 @@ from fullshard.jax import (
     make_train_step,
     shardings,
 )
-from fullshard.jax.hlo import memory_of, traffic_of
+from fullshard.jax.analysis import memory_of, traffic_of
 
 DEVICES = 8
 BY_HAND, OURS = "shard_map by hand", "fullshard, helpers"
@@ -306,8 +307,12 @@ def engine_forms(model, mesh):
     def step(loss):
         return Engine(make_train_step(lambda: make(model), OPTIMIZER, loss, mesh))
 
-    helped = loss_of(model, losses=cross_entropy, look_up=embed, around=gathered)
-    return {"fullshard, no helper": step(loss_of(model)), OURS: step(helped)}
+    tables = {"losses": cross_entropy, "look_up": embed}
+    return {
+        "fullshard, no helper": step(loss_of(model)),
+        "fullshard, tables": step(loss_of(model, **tables)),
+        OURS: step(loss_of(model, **tables, around=gathered)),
+    }
 
 
 def with_sharding(shape, sharding):

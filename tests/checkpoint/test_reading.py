@@ -6,7 +6,14 @@ from collections import Counter
 
 import numpy
 import pytest
-from support.checkpoint_cases import FaultyFiles, arrays, run_ranks, save_spans, whole_box
+from support.checkpoint_cases import (
+    ArraySource,
+    FaultyFiles,
+    arrays,
+    run_ranks,
+    save_spans,
+    whole_box,
+)
 
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.stored import About
@@ -14,7 +21,7 @@ from fullshard.checkpoint.loading import Checkpoint, Loading, Want, open_checkpo
 from fullshard.checkpoint.reading import streams
 from fullshard.checkpoint.reading.streams import in_streams, thread_count
 from fullshard.checkpoint.saving import save
-from fullshard.checkpoint.shards import ArraySource, Piece
+from fullshard.checkpoint.shards import Piece
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from support.checkpoint_cases import (
     DTYPES,
+    ArraySource,
     arrays,
     assert_holds,
     even_spans,
@@ -29,7 +30,7 @@ from fullshard.checkpoint.format.stored import About, StoredBox, StoredTensor
 from fullshard.checkpoint.planning import assign
 from fullshard.checkpoint.reading.reads import carry_out, chunk_bytes, reads_for
 from fullshard.checkpoint.saving import save
-from fullshard.checkpoint.shards import ArraySource, Piece
+from fullshard.checkpoint.shards import Piece
 from fullshard.core.boxes import Box, boxes_of_interval
 from fullshard.core.errors import CheckpointError, ConfigurationError
 

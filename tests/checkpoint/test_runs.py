@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoint_cases import (
+    ArraySource,
     FaultyFiles,
     arrays,
     assert_holds,
@@ -41,7 +42,7 @@ from fullshard.checkpoint.runs.commit import is_verified
 from fullshard.checkpoint.runs.folder import RunFolder
 from fullshard.checkpoint.runs.retention import apply_retention, steps_to_remove
 from fullshard.checkpoint.saving import WrittenStep, save
-from fullshard.checkpoint.shards import ArraySource, Piece
+from fullshard.checkpoint.shards import Piece
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks
 from fullshard.core.errors import CheckpointError, ConfigurationError
 

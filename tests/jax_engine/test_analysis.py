@@ -18,7 +18,7 @@ from fullshard.jax import (
     memory_analysis,
     overlap_flags,
 )
-from fullshard.jax.hlo import traffic_of
+from fullshard.jax.analysis import traffic_of
 
 VECTORS = next(models.vector_batches(1, 48, 12))
 

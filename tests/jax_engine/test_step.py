@@ -123,7 +123,7 @@ def test_bf16_is_gathered_and_fp32_reduced():
 
 def test_nothing_is_ever_whole_when_a_model_is_made():
     step = step_of(make=lambda: models.GPT(nnx.Rngs(0), width=64, layers=2, heads=8))
-    program = jax.jit(step._begin, out_shardings=step._arrays.shardings).lower({}).compile()
+    program = jax.jit(step._program.begin, out_shardings=step._rests).lower({}).compile()
     for array in jax.tree.leaves(program({})):
         if array.size > 64:
             assert array.addressable_shards[0].data.size * 8 == array.size, array.shape

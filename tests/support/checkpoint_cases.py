@@ -14,7 +14,7 @@ from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.loading import Checkpoint, Loading, Want, open_checkpoint
 from fullshard.checkpoint.runs.lock import LOCK
 from fullshard.checkpoint.saving import save
-from fullshard.checkpoint.shards import ArraySource, Piece
+from fullshard.checkpoint.shards import Piece, memory_view
 from fullshard.core.boxes import Box, boxes_of_interval
 
 CHUNKED = (
@@ -32,6 +32,16 @@ def small_chunks(monkeypatch, size_bytes):
         monkeypatch.setattr(f"fullshard.checkpoint.{name}.CHUNK_BYTES", size_bytes)
     monkeypatch.setattr("fullshard.checkpoint.loading.PIECE_BYTES", 3 * size_bytes + 16)
     monkeypatch.setattr("fullshard.checkpoint.reading.reads._scratch", threading.local())
+
+
+class ArraySource:
+    """The bytes of a contiguous numpy array."""
+
+    def __init__(self, array):
+        self._bytes = memory_view(array)
+
+    def copy_into(self, view, start):
+        view[:] = self._bytes[start : start + view.nbytes]
 
 
 class ThreadRanks:

@@ -29,7 +29,7 @@ from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.core.safetensors_format import DTYPE_BYTES, Entry, header_of
 
-__all__ = ["ArraySource", "Piece", "ShardReader", "ShardWriter", "Source", "memory_view"]
+__all__ = ["Piece", "ShardReader", "ShardWriter", "Source", "memory_view"]
 
 
 class Source(Protocol):
@@ -37,17 +37,6 @@ class Source(Protocol):
 
     def copy_into(self, view: memoryview, start: int) -> None:
         """Fill ``view`` with the bytes from ``start``; they are there on return."""
-
-
-class ArraySource:
-    """The bytes of a contiguous numpy array."""
-
-    def __init__(self, array: NDArray[Any]):
-        self._bytes = memory_view(array)
-
-    def copy_into(self, view: memoryview, start: int) -> None:
-        """Copy from the array."""
-        view[:] = self._bytes[start : start + view.nbytes]
 
 
 def memory_view(array: NDArray[Any]) -> memoryview:

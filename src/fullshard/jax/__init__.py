@@ -2,18 +2,18 @@
 """fullshard's engine on JAX: sharded train steps for Flax NNX models and pytrees."""
 
 from fullshard.checkpoint import Loaded
-from fullshard.jax.checkpoint import StoredAs, load_checkpoint, save_checkpoint
-from fullshard.jax.hlo import StepTraffic
-from fullshard.jax.layers import gathered, scan_layers
-from fullshard.jax.mesh import create_mesh, describe_mesh, initialize
-from fullshard.jax.needs import (
+from fullshard.jax.analysis import (
     Needs,
     NeedsTable,
+    StepTraffic,
     communication,
     compare,
     memory_analysis,
     overlap_flags,
 )
+from fullshard.jax.checkpoint import StoredAs, load_checkpoint, save_checkpoint
+from fullshard.jax.layers import gathered, scan_layers
+from fullshard.jax.mesh import create_mesh, describe_mesh, initialize
 from fullshard.jax.placing import batch_sharding, describe, global_batch, shard, shardings
 from fullshard.jax.program import StepOptions
 from fullshard.jax.rule import Placement, Rule, selective, threshold

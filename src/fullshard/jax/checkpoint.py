@@ -37,24 +37,16 @@ from fullshard.checkpoint.ranks import FolderRanks, agree
 from fullshard.checkpoint.runs.folder import run_folder
 from fullshard.checkpoint.saving import versions_of
 from fullshard.checkpoint.session import Content, Loaded, SaveSession, check_step
-from fullshard.checkpoint.shards import ArraySource, Piece
+from fullshard.checkpoint.shards import Piece, memory_view
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError, ConfigurationError
-from fullshard.core.safetensors_format import DTYPE_NAMES as STORED_DTYPES
+from fullshard.core.safetensors_format import DTYPE_NAMES, Entry
 from fullshard.jax.placing import as_key, is_key, key_data
 
-__all__ = [
-    "STORED_DTYPES",
-    "Leaf",
-    "Names",
-    "StoredAs",
-    "leaves_of",
-    "load_checkpoint",
-    "process_ranks",
-    "save_checkpoint",
-]  # fmt: skip
+__all__ = ["Leaf", "Names", "StoredAs", "leaves_of", "load_checkpoint", "process_ranks",
+           "save_checkpoint"]  # fmt: skip
 
-_NUMPY = {told: np.dtype(jax.numpy.dtype(name)) for name, told in STORED_DTYPES.items()}
+_NUMPY = {told: np.dtype(jax.numpy.dtype(name)) for name, told in DTYPE_NAMES.items()}
 
 
 # -- leaves ----------------------------------------------------------------------------------------
@@ -102,7 +94,16 @@ class Leaf:
     @property
     def held_dtype(self) -> str:
         """The dtype here, as safetensors calls it."""
-        return STORED_DTYPES[np.dtype(self.data.dtype).name]
+        return DTYPE_NAMES[np.dtype(self.data.dtype).name]
+
+    @property
+    def entry(self) -> Entry:
+        """Its description in a file. Raises `ConfigurationError` for a dtype that has no name."""
+        if self.dtype not in DTYPE_NAMES:
+            raise ConfigurationError(
+                f"{self.path!r} is {self.dtype}, which safetensors cannot hold"
+            )
+        return Entry(DTYPE_NAMES[self.dtype], self.shape)
 
     def box(self, index: Sequence[slice]) -> Box:
         """The box of the stored tensor that ``index`` of the array selects."""
@@ -170,16 +171,13 @@ class _ProcessRanks:
         self.size: int = jax.process_count()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """See `fullshard.checkpoint.CheckpointRanks`."""
         parts = self.share(data)
         return [] if self.rank else parts
 
     def broadcast(self, data: bytes) -> bytes:
-        """See `fullshard.checkpoint.CheckpointRanks`."""
         return self.share(b"" if self.rank else data)[0]
 
     def share(self, data: bytes) -> list[bytes]:
-        """See `fullshard.checkpoint.CheckpointRanks`."""
         sizes = multihost_utils.process_allgather(np.asarray([len(data)], np.int32))
         padded = np.zeros(max(1, int(sizes.max())), np.uint8)
         padded[: len(data)] = np.frombuffer(data, np.uint8)
@@ -265,8 +263,6 @@ def save_checkpoint(
 
 
 def _pieces(leaf: Leaf) -> list[Piece]:
-    if leaf.dtype not in STORED_DTYPES:
-        raise ConfigurationError(f"{leaf.path!r} is {leaf.dtype}, which safetensors cannot hold")
     parts: list[tuple[Box, Any]] = []
     if isinstance(leaf.data, jax.Array):
         shards = [shard for shard in leaf.data.addressable_shards if shard.replica_id == 0]
@@ -275,36 +271,26 @@ def _pieces(leaf: Leaf) -> list[Piece]:
         parts = [(leaf.box((slice(None),) * len(leaf.shape)), leaf.data)]
     # An array without elements is there once, one with some has no empty parts.
     parts = parts[:1] if 0 in leaf.shape else [part for part in parts if part[0].numel]
-    return [
-        Piece(
-            name,
-            leaf.shape,
-            STORED_DTYPES[leaf.dtype],
-            (box,) if box.numel else (),
-            _ShardSource(leaf, data),
-            grid_tile(leaf.shape, box) if box.numel else None,
-        )
-        for name in (leaf.stored.name, *leaf.stored.also)
-        for box, data in parts
-    ]
+    pieces = []
+    for name in (leaf.stored.name, *leaf.stored.also):
+        for box, data in parts:
+            tile, boxes = (grid_tile(leaf.shape, box), (box,)) if box.numel else (None, ())
+            source = _ShardSource(leaf, data)
+            pieces.append(Piece(name, leaf.shape, leaf.entry.dtype, boxes, source, tile))
+    return pieces
 
 
 class _ShardSource:
-    """The bytes of one device's part, on the host while they are copied."""
+    """The bytes of one device's part, on the host until the last of them is taken."""
 
     def __init__(self, leaf: Leaf, data: Any):
         self._leaf, self._data = leaf, data
-        self._source: tuple[ArraySource, int] | None = None
+        self._held: memoryview | None = None
 
     def copy_into(self, view: memoryview, start: int) -> None:
-        """Copy from the part; the host copy goes when the last byte is taken."""
-        if self._source is None:
-            array = self._leaf.as_stored(np.asarray(self._data))
-            self._source = ArraySource(array), array.nbytes
-        source, size_bytes = self._source
-        source.copy_into(view, start)
-        if start + view.nbytes == size_bytes:
-            self._source = None
+        held = self._held or memory_view(self._leaf.as_stored(np.asarray(self._data)))
+        view[:] = held[start : start + view.nbytes]
+        self._held = None if start + view.nbytes == held.nbytes else held
 
 
 def _plain_value(value: Any) -> Any:

@@ -10,9 +10,8 @@ backward gather again, so that no full weight waits for it.
 
 That is the layer's own mathematics only if it treats examples apart, which the user says by writing
 `gathered`. Seen from shapes, and left to XLA with a note, is a layer that has a result without
-examples, changes its own state (statistics of a batch, counts of random numbers), or draws random
-numbers for all examples from one key. Statistics that are only used inside are seen by
-``make_train_step(check=True)``.
+examples, changes its own state, or draws random numbers for all examples from one key. Statistics
+that are only used inside are seen by ``make_train_step(check=True)``.
 """
 
 import functools
@@ -27,13 +26,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.core.spec import ParamSpec
 from fullshard.jax.mesh import Axis, MeshAxes
-from fullshard.jax.placing import is_array, path_name, split_arrays
+from fullshard.jax.placing import is_array, path_name, split_arrays, split_module
 from fullshard.jax.rule import Placement, place
 
 __all__ = ["AROUND_LOOP", "Tracing", "current", "gathered", "reduced_gather",
@@ -80,6 +79,13 @@ class Tracing:
         axes = self.rests(x)
         return axes.index(self.axes.shard) if self.axes.shard in axes else None
 
+    def whole(self, x: Any) -> Any:
+        """The weight where the shard axis cuts it not, and all others do."""
+        if not is_array(x) or not x.ndim:
+            return x
+        axes = [None if axis == self.axes.shard else axis for axis in self.rests(x)]
+        return lax.with_sharding_constraint(x, self.axes.sharding(*axes))
+
 
 _tracing: ContextVar[Tracing | None] = ContextVar("fullshard_jax_tracing", default=None)
 
@@ -121,15 +127,9 @@ def gathered(layer: Any, *, remat: Any = None) -> Callable[..., Any]:
         method = type(module).__call__ if layer is module else layer.__func__
         return functools.partial(_call_module, method, module, remat)
     name = getattr(layer, "__name__", type(layer).__name__)
-
-    def call(weights: Any, *args: Any, **kwargs: Any) -> Any:
-        now = current()
-        if now is None:
-            return layer(weights, *args, **kwargs)
-        with jax.named_scope(name):  # profiles and compiled programs tell layers by it
-            return _Call(now, layer, name, remat, (weights, args, kwargs)).carried_out(layer)
-
-    return call
+    return lambda weights, *args, **kwargs: _called(
+        layer, name, remat, layer, weights, args, kwargs
+    )
 
 
 def scan_layers(
@@ -151,28 +151,23 @@ def scan_layers(
     items = list(blocks) if listed else [blocks]
     if not items:
         raise ConfigurationError("scan_layers has no blocks")
-    modules = items if isinstance(items[0], nnx.Module) else []
     function = layer or (lambda block, x, *args, **kwargs: block(x, *args, **kwargs))
     _refuse_unknown(function, remat)
 
     def through(x: Any, *args: Any, **kwargs: Any) -> Any:
-        splits = [nnx.split(item) if modules else (None, item) for item in items]
-        graph: Any = splits[0][0]
-        for number, (other, _) in enumerate(splits):
-            if other != graph:
-                raise ConfigurationError(_unequal(number, "in structure or in what is no array"))
-        arrays, rebuild = _stacked([tree for _, tree in splits], listed)
+        graph, arrays, rebuild = _stacked(items, listed)
 
         def body(x: Any, arrays: Any) -> tuple[Any, Any]:
             block = rebuild(arrays)
-            if not modules:
+            if graph is None:
                 return gathered(function, remat=remat)(block, x, *args, **kwargs), None
             block = nnx.merge(graph, block)
-            x = _call_module(function, block, remat, *(x, *args), **kwargs)
+            x = _call_module(function, block, remat, x, *args, **kwargs)
             return x, nnx.state(block, nnx.Not(nnx.Param))
 
         x, after = lax.scan(body, x, arrays)
-        for number, module in enumerate(modules):  # statistics and counts of random numbers
+        for number, module in enumerate(items if graph is not None else ()):
+            # Statistics and counts of random numbers.
             own = jax.tree.map(lambda leaf, n=number: leaf[n], after) if listed else after
             nnx.update(module, own)
         return x
@@ -199,9 +194,6 @@ def refuse_unknown_remat(remat: Any) -> None:
 
 def _call_module(method: Any, module: nnx.Module, remat: Any, *args: Any, **kwargs: Any) -> Any:
     """``method(module, *args, **kwargs)`` as `gathered` calls it."""
-    now = current()
-    if now is None:
-        return method(module, *args, **kwargs)
     graph, *parts = nnx.split(module, nnx.Param, ...)
 
     def pure(parts: Any, *args: Any, **kwargs: Any) -> Any:
@@ -213,52 +205,46 @@ def _call_module(method: Any, module: nnx.Module, remat: Any, *args: Any, **kwar
             raise NotSupportedError("it changes its own state, as of statistics or random numbers")
         return result
 
-    name = type(module).__name__
-    call = _Call(now, pure, name, remat, (parts, args, kwargs))
-    with jax.named_scope(name):
-        return call.carried_out(lambda _, *args, **kwargs: method(module, *args, **kwargs))
+    plain = lambda _, *args, **kwargs: method(module, *args, **kwargs)  # noqa: E731
+    return _called(pure, type(module).__name__, remat, plain, parts, args, kwargs)
 
 
-class _Call:
-    """One call of a layer in a step: its arrays in the order of the tree of all arguments."""
-
-    def __init__(
-        self, now: Tracing, layer: Callable[..., Any], name: str, remat: Any, given: Any
-    ) -> None:
-        self.now, self.layer, self.name, self.given = now, layer, name, given
-        self.remat = now.remat if remat is None else remat
-        self.arrays, self.rebuild = split_arrays(given)
-        self.owners = [p[:2] for p, x in jax.tree.leaves_with_path(given) if is_array(x)]
-        self.weights = sum(map(is_array, jax.tree.leaves(given[0])))
-
-    def carried_out(self, plain: Callable[..., Any]) -> Any:
-        """The layer's results; ``plain`` is the layer for all examples, as it was given."""
-        weights, args, kwargs = self.given
-        axes = self.now.axes
-        if axes.parts == 1:
-            return plain(weights, *args, **kwargs)
-        if not axes.only_batch:  # with a tensor axis XLA gathers, where it is told to
-            return plain(jax.tree.map(self._whole, weights), *args, **kwargs)
+def _called(
+    layer: Any, name: str, remat: Any, plain: Any, weights: Any, args: Any, kwargs: Any
+) -> Any:
+    """The results of ``layer``; ``plain`` is the layer for all examples, as it was given."""
+    now = current()
+    if now is None or now.axes.parts == 1:
+        return plain(weights, *args, **kwargs)
+    with jax.named_scope(name):  # profiles and compiled programs tell layers by it
+        if not now.axes.only_batch:  # with a tensor axis XLA gathers, where it is told to
+            return plain(jax.tree.map(now.whole, weights), *args, **kwargs)
         try:
-            apart = self._apart()
+            apart = _Call(now, layer, remat, (weights, args, kwargs)).apart()
         except Exception as error:
             # Tracing with fewer examples may fail in any way; what fails with all of them, too,
             # does so in the next line.
             result = plain(weights, *args, **kwargs)
             said = (str(error) or type(error).__name__).splitlines()[0]
-            note = f"{self.name} is left to XLA: {said}"
-            self.now.notes.extend([note] if note not in self.now.notes else [])
+            note = f"{name} is left to XLA: {said}"
+            now.notes.extend([note] if note not in now.notes else [])
             return result
-        if self.now.mixing is None:
+        if now.mixing is None:
             return apart()
         result = plain(weights, *args, **kwargs)
-        self._compare(result, apart(), self.now.mixing)
+        _compare(name, result, apart(), now.mixing)
         return result
 
-    def _whole(self, x: Any) -> Any:
-        if not is_array(x) or not x.ndim:
-            return x
-        return lax.with_sharding_constraint(x, self.now.axes.gathered(self.now.rests(x)))
+
+class _Call:
+    """One call of a layer in a step: its arrays in the order of the tree of all arguments."""
+
+    def __init__(self, now: Tracing, layer: Callable[..., Any], remat: Any, given: Any) -> None:
+        self.now, self.layer = now, layer
+        self.remat = now.remat if remat is None else remat
+        self.arrays, self.rebuild = split_arrays(given)
+        self.owners = [p[:2] for p, x in jax.tree.leaves_with_path(given) if is_array(x)]
+        self.weights = sum(map(is_array, jax.tree.leaves(given[0])))
 
     def _flat(self, *arrays: Any) -> Any:
         """The layer as a function of arrays alone; what it calls is computed as it stands."""
@@ -266,7 +252,7 @@ class _Call:
         with tracing(None):
             return self.layer(weights, *args, **kwargs)
 
-    def _apart(self) -> Callable[[], Any]:
+    def apart(self) -> Callable[[], Any]:
         """The layer's results, of which each device computes those of its own examples."""
         parts = self.now.axes.parts
         first = next((x for x in self.arrays[self.weights :] if x.ndim), None)
@@ -282,8 +268,10 @@ class _Call:
             _dim_of_examples(a.shape, b.shape, 2 * parts)
             for a, b in zip(jax.tree.leaves(shapes), jax.tree.leaves(twice), strict=True)
         ]
-        mapped = self._mapped(jaxpr_as_fun(jaxpr), batched, out)
-        return lambda: jax.tree.unflatten(jax.tree.structure(shapes), mapped(*self.arrays))
+        mapped = self._mapped(jaxpr, batched, out)
+        # Arrays that the layer closes over go in as well; they are the same for all examples.
+        operands = (*self.arrays, *jaxpr.consts)
+        return lambda: jax.tree.unflatten(jax.tree.structure(shapes), mapped(*operands))
 
     def _batched(self, rows: int) -> tuple[Any, list[bool]]:
         """Results for twice the examples, and which arrays have examples.
@@ -314,39 +302,41 @@ class _Call:
             for x, flag in zip(self.arrays, batched, strict=True)
         ]
 
-    def _mapped(self, run: Any, batched: Sequence[bool], out: Sequence[int]) -> Any:
-        now = self.now
+    def _mapped(self, jaxpr: ClosedJaxpr, batched: Sequence[bool], out: Sequence[int]) -> Any:
+        now, count = self.now, len(self.arrays)
         cuts = [now.cut_dim(x) if at < self.weights else None
                 for at, x in enumerate(self.arrays)]  # fmt: skip
-        examples = PartitionSpec(now.axes.examples)
         specs = [
-            PartitionSpec(*(None,) * cut, now.axes.weights) if cut is not None
-            else examples if flag else PartitionSpec()
+            now.axes.weight(cut) if cut is not None
+            else now.axes.examples() if flag else PartitionSpec()
             for cut, flag in zip(cuts, batched, strict=True)
         ]  # fmt: skip
-        mapped = jax.shard_map(
-            lambda *arrays: run(*_gather_all(now, arrays, cuts)),
-            mesh=now.axes.mesh,
-            in_specs=tuple(specs),
-            out_specs=[PartitionSpec(*(None,) * dim, now.axes.examples) for dim in out],
-            check_vma=False,
+        specs += [PartitionSpec()] * len(jaxpr.consts)
+
+        def local(*operands: Any) -> Any:
+            run = jaxpr_as_fun(ClosedJaxpr(jaxpr.jaxpr, operands[count:]))
+            return run(*_gather_all(now, operands[:count], cuts))
+
+        mapped = now.axes.shard_map(
+            local, in_specs=tuple(specs), out_specs=[now.axes.examples(dim) for dim in out]
         )
         if self.remat is False:
             return mapped
         policy = self.remat if callable(self.remat) else _POLICIES.get(self.remat)
         return jax.checkpoint(mapped, policy=policy)
 
-    def _compare(self, whole: Any, apart: Any, mixing: dict[str, float]) -> None:
-        """Remember how far the layer's results for a part are from those for all examples."""
 
-        def remember(far: Any) -> None:
-            mixing[self.name] = max(mixing.get(self.name, 0.0), float(far))
+def _compare(name: str, whole: Any, apart: Any, mixing: dict[str, float]) -> None:
+    """Remember how far a layer's results for a part are from those for all examples."""
 
-        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(apart), strict=True):
-            if jnp.issubdtype(a.dtype, jnp.inexact):
-                a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-                most = jnp.maximum(jnp.abs(a).max(), 1e-30)
-                jax.debug.callback(remember, jnp.abs(a - b).max() / most)
+    def remember(far: Any) -> None:
+        mixing[name] = max(mixing.get(name, 0.0), float(far))
+
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(apart), strict=True):
+        if jnp.issubdtype(a.dtype, jnp.inexact):
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+            most = jnp.maximum(jnp.abs(a).max(), 1e-30)
+            jax.debug.callback(remember, jnp.abs(a - b).max() / most)
 
 
 def _gather_all(now: Tracing, leaves: Sequence[Any], cuts: Sequence[int | None]) -> list[Any]:
@@ -374,22 +364,24 @@ def _gather_all(now: Tracing, leaves: Sequence[Any], cuts: Sequence[int | None])
     return full
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def reduced_gather(x: Array, axis: str, dim: int, reduce: Any) -> Array:
     """The whole of ``x``, cut along ``dim``; its gradient is summed in the dtype ``reduce``."""
+    if reduce is None or reduce == x.dtype:
+        return lax.all_gather(x, axis, axis=dim, tiled=True)
+    return _gather_narrow(x, axis, dim, reduce)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gather_narrow(x: Array, axis: str, dim: int, reduce: Any) -> Array:
     return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
 def _gather_backward(axis: str, dim: int, reduce: Any, _: None, grad: Array) -> tuple[Array]:
-    wide = grad.astype(reduce or grad.dtype)
-    summed = lax.psum_scatter(wide, axis, scatter_dimension=dim, tiled=True)
+    summed = lax.psum_scatter(grad.astype(reduce), axis, scatter_dimension=dim, tiled=True)
     return (summed.astype(grad.dtype),)
 
 
-reduced_gather.defvjp(
-    lambda x, axis, dim, reduce: (lax.all_gather(x, axis, axis=dim, tiled=True), None),
-    _gather_backward,
-)
+_gather_narrow.defvjp(lambda x, *args: (_gather_narrow(x, *args), None), _gather_backward)
 
 
 def _dim_of_examples(own: Sequence[int], twice: Sequence[int], factor: int) -> int:
@@ -421,28 +413,30 @@ def _refuse_shared_draws(jaxpr: Any) -> None:
             _refuse_shared_draws(inner)
 
 
-def _stacked(items: list[Any], listed: bool) -> tuple[list[Any], Callable[[Any], Any]]:
-    """The arrays of equal trees, stacked, and how one of the trees is made of its own."""
-    structure: Any = jax.tree.structure(items[0])
-    arrays, rebuild = split_arrays(items[0])
+def _stacked(items: list[Any], listed: bool) -> tuple[Any, list[Any], Callable[[Any], Any]]:
+    """The graph of equal modules, their arrays stacked, and how a tree is made of its own."""
+    graph, first = split_module(items[0])
+    structure: Any = jax.tree.structure(first)
+    arrays, rebuild = split_arrays(first)
     rows = [arrays]
     for number, item in enumerate(items[1:], 1):
-        others, other = jax.tree.flatten(item)
-        if other != structure:
-            raise ConfigurationError(_unequal(number, "in structure"))
-        for (path, a), b in zip(jax.tree.leaves_with_path(items[0]), others, strict=True):
-            same = is_array(a) and is_array(b) and (a.shape, a.dtype) == (b.shape, b.dtype)
-            if not (same or (not is_array(a) and not is_array(b) and a == b)):
-                raise ConfigurationError(_unequal(number, f"in {path_name(path)}"))
-        rows.append([x for x in others if is_array(x)])
-    return [jnp.stack(row) for row in zip(*rows, strict=True)] if listed else arrays, rebuild
+        other, tree = split_module(item)
+        differ = "in structure or in what is no array"
+        if other == graph and jax.tree.structure(tree) == structure:
+            pairs = zip(jax.tree.leaves_with_path(first), jax.tree.leaves(tree), strict=True)
+            kinds = ((path, _kind(a), _kind(b)) for (path, a), b in pairs)
+            differ = next((f"in {path_name(path)}" for path, a, b in kinds if a != b), "")
+        if differ:
+            raise ConfigurationError(
+                f"scan_layers: blocks 0 and {number} differ {differ}; layers that differ go "
+                "through gathered(block)(x), one by one"
+            )
+        rows.append(split_arrays(tree)[0])
+    return graph, [jnp.stack(row) for row in zip(*rows, strict=True)] if listed else arrays, rebuild
 
 
-def _unequal(number: int, where: str) -> str:
-    return (
-        f"scan_layers: blocks 0 and {number} differ {where}; layers that differ go through "
-        "gathered(block)(x), one by one"
-    )
+def _kind(x: Any) -> Any:
+    return (x.shape, x.dtype) if is_array(x) else [x]
 
 
 AROUND_LOOP = "gathered(layer)(weights, x) around the loop"

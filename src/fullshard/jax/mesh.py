@@ -5,11 +5,13 @@ Along ``data`` and ``fsdp`` the batch is cut, along ``fsdp`` parameters, along `
 dimension of those that a rule names.
 """
 
+import functools
 import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,17 +53,25 @@ class MeshAxes:
         """True if the batch is cut along every axis that has more than one device."""
         return self.parts == self.mesh.size
 
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """The axes that cut a weight in `jax.shard_map`; over an axis left out XLA sums, so those
-        of one device are named.
+    def weight(self, dim: int) -> PartitionSpec:
+        """The spec in `jax.shard_map` of a weight that the shard axis cuts along ``dim``.
+
+        Over an axis that is left out XLA sums, so those of one device are named.
         """
-        return self.shard, *(n for n, k in self.mesh.shape.items() if k == 1 and n != self.shard)
+        return PartitionSpec(*(None,) * dim, (self.shard, *self._of_one))
+
+    def examples(self, dim: int = 0) -> PartitionSpec:
+        """The spec in `jax.shard_map` of an array whose dimension ``dim`` is examples."""
+        return PartitionSpec(*(None,) * dim, tuple(dict.fromkeys((*self.batch, *self._of_one))))
 
     @property
-    def examples(self) -> tuple[str, ...]:
-        """The axes that cut examples in `jax.shard_map`."""
-        return tuple(dict.fromkeys((*self.batch, *self.weights[1:])))
+    def _of_one(self) -> list[str]:
+        return [name for name, k in self.mesh.shape.items() if k == 1 and name != self.shard]
+
+    @property
+    def shard_map(self) -> Any:
+        """`jax.shard_map` over this mesh."""
+        return functools.partial(jax.shard_map, mesh=self.mesh, check_vma=False)
 
     def count(self, axis: Axis) -> int:
         """The number of parts into which this cuts a dimension."""
@@ -70,10 +80,6 @@ class MeshAxes:
     def sharding(self, *axes: Axis) -> NamedSharding:
         """The sharding of arrays whose dimensions these axes cut; of none, that of whole ones."""
         return NamedSharding(self.mesh, PartitionSpec(*axes))
-
-    def gathered(self, axes: Sequence[Axis]) -> NamedSharding:
-        """The sharding of arrays that these axes cut at rest, once the shard axis cuts them not."""
-        return self.sharding(*(None if axis == self.shard else axis for axis in axes))
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:

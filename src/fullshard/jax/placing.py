@@ -19,7 +19,7 @@ from fullshard.jax.rule import Placement, Rule, place, refuse_low_coverage
 
 __all__ = ["annotation", "as_key", "batch_sharding", "by_path", "describe", "dtype_on_device",
            "global_batch", "is_array", "is_key", "key_data", "named_leaves", "path_name", "put",
-           "shard", "shardings", "split_arrays", "to_host"]  # fmt: skip
+           "shard", "shardings", "split_arrays", "split_module", "to_host"]  # fmt: skip
 
 Tree = TypeVar("Tree")
 
@@ -43,6 +43,11 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
+def split_module(tree: Any) -> tuple[Any, Any]:
+    """The graph of an `nnx.Module` and its state, a pytree; of other trees None and themselves."""
+    return nnx.split(tree) if isinstance(tree, nnx.Module) else (None, tree)
+
+
 def split_arrays(tree: Any) -> tuple[list[Any], Callable[[Iterable[Any]], Any]]:
     """The arrays of ``tree``, and a function that puts such into a tree like it."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -62,8 +67,7 @@ def dtype_on_device(x: Any) -> Any:
 
 def is_key(x: Any) -> bool:
     """Tell if ``x`` is an array of typed random keys."""
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
+    return is_array(x) and bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 def key_data(x: Any) -> Any:
@@ -101,8 +105,7 @@ def annotation(leaf: Any) -> tuple[Axis, ...]:
     """The axis names that a variable carries: of Flax NNX's metadata, or of Linen's boxes."""
     if isinstance(leaf, nnx.Variable):
         metadata: Mapping[str, Any] = leaf.get_metadata()
-        names = metadata.get("out_sharding", metadata.get("sharding_names"))
-        return tuple(names) if names else ()
+        return tuple(metadata.get("out_sharding", metadata.get("sharding_names")) or ())
     names = getattr(leaf, "names", None)
     return tuple(names) if isinstance(names, tuple) and hasattr(leaf, "value") else ()
 
@@ -123,9 +126,9 @@ def shardings(
     Raises:
         ConfigurationError: for a rule or a mesh that cannot be, as `make_train_step`.
     """
-    axes, state = read_mesh(mesh, shard_axis), _state_of(tree)
+    axes, state = read_mesh(mesh, shard_axis), split_module(tree)[1]
     cuts = {each.name: each.axes for each in _placements(state, axes, rule)}
-    return jax.tree_util.tree_map_with_path(
+    return jax.tree.map_with_path(
         lambda path, _: axes.sharding(*cuts.get(path_name(path), ())), state
     )
 
@@ -141,11 +144,11 @@ def shard(
         ConfigurationError: if more than the share ``at_most_unsharded`` of the bytes would be on
             every device, or the rule cannot be. Nothing has been placed then.
     """
-    state = _state_of(tree)
+    graph, state = split_module(tree)
     refuse_low_coverage(_placements(state, read_mesh(mesh), rule), at_most_unsharded)
     cuts = shardings(state, mesh, rule)
     placed = jax.tree.map(lambda x, cut: jax.device_put(x, cut) if _cut(x) else x, state, cuts)
-    if not isinstance(tree, nnx.Module):
+    if graph is None:
         return placed
     nnx.update(tree, placed)
     return tree
@@ -155,7 +158,7 @@ def describe(tree: Any) -> str:
     """A table of ``tree``'s arrays: path, shape, how it is cut, and the bytes on each device."""
     rows: list[tuple[object, ...]] = [("array", "shape", "sharding", "bytes per device")]
     total = 0
-    for name, x in by_path(_state_of(tree)).items():
+    for name, x in by_path(split_module(tree)[1]).items():
         if _cut(x):
             sharding = getattr(x, "sharding", None)
             local = sharding.shard_shape(x.shape) if sharding is not None else x.shape
@@ -194,6 +197,8 @@ def put(x: Any, sharding: Any) -> jax.Array:
     if isinstance(x, jax.Array):
         same = x.sharding.is_equivalent_to(sharding, x.ndim)
         return x if same else jax.device_put(x, sharding)
+    x = np.asarray(x)
+    x = x.astype(dtype_on_device(x), copy=False)
     with jax.transfer_guard_host_to_device("allow"):  # it was asked for
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
@@ -210,7 +215,3 @@ def _placements(state: Any, axes: MeshAxes, rule: Rule | None) -> list[Placement
         raise ConfigurationError(f"{type(state).__name__} has no arrays")
     names = {spec.name: said for spec, said in found}
     return place([spec for spec, _ in found], axes, rule, names)
-
-
-def _state_of(tree: Any) -> Any:
-    return nnx.state(tree) if isinstance(tree, nnx.Module) else tree

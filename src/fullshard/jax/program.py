@@ -9,8 +9,7 @@ arrays rest, and in `gathered`, `embed` and `cross_entropy` what each device com
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -26,13 +25,13 @@ from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import AS_IT_RESTS, Precision
 from fullshard.core.text import bytes_text
 from fullshard.jax.layers import Tracing, refuse_unknown_remat, tracing, used_outside
+from fullshard.jax.mesh import MeshAxes
 from fullshard.jax.placing import by_path, path_name
-from fullshard.jax.rule import Rule
-from fullshard.jax.state import ModelArrays, StateArrays, TrainState
+from fullshard.jax.rule import LARGE_BYTES, Placement, Rule
+from fullshard.jax.state import ModelArrays, TrainState
 
-__all__ = ["KEY", "LARGE_BYTES", "StepOptions", "StepProgram", "is_whole", "read_options"]
+__all__ = ["KEY", "StepOptions", "StepProgram", "is_whole", "read_options"]
 
-LARGE_BYTES = 1 << 20
 _ROUNDING = 1e-3
 
 KEY = "loss_fn(key)"
@@ -92,11 +91,7 @@ _DEFAULTS: StepOptions = {
 
 
 def read_options(given: StepOptions) -> StepOptions:
-    """Complete ``given``.
-
-    Raises:
-        ConfigurationError: for an unknown keyword or value, and what does not go together.
-    """
+    """Complete ``given``; raises `ConfigurationError` for an unknown keyword or value."""
     for name in given:
         if name not in _DEFAULTS:
             raise ConfigurationError(f"unknown option {name!r}; known: {', '.join(_DEFAULTS)}")
@@ -122,8 +117,7 @@ def read_options(given: StepOptions) -> StepOptions:
 
 def is_whole(options: StepOptions, path: Any, leaf: Any) -> bool:
     """Tell if an array of a batch, at ``path``, is the same for all examples."""
-    name = path_name(path)
-    return not np.ndim(leaf) or any(re.search(pattern, name) for pattern in options["whole"])
+    return not np.ndim(leaf) or any(re.search(each, path_name(path)) for each in options["whole"])
 
 
 @dataclass(frozen=True)
@@ -133,22 +127,30 @@ class StepProgram:
     ``outside`` has the call to write for each array that XLA gathers where it likes.
     """
 
+    axes: MeshAxes
     model: ModelArrays
-    arrays: StateArrays
+    placements: Mapping[str, Placement]
+    tx: Any
     loss_fn: Callable[..., Any]
     options: StepOptions
     notes: list[str] = field(default_factory=list)
     outside: dict[str, str] = field(default_factory=dict)
 
+    def begin(self, values: Arrays) -> TrainState:
+        """The state before the first step, of ``values``, or where there are none of new ones."""
+        values = {**(self.model.initial() if self.model.made else {}), **values}
+        params = self._at_rest({name: values[name] for name in self.placements})
+        kept = self.tx.init(self.model.tree(self._trained(params)))
+        other = {name: values[name] for name in self.model.other}
+        return TrainState(self.model.tree(params), kept, other, jnp.zeros((), jnp.int32))
+
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, Any]:
         """State after the step, loss, and what else the loss function returned."""
-        params = by_path(state.params)
-        trained = {n: x for n, x in params.items() if self.arrays.params[n].spec.trainable}
-        frozen = {n: x for n, x in params.items() if n not in trained}
-        tree, update = self.model.tree, self.arrays.tx.update
+        params, tree, update = by_path(state.params), self.model.tree, self.tx.update
+        trained = self._trained(params)
 
         def gradients(trained: Arrays) -> tuple[Arrays, Any, Any, Arrays]:
-            return self._gradients(trained, frozen, state.other, state.step, batch)
+            return self._gradients(trained, {**params, **trained}, state, batch)
 
         grads, loss, aux, other = gradients(trained)
         # Functions are for optimizers that search.
@@ -165,18 +167,18 @@ class StepProgram:
     def apply(self, function: Callable[..., Any], state: TrainState, *args: Any) -> Any:
         """``function(model, *args)`` with the model of ``state``; nothing is trained."""
         arrays = {**self._computed(by_path(state.params)), **state.other}
-        with self._tracing([]):
+        with tracing(self._now([])):
             return function(self.model.rebuild(arrays), *args)
 
     def refuse_mixing(self, state: TrainState, batch: Any) -> None:
         """Raise for a gathered layer whose results on a cut batch are others; the loss is run."""
         far: dict[str, float] = {}
 
-        def forward(params: Arrays, other: Arrays, batch: Any) -> Any:
-            with self._tracing([], far):
-                return self._result(self._computed(params), other, (0, 0), batch)[0]
+        def forward(params: Any, other: Arrays, batch: Any) -> Any:
+            with tracing(self._now([], far)):
+                return self._result(self._computed(by_path(params)), other, (0, 0), batch)[0]
 
-        jax.block_until_ready(jax.jit(forward)(by_path(state.params), state.other, batch))
+        jax.block_until_ready(jax.jit(forward)(state.params, state.other, batch))
         jax.effects_barrier()
         for name, share in far.items():
             if not share <= _ROUNDING:
@@ -186,27 +188,39 @@ class StepProgram:
                     "part that mixes (statistics over the batch, one random key for all) out of it"
                 )
 
-    def _tracing(
-        self, notes: list[str], mixing: dict[str, float] | None = None
-    ) -> AbstractContextManager[None]:
-        arrays, remat = self.arrays, self.options["remat"]
+    def _now(self, notes: list[str], mixing: dict[str, float] | None = None) -> Tracing | None:
+        if self.options["mode"] == "jit":
+            return None
         reduce = self.options["precision"].reduce
-        dtype = jnp.dtype(reduce) if reduce else None
-        now = Tracing(arrays.axes, arrays.params, dtype, remat, notes, mixing)
-        return tracing(now if self.options["mode"] == "weights" else None)
+        dtype, remat = jnp.dtype(reduce) if reduce else None, self.options["remat"]
+        return Tracing(self.axes, self.placements, dtype, remat, notes, mixing)
+
+    def _trained(self, params: Arrays) -> Arrays:
+        return {n: x for n, x in params.items() if self.placements[n].spec.trainable}
+
+    def _at_rest(self, params: Arrays) -> Arrays:
+        """Parameters or their gradients, cut as they rest."""
+        rests = {name: self.axes.sharding(*self.placements[name].axes) for name in params}
+        return {n: lax.with_sharding_constraint(x, rests[n]) for n, x in params.items()}
+
+    def _computed(self, params: Arrays) -> Arrays:
+        """Parameters in the dtype of computation."""
+        full = self.options["precision"].full_dtype
+        return {n: x.astype(full(self.placements[n].spec.dtype)) for n, x in params.items()}
 
     def _gradients(
-        self, trained: Arrays, frozen: Arrays, other: Arrays, step: Any, batch: Any
+        self, trained: Arrays, params: Arrays, state: TrainState, batch: Any
     ) -> tuple[Arrays, Any, Any, Arrays]:
         count = self.options["accumulate"]
 
         def one(other: Arrays, batch: Any, number: Any) -> tuple[Arrays, Any, Any, Arrays]:
             def loss_of(trained: Arrays) -> tuple[Any, tuple[Any, Arrays]]:
-                loss, aux, after = self._loss({**trained, **frozen}, other, (step, number), batch)
+                at = (state.step, number)
+                loss, aux, after = self._loss({**params, **trained}, other, at, batch)
                 return loss / count, (aux, after)
 
             (loss, (aux, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(trained)
-            return self.arrays.at_rest(grads), loss, aux, after
+            return self._at_rest(grads), loss, aux, after
 
         def micro(carry: Any, turn: Any) -> tuple[Any, Any]:
             grads, loss, aux, other = one(carry[1], *turn)
@@ -214,20 +228,21 @@ class StepProgram:
             return (sums, other), (loss, aux)
 
         if count == 1:
-            return one(other, batch, 0)
+            return one(state.other, batch, 0)
         parts = jax.tree_util.tree_map_with_path(self._parts, batch)
-        zeros = {n: jnp.zeros(x.shape, _sum_dtype(x.dtype)) for n, x in trained.items()}
+        wide = {n: jnp.promote_types(x.dtype, jnp.float32) for n, x in trained.items()}
+        zeros = {n: jnp.zeros(x.shape, wide[n]) for n, x in trained.items()}
         turns = parts, jnp.arange(count)
-        (sums, other), (losses, aux) = lax.scan(micro, (zeros, other), turns)
+        (sums, other), (losses, aux) = lax.scan(micro, (zeros, state.other), turns)
         rows = max((x.shape[1] for x in jax.tree.leaves(parts) if x.ndim > 1), default=0)
         aux = jax.tree.map(lambda x: self._joined(x, rows), aux)
-        return self.arrays.at_rest(sums), sum(losses), aux, other
+        return self._at_rest(sums), sum(losses), aux, other
 
     def _loss(self, params: Arrays, other: Arrays, at: Any, batch: Any) -> tuple[Any, Any, Arrays]:
         """Loss, what is returned beside it, and the other state after it; traced once."""
 
         def flat(params: list[Any], *args: Any) -> Any:
-            with self._tracing(self.notes):
+            with tracing(self._now(self.notes)):
                 return self._result(dict(zip(names, params, strict=True)), *args)
 
         computed = self._computed(params)
@@ -264,17 +279,12 @@ class StepProgram:
                 "the loss function must return one number, a float, the mean over its batch, got "
                 f"{got}; with something beside it give has_aux=True"
             )
-        kept = [name for name in other if name != KEY]
-        return loss, aux, {**other, **self.model.read_state(model, kept)}
-
-    def _computed(self, arrays: Arrays) -> Arrays:
-        """In the dtype of computation."""
-        full = self.options["precision"].full_dtype
-        return {n: x.astype(full(self.arrays.params[n].spec.dtype)) for n, x in arrays.items()}
+        after = {**other, **self.model.values(model)}
+        return loss, aux, {name: after[name] for name in other}
 
     def _parts(self, path: Any, x: Any) -> Any:
         """Micro-batches in front, each made of a part of every device's examples."""
-        count, axes = self.options["accumulate"], self.arrays.axes
+        count, axes = self.options["accumulate"], self.axes
         if is_whole(self.options, path, x):
             return jnp.broadcast_to(x, (count, *x.shape))
         parts = x.reshape(axes.parts, count, -1, *x.shape[1:]).swapaxes(0, 1)
@@ -285,10 +295,5 @@ class StepProgram:
         """Join what micro-batches returned: examples in the batch's order, means of all else."""
         if x.ndim == 1 or x.shape[1] != rows:
             return x.mean(0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[-1]
-        x = x.reshape(x.shape[0], self.arrays.axes.parts, -1, *x.shape[2:]).swapaxes(0, 1)
+        x = x.reshape(x.shape[0], self.axes.parts, -1, *x.shape[2:]).swapaxes(0, 1)
         return x.reshape(-1, *x.shape[3:])
-
-
-def _sum_dtype(dtype: Any) -> Any:
-    low = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
-    return jnp.float32 if low else dtype

@@ -20,8 +20,11 @@ from fullshard.core.spec import ParamSpec
 from fullshard.core.text import bytes_text
 from fullshard.jax.mesh import Axis, MeshAxes, axis_names
 
-__all__ = ["Placement", "Rule", "coverage", "place", "refuse_idle_axes", "refuse_low_coverage",
-           "selective", "threshold"]  # fmt: skip
+__all__ = ["LARGE_BYTES", "Placement", "Rule", "coverage", "place", "refuse_idle_axes",
+           "refuse_low_coverage", "selective", "threshold"]  # fmt: skip
+
+LARGE_BYTES = 1 << 20
+"""Bytes from which an array on every device, or gathered where XLA likes, is told of."""
 
 
 @dataclass(frozen=True)
@@ -44,39 +47,6 @@ class Rule:
     logical: Mapping[str, str | None] = field(default_factory=dict)
     tensor_axis: str = "tensor"
 
-    def why_replicated(self, spec: ParamSpec) -> str:
-        """The reason for which ``spec`` is replicated; empty if it is to be sharded."""
-        if spec.numel < self.min_numel:
-            return f"{spec.numel:,} elements, fewer than {self.min_numel:,}"
-        for pattern in self.replicate:
-            if re.search(pattern, spec.name):
-                return f"matches {pattern!r}"
-        if self.only and not any(re.search(pattern, spec.name) for pattern in self.only):
-            return "matches none of " + ", ".join(map(repr, self.only))
-        return ""
-
-    def named_dim(self, table: Mapping[str, int], spec: ParamSpec) -> int | None:
-        """The dimension of ``spec`` that ``table`` (``dims`` or ``tensor``) names, if any."""
-        for pattern, dim in table.items():
-            if re.search(pattern, spec.name):
-                if not -len(spec.shape) <= dim < len(spec.shape):
-                    raise ConfigurationError(
-                        f"the rule's pattern {pattern!r} names dimension {dim} of {spec.name!r}, "
-                        f"whose shape is {spec.shape}"
-                    )
-                return dim % len(spec.shape)
-        return None
-
-    def axis(self, name: str, mesh: MeshAxes) -> str | None:
-        """The axis of the mesh that ``name``, which a variable carries, stands for."""
-        axis = self.logical.get(name, name if name in mesh.mesh.shape else None)
-        if axis is not None and axis not in mesh.mesh.shape:
-            raise ConfigurationError(
-                f"the rule translates {name!r} to {axis!r}, which is no axis of the mesh: it has "
-                f"{', '.join(mesh.mesh.shape)}"
-            )
-        return axis
-
 
 def threshold(min_numel: int = 1024) -> Rule:
     """Replicate arrays of fewer than ``min_numel`` elements, shard all others."""
@@ -98,13 +68,17 @@ class Placement:
     spec: ParamSpec
     axes: tuple[Axis, ...]
     shards: int
-    sharded: bool
     reason: str = ""
 
     @property
     def name(self) -> str:
         """The array's path."""
         return self.spec.name
+
+    @property
+    def sharded(self) -> bool:
+        """True if the shard axis cuts it."""
+        return not self.reason
 
     @property
     def rest_bytes(self) -> int:
@@ -120,11 +94,9 @@ def place(
 ) -> list[Placement]:
     """Decide where each array rests; [Note: One rule].
 
-    ``annotations`` gives by path the axis names that a variable carries.
-
-    Raises:
-        ConfigurationError: if a pattern of the rule matches nothing, if it or an annotation names a
-            dimension that is not there or that the axis does not divide.
+    ``annotations`` gives by path the axis names that a variable carries. Raises
+    `ConfigurationError` if a pattern of the rule matches nothing, if it or an annotation names a
+    dimension that is not there or that the axis does not divide.
     """
     rule = Rule() if rule is None else rule
     if not isinstance(rule, Rule):
@@ -144,43 +116,73 @@ def _place(spec: ParamSpec, mesh: MeshAxes, rule: Rule, names: Sequence[Axis]) -
     if mesh.shard not in _used(axes):
         # Where it divides; in front, where stacked layers lie, only if nowhere else.
         dims = [dim for dim, size in enumerate(spec.shape)
-                if axes[dim] is None and size and size % mesh.shards == 0]  # fmt: skip
-        stack = 0 if len(spec.shape) >= 3 else None
-        dim = max(dims, key=lambda dim: (dim != stack, spec.shape[dim], -dim), default=None)
-        reason = rule.why_replicated(spec)
-        if not reason and dim is not None:
-            axes[dim] = mesh.shard
+                if axes[dim] is None and spec.numel and size % mesh.shards == 0]  # fmt: skip
+        reason = _why_whole(spec, rule)
+        if not reason and dims:
+            stack = 0 if len(spec.shape) >= 3 else None
+            axes[max(dims, key=lambda dim: (dim != stack, spec.shape[dim], -dim))] = mesh.shard
         elif not reason:
             no_dim = f"{mesh.shards} divides no dimension of {spec.shape}"
             reason = no_dim if spec.shape else "a scalar"
-    shards = mesh.count(tuple(_used(axes)))
-    return Placement(spec, tuple(axes), shards, not reason, reason)
+    return Placement(spec, tuple(axes), mesh.count(tuple(_used(axes))), reason)
+
+
+def _why_whole(spec: ParamSpec, rule: Rule) -> str:
+    if spec.numel < rule.min_numel:
+        return f"{spec.numel:,} elements, fewer than {rule.min_numel:,}"
+    for pattern in rule.replicate:
+        if re.search(pattern, spec.name):
+            return f"matches {pattern!r}"
+    if rule.only and not any(re.search(pattern, spec.name) for pattern in rule.only):
+        return "matches none of " + ", ".join(map(repr, rule.only))
+    return ""
 
 
 def _axes_asked(spec: ParamSpec, mesh: MeshAxes, rule: Rule, names: Sequence[Axis]) -> list[Axis]:
     """The cuts that the user has asked for, checked."""
     axes: list[Axis] = [None] * len(spec.shape)
-    for dim, name in enumerate(names):
-        parts = [rule.axis(part, mesh) for part in axis_names(name)]
-        known = tuple(part for part in parts if part is not None)
-        axes[dim] = known[0] if len(known) == 1 else known or None
-    tensor, asked = rule.named_dim(rule.tensor, spec), rule.named_dim(rule.dims, spec)
-    if tensor is not None:
-        if rule.tensor_axis not in mesh.mesh.shape:
+    there = mesh.mesh.shape
+
+    def refuse_unknown(axis: str, what: str) -> None:
+        if axis not in there:
             raise ConfigurationError(
-                f"the rule cuts {spec.name!r} along {rule.tensor_axis!r}, which is no axis of the "
-                f"mesh: it has {', '.join(mesh.mesh.shape)}; name one by Rule(tensor_axis=)"
+                f"the rule {what} {axis!r}, which is no axis of the mesh: name one of "
+                f"{', '.join(there)}"
             )
+
+    for dim, name in enumerate(names):
+        known: list[str] = []
+        for part in axis_names(name):
+            axis = rule.logical.get(part, part if part in there else None)
+            if axis is not None:
+                refuse_unknown(axis, f"translates {part!r} to")
+                known.append(axis)
+        axes[dim] = known[0] if len(known) == 1 else tuple(known) or None
+    tensor, asked = _dim_named(rule.tensor, spec), _dim_named(rule.dims, spec)
+    if tensor is not None:
+        refuse_unknown(rule.tensor_axis, f"cuts {spec.name!r} along")
         axes[tensor] = rule.tensor_axis
     if asked is not None and axes[asked] is None and mesh.shard not in _used(axes):
         axes[asked] = mesh.shard
-    for dim, axis in enumerate(axes):
-        if spec.shape[dim] % mesh.count(axis):
+    for dim, cut in enumerate(axes):
+        if spec.shape[dim] % mesh.count(cut):
             raise ConfigurationError(
-                f"{'x'.join(axis_names(axis))}={mesh.count(axis)} does not divide dimension "
+                f"{'x'.join(axis_names(cut))}={mesh.count(cut)} does not divide dimension "
                 f"{dim} of {spec.name!r}, whose shape is {spec.shape}: change the rule or the mesh"
             )
     return axes
+
+
+def _dim_named(table: Mapping[str, int], spec: ParamSpec) -> int | None:
+    for pattern, dim in table.items():
+        if re.search(pattern, spec.name):
+            if not -len(spec.shape) <= dim < len(spec.shape):
+                raise ConfigurationError(
+                    f"the rule's pattern {pattern!r} names dimension {dim} of {spec.name!r}, "
+                    f"whose shape is {spec.shape}"
+                )
+            return dim % len(spec.shape)
+    return None
 
 
 def _used(axes: Iterable[Axis]) -> set[str]:
@@ -213,9 +215,9 @@ def refuse_low_coverage(
     missing = 1 - coverage(placements)
     if missing <= at_most_unsharded or sum(x.spec.bytes for x in whole) <= at_most_bytes:
         return
-    lines = (f"  {x.name} {x.spec.shape}, {bytes_text(x.spec.bytes)}: {x.reason}" for x in whole)
+    lines = [f"  {x.name} {x.spec.shape}, {bytes_text(x.spec.bytes)}: {x.reason}" for x in whole]
     raise ConfigurationError(
         f"{missing:.1%} of all bytes would be on every device, more than {at_most_unsharded:.0%}; "
-        "the largest:\n" + "\n".join(list(lines)[:5]) + "\ntake a number of devices that divides "
+        "the largest:\n" + "\n".join(lines[:5]) + "\ntake a number of devices that divides "
         "a dimension, or allow it with at_most_unsharded=1.0"
     )

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array, lax
 from jax.sharding import Mesh
 
@@ -18,22 +19,20 @@ from fullshard.core.text import bytes_text
 from fullshard.jax.layers import AROUND_LOOP
 from fullshard.jax.mesh import MeshAxes, read_mesh
 from fullshard.jax.placing import as_key, by_path, describe, dtype_on_device, key_data, put, to_host
-from fullshard.jax.program import (
-    KEY,
+from fullshard.jax.program import KEY, StepOptions, StepProgram, is_whole, read_options
+from fullshard.jax.rule import (
     LARGE_BYTES,
-    StepOptions,
-    StepProgram,
-    is_whole,
-    read_options,
+    Placement,
+    coverage,
+    place,
+    refuse_idle_axes,
+    refuse_low_coverage,
 )
-from fullshard.jax.rule import Placement, coverage, place, refuse_idle_axes, refuse_low_coverage
-from fullshard.jax.state import ModelArrays, StateArrays, TrainState, read_model
+from fullshard.jax.state import ModelArrays, TrainState, fitted, read_model, state_shapes
 
 __all__ = ["TrainStep", "generate", "make_train_step"]
 
 _log = logging.getLogger(__name__)
-
-_WHOLE = "if it is the same for all examples, name it by whole=(pattern,)"
 
 
 def make_train_step(
@@ -53,8 +52,7 @@ def make_train_step(
     module as nested dicts), so masks and labels work as written.
 
     ``loss_fn(model, batch)`` returns one number, or with ``has_aux=True`` that and a tree of
-    arrays. It sees the whole batch, as on one device: means over what counts, losses between
-    examples and statistics of a BatchNorm are those of all examples. It is traced once.
+    arrays. It is traced once, and sees the whole batch ([Note: One mathematics] in `program.py`).
 
     ``mesh`` has an axis "fsdp" that cuts parameters, or one axis of any name; of others say
     ``shard_axis``. For the keywords see `StepOptions`.
@@ -68,7 +66,12 @@ def make_train_step(
     read = read_model(model, chosen["wrt"])
     if chosen["key"] is not None:
         read.other[KEY] = jax.ShapeDtypeStruct(chosen["key"].shape, chosen["key"].dtype)
-    return TrainStep(axes, read, chosen, (optimizer, loss_fn))
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ConfigurationError(
+            f"expected an optax GradientTransformation, got {type(optimizer).__name__}; of an "
+            "nnx.Optimizer that is its .tx"
+        )
+    return TrainStep(axes, read, optax.with_extra_args_support(optimizer), loss_fn, chosen)
 
 
 class TrainStep:
@@ -80,23 +83,23 @@ class TrainStep:
     """
 
     def __init__(
-        self, axes: MeshAxes, model: ModelArrays, options: StepOptions, functions: tuple[Any, Any]
+        self, axes: MeshAxes, model: ModelArrays, tx: Any, loss_fn: Any, options: StepOptions
     ) -> None:
-        self.placements: tuple[Placement, ...] = tuple(
-            place(model.specs, axes, options["rule"], model.annotations)
-        )
-        if options["at_most_unsharded"] is not None:
-            refuse_low_coverage(self.placements, options["at_most_unsharded"])
-        elif options["rule"] is None:
-            refuse_low_coverage(self.placements, 0.02, LARGE_BYTES)
-        refuse_idle_axes(self.placements, axes)
         self.axes: MeshAxes = axes
-        self.options: StepOptions = options
-        self._model, self._functions = model, functions
         self.mesh: Any = axes.mesh
-        self.coverage: float = coverage(self.placements)
-        self._arrays = StateArrays(axes, model, self.placements, functions[0])
-        self._program = StepProgram(model, self._arrays, functions[1], options)
+        self.options: StepOptions = options
+        placements = place(model.specs, axes, options["rule"], model.annotations)
+        self.placements: tuple[Placement, ...] = tuple(placements)
+        self.coverage: float = coverage(placements)
+        if options["at_most_unsharded"] is not None:
+            refuse_low_coverage(placements, options["at_most_unsharded"])
+        elif options["rule"] is None:
+            refuse_low_coverage(placements, 0.02, LARGE_BYTES)
+        refuse_idle_axes(placements, axes)
+        by_name = {each.name: each for each in placements}
+        self._program = StepProgram(axes, model, by_name, tx, loss_fn, options)
+        self._shapes = state_shapes(axes, model, by_name, tx)
+        self._rests = jax.tree.map(lambda x: x.sharding, self._shapes)
         self.notes: list[str] = self._program.notes
         self.outside: dict[str, str] = self._program.outside
         self._compiled: dict[Any, jax.stages.Compiled] = {}
@@ -120,26 +123,24 @@ class TrainStep:
         unsharded = None if "rule" in options else self.options["at_most_unsharded"]
         given: StepOptions = {**self.options, "at_most_unsharded": unsharded, **options}
         axes = read_mesh(mesh or self.mesh, given["shard_axis"], given["batch_axes"])
-        return TrainStep(axes, self._model, read_options(given), self._functions)
+        was = self._program
+        return TrainStep(axes, was.model, was.tx, was.loss_fn, read_options(given))
 
     def init(self) -> TrainState:
         """The state before the first step; with several processes all must call it."""
-        made = self._model.made
-        values = {} if made else self._arrays.from_host(self._model.initial())
+        model, key = self._program.model, self.options["key"]
+        values = {} if model.made else model.initial()
+        values.update({} if key is None else {KEY: key})
+        rests = {**by_path(self._rests.params), **self._rests.other}
+        for name, value in values.items():
+            if isinstance(value, jax.ShapeDtypeStruct):
+                raise ConfigurationError(
+                    f"{name!r} of the model is a shape without values: give a function that makes "
+                    "the model, or restore a state"
+                )
+            values[name] = as_key(put(to_host(key_data(value)), rests[name]), value)
         with jax.set_mesh(self.mesh):
-            state = jax.jit(self._begin, out_shardings=self._arrays.shardings)(values)
-        if self.options["key"] is not None:
-            state.other.update(self._arrays.from_host({KEY: self.options["key"]}))
-        return state
-
-    def _begin(self, values: dict[str, Any]) -> TrainState:
-        arrays, model = self._arrays, self._model
-        values = {KEY: self.options["key"], **(values or model.initial())}
-        params = arrays.at_rest({name: values[name] for name in arrays.params})
-        trained = {n: x for n, x in params.items() if arrays.params[n].spec.trainable}
-        other = {name: values[name] for name in model.other}
-        kept = arrays.tx.init(model.tree(trained))
-        return TrainState(model.tree(params), kept, other, jnp.zeros((), jnp.int32))
+            return jax.jit(self._program.begin, out_shardings=self._rests)(values)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, Any]:
         """One step: the new state, the loss, and what the loss function returned beside it, or {}.
@@ -153,10 +154,8 @@ class TrainStep:
             ConfigurationError: if the batch does not divide by devices and micro-batches,
                 ``state`` was made for another step, or with ``check`` a layer mixes examples.
         """
-        state, batch = self._arrays.fitted(state), self._checked(batch)
-        placed = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: _on_device(leaf, self._lies(path, leaf)), batch
-        )
+        state, batch = fitted(state, self._shapes), self._checked(batch)
+        placed = jax.tree.map_with_path(lambda path, x: put(x, self._lies(path, x)), batch)
         if self.options["check"] and not self._compiled:
             with jax.set_mesh(self.mesh):
                 self._program.refuse_mixing(state, placed)
@@ -165,20 +164,18 @@ class TrainStep:
     def apply(self, state: TrainState, function: Callable[..., Any], *args: Any) -> Any:
         """``function(model, *args)`` with the model of ``state``, gathered as in a step.
 
-        For evaluation, sampling, features: any computation without gradients. It is compiled once
-        for each function and each shape of ``args``, whose arrays are cut as a batch is if their
-        first dimension divides; the function sees whole arrays. The state stays as it is, and what
-        the function changes of the model is dropped. With several processes all of them must call.
+        For any computation without gradients. It is compiled once for each function and each shape
+        of ``args``, whose arrays are cut as a batch is if their first dimension divides. What the
+        function changes of the model is dropped. With several processes all of them must call.
         """
 
         def placed(leaf: Any) -> Any:
             leaf = _read(leaf)
             cut = np.ndim(leaf) and np.shape(leaf)[0] % self.axes.parts == 0
-            return _on_device(leaf, self.axes.sharding(*((self.axes.batch,) if cut else ())))
+            return put(leaf, self.axes.sharding(*((self.axes.batch,) if cut else ())))
 
-        args = jax.tree.map(placed, args)
         with jax.set_mesh(self.mesh):
-            return self._apply(function, self._arrays.fitted(state), *args)
+            return self._apply(function, fitted(state, self._shapes), *jax.tree.map(placed, args))
 
     def evaluate(
         self, state: TrainState, batch: Any, function: Callable[[Any, Any], Any] | None = None
@@ -189,7 +186,7 @@ class TrainStep:
         function the result is the loss, or with ``has_aux`` (loss, aux).
         """
         key = () if function or self.options["key"] is None else (self.options["key"],)
-        return self.apply(state, _Evaluation(function or self._functions[1], key), batch)
+        return self.apply(state, _Evaluation(function or self._program.loss_fn, key=key), batch)
 
     def compiled(self, batch: Any) -> jax.stages.Compiled:
         """The program for batches like this one (arrays or shapes); compiled when first asked."""
@@ -205,44 +202,41 @@ class TrainStep:
         def shape(path: Any, x: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, dtype_on_device(x), sharding=self._lies(path, x))
 
-        abstract = jax.tree_util.tree_map_with_path(shape, self._checked(batch))
         jitted = jax.jit(
             # A new function each time: a trace that failed must not be found again.
             lambda state, batch: self._program(state, batch),
             donate_argnums=(0,) if self.options["donate"] else (),
-            out_shardings=(self._arrays.shardings, self.axes.sharding(), None),
+            out_shardings=(self._rests, self.axes.sharding(), None),
         )
         self.notes.clear()
         self.outside.clear()
         with jax.set_mesh(self.mesh):
-            traced = jitted.trace(self.abstract_state(), abstract)
-        self.notes.extend(
-            f"{each.name}, {bytes_text(each.spec.bytes)}, is gathered where XLA likes: "
-            f"write {self.outside[each.name]}"
-            for each in self.placements
-            if each.sharded
-            and each.name in self.outside
-            and (each.spec.bytes >= LARGE_BYTES or self.outside[each.name] == AROUND_LOOP)
-        )
+            abstract = jax.tree.map_with_path(shape, self._checked(batch))
+            traced = jitted.trace(self._shapes, abstract)
+        for each in self.placements:
+            call = self.outside.get(each.name)
+            if each.sharded and call and (each.spec.bytes >= LARGE_BYTES or call == AROUND_LOOP):
+                text = f"{each.name}, {bytes_text(each.spec.bytes)}, is gathered where XLA likes"
+                self.notes.append(f"{text}: write {call}")
         for note in self.notes:
             _log.warning("%s", note)
         return traced.lower()
 
     def abstract_state(self) -> TrainState:
         """A state's shapes, dtypes and shardings; nothing is allocated."""
-        return self._arrays.abstract
+        return self._shapes
 
     def merged(self, state: TrainState) -> Any:
         """The model as it was given, with whole values on the host, for export."""
         # Copies: the state's own memory is used again by the next step.
         arrays = {**by_path(state.params), **state.other}
         whole = {n: as_key(jnp.array(to_host(key_data(x))), x) for n, x in arrays.items()}
-        return self._model.rebuild(whole)
+        return self._program.model.rebuild(whole)
 
     def describe(self) -> str:
         """A table of the parameters: path, shape, cut, bytes on each device; and the notes."""
         share = f"{self.coverage:.1%} of all bytes sharded"
-        return "\n".join((describe(self.abstract_state().params), share, *self.notes))
+        return "\n".join((describe(self._shapes.params), share, *self.notes))
 
     def _lies(self, path: Any, leaf: Any) -> Any:
         whole = is_whole(self.options, path, leaf)
@@ -252,23 +246,23 @@ class TrainStep:
         """``batch`` as arrays that the devices can share."""
         batch = jax.tree.map(_read, batch)
         parts, accumulate = self.axes.parts, self.options["accumulate"]
-        first: tuple[str, int] | None = None
+        rows = {}
         for path, leaf in jax.tree.leaves_with_path(batch):
-            name = f"batch{jax.tree_util.keystr(path)}"
+            name, text = f"batch{jax.tree_util.keystr(path)}", ""
             if not hasattr(leaf, "shape"):
                 raise ConfigurationError(f"{name} is a {type(leaf).__name__}, expected an array")
             if is_whole(self.options, path, leaf):
                 continue
-            rows, shape = leaf.shape[0], tuple(leaf.shape)
-            if not rows or rows % (parts * accumulate):
+            rows[name] = count = leaf.shape[0]
+            first = next(iter(rows))
+            if not count or count % (parts * accumulate):
+                text = f": {parts} devices x accumulate={accumulate} do not divide its {count} rows"
+            elif count != rows[first]:
+                text = f", but {first} has {rows[first]} rows"
+            if text:
                 raise ConfigurationError(
-                    f"{name} has shape {shape}: {parts} devices x accumulate={accumulate} do not "
-                    f"divide its {rows} rows; {_WHOLE}"
-                )
-            first = first or (name, rows)
-            if rows != first[1]:
-                raise ConfigurationError(
-                    f"{name} has shape {shape}, but {first[0]} has {first[1]} rows; {_WHOLE}"
+                    f"{name} has shape {tuple(leaf.shape)}{text}; if it is the same for all "
+                    "examples, name it by whole=(pattern,)"
                 )
         return batch
 
@@ -279,28 +273,18 @@ def _read(leaf: Any) -> Any:
     return np.asarray(leaf) if other else leaf
 
 
-def _on_device(leaf: Any, sharding: Any) -> Any:
-    """An array of a batch where it lies; each process gives all of it, or its shards."""
-    if not isinstance(leaf, jax.Array):
-        leaf = np.asarray(leaf)
-        leaf = leaf.astype(dtype_on_device(leaf))
-    return put(leaf, sharding)
-
-
 @dataclass(frozen=True)
 class _Evaluation:
     """A function of a model that is put in evaluation mode before; compiled once for equal ones."""
 
     function: Callable[..., Any]
+    last: tuple[Any, ...] = ()
     key: tuple[Any, ...] = field(default=(), compare=False)
 
     def __call__(self, model: Any, *args: Any) -> Any:
         if hasattr(model, "eval"):
             model.eval()
-        return self.function(model, *args, *self.key)
-
-
-# -- sequences -----------------------------------------------------------------------------------
+        return self.function(model, *args, *self.last, *self.key)
 
 
 def generate(
@@ -333,43 +317,34 @@ def generate(
             f"generate wants a prompt of shape (rows, length) and a count of at least 1, got "
             f"{prompt.shape} and {count}"
         )
-    arguments = (prompt, np.float32(temperature), np.uint32(seed))
-    return to_host(step.apply(state, _Evaluation(_drawing(count, decoder)), *arguments))
+    draw = _Evaluation(_draw, (count, decoder))
+    return to_host(step.apply(state, draw, prompt, np.float32(temperature), np.uint32(seed)))
 
 
-@functools.cache
-def _drawing(
-    count: int, decoder: tuple[Callable[..., Any], Callable[..., Any]] | None
-) -> Callable[..., Array]:
-    """One program that draws."""
+def _draw(
+    model: Any, prompt: Array, temperature: Array, seed: Array, count: int, decoder: Any
+) -> Array:
+    given = decoder and [functools.partial(function, model) for function in decoder]
+    decode, new_cache = given or [getattr(model, name, None) for name in ("decode", "cache")]
+    if decode is None or new_cache is None:
+        raise ConfigurationError(
+            f"generate wants a model with methods decode and cache, and {type(model).__name__} has "
+            f"no {'decode' if new_cache else 'cache'}: give decoder=(decode, cache), functions "
+            "that take the model first"
+        )
+    rows, length = prompt.shape
+    key = jax.random.key(seed)
 
-    def draw(model: Any, prompt: Array, temperature: Array, seed: Array) -> Array:
-        if decoder is not None:
-            decode, new_cache = (functools.partial(function, model) for function in decoder)
-        elif hasattr(model, "decode") and hasattr(model, "cache"):
-            decode, new_cache = model.decode, model.cache
-        else:
-            lacks = "decode" if hasattr(model, "cache") else "cache"
-            raise ConfigurationError(
-                f"generate wants a model with methods decode and cache, and {type(model).__name__} "
-                f"has no {lacks}: give decoder=(decode, cache), functions that take the model first"
-            )
-        rows, length = prompt.shape
-        key = jax.random.key(seed)
+    def position(carry: Any, at: Array) -> tuple[Any, Array]:
+        logits, cache = decode(*carry, at)
+        logits = logits.astype(jnp.float32)
+        noise = jax.random.gumbel(jax.random.fold_in(key, at), logits.shape)
+        # The largest of logits plus Gumbel noise is a draw from their softmax.
+        drawn = (logits + noise * temperature).argmax(-1).astype(prompt.dtype)
+        known = lax.dynamic_index_in_dim(prompt, jnp.minimum(at + 1, length - 1), 1, False)
+        token = jnp.where(at + 1 < length, known, drawn)
+        return (token, cache), token
 
-        def position(carry: Any, at: Array) -> tuple[Any, Array]:
-            token, cache = carry
-            logits, cache = decode(token, cache, at)
-            logits = logits.astype(jnp.float32)
-            noise = jax.random.gumbel(jax.random.fold_in(key, at), logits.shape)
-            # The largest of logits plus Gumbel noise is a draw from their softmax.
-            drawn = (logits + noise * temperature).argmax(-1).astype(prompt.dtype)
-            known = lax.dynamic_index_in_dim(prompt, jnp.minimum(at + 1, length - 1), 1, False)
-            token = jnp.where(at + 1 < length, known, drawn)
-            return (token, cache), token
-
-        start = prompt[:, 0], new_cache(rows, length + count)
-        _, tokens = lax.scan(position, start, jnp.arange(length + count - 1))
-        return tokens[length - 1 :].T
-
-    return draw
+    start = prompt[:, 0], new_cache(rows, length + count)
+    _, tokens = lax.scan(position, start, jnp.arange(length + count - 1))
+    return tokens[length - 1 :].T

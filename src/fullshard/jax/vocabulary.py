@@ -23,10 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import PartitionSpec
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.jax.layers import Tracing, current, reduced_gather
+from fullshard.jax.layers import Tracing, current, gathered, reduced_gather
 
 __all__ = ["cross_entropy", "embed"]
 
@@ -41,14 +40,11 @@ def embed(table: Array, tokens: Array) -> Array:
     [Note: Tables stay]. Anywhere else this is ``table[tokens]``.
     """
     now = _acting(tokens)
-    if now is None:
+    cut = None if now is None else now.cut_dim(table)
+    if now is None or cut is None:
         return table[tokens]
     axis, count = now.axes.shard, now.axes.shards
     classes, width = table.shape
-    rests = now.rests(table)
-    if axis not in rests:
-        return table[tokens]
-    cut = rests.index(axis)
     in_group = tokens.size // (now.axes.parts // count)
     sent = {"table": classes}  # in rows, each way
     if width % count == 0:
@@ -56,10 +52,11 @@ def embed(table: Array, tokens: Array) -> Array:
     if cut == 0:
         sent["classes"] = in_group
     way = min(sent, key=lambda name: sent[name])
+    if way == "table":
+        return gathered(lambda table, tokens: table[tokens], remat=False)(table, tokens)
 
     def local(table: Array, tokens: Array) -> Array:
-        if way == "table":
-            return reduced_gather(table, axis, cut, now.reduce)[tokens]
+        tokens = jnp.clip(_from_front(tokens, classes), 0, classes - 1)  # as an index is read
         everyones = lax.all_gather(tokens, axis, tiled=True)
         if way == "columns":
             rows = table[everyones]
@@ -69,18 +66,19 @@ def embed(table: Array, tokens: Array) -> Array:
         rows = jnp.where(mine[..., None], table[jnp.where(mine, places, 0)], 0)
         return lax.psum_scatter(rows, axis, tiled=True)
 
-    return _mapped(now, local, 1 if way == "columns" else cut)(table, tokens)
+    return _mapped(now, local, 1 if way == "columns" else cut, table, tokens)
 
 
 def cross_entropy(
     hidden: Array, head: Array, targets: Array, *, classes_first: bool = False
 ) -> Array:
-    """The loss of each target, float32 in the shape of ``targets`` (batch, ...).
+    """The loss of each target, float32 or wider in the shape of ``targets`` (batch, ...).
 
     ``hidden`` is (batch, ..., width), ``head`` (width, classes), or with ``classes_first``
     (classes, width), as a tied embedding is. The loss is that of ``softmax(hidden @ head)``; means
     and masks are the caller's. In a step of `make_train_step` logits of all classes are never there
-    at once; see [Note: Tables stay].
+    at once; see [Note: Tables stay]. It has derivatives of any order there, but none forward: for
+    `jax.jvp` through it write the logits out. A target that is no class gives NaN.
 
     Raises:
         ConfigurationError: if the shapes do not fit each other.
@@ -94,37 +92,34 @@ def cross_entropy(
         )
     now = _acting(targets)
     if now is None:
-        logits = (hidden @ (head.T if classes_first else head)).astype(jnp.float32)
+        logits = _widened(hidden @ (head.T if classes_first else head))
         picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - picked
     axis, count = now.axes.shard, now.axes.shards
-    rests = now.rests(head)
     in_group = targets.size // (now.axes.parts // count)
-    turned = classes // count if rests[dim] != axis else 0
+    turned = classes // count if now.cut_dim(head) != dim else 0
     by_classes = in_group + turned < classes
-    at_once = in_group if by_classes else in_group // count
-    own = -(-classes // count) if by_classes else classes
+    own, at_once = (-(-classes // count), in_group) if by_classes else (classes, in_group // count)
     chunks = _chunk_count(own, at_once)
     padded = -(-own // chunks) * chunks * (count if by_classes else 1)
 
     def local(head: Array, hidden: Array, targets: Array) -> Array:
         states, labels = hidden.reshape(-1, width), targets.reshape(-1)
         if not by_classes:
-            if axis in rests:
-                head = reduced_gather(head, axis, rests.index(axis), now.reduce)
-            head = _padded(head, dim, padded)
-            alone = _Chunks(dim, classes, chunks, None)
-            return _losses(states, head, labels, alone).reshape(targets.shape)
+            each = _Chunks(dim, classes, chunks, None)
+            return _losses(states, _padded(head, dim, padded), labels, each).reshape(targets.shape)
         states = reduced_gather(states, axis, 0, now.reduce)
         labels = lax.all_gather(labels, axis, tiled=True)
         losses = _losses(states, head, labels, _Chunks(dim, classes, chunks, axis))
         mine = lax.axis_index(axis) * targets.size
         return lax.dynamic_slice_in_dim(losses, mine, targets.size).reshape(targets.shape)
 
+    targets = _from_front(targets, classes)
     if by_classes:
-        return _mapped(now, local, dim)(_padded(head, dim, padded), hidden, targets)
-    cut = rests.index(axis) if axis in rests else None
-    return _mapped(now, local, cut)(head, hidden, targets)
+        losses = _mapped(now, local, dim, _padded(head, dim, padded), hidden, targets)
+    else:
+        losses = gathered(local, remat=False)(head, hidden, targets)
+    return jnp.where((targets >= 0) & (targets < classes), losses, jnp.nan)
 
 
 def _acting(tokens: Array) -> Tracing | None:
@@ -135,18 +130,17 @@ def _acting(tokens: Array) -> Tracing | None:
     return now if tokens.ndim and tokens.shape[0] % now.axes.parts == 0 else None
 
 
-def _mapped(now: Tracing, local: Any, cut: int | None) -> Any:
-    """``local`` of a table, cut along that dimension, and of examples, giving examples."""
-    examples = PartitionSpec(now.axes.examples)
-    table = PartitionSpec() if cut is None else PartitionSpec(*(None,) * cut, now.axes.weights)
+def _from_front(places: Array, size: int) -> Array:
+    """Indices as NumPy reads them: negative ones count from the end."""
+    places = places.astype(jnp.promote_types(places.dtype, jnp.int32))
+    return jnp.where(places < 0, places + size, places)
 
-    return lambda *args: jax.shard_map(
-        local,
-        mesh=now.axes.mesh,
-        in_specs=(table, *(examples for _ in args[1:])),
-        out_specs=examples,
-        check_vma=False,
-    )(*args)
+
+def _mapped(now: Tracing, local: Any, cut: int, table: Array, *args: Array) -> Array:
+    """``local`` of a table that is cut along that dimension, and of examples, giving examples."""
+    examples = now.axes.examples()
+    specs = (now.axes.weight(cut), *(examples for _ in args))
+    return now.axes.shard_map(local, in_specs=specs, out_specs=examples)(table, *args)
 
 
 def _chunk_count(classes: int, tokens: int) -> int:
@@ -180,7 +174,7 @@ class _Chunks:
         own = head.shape[self.dim]
         size = own // self.count
         piece = lax.dynamic_slice_in_dim(head, number * size, size, self.dim)
-        logits = _dot(hidden, piece, 1 - self.dim).astype(jnp.float32)
+        logits = _widened(_dot(hidden, piece, 1 - self.dim))
         first = 0 if self.axis is None else lax.axis_index(self.axis) * own
         there = first + number * size + jnp.arange(size)
         logits = jnp.where(there < self.classes, logits, -1e30)  # the rest is padding
@@ -203,7 +197,7 @@ def _forward(
         total = total * jnp.exp(highest - now) + jnp.exp(logits - now[:, None]).sum(-1)
         return now, total, picked + jnp.where(hit, logits, 0).sum(-1)
 
-    zeros = jnp.zeros(targets.shape[0])
+    zeros = jnp.zeros(targets.shape[0], jnp.promote_types(hidden.dtype, jnp.float32))
     highest, total, picked = lax.fori_loop(0, chunks.count, step, (zeros - 1e30, zeros, zeros))
     if chunks.axis is not None:
         most = lax.pmax(highest, chunks.axis)
@@ -223,18 +217,22 @@ def _backward(chunks: _Chunks, kept: tuple[Array, ...], grad: Array) -> tuple[Ar
         logits, hit, piece = chunks.logits(kept, number)
         slopes = (jnp.exp(logits - normaliser[:, None]) - hit) * grad[:, None]
         slopes = slopes.astype(hidden.dtype)
-        of_hidden += _dot(slopes, piece, dim).astype(jnp.float32)
+        of_hidden += _widened(_dot(slopes, piece, dim))
         a, b = (slopes, hidden) if dim == 0 else (hidden, slopes)
         of_piece = lax.dot_general(a, b, (((0,), (0,)), ((), ())))
         start = number * piece.shape[dim]
         return of_hidden, lax.dynamic_update_slice_in_dim(of_head, of_piece, start, dim)
 
-    zeros = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)
+    zeros = _widened(jnp.zeros_like(hidden)), jnp.zeros_like(head)
     of_hidden, of_head = lax.fori_loop(0, chunks.count, step, zeros)
     return of_hidden.astype(hidden.dtype), of_head, None
 
 
 _losses.defvjp(_forward, _backward)
+
+
+def _widened(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _dot(x: Array, piece: Array, dim: int) -> Array:

@@ -36,7 +36,7 @@ from fullshard.core.safetensors_format import (
     header_of,
     places_in,
 )
-from fullshard.jax.checkpoint import STORED_DTYPES, Leaf, Names, StoredAs, process_ranks
+from fullshard.jax.checkpoint import Leaf, Names, StoredAs, leaves_of, process_ranks
 from fullshard.jax.placing import by_path, path_name, to_host
 from fullshard.jax.state import TrainState
 
@@ -86,18 +86,17 @@ def load_weights(path: str | Path, state: TrainState, names: Names | None = None
     """
     source = Path(path)
     try:
-        leaves = _leaves(state, names)
-        there, known = entries_in(source), _entries(leaves)
-        ties = [(alias, leaf.stored.name) for leaf in leaves for alias in leaf.stored.aliases
-                if alias in there]  # fmt: skip
-        untold = {alias for leaf in leaves for alias in leaf.stored.aliases} - there.keys()
-        places = places_in(source, {n: x for n, x in known.items() if n not in untold})
-        for alias, name in ties:
-            if not np.array_equal(_bytes(source, places[alias]), _bytes(source, places[name])):
+        leaves, there = _leaves(state, names), entries_in(source)
+        first = {alias: leaf.stored.name for leaf in leaves for alias in leaf.stored.aliases}
+        wanted = {n: x for n, x in _entries(leaves).items() if n in there or n not in first}
+        places = places_in(source, wanted)
+        raw = {name: _bytes(source, place) for name, place in places.items()}
+        for alias, name in first.items():
+            if alias in there and not np.array_equal(raw[alias], raw[name]):
                 raise ConfigurationError(
                     f"{alias!r} and {name!r} are one parameter in the model, and differ in the file"
                 )
-        made = {leaf.path: leaf.made(_reader(source, places, leaf)) for leaf in leaves}
+        made = {leaf.path: leaf.made(_reader(leaf, raw[leaf.stored.name])) for leaf in leaves}
     except (OSError, ConfigurationError) as error:
         raise ConfigurationError(f"cannot load the weights in {source}: {error}") from error
     params = jax.tree.map_with_path(lambda path, _: made[path_name(path)], state.params)
@@ -109,22 +108,16 @@ def _leaves(state: TrainState, names: Names | None) -> list[Leaf]:
     """The contents of the file, in its order."""
     if not isinstance(state, TrainState):
         raise ConfigurationError(f"expected a TrainState, got {type(state).__name__}")
-    params, leaves = by_path(state.params), []
-    for path, value in {**params, **state.other}.items():
-        stored = StoredAs(path) if names is None else names.get(path)
-        if stored is not None:
-            leaves.append(Leaf(path, value, stored))
-            if leaves[-1].dtype not in STORED_DTYPES:
-                raise ConfigurationError(
-                    f"{path!r} is {leaves[-1].dtype}, which the format cannot hold"
-                )
-        elif path in params:
-            raise ConfigurationError(f"no name is given for the parameter {path!r}")
-    return leaves
+    params = by_path(state.params)
+    arrays = {**params, **state.other}
+    names = {path: StoredAs(path) for path in arrays} if names is None else names
+    for path in params.keys() - names.keys():
+        raise ConfigurationError(f"no name is given for the parameter {path!r}")
+    return leaves_of({path: x for path, x in arrays.items() if path in names}, names)
 
 
 def _entries(leaves: Iterable[Leaf]) -> dict[str, Entry]:
-    return {name: Entry(STORED_DTYPES[leaf.dtype], leaf.shape) for leaf in leaves
+    return {name: leaf.entry for leaf in leaves
             for name in (leaf.stored.name, *leaf.stored.aliases)}  # fmt: skip
 
 
@@ -134,12 +127,12 @@ def _bytes(source: Path, place: EntryPlace) -> NDArray[np.uint8]:
     return np.memmap(source, np.uint8, "r", place.start, (size,)) if size else np.empty(0, np.uint8)
 
 
-def _reader(
-    source: Path, places: Mapping[str, EntryPlace], leaf: Leaf
-) -> Callable[[Box], NDArray[Any]]:
+def _reader(leaf: Leaf, raw: NDArray[np.uint8]) -> Callable[[Box], NDArray[Any]]:
     """Read boxes of one array, into memory of their own."""
-    raw = _bytes(source, places[leaf.stored.name]).view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
-    return lambda box: np.array(raw[tuple(map(slice, box.offsets, np.add(box.offsets, box.sizes)))])
+    whole = raw.view(jnp.dtype(leaf.dtype)).reshape(leaf.shape)
+    return lambda box: np.array(
+        whole[tuple(map(slice, box.offsets, np.add(box.offsets, box.sizes)))]
+    )
 
 
 # -- torch -----------------------------------------------------------------------------------------

@@ -27,8 +27,8 @@ from fullshard.jax import (
     save_weights,
     torch_layout,
 )
+from fullshard.jax.analysis import memory_of
 from fullshard.jax.checkpoint import leaves_of, process_ranks
-from fullshard.jax.hlo import memory_of
 from fullshard.train.data import Batch
 from fullshard.train.jax.record import StepsRecord
 from fullshard.train.run import BytesRow, StepOutcome, TrainingRun, World

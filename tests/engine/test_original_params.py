@@ -2,6 +2,8 @@
 """What training libraries expect of FSDP1: optimizers that follow, and flat parameters to cast."""
 
 import copy
+import sys
+import threading
 
 import pytest
 import torch
@@ -65,13 +67,50 @@ def test_an_optimizer_from_before_goes_on():
 
 
 def test_optimizers_are_not_looked_for_in_vain(monkeypatch):
-    def look():
+    def look(params):
         raise AssertionError("somebody still holds parameters of before")
 
-    monkeypatch.setattr(original_params, "_living_optimizers", look)
+    monkeypatch.setattr(original_params, "_optimizers_over", look)
     LocalWorld(2).run(lambda comm: wrapped(net(), comm))
     with pytest.raises(AssertionError, match="somebody still holds"):
         LocalWorld(1).run(lambda comm: [(m := net()), list(m.parameters()), wrapped(m, comm)])
+
+
+@on_ranks(1)
+def test_every_group_is_found(comm):
+    """Groups of one parameter each, more than are looked for at once, also after a copy."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(80)))
+    optimizer = torch.optim.SGD([{"params": [param]} for param in model.parameters()], lr=0.1)
+    optimizer.__dict__["note"] = "attributes in a dict of their own"
+    model = FSDP(model, comm, use_orig_params=True)
+    found = [param for group in optimizer.param_groups for param in group["params"]]
+    assert [id(param) for param in found] == [id(param) for param in model.parameters()]
+
+
+@on_ranks(1)
+def test_tuples_that_another_thread_is_building_are_left_alone(comm):
+    errors, over = [], threading.Event()
+
+    def build():
+        while not over.is_set():
+            try:
+                tuple(number for number in range(40))
+            except SystemError as error:
+                errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=build)
+    thread.start()
+    for _ in range(8):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped(model, comm)
+        assert type(optimizer.param_groups[0]["params"][0]) is ShardedParameter
+    over.set()
+    thread.join()
+    sys.setswitchinterval(before)
+    assert errors == []
 
 
 @on_ranks(2)

@@ -7,15 +7,18 @@ import threading
 
 import pytest
 import torch
-from support.sharded_tensor_workers import as_dtensor, cut_otherwise
+import torch.distributed as dist
 from support.threads import on_ranks
+from support.world import on_processes
 from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel as FSDP
 from fullshard.torch import MixedPrecision, ShardedParameter
 from fullshard.torch.optim import original_params
+from fullshard.torch.state.dtensors import without_sharded_tensor
 from fullshard.wrap import ModuleWrapPolicy
 
 NET = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3), nn.Linear(3, 1))
@@ -188,12 +191,27 @@ def test_what_optimizers_shall_be_made_from_is_marked_unless_originals_do(comm, 
     ]
 
 
-def test_sharded_tensors_become_dtensors(gloo_world):
-    for shape in [(5, 3), (1, 4), (4,)]:
-        for full, expected in gloo_world.run(3, as_dtensor, shape):
-            assert full == expected
+def sharded_tensor(group, full, dim, chunk):
+    rank = dist.get_rank(group)
+    shards = []
+    if rank * chunk < full.shape[dim]:
+        piece = full.narrow(dim, rank * chunk, min(chunk, full.shape[dim] - rank * chunk))
+        offsets = [0] * full.dim()
+        offsets[dim] = rank * chunk
+        shards.append(Shard.from_tensor_and_offsets(piece.contiguous(), offsets, rank))
+    return init_from_local_shards(shards, *full.shape, process_group=group)
 
 
-def test_sharded_tensors_cut_otherwise_are_refused(gloo_world):
-    texts = gloo_world.run(2, cut_otherwise)
-    assert all("only whole rows" in text for text in texts)
+@pytest.mark.parametrize("shape", [(5, 3), (1, 4), (4,)])
+@on_processes(3)
+def test_sharded_tensors_become_dtensors(group, shape):
+    full = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    made = sharded_tensor(group, full, dim=0, chunk=-(-shape[0] // 3))
+    assert torch.equal(without_sharded_tensor(made, torch.device("cpu")).full_tensor(), full)
+
+
+@on_processes(2)
+def test_sharded_tensors_cut_otherwise_are_refused(group):
+    made = sharded_tensor(group, torch.zeros(4, 6), dim=1, chunk=3)
+    with pytest.raises(NotSupportedError, match="only whole rows"):
+        without_sharded_tensor(made, torch.device("cpu"))

@@ -10,12 +10,12 @@ import importlib
 import inspect
 import re
 import threading
+import warnings
 from pathlib import Path
 from textwrap import indent
 
 import pytest
 import torch
-from support.workers import run_example
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -65,6 +65,15 @@ def examples():
                 source = before + source
             before = source
             yield pytest.param(name_of(path), source, id=f"{name_of(path)}-{number}")
+
+
+def run_example(_group, page, source):
+    """Run an example on a rank; it finds the default process group of the world."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        # torch's own words about DeviceMesh and the like; fullshard's are errors
+        warnings.filterwarnings("ignore", module=r"torch\.")
+        exec(compile(source, page, "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize(("page", "source"), list(examples()))

@@ -60,20 +60,7 @@ TEXTS = [
         "é" * 50,
         "\x1b[2J",
     ),
-    *(
-        "%s%n",
-        "{}",
-        "$(id)",
-        "[" * 3000,
-        "'",
-        '"""',
-        "a/b",
-        "null",
-        "=",
-        "a=",
-        "=b",
-        "a.b=",
-    ),
+    *("%s%n", "{}", "$(id)", "[" * 3000, "'", '"""', "a/b", "null", "=", "a=", "=b", "a.b="),
 ]
 FILES = [
     *("missing", "missing/deeper", "empty", "binary", "bad.toml", "deep.toml", "wrong.toml", "."),
@@ -160,10 +147,7 @@ COMMANDS = {
         },
     ),
     "calibrate": (["text"], {"--nproc": "number", "--threads": "number", "--out": "file"}),
-    "doctor": (
-        ["file"],
-        {"--nproc": "number", "--size": "size", "--json": "", "--no-links": ""},
-    ),
+    "doctor": (["file"], {"--nproc": "number", "--size": "size", "--json": "", "--no-links": ""}),
     "prove": (["text"], {"--only": "text", "--out": "file", "--slow": "", "--fast": "number"}),
     "report": (
         ["file", "file"],

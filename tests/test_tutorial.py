@@ -26,6 +26,7 @@ def outputs_of(page, folder, changes):
     environment = os.environ | {
         "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
+        "PET_STANDALONE": "1",  # torchrun then takes a free port, and not always the same
     }
     outputs = []
     for language, name, body in re.findall(

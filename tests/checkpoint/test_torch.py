@@ -10,6 +10,7 @@ import torch
 from checkpoint.test_torch_resize import build, everything, train
 from support.checkpoint_cases import names_in
 from support.models import GPT, seeded
+from support.threads import on_ranks
 from torch import nn
 
 from fullshard.checkpoint import Files, open_checkpoint, planning
@@ -50,10 +51,7 @@ def one_step(model, optimizer, seed=0):
 
 
 def assert_equal(a, b):
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert value.dtype == b[name].dtype, name
-        assert torch.equal(value, b[name]), name
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("door", ["wrapper", "function"])
@@ -105,19 +103,17 @@ def test_a_plain_module_in_one_process(tmp_path):
     ],
     ids=["params", "optimizer"],
 )
-def test_offload(tmp_path, options):
-    def body(comm):
-        model = wrap(comm, gpt(), **options)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        one_step(model, optimizer)
-        save_checkpoint(tmp_path, model, optimizer, step=1)
-        held = everything(model, optimizer)
-        after = one_step(model, optimizer, 1)
-        load_checkpoint(tmp_path, model, optimizer)  # into what is in use
-        assert_equal(held, everything(model, optimizer))
-        assert one_step(model, optimizer, 1) == after
-
-    on(2, body)
+@on_ranks(2)
+def test_offload(comm, tmp_path, options):
+    model = wrap(comm, gpt(), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    one_step(model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer, step=1)
+    held = everything(model, optimizer)
+    after = one_step(model, optimizer, 1)
+    load_checkpoint(tmp_path, model, optimizer)  # into what is in use
+    assert_equal(held, everything(model, optimizer))
+    assert one_step(model, optimizer, 1) == after
 
 
 def test_tied_weights_are_stored_once_and_reach_models_that_do_not_tie(tmp_path):
@@ -361,14 +357,12 @@ def test_two_tensors_are_not_taken_for_one_in_silence(tmp_path):
 @pytest.mark.parametrize(
     "extra", [10**5000, (loop := []).append(loop) or loop, {"state": {"set"}}], ids=lambda _: ""
 )
-def test_what_could_not_be_read_back_is_refused_on_all_ranks(tmp_path, extra):
-    def body(comm):
-        model = wrap(comm, seeded(lambda: nn.Linear(2, 2)))
-        with pytest.raises((ConfigurationError, CheckpointError), match="step 1 cannot be saved"):
-            save_checkpoint(tmp_path, model, step=1, extra=extra if comm.rank else None)
-        save_checkpoint(tmp_path, model, step=1)
-
-    on(2, body)
+@on_ranks(2)
+def test_what_could_not_be_read_back_is_refused_on_all_ranks(comm, tmp_path, extra):
+    model = wrap(comm, seeded(lambda: nn.Linear(2, 2)))
+    with pytest.raises((ConfigurationError, CheckpointError), match="step 1 cannot be saved"):
+        save_checkpoint(tmp_path, model, step=1, extra=extra if comm.rank else None)
+    save_checkpoint(tmp_path, model, step=1)
 
 
 def flip_last_byte(path):

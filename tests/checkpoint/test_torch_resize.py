@@ -8,16 +8,14 @@ import itertools
 
 import pytest
 import torch
+from support.beside import DOORS, shard, whole
 from support.models import CASES, loss_of, make, make_batches
 from support.sampling import FULL
-from support.training import _choose
 
 from fullshard.checkpoint import open_checkpoint
 from fullshard.testing import LocalWorld
 from fullshard.torch import (
-    FullyShardedDataParallel,
     ShardingStrategy,
-    fully_shard,
     load_checkpoint,
     save_checkpoint,
 )
@@ -39,15 +37,10 @@ def build(comm, strategy, door, name=CASE, seed=0):
             comm.subgroup(range(comm.rank % within, comm.size, within)),
         )
     if door == "wrapper":
-        chosen = {model.get_submodule(path) for path in CASES[name].units}
-        model = FullyShardedDataParallel(
-            model, where, ShardingStrategy[strategy], auto_wrap_policy=_choose(chosen)
-        )
+        options = {"sharding_strategy": ShardingStrategy[strategy]}
     else:
-        reshard = strategy == "FULL_SHARD"
-        for path in CASES[name].units:
-            fully_shard(model.get_submodule(path), mesh=where, reshard_after_forward=reshard)
-        model = fully_shard(model, mesh=where, reshard_after_forward=reshard)
+        options = {"reshard_after_forward": strategy == "FULL_SHARD"}
+    model = shard(model, where, door, CASES[name].units, **options)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(params, lr=1e-2)
     return model, optimizer
@@ -72,14 +65,10 @@ def train(comm, model, optimizer, steps, name=CASE):
 
 def everything(model, optimizer):
     """All whole values of model and optimizer, by name."""
-    full = {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in model.state_dict(keep_vars=True).items()
-    }
+    full = {name: whole(value) for name, value in model.state_dict(keep_vars=True).items()}
     for name, param in model.named_parameters():
         for kind, value in optimizer.state.get(param, {}).items():
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            full[f"{kind} of {name}"] = whole
+            full[f"{kind} of {name}"] = whole(value)
     clean = {name.replace("_fsdp_wrapped_module.", ""): each for name, each in full.items()}
     return {name: each.detach().clone() for name, each in clean.items()}
 
@@ -109,16 +98,10 @@ def loaded_by(run, world, strategy, door):
 
 
 def assert_goes_on(saved, loaded, same):
-    assert saved[0].keys() == loaded[0].keys()
-    for name, value in saved[0].items():
-        assert value.dtype == loaded[0][name].dtype, name
-        assert torch.equal(value, loaded[0][name]), name
+    torch.testing.assert_close(loaded[0], saved[0], rtol=0, atol=0)
     if same:
         assert saved[1] == loaded[1]
     assert loaded[1] == pytest.approx(saved[1], rel=1e-9)
-
-
-DOORS = ["wrapper", "function"]
 
 
 @pytest.mark.parametrize("a", WORLDS)

@@ -43,8 +43,14 @@ def script(tmp_path):
         "        fail('too bad')\n"
         "    sys.stdout.flush()\n"
         "    told = __file__ + '.told'\n"
-        "    if os.environ.get('RANK') == '0':\n"
+        "    import atexit\n"
+        "    import torch.distributed as dist\n"
+        "    def tell():\n"
+        "        print('has left', not dist.is_initialized(), flush=True)\n"
         "        open(told, 'w').close()\n"
+        "    dist.init_process_group('gloo')\n"
+        "    if os.environ.get('RANK') == '0':\n"
+        "        atexit.register(tell)\n"
         "    while os.environ.get('RANK') == '1' and not os.path.exists(told):\n"
         "        pass  # torchrun ends the other rank when this one fails\n"
         "    sys.exit(int(sys.argv[2]) if os.environ.get('RANK') == '1' else 0)\n"
@@ -92,6 +98,7 @@ def test_the_exit_status_is_that_of_the_rank_that_failed(script):
     assert done.stdout.count("fullshard.torch.fsdp1.wrapper") == 2
     assert "fullshard run: rank 1 ended with exit status 7" in done.stderr
     assert done.returncode == 7
+    assert "has left True" in done.stdout  # rank 0, which has ended well
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 import torch
-from support.models import GPT, loss_of, make_batches, seeded
+from support.beside import shard
+from support.models import GPT, Block, loss_of, make_batches, seeded
 from support.stack import LAYERS, WIDTH, shard_stack
 from support.threads import on_ranks
 from torch import nn
@@ -40,14 +41,7 @@ def gpt():
 
 
 def wrap(comm, **options):
-    model = gpt()
-    blocks = set(model.blocks)
-    return FSDP(
-        model,
-        comm,
-        auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks,
-        **options,
-    )
+    return shard(gpt(), comm, "wrapper", [Block], **options)
 
 
 def step(model, number=1):
@@ -366,13 +360,14 @@ def test_a_full_state_dict_on_one_rank_is_told_by_name():
     def body(comm):
         model = wrap(comm)
         FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+        comm.world.timeout_s = 1.0
         if comm.rank == 0:
             model.state_dict()
         else:
             step(model)
 
     with pytest.raises(LocalWorldError) as told:
-        LocalWorld(2, timeout_s=4.0).run(body)
+        LocalWorld(2).run(body)
     assert "what is in state_dict()" in str(told.value)
     assert "gather of unit" in str(told.value)
 

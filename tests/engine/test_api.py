@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two doors as their users meet them: names, printing, state dicts, refusals."""
 
+import contextlib
 import inspect
-import subprocess
-import sys
+import io
+import os
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from support.limits import PROCESS_S
 from support.models import GPT, make
 from support.threads import on_ranks
 from support.training import shard
-from support.workers import meshes, ways_to_name_axes
+from support.world import on_processes
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.testing import LocalWorld
@@ -29,7 +30,9 @@ from fullshard.torch import (
     save_full_weights,
     tracing,
 )
+from fullshard.torch import DataParallelMeshDims as Dims
 from fullshard.torch import FullyShardedDataParallel as FSDP
+from fullshard.torch.step.managed import managed_unit_of
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
 
@@ -338,49 +341,39 @@ def test_sparse_gradients_are_refused_by_name(comm):
         model(torch.tensor([1, 2])).sum().backward()
 
 
-def test_process_groups_and_meshes_name_the_ranks(gloo_world):
-    ranks = (0, 1, 2, 3)
-    assert gloo_world.run(4, meshes) == [[(False, ranks), (True, ranks)]] * 4
+@on_processes(4)
+def test_process_groups_and_meshes_name_the_ranks(group):
+    mesh = init_device_mesh("cpu", (4,))
+    for where in (group, mesh):
+        model = fully_shard(nn.Linear(3, 5), mesh=where)
+        model(torch.ones(1, 3)).sum().backward()
+        shown = model.weight.device_mesh
+        assert (shown is mesh) == (where is mesh)
+        assert shown.mesh.tolist() == [0, 1, 2, 3]
 
 
-SCRIPT = """
-import torch
-from torch import nn
-from fullshard.torch import FullyShardedDataParallel
-model = FullyShardedDataParallel(nn.Linear(4, 4))
-model(torch.ones(1, 4)).sum().backward()
-print("trained on", torch.distributed.get_world_size())
-torch.distributed.destroy_process_group()
-"""
+def train_where_nobody_has_joined(environment=()):
+    """What is told of it, and the number of ranks that were found."""
+    for name in environment:
+        os.environ.pop(name, None)
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        FSDP(nn.Linear(4, 4))(torch.ones(1, 4)).sum().backward()
+    return told.getvalue(), torch.distributed.get_world_size()
 
 
-def run_script(environment):
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_S,
-    )
+def test_a_launchers_environment_initialises_the_default_group(gloo_world):
+    ((told, ranks),) = gloo_world.launch(1, train_where_nobody_has_joined)
+    assert ranks == 1
+    assert "fullshard: initialised gloo over 1 ranks" in told
 
 
-@pytest.mark.slow
-def test_a_launchers_environment_initialises_the_default_group(unused_port):
-    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    result = run_script({**launched, "MASTER_PORT": str(unused_port)})
-    assert result.stdout == "trained on 1\n", result.stderr
-    assert "fullshard: initialised gloo over 1 ranks" in result.stderr
-
-
-@pytest.mark.slow
-def test_without_a_group_and_without_a_launcher_it_says_what_to_do():
-    result = run_script({"RANK": "0"})
-    assert result.returncode == 1
-    expected = (
-        "UsageError: no process group to shard over: call torch.distributed.init_process_group"
-    )
-    assert expected in result.stderr
-    assert "sets WORLD_SIZE, MASTER_ADDR, MASTER_PORT, missing here" in result.stderr
+def test_without_a_group_and_without_a_launcher_it_says_what_to_do(gloo_world):
+    missing = "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    told = r"no process group to shard over: call torch\.distributed\.init_process_group.*"
+    told += f"sets {', '.join(missing)}, missing here"
+    with pytest.raises(RuntimeError, match=f"(?s)UsageError: {told}"):
+        gloo_world.launch(1, train_where_nobody_has_joined, missing)
 
 
 @pytest.mark.parametrize("door", ["wrapper", "function"])
@@ -408,10 +401,27 @@ def test_ranks_that_disagree_are_told_before_anything_changes(comm, door):
         assert untouched(model)
 
 
-def test_axes_to_shard_and_to_replicate_over(gloo_world):
-    for rank, found in enumerate(gloo_world.run(4, ways_to_name_axes)):
-        # two ranks of a host average their own numbers, all others 0, 1, 2, 3
-        assert found.pop("one axis") == (2, 1, 0.5 if rank < 2 else 2.5)
-        assert found.pop("flattened") == (4, 1, 1.5)
-        assert found.pop("two axes") == (2, 2, 1.5)
-        assert set(found.values()) == {(2, 2, 1.5)}
+@on_processes(4)
+def test_axes_to_shard_and_to_replicate_over(group):
+    """For each way: ranks that share slices, replicas, and a gradient averaged over all of them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "local"))
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    groups = mesh.get_group(1), mesh.get_group(0)
+    of_host = 0.5 if group.rank() < 2 else 2.5  # two ranks average their own numbers
+    for door, where, expected in (
+        (fully_shard, {"mesh": mesh, "dp_mesh_dims": Dims(shard="local")}, (2, 1, of_host)),
+        (fully_shard, {"mesh": mesh, "dp_mesh_dims": Dims("local", "host")}, (2, 2, 1.5)),
+        (fully_shard, {"mesh": mesh, "dp_mesh_dims": Dims(("host", "local"))}, (4, 1, 1.5)),
+        (fully_shard, {"mesh": mesh}, (2, 2, 1.5)),
+        (FSDP, {"device_mesh": mesh, **hybrid}, (2, 2, 1.5)),
+        (FSDP, hybrid, (2, 2, 1.5)),
+        (FSDP, {"process_group": groups, **hybrid}, (2, 2, 1.5)),
+    ):
+        layer = nn.Linear(5, 3)
+        model = door(layer, **where)
+        model(torch.full((1, 5), float(group.rank()))).sum().backward()
+        ranks = managed_unit_of(model).unit.ranks
+        grad = layer.weight.grad.full_tensor()[0, 0].item()
+        assert (ranks.gather.size, ranks.replicas.size, grad) == expected
+    del os.environ["LOCAL_WORLD_SIZE"]

@@ -3,7 +3,8 @@
 
 import pytest
 import torch
-from support.models import seeded
+from support.beside import DOORS, grads_of, params_of, shard
+from support.models import Made, seeded
 from support.threads import on_ranks
 from torch import nn
 from torch.func import functional_call
@@ -16,36 +17,15 @@ from fullshard.torch import (
     fully_shard,
     keep_for_double_backward,
 )
-from fullshard.wrap import ModuleWrapPolicy
 
 pytestmark = pytest.mark.usefixtures("checked_values")
 
-DOORS = ["wrapper", "function"]
+LAYERS = (nn.Linear,)
 X = torch.arange(6.0, dtype=torch.float64).view(2, 3) / 6
 
 
 def net():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-
-
-def shard(model, comm, door, units=(nn.Linear,)):
-    if door == "wrapper":
-        return FullyShardedDataParallel(model, comm, auto_wrap_policy=ModuleWrapPolicy(set(units)))
-    for module in list(model.modules()):
-        if isinstance(module, tuple(units)) and module is not model:
-            fully_shard(module, mesh=comm)
-    return fully_shard(model, mesh=comm)
-
-
-def grads(model):
-    return {
-        name: None
-        if param.grad is None
-        else param.grad.full_tensor()
-        if hasattr(param.grad, "full_tensor")
-        else param.grad
-        for name, param in model.named_parameters()
-    }
 
 
 def train_beside(model, plain, steps, backward, **options):
@@ -66,11 +46,7 @@ def squared(model, step):
 
 
 def assert_grads(model, plain):
-    expected = grads(plain)
-    for name, found in grads(model).items():
-        assert (found is None) == (expected[name] is None), name
-        if found is not None:
-            torch.testing.assert_close(found, expected[name], msg=name)
+    torch.testing.assert_close(grads_of(model), grads_of(plain))
 
 
 # ---- what a user puts in a parameter's place ------------------------------------------------
@@ -79,7 +55,7 @@ def assert_grads(model, plain):
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
 def test_functional_call_with_full_tensors(comm, door):
-    model, plain = shard(seeded(net), comm, door), seeded(net, 1)
+    model, plain = shard(seeded(net), comm, door, LAYERS), seeded(net, 1)
     given = {n: p.detach().clone().requires_grad_() for n, p in plain.named_parameters()}
     names = dict(zip(plain.state_dict(), dict(nn.Module.named_parameters(model)), strict=True))
     values = {names[name]: value for name, value in given.items()}
@@ -88,8 +64,7 @@ def test_functional_call_with_full_tensors(comm, door):
     assert all(values[name] is before[name] for name in before)
     output.sum().backward()
     plain(X).sum().backward()
-    for name, param in plain.named_parameters():
-        torch.testing.assert_close(given[name].grad, param.grad)
+    torch.testing.assert_close({n: p.grad for n, p in given.items()}, grads_of(plain))
     model.zero_grad()
     reference = seeded(net)
     model(X).sum().backward()  # its own parameters are back
@@ -101,7 +76,7 @@ def test_functional_call_with_full_tensors(comm, door):
 @on_ranks(2)
 def test_values_are_assigned_after_functional_call(comm, door):
     """Values that were lent go back: modules show parameters, not what was assigned."""
-    model, plain = shard(seeded(net), comm, door), seeded(net, 1)
+    model, plain = shard(seeded(net), comm, door, LAYERS), seeded(net, 1)
     names = dict(zip(plain.state_dict(), dict(nn.Module.named_parameters(model)), strict=True))
     lent = {names[name]: torch.zeros_like(value) for name, value in plain.named_parameters()}
     functional_call(model, lent, (X,))
@@ -160,7 +135,7 @@ def test_units_that_share_an_input_have_the_other_one_as_it_is(comm):
 )
 @on_ranks(2)
 def test_what_is_replaced_is_named(comm, door, replace):
-    model = shard(seeded(net), comm, door)
+    model = shard(seeded(net), comm, door, LAYERS)
     if comm.rank == 2:
         return
     model(X).sum().backward()
@@ -174,7 +149,7 @@ def test_what_is_replaced_is_named(comm, door, replace):
 
 @on_ranks(2)
 def test_functional_call_with_spans_and_transforms_are_named(comm):
-    model = shard(seeded(net), comm, "function")
+    model = shard(seeded(net), comm, units=LAYERS)
     with pytest.raises(UsageError, match="full_tensor"):
         functional_call(model, {"0.weight": model[0].weight * 2}, (X,))
     with pytest.raises(UsageError, match="of shape"):
@@ -253,24 +228,17 @@ def by_attribute(plain):
 @on_ranks(2)
 def test_lists_of_weights_follow_what_modules_show(comm, door):
     model, plain = seeded(Listing).double(), by_attribute(seeded(Listing).double())
-    model = shard(model, comm, door, units=())
-    ours = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1)
-    for step in range(4):
-        if step == 2:  # thawing lays parameters out anew
-            for each in (model.module if door == "wrapper" else model, plain):
-                each.layer.bias.requires_grad_(False)
-        if step == 3:
-            for each in (model.module if door == "wrapper" else model, plain):
-                each.layer.bias.requires_grad_(True)
-        with torch.no_grad():
-            torch.testing.assert_close(model(X), plain(X))
-        model(X).square().sum().backward()
-        plain(X).square().sum().backward()
-        assert_grads(model, plain)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+    model = shard(model, comm, door)
+    inner = model.module if door == "wrapper" else model
+
+    def backward(each, step):
+        if step > 1:  # thawing lays parameters out anew
+            (inner if each is model else each).layer.bias.requires_grad_(step > 2)
+        each(X).square().sum().backward()
+
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), plain(X))
+    train_beside(model, plain, 4, backward, weight_decay=0.1)
 
 
 class Stale(nn.Module):
@@ -292,7 +260,7 @@ class Stale(nn.Module):
 @pytest.mark.parametrize("grad", [True, False])
 @on_ranks(2)
 def test_a_replaced_original_in_forward_is_named(comm, door, trained, grad):
-    model = shard(seeded(lambda: Stale(trained)).double(), comm, door, units=())
+    model = shard(seeded(lambda: Stale(trained)).double(), comm, door)
     inner = model.module if door == "wrapper" else model
     with (
         torch.set_grad_enabled(grad),
@@ -371,7 +339,7 @@ def test_writes_in_forward_are_named(comm, how, first_error):
 def test_max_norm_is_refused_by_name(comm, cls, door):
     model = nn.Sequential(seeded(lambda: cls(4, 3, max_norm=1.0)))
     with pytest.raises(NotSupportedError, match="'0' has max_norm"):
-        shard(model, comm, door)
+        shard(model, comm, door, LAYERS)
     assert type(model[0].weight) is nn.Parameter
 
 
@@ -381,7 +349,7 @@ def test_max_norm_is_refused_by_name(comm, cls, door):
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
 def test_sharded_parameters_as_inputs_of_autograd_are_named(comm, door):
-    model = shard(seeded(net), comm, door)
+    model = shard(seeded(net), comm, door, LAYERS)
     loss = model(X).sum()
     with pytest.raises(UsageError, match=r"autograd\.grad"):
         torch.autograd.grad(loss, model.parameters())
@@ -399,7 +367,7 @@ def test_hooks_from_before_sharding_get_the_sharded_gradient(comm, door):
     model, seen = seeded(net), []
     handle = model[0].weight.register_hook(lambda grad: grad * 2)
     model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(tuple(p.shape)))
-    model, plain = shard(model, comm, door), seeded(net)
+    model, plain = shard(model, comm, door, LAYERS), seeded(net)
     plain[0].weight.register_hook(lambda grad: grad * 2)
     model(X).sum().backward()
     plain(X).sum().backward()
@@ -408,13 +376,13 @@ def test_hooks_from_before_sharding_get_the_sharded_gradient(comm, door):
     handle.remove()
     model.zero_grad()
     model(X).sum().backward()
-    torch.testing.assert_close(grads(model)["0.weight"] * 2, plain[0].weight.grad)
+    torch.testing.assert_close(grads_of(model)["0.weight"] * 2, plain[0].weight.grad)
 
 
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
 def test_a_step_between_two_backwards_is_named(comm, door):
-    model = shard(seeded(net), comm, door)
+    model = shard(seeded(net), comm, door, LAYERS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = model(X).sum()
     loss.backward(retain_graph=True)
@@ -428,7 +396,7 @@ def test_a_step_between_two_backwards_is_named(comm, door):
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
 def test_a_failed_backward_run_again_is_named(comm, door):
-    model, fails = shard(seeded(net), comm, door), [True]
+    model, fails = shard(seeded(net), comm, door, LAYERS), [True]
 
     def fail(_grad):
         if fails[0]:
@@ -452,7 +420,7 @@ def test_a_failed_backward_run_again_is_named(comm, door):
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
 def test_modules_added_after_sharding_are_named(comm, door):
-    model = shard(seeded(net), comm, door)
+    model = shard(seeded(net), comm, door, LAYERS)
     inner = model.module if door == "wrapper" else model
     model(X).sum().backward()
     inner[1] = nn.Linear(4, 4).double().requires_grad_(False)  # frozen: nothing to reduce
@@ -509,7 +477,7 @@ def test_whatever_is_trained_and_was_added_after_sharding_is_named(comm, door, a
 @pytest.mark.parametrize("world", [2, 3])
 @on_ranks("world")
 def test_a_rank_that_skips_a_step_is_named(comm, world):
-    model = shard(seeded(net), comm, "function")
+    model = shard(seeded(net), comm, units=LAYERS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(X).sum().backward()
     if comm.rank != 1:
@@ -521,18 +489,17 @@ def test_a_rank_that_skips_a_step_is_named(comm, world):
 # ---- shared modules, groups in part -----------------------------------------------------
 
 
-class WithShared(nn.Module):
-    def __init__(self, shared):
-        super().__init__()
-        self.own, self.shared = nn.Linear(3, 3), shared
-
-    def forward(self, x):
-        return self.shared(self.own(x)).tanh()
+class WithShared(Made):
+    pass
 
 
 def sharing():
     shared = nn.Linear(3, 3)
-    return nn.Sequential(WithShared(shared), WithShared(shared), nn.Linear(3, 2)).double()
+    first, second = (
+        WithShared(lambda m, x: m.shared(m.own(x)).tanh(), own=nn.Linear(3, 3), shared=shared)
+        for _ in range(2)
+    )
+    return nn.Sequential(first, second, nn.Linear(3, 2)).double()
 
 
 @pytest.mark.parametrize("door", [*DOORS, "by hand"])
@@ -558,13 +525,9 @@ def test_without_a_unit_around_all_uses_it_is_named(comm):
         model[1](X)
 
 
-class Language(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.norm, self.head = nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 5)
-
-    def forward(self, x):
-        return self.norm(self.embed(x))
+def language():
+    parts = {"embed": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 5)}
+    return Made(lambda m, x: m.norm(m.embed(x)), **parts).double()
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -572,29 +535,18 @@ class Language(nn.Module):
 @on_ranks(2)
 def test_a_group_whose_modules_run_apart(comm, chunks, micro_batches):
     def step(model):
-        total = 0.0
         for _ in range(micro_batches):
             hidden = model(X)
             cut = hidden.detach().requires_grad_()
             for chunk in cut.chunk(chunks):
-                loss = model.head(chunk).square().sum()
-                loss.backward()
-                total += loss.item()
+                model.head(chunk).square().sum().backward()
             hidden.backward(cut.grad)
-        return total
 
-    model, plain = seeded(Language).double(), seeded(Language).double()
+    model, plain = seeded(language), seeded(language)
     fully_shard(model.embed, mesh=comm)
     fully_shard([model.norm, model.head], mesh=comm)
     fully_shard(model, mesh=comm)
-    ours = torch.optim.SGD(model.parameters(), lr=0.01)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.01)
-    for _ in range(3):
-        assert step(model) == pytest.approx(step(plain), abs=1e-12)
-        assert_grads(model, plain)
-        for optimizer in (ours, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+    train_beside(model, plain, 3, lambda each, _: step(each), lr=0.01)
     model.head(model(X)).sum().backward()  # in one graph
     plain.head(plain(X)).sum().backward()
     assert_grads(model, plain)
@@ -613,7 +565,7 @@ def penalised(model):
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
 def test_a_gradient_penalty_equals_one_process(comm, door):
-    model, plain = shard(seeded(net), comm, door), seeded(net)
+    model, plain = shard(seeded(net), comm, door, LAYERS), seeded(net)
     keep_for_double_backward(model)
     train_beside(model, plain, 3, lambda model, step: penalised(model).backward())
 
@@ -621,7 +573,7 @@ def test_a_gradient_penalty_equals_one_process(comm, door):
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
 def test_double_backward_of_units_that_are_freed_is_named(comm, door):
-    model = shard(seeded(net), comm, door)
+    model = shard(seeded(net), comm, door, LAYERS)
     with pytest.raises(NotSupportedError, match="keep_for_double_backward"):
         penalised(model)
     model(X).sum().backward()
@@ -689,35 +641,35 @@ class Taken:
     x = None
 
 
-class HidingMatrices(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x, taken):
-        taken.x = self.last(self.first(x))
-        return self.last(taken.x)
+class Hiding(Made):
+    pass
 
 
-class HidingScales(nn.Module):
+def hiding_matrices():
+    def run(m, x, taken):
+        taken.x = m.last(m.first(x))
+        return m.last(taken.x)
+
+    return Hiding(run, first=nn.Linear(3, 3), last=nn.Linear(3, 3)).double()
+
+
+def hiding_scales():
     """Products with bare parameters: kernels that read where no memory is."""
 
-    def __init__(self):
-        super().__init__()
-        self.scale, self.norm = nn.Parameter(torch.ones(3)), nn.LayerNorm(3)
+    def run(m, x, taken):
+        taken.x = m.norm(x * m.scale) * m.scale
+        return taken.x * m.scale
 
-    def forward(self, x, taken):
-        taken.x = self.norm(x * self.scale) * self.scale
-        return taken.x * self.scale
+    return Hiding(run, scale=nn.Parameter(torch.ones(3)), norm=nn.LayerNorm(3)).double()
 
 
-@pytest.mark.parametrize("kind", [HidingMatrices, HidingScales])
+@pytest.mark.parametrize("kind", [hiding_matrices, hiding_scales])
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
 def test_a_backward_into_a_unit_that_nobody_has_announced_is_named(comm, kind, door):
-    model, taken = seeded(kind).double(), Taken()
+    model, taken = seeded(kind), Taken()
     if door == "wrapper":
-        model = shard(nn.Sequential(model), comm, door, [kind]).module[0]
+        model = shard(nn.Sequential(model), comm, door, [Hiding]).module[0]
     else:
         fully_shard(model, mesh=comm, reshard_after_forward=True)
     model(X, taken)
@@ -728,7 +680,7 @@ def test_a_backward_into_a_unit_that_nobody_has_announced_is_named(comm, kind, d
     for _ in range(2):  # on demand, then by the record
         model.zero_grad()
         model(X, taken).square().sum().backward()
-    plain = seeded(kind).double()
+    plain = seeded(kind)
     plain(X, taken).square().sum().backward()
     assert_grads(model, plain)
 
@@ -736,36 +688,32 @@ def test_a_backward_into_a_unit_that_nobody_has_announced_is_named(comm, kind, d
 # ---- gradients of unused parameters --------------------------------------------------------
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+def branches():
+    def run(m, x, use_b):
+        return m.b(m.a(x)) if use_b else m.a(x)
 
-    def forward(self, x, use_b):
-        x = self.a(x)
-        return self.b(x) if use_b else x
+    return Made(run, **{name: nn.Linear(3, 3) for name in "abc"}).double()
 
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("world", [1, 2, 3])
 @on_ranks("world")
 def test_nobody_used_is_none_and_weight_decay_leaves_it_alone(comm, door, world):
-    model, plain = shard(seeded(Branches).double(), comm, door), seeded(Branches).double()
+    model, plain = shard(seeded(branches), comm, door, LAYERS), seeded(branches)
 
     def backward(model, step):
         model(X, step == 1).sum().backward()
 
     train_beside(model, plain, 4, backward, weight_decay=0.5, momentum=0.9)
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(param.full_tensor(), plain.get_parameter(name).detach())
+    torch.testing.assert_close(params_of(model), params_of(plain))
 
 
 @on_ranks(2)
 def test_what_one_rank_used_has_a_gradient_on_all(comm):
-    model = shard(seeded(Branches).double(), comm, "function", units=())
+    model = shard(seeded(branches), comm)
     for used in (False, True):
         model(X, used and comm.rank == 1).sum().backward()
-        found = grads(model)
+        found = grads_of(model)
         assert (found["b.weight"] is not None) == used
         assert found["c.weight"] is None
         model.zero_grad()
@@ -773,40 +721,35 @@ def test_what_one_rank_used_has_a_gradient_on_all(comm):
 
 @on_ranks(2)
 def test_what_nobody_used_behind_frozen_parameters_has_no_gradient(comm):
-    model = seeded(Branches).double()
+    model = seeded(branches)
     model.a.requires_grad_(False)
-    model = shard(model, comm, "function", units=())
+    model = shard(model, comm)
     model(X, use_b=True).sum().backward()
-    assert [name for name, grad in grads(model).items() if grad is not None] == [
+    assert [name for name, grad in grads_of(model).items() if grad is not None] == [
         "b.weight",
         "b.bias",
     ]
 
 
-class OfTwo(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x, y):
-        return self.a(y) + self.b(x)
-
-
 @on_ranks(2)
 def test_a_unit_waits_for_the_gradients_of_all_its_inputs(comm):
     """The weight that the second one's needs is frozen, so no gradient of its own is waited for."""
-    plain = seeded(OfTwo).double()
+
+    def of_two():
+        return Made(lambda m, x, y: m.a(y) + m.b(x), a=nn.Linear(3, 3), b=nn.Linear(3, 3))
+
+    plain = seeded(of_two).double()
     plain.a.requires_grad_(False)
     inputs = [torch.ones(2, 3, dtype=torch.double, requires_grad=True) for _ in range(2)]
     expected = torch.autograd.grad(plain(*inputs).square().sum(), inputs)
-    shard(plain, comm, "function", units=())(*inputs).square().sum().backward()
+    shard(plain, comm)(*inputs).square().sum().backward()
     torch.testing.assert_close([each.grad for each in inputs], list(expected))
 
 
 @on_ranks(2)
 def test_a_gather_under_way_is_awaited_before_an_optimizer_writes(comm):
     """The world reports inputs that change while they are in flight."""
-    model = shard(seeded(net), comm, "function")
+    model = shard(seeded(net), comm, units=LAYERS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(X).sum().backward()
     handle = model[0].unshard(async_op=True)
@@ -855,12 +798,7 @@ def test_weights_that_a_unit_returns_can_be_read_after_it_was_freed(comm, door, 
         seeded(lambda: Reading(view)).double(),
         seeded(lambda: Reading(view)).double(),
     )
-    if door == "wrapper":
-        policy = ModuleWrapPolicy({Giving})
-        model = FullyShardedDataParallel(model, comm, auto_wrap_policy=policy, align=align)
-    else:
-        fully_shard(model.giving, mesh=comm, align=align)
-        model = fully_shard(model, mesh=comm, align=align)
+    model = shard(model, comm, door, [Giving], align=align)
     with mode():
         ours, theirs = model(X), plain(X)
     torch.testing.assert_close(ours, theirs)
@@ -879,19 +817,15 @@ def test_weights_that_a_unit_returns_can_be_read_after_it_was_freed(comm, door, 
 def test_training_goes_on_after_inference_mode_has_seen_a_thawed_parameter(comm, door, align):
     model, plain = seeded(net), seeded(net)
     model[0].weight.requires_grad_(False)
-    inner = model
-    if door == "wrapper":
-        model = FullyShardedDataParallel(model, comm, align=align)
-    else:
-        model = fully_shard(model, mesh=comm, align=align)
+    inner, model = model, shard(model, comm, door, align=align)
     model(X).sum().backward()
     model.zero_grad()
     inner[0].weight.requires_grad_(True)
     with torch.inference_mode():
         torch.testing.assert_close(model(X), plain(X))
-        whole = {name: param.full_tensor() for name, param in model.named_parameters()}
+        whole = params_of(model)
         model.load_state_dict(model.state_dict())
-    torch.testing.assert_close(whole, {n: p.detach() for n, p in plain.named_parameters()})
+    torch.testing.assert_close(whole, params_of(plain))
     train_beside(model, plain, 2, squared)
 
 

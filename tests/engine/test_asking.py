@@ -9,6 +9,7 @@ import inspect
 
 import pytest
 import torch
+from support.beside import shard
 from support.sampling import pairwise
 from support.stack import WIDTH, Stack
 from support.threads import on_ranks
@@ -20,7 +21,6 @@ from fullshard.core.strategy import Prefetch
 from fullshard.testing import LocalWorld
 from fullshard.torch import (
     FullyShardedDataParallel,
-    fully_shard,
     inspection,
     load_full_weights,
     save_full_weights,
@@ -28,7 +28,6 @@ from fullshard.torch import (
     summon_full_params,
 )
 from fullshard.torch.step.managed import managed_units
-from fullshard.wrap import ModuleWrapPolicy
 
 
 def enter(context):
@@ -83,14 +82,7 @@ ACTING = {
 
 def sharded(comm, door, layers=3):
     """A stack of ``layers`` units and the root's, behind either interface."""
-    model = Stack(layers)
-    if door == "wrapper":
-        return FullyShardedDataParallel(
-            model, comm, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential})
-        )
-    for block in model.blocks:
-        fully_shard(block, mesh=comm)
-    return fully_shard(model, mesh=comm)
+    return shard(Stack(layers), comm, door, [nn.Sequential])
 
 
 def refused_or_not(method):

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What others' tests and scripts ask of sharded models beside training."""
 
+import copy
+import importlib
+
 import pytest
 import torch
-from support import order_workers as workers
+from support.beside import DOORS, grads_of, shard, whole
 from support.models import seeded
 from support.threads import on_ranks
+from support.world import on_processes, without_warnings
 from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
@@ -126,11 +132,22 @@ def test_attributes_of_wrappers_and_a_policy_that_chooses_prefetch():
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_mesh_of_two_dims_with_full_shard_shards_over_its_first(gloo_world, named):
-    for sharded, (text,) in gloo_world.run(4, workers.mesh_of_two_dims, named):
-        assert sharded == 2
-        assert f"dim '{'other' if named else '1'}' exchange nothing" in text
-        assert "HYBRID_SHARD" in text
+@on_processes(4)
+def test_a_mesh_of_two_dims_with_full_shard_shards_over_its_first(group, named):
+    """Ranks that differ in dim 1 get other data."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "other") if named else None)
+    row, column = mesh.get_coordinate()
+    torch.manual_seed(0)
+    model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    told = rf"dim '{'other' if named else '1'}' exchange nothing.*HYBRID_SHARD"
+    with pytest.warns(UserWarning, match=told):
+        model = FullyShardedDataParallel(model, device_mesh=mesh)
+    model(torch.full((1, 3), 1.0 + row + 10 * column)).sum().backward()
+    for other in range(2):
+        (plain(torch.full((1, 3), 1.0 + other + 10 * column)).sum() / 2).backward()
+    assert {param.ownership.comm.size for param in model.parameters()} == {2}
+    torch.testing.assert_close(grads_of(model), grads_of(plain))
 
 
 def test_nothing_is_a_flat_parameter():
@@ -173,12 +190,44 @@ def test_two_inner_tensors_are_refused_by_name():
         fully_shard(model, mesh=SoloComm())
 
 
-def test_pytorchs_named_optimizer_and_replicate(gloo_world):
+@pytest.mark.parametrize("door", DOORS)
+@on_processes(2)
+def test_pytorchs_named_optimizer(group, door):
+    optim = without_warnings(importlib.import_module, "torch.distributed.optim")
+
+    def built(seed):
+        torch.manual_seed(seed)
+        model = shard(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6)), group, door, [nn.Linear])
+        params = model.named_parameters()
+        return model, optim._NamedOptimizer(params, torch.optim.Adam, lr=0.1, module=model)
+
+    model, named = built(0)
+    model(torch.ones(1, 6)).sum().backward()
+    named.step()
+    _, loaded = built(1)
+    loaded.init_state()
+    loaded.load_state_dict(named.state_dict())
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
+    plain(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    for each in (named, loaded):
+        state = each.state_dict()["state"]
+        for name, param in plain.named_parameters():
+            expected = optimizer.state[param]
+            torch.testing.assert_close({k: whole(v) for k, v in state[name].items()}, expected)
+
+
+@on_processes(2)
+def test_pytorchs_replicate_around_a_unit(group):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+    plain = copy.deepcopy(model)
+    fully_shard(model[0], mesh=group)
+    replicate(model, process_group=group)
     for _ in range(2):
+        model(torch.full((1, 6), 1.0 + group.rank())).square().sum().backward()
         inputs = torch.stack([torch.full((6,), 1.0), torch.full((6,), 2.0)])
-        (model(inputs).square().sum() / 2).backward()
-    for first, second in gloo_world.run(2, workers.others_functions):
-        torch.testing.assert_close(first, model[0].weight.grad)
-        torch.testing.assert_close(second, model[1].weight.grad)
+        (plain(inputs).square().sum() / 2).backward()
+    torch.testing.assert_close(grads_of(model), grads_of(plain))

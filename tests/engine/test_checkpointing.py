@@ -5,6 +5,8 @@ from functools import cache, partial
 
 import pytest
 import torch
+from support import beside
+from support.beside import DOORS, grads_of
 from support.models import GPT, Attention, Block, loss_of, make_batches, seeded
 from support.sampling import pairwise
 from support.training import LEARNING_RATE, MAX_NORM, STEPS, train_split
@@ -23,7 +25,6 @@ from fullshard.torch import FullyShardedDataParallel, fully_shard, tracing
 # What torch says of a reentrant checkpoint in another one, which runs it without gradients first.
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
-DOORS = ("wrapper", "function")
 PARTS = (Attention, nn.Sequential)
 split = cache(train_split)
 
@@ -52,16 +53,7 @@ def each_checkpointed(blocks, x, **options):
 
 
 def shard(comm, model, door, units=(Block,)):
-    if door == "wrapper":
-        return FullyShardedDataParallel(
-            model,
-            comm,
-            auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, units),
-        )
-    for module in list(model.blocks.modules()):
-        if isinstance(module, units):
-            fully_shard(module, mesh=comm)
-    return fully_shard(model, mesh=comm)
+    return beside.shard(model, comm, door, units)
 
 
 def checkpoint_modules(model, classes, reentrant):
@@ -203,9 +195,7 @@ def test_a_step_is_that_of_one_process(way, door, reentrant, world):
     gathers = 5 if way is around_all_units and reentrant else 4
     for norms, params, trace in LocalWorld(world).run(lambda c: train(c, way, door, reentrant)):
         assert norms == expected.norms
-        assert params.keys() == expected.params.keys()
-        for name, value in expected.params.items():
-            assert torch.equal(params[name], value), name
+        torch.testing.assert_close(params, expected.params, rtol=0, atol=0)
         assert (trace.count("gather"), trace.count("reduce")) == (gathers, 3)
         assert {record.unit for record in trace} == {"(root)", "blocks.0", "blocks.1"}
 
@@ -220,8 +210,7 @@ def test_selective_checkpoints_around_units_do_not_see_what_the_engine_does(door
 
     for norms, params in LocalWorld(2).run(body):
         assert norms == expected.norms
-        for name, value in expected.params.items():
-            assert torch.equal(params[name], value), name
+        torch.testing.assert_close(params, expected.params, rtol=0, atol=0)
 
 
 class Chain(nn.Module):
@@ -280,7 +269,7 @@ def chain_step(comm, outer, inner):
         model.zero_grad()
         with tracing(model) as trace:
             model(x * (1 + comm.rank)).square().mean().backward()
-    grads = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+    grads = grads_of(model)
     ops = [(record.op, record.unit) for record in trace]
     return grads, trace.peak_bytes, ops
 
@@ -293,11 +282,10 @@ def test_units_in_units_are_freed_as_without_checkpointing(outer, inner):
     x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(2, 16)
     for factor in (1, 2):
         (model(x * factor).square().mean() / 2).backward()
-    expected = {name: param.grad for name, param in model.named_parameters()}
+    expected = grads_of(model)
     _, peak, ops = LocalWorld(2).run(lambda comm: chain_step(comm, "not", "not"))[0]
     for grads, found_peak, found in LocalWorld(2).run(lambda c: chain_step(c, outer, inner)):
-        for name, value in expected.items():
-            torch.testing.assert_close(grads[name], value, rtol=0, atol=1e-12)
+        torch.testing.assert_close(grads, expected, rtol=0, atol=1e-12)
         reduces = [unit for op, unit in ops if op == "reduce"]
         assert [unit for op, unit in found if op == "reduce"] == reduces
         # The last part stays for its backward, unless the first comes before it once more.

@@ -1,20 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
 """`torch.compile` of blocks, before and after sharding, and of a sharded model."""
 
+import warnings
+
 import pytest
 import torch
-from support.compile_workers import (
-    compiled_after,
-    compiled_before,
-    compiled_in_part,
-    compiled_whole,
-    compiled_wrapper_is_unit,
-    eager,
-    train,
-)
+import torch._inductor.config
+from support.beside import DOORS, shard
+from support.models import GPT, Block, loss_of, make_batches, seeded
 from support.sampling import pairwise
+from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.utils import counters
 
-DOORS = ("wrapper", "function")
+from fullshard.torch import tracing
+
+STEPS = 4
+
+
+def compile_blocks(model, how, **options):
+    """In place by ``block.compile()``, or by putting what torch.compile returns in its place."""
+    for number, block in enumerate(model.blocks):
+        if how == "method":
+            block.compile(**options)
+        else:
+            model.blocks[number] = torch.compile(block, **options)
+
+
+def eager(group, door):
+    return shard(seeded(GPT).double(), group, door, [Block])
+
+
+def compiled_before(group, door, how, **options):
+    model = seeded(GPT).double()
+    compile_blocks(model, how, **options)
+    return shard(model, group, door, [Block])
+
+
+def compiled_wrapper_is_unit(group, door, how, **options):
+    model = seeded(GPT).double()
+    compile_blocks(model, how, **options)
+    return shard(model, group, door, [Block if how == "method" else OptimizedModule])
+
+
+def compiled_after(group, door, how, **options):
+    model = shard(seeded(GPT).double(), group, door, [Block])
+    compile_blocks(model, how, **options)
+    return model
+
+
+def compiled_in_part(group, door, **options):
+    model = seeded(GPT).double()
+    for block in model.blocks:
+        block.attention.compile(**options)
+    return shard(model, group, door, [Block])
+
+
+def compiled_whole(group, door, how, **options):
+    model = shard(seeded(GPT).double(), group, door, [Block])
+    if how == "function":
+        return torch.compile(model, **options)
+    model.compile(**options)
+    return model
+
+
+def train(group, build, door, *how, **options):
+    """(losses, parameters, how many graphs there were after each step, the last step's ops)."""
+    torch._dynamo.reset()
+    torch._inductor.config.compile_threads = 1  # a pool of processes would outlive the test
+    counters.clear()
+    model = build(group, door, *how, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rank, size = group.rank(), group.size()
+    losses, graphs = [], []
+    part = slice(2 * rank, 2 * rank + 2)
+    once = build is not compiled_whole  # the wrappers of all units have one forward between them
+    with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_recompile=once):
+        # Tracing looks at .grad of what it finds, be it a leaf or not.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # inductor imports it
+        for inputs, targets in make_batches("gpt", STEPS, 2 * size):
+            with tracing(getattr(model, "_orig_mod", model)) as trace:
+                loss = loss_of(model(inputs[part]), targets[part])
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            graphs.append(counters["stats"]["unique_graphs"])
+    params = {
+        plain_name(param.ownership.name): param.detach().full_tensor()
+        for param in model.parameters()
+    }
+    return losses, params, graphs, [(record.op, plain_name(record.unit)) for record in trace]
+
+
+def plain_name(name):
+    """Without what torch.compile(module) adds, also in a plain model."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 HOWS = ("method", "function")
 
 
@@ -28,9 +111,7 @@ def check(found, expected):
         found, expected, strict=True
     ):
         assert losses == pytest.approx(eager_losses, abs=1e-12)
-        assert params.keys() == eager_params.keys()
-        for name, value in eager_params.items():
-            torch.testing.assert_close(params[name], value, rtol=0, atol=1e-12)
+        torch.testing.assert_close(params, eager_params, rtol=0, atol=1e-12)
         assert ops == eager_ops
 
 

@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from support.compression_workers import WIDTH, inputs_of, shard_stack, stack, train, train_choices
+from support.beside import params_of
+from support.models import place_of, seeded
 from support.tensor_classes import Halved
 from support.threads import on_ranks
 from torch import nn
@@ -31,6 +32,39 @@ from fullshard.torch.comm.protocol import Comm, members_of, rank_order_sum
 from fullshard.torch.inspection.traffic import communication
 from fullshard.torch.step.managed import managed_units
 from fullshard.wrap import CustomPolicy
+
+WIDTH = 64
+
+
+def stack():
+    return seeded(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))))
+
+
+def shard_stack(comm, compression, **options):
+    model = stack()
+    for layer in model:
+        fully_shard(layer, mesh=comm, compression=compression, **options)
+    return fully_shard(model, mesh=comm, compression=compression, **options)
+
+
+def inputs_of(rank):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def train(comm, choice, steps=3, **options):
+    """Losses, and the whole parameters afterwards."""
+    model = shard_stack(comm, choice, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rank, _ = place_of(comm)
+    losses = []
+    for _ in range(steps):
+        loss = model(inputs_of(rank)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, params_of(model)
+
 
 GATHERS = ("bf16", "int8", "fp8")
 CHOICES = [
@@ -236,15 +270,12 @@ def test_training_comes_close(choice):
             assert (param - exact[name]).abs().mean() < 2e-3
 
 
-def test_processes_train_as_threads_do(gloo_world):
-    expected = [
-        LocalWorld(3).run(lambda comm, c=c: train(comm, CommunicationCompression(**c)))
-        for c in CHOICES
-    ]
-    for rank, found in enumerate(gloo_world.run(3, train_choices, CHOICES)):
-        for (losses, params), each in zip(found, expected, strict=True):
-            assert losses == each[rank][0]
-            assert all(torch.equal(params[name], p) for name, p in each[rank][1].items())
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_processes_train_as_threads_do(gloo_world, choice):
+    compression = CommunicationCompression(**choice)
+    threads = LocalWorld(3).run(lambda comm: train(comm, compression))
+    processes = gloo_world.run(3, train, compression)
+    torch.testing.assert_close(processes, threads, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("gather", GATHERS)

@@ -3,15 +3,17 @@
 
 import pytest
 import torch
-from support import values_workers as workers
+from support.beside import shard
 from support.models import seeded
 from support.threads import on_ranks
+from support.world import on_processes
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fullshard.core.errors import UsageError
 from fullshard.testing import LocalWorld
-from fullshard.torch import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
-from fullshard.wrap import ModuleWrapPolicy
+from fullshard.torch import CPUOffloadPolicy, fully_shard
 
 
 def net():
@@ -19,15 +21,7 @@ def net():
 
 
 def by_function(comm, **options):
-    model = seeded(net)
-    for module in (model[0], model[2], model):
-        fully_shard(module, mesh=comm, **options)
-    return model
-
-
-def by_wrapper(comm, **options):
-    policy = ModuleWrapPolicy({nn.Linear})
-    return FullyShardedDataParallel(seeded(net), comm, auto_wrap_policy=policy, **options)
+    return shard(seeded(net), comm, units=[nn.Linear], **options)
 
 
 DOORS = {
@@ -36,7 +30,7 @@ DOORS = {
     "whole matrices": lambda comm: by_function(comm, align="matrix"),
     "kept full": lambda comm: by_function(comm, reshard_after_forward=False),
     "offload": lambda comm: by_function(comm, offload_policy=CPUOffloadPolicy()),
-    "wrapper": by_wrapper,
+    "wrapper": lambda comm: shard(seeded(net), comm, "wrapper", [nn.Linear]),
 }
 
 
@@ -76,10 +70,18 @@ def test_a_sharded_model_is_converted_as_a_plain_one(door):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
-def test_dtensors_are_converted_too(gloo_world):
-    for told, expected, loss in gloo_world.run(2, workers.converted):
-        assert told == {(True, torch.float64, torch.float64, torch.float64)}
-        assert loss == pytest.approx(expected, rel=1e-12)
+@on_processes(2)
+def test_dtensors_are_converted_too(group):
+    model, losses = by_function(DeviceMesh.from_group(group, "cpu")), []
+    for each in (seeded(net), model):
+        each.double()
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        losses.append(train(each, optimizer, torch.float64))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        dtypes = param.dtype, param.to_local().dtype, param._spec.tensor_meta.dtype
+        assert set(dtypes) == {torch.float64}
 
 
 @on_ranks(2)

@@ -1,28 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that die, hang, or do not do the same: everybody is told, nobody waits forever."""
 
+import contextlib
+import io
 import json
 import re
 import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from support import divergence_workers as workers
 from support.limits import PEERS_S, PROCESS_S
-from support.world import TIMEOUT, ranks_context
+from support.world import TIMEOUT, on_processes, ranks_context
 from torch.distributed import distributed_c10d as c10d
 
 from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.testing import LocalWorld, LocalWorldError
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.checked import CheckedComm, checked_in_debug_mode
-from fullshard.torch.comm.protocol import Comm, SoloComm
+from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.comm.protocol import Comm, Done, SoloComm
+from fullshard.torch.comm.sibling_groups import timeout_s_of
 from fullshard.torch.comm.watch.parting import PARTED, deadlock, parting
 from fullshard.torch.comm.watch.store import own_store
 from fullshard.torch.comm.watch.watchdog import Watchdog, Witness, period_s_of
@@ -360,25 +366,68 @@ def test_ranks_of_a_subgroup_are_named_by_their_numbers_in_the_world():
 # -- processes -----------------------------------------------------------------------------------
 
 
-def test_a_subgroup_derives_communicators_alone(gloo_world):
-    answers = gloo_world.run(4, workers.siblings)
-    for rank, (found, names) in enumerate(answers):
-        pair = (0, 1) if rank < 2 else (2, 3)
-        both = (pair, rank % 2, float(sum(pair)), 7.0)
-        alone = ((rank,), 0, float(rank), 7.0)
-        assert found == [both, both, alone, (*both[:3], TIMEOUT.total_seconds())]
-        assert names == 5
+@on_processes(4)
+def test_a_subgroup_derives_communicators_alone(world):
+    """Ranks 0 and 1, and 2 and 3, which know different numbers of groups."""
+    rank = dist.get_rank(world)
+    pairs = [dist.new_group(each, timeout=timedelta(seconds=7)) for each in ([0, 1], [2, 3])]
+    more = [dist.new_group([0], use_local_synchronization=True)] if rank == 0 else []
+    comm = ProcessGroupComm(pairs[rank // 2])
+    derived = [comm.duplicate(), comm.duplicate(), comm.block(1), ProcessGroupComm(world).block(2)]
+    found = []
+    for each in derived:
+        value = torch.tensor([float(rank)])
+        each.all_reduce([value]).wait()
+        found.append((each.members, each.rank, value.item(), timeout_s_of(each.group)))
+    pair = (0, 1) if rank < 2 else (2, 3)
+    both = (pair, rank % 2, float(sum(pair)), 7.0)
+    alone = ((rank,), 0, float(rank), 7.0)
+    assert found == [both, both, alone, (*both[:3], TIMEOUT.total_seconds())]
+    assert len({each.group.group_name for each in (comm, *derived)}) == 5
+    for group in [each.group for each in derived] + more + pairs[rank // 2 :][:1]:
+        dist.destroy_process_group(group)
 
 
-def test_overlapping_exchanges_keep_apart(gloo_world):
-    for fulls, shard in gloo_world.run(3, workers.many_under_way):
-        assert fulls == [[10.0 * n + rank for rank in range(3)] for n in range(6)]
-        assert shard == [3.0] * 4
+@on_processes(3)
+def test_overlapping_exchanges_keep_apart(group):
+    """Gathers and reduces that are waited for in another order."""
+    comm = ProcessGroupComm(group)
+    fulls = [torch.empty(12) for _ in range(6)]
+    works = [
+        comm.all_gather([(full, torch.full((4,), 10.0 * index + comm.rank))], label="gather")
+        for index, full in enumerate(fulls)
+    ]
+    shard, full = torch.empty(4), torch.ones(12)
+    works.append(comm.reduce_scatter([(shard, full)], label="reduce"))
+    for work in reversed(works):
+        work.wait()
+    for number, full in enumerate(fulls):
+        assert full[::4].tolist() == [10.0 * number + rank for rank in range(3)]
+    assert shard.tolist() == [3.0] * 4
 
 
-def test_a_collective_that_a_device_does_not_complete_is_printed_once(gloo_world):
+@on_processes(2)
+def test_a_collective_that_a_device_does_not_complete_is_printed_once(group):
+    comm = ProcessGroupComm(group)
+    comm.all_reduce([torch.ones(1)], label="all-reduce of unit 'a'").wait()
+    if comm.rank > 0:
+        dist.barrier(group)
+        return
     wanted = "rank 1: waits for nothing, last finished: all-reduce of unit 'a'"
-    printed = gloo_world.run(2, workers.late_collective, wanted)[0]
+    witness = Witness("late", comm.members, timeout_s=3.0)  # others tell once a second
+    printed, told = io.StringIO(), []
+    witness.watchdog.listeners.append(told.append)
+    with contextlib.redirect_stderr(printed):
+        witness.leaves_pending("gather of unit 'b'", [Done()])
+        witness.leaves_pending("gather of unit 'c'", [Done(), SimpleNamespace(is_completed=bool)])
+        deadline = time.monotonic() + PEERS_S / 2
+        while wanted not in printed.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1.2)  # it is not printed twice
+    witness.watchdog.listeners.clear()
+    dist.barrier(group)
+    printed = printed.getvalue()
+    assert [f"{text}\n" for text in told] == [printed]
     assert printed.count("not done yet") == 1
     assert "fullshard: rank 0: gather of unit 'c' was issued " in printed
     assert wanted in printed

@@ -4,6 +4,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.beside import shard
 from support.owned_matrices import kind_of
 from support.tensor_classes import Rows8
 from torch import nn
@@ -93,12 +94,7 @@ def sharded(model, comm, **options):
 
 
 def wrapped(model, comm):
-    def is_unit(module, recurse, **_):
-        return recurse or isinstance(module, Lora)
-
-    return fs.FullyShardedDataParallel(
-        model, process_group=comm, auto_wrap_policy=is_unit, use_orig_params=True
-    )
+    return shard(model, comm, "wrapper", [Lora], use_orig_params=True)
 
 
 def inner_tensors(param):
@@ -234,9 +230,9 @@ def test_a_trained_parameter_of_two_inner_tensors_is_refused():
         layer.weight = nn.Parameter(kind.rounded(torch.ones(4, 4)))
 
         def body(comm):
-            for shard in (lambda: fs.fully_shard(layer, mesh=comm), lambda: wrapped(layer, comm)):
+            for door in (lambda: fs.fully_shard(layer, mesh=comm), lambda: wrapped(layer, comm)):
                 with pytest.raises(NotSupportedError, match=said):
-                    shard()
+                    door()
 
         LocalWorld(1).run(body)
 

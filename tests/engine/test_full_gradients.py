@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from support.beside import grads_of
 from support.models import loss_of, make, make_batches
 from support.threads import on_ranks
 from support.training import shard
@@ -29,7 +30,7 @@ def gradients(comm, name, micro_batches=2):
     for number, (inputs, targets) in enumerate(make_batches(name, micro_batches, 2)):
         model.set_requires_gradient_sync(number == micro_batches - 1)
         loss_of(model(inputs), targets).backward()
-    return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    return grads_of(model)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -41,10 +42,8 @@ def test_gradients_are_the_same_however_they_travel(name, world, monkeypatch):
     plain, batches = make(name), make_batches(name, 2, 2)
     for inputs, targets in batches:
         loss_of(plain(inputs), targets).backward()
-    assert packed.keys() == apart.keys() == {n for n, p in plain.named_parameters()}
-    for key, value in plain.named_parameters():
-        assert torch.equal(packed[key], apart[key]), key
-        torch.testing.assert_close(apart[key], value.grad)
+    torch.testing.assert_close(packed, apart, rtol=0, atol=0)
+    torch.testing.assert_close(apart, grads_of(plain))
 
 
 def test_what_fits_is_sent_from_where_autograd_made_it(nothing_packed, monkeypatch):

@@ -7,16 +7,11 @@ import math
 
 import pytest
 import torch
-from support.models import loss_of, make, make_batches
-from support.scaled_training import (
-    INIT_SCALE,
-    found_by_the_last_rank,
-    spoil_nothing,
-    train_plain,
-    train_sharded,
-)
+from support.beside import params_of
+from support.models import loss_of, make, make_batches, place_of
 from support.threads import on_ranks
 from support.training import shard
+from support.world import on_processes
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
 
@@ -25,6 +20,43 @@ from fullshard.testing import LocalWorld
 from fullshard.torch import MixedPrecisionPolicy, ShardedGradScaler, fully_shard
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
+
+DTYPE = torch.float64
+INIT_SCALE = 2.0**10
+
+
+def train(model, name, batches, *, spoil, scaler, max_norm=None, **options):
+    """The scales after steps of AdamW, and the parameters; ``spoil(step, model)`` comes first."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    scales = []
+    for step, (inputs, targets) in enumerate(batches):
+        scaler.scale(loss_of(model(inputs), targets)).backward()
+        spoil(step, model)
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, params_of(model)
+
+
+def train_plain(name, steps, world, **how):
+    return train(make(name, DTYPE), name, make_batches(name, steps, 2 * world, DTYPE), **how)
+
+
+def train_sharded(comm, name, steps, door="function", **how):
+    rank, size = place_of(comm)
+    model = shard(make(name, DTYPE), name, comm, door=door)
+    part = slice(2 * rank, 2 * rank + 2)
+    batches = [(x[part], y[part]) for x, y in make_batches(name, steps, 2 * size, DTYPE)]
+    return train(model, name, batches, **how)
+
+
+def spoil_nothing(step, model):
+    pass
+
 
 FORMS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 STEPS = 5
@@ -72,16 +104,14 @@ def test_a_bad_element_of_one_rank_skips_the_step_on_all(kind, bad, form, max_no
     for world in (2, 3):
         plain = train_plain("nested", STEPS, world, scaler=scaler(), **how)
         # bad step 1: halved; steps 2 and 3 are good: doubled
-        assert plain.scales == [INIT_SCALE * f for f in (1, 0.5, 0.5, 1, 1)]
+        assert plain[0] == [INIT_SCALE * f for f in (1, 0.5, 0.5, 1, 1)]
 
         def body(comm, how=how):
             group = {"process_group": comm} if kind is ShardedGradScaler else {}
             return train_sharded(comm, "nested", STEPS, scaler=scaler(kind, **group), **how)
 
         for run in LocalWorld(world).run(body):
-            assert run.scales == plain.scales
-            for key, expected in plain.params.items():
-                torch.testing.assert_close(run.params[key], expected, rtol=0, atol=1e-9)
+            torch.testing.assert_close(run, plain, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("door", ["wrapper", "function"])
@@ -89,9 +119,7 @@ def test_gloo_processes(gloo_world, door):
     how = {"door": door, "scaler": scaler(), "spoil": spoil_nothing, "max_norm": 0.05}
     plain = train_plain("gpt", 3, 2, scaler=scaler(), spoil=spoil_nothing, max_norm=0.05)
     for run in gloo_world.run(2, train_sharded, "gpt", 3, **how):
-        assert run.scales == plain.scales
-        for key, expected in plain.params.items():
-            torch.testing.assert_close(run.params[key], expected, rtol=0, atol=1e-9)
+        torch.testing.assert_close(run, plain, rtol=0, atol=1e-9)
 
 
 def test_empty_spans_and_plain_gradients_among_sharded_ones():
@@ -258,9 +286,19 @@ def test_ranks_with_parameters_of_their_own(kind, fused):
     assert LocalWorld(2).run(body) == [skipped if kind is ShardedGradScaler else stepped, skipped]
 
 
-def test_the_sharded_scaler_sees_what_ranks_do_not_share(gloo_world):
-    """By default over all processes, also those that have no gradients."""
-    assert gloo_world.run(4, found_by_the_last_rank) == [(4.0, [1.0] * 3)] * 4
+@on_processes(4)
+def test_the_sharded_scaler_sees_what_ranks_do_not_share(group):
+    """By default over all processes, also those that have no gradients: one of them has."""
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    if group.rank() == 3:
+        weight.grad = torch.tensor([1.0, float("inf"), 1.0])
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert weight.tolist() == [1.0] * 3
 
 
 def test_the_sharded_scaler_has_the_signature_of_torchs():

@@ -2,31 +2,102 @@
 """Exchanges in two stages: the direct form's values, less over the link, nobody waits in vain."""
 
 import gc
+import os
 import random
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
-from support.hierarchical_workers import (
-    NUMEL,
-    calls_counted,
-    chosen_forms,
-    gathered_and_reduced,
-    part_of,
-    trained,
-    trained_over,
-    without_further_groups,
-)
+import torch.distributed as dist
+from support.collectives import collectives
 from support.limits import PEERS_S
+from support.stack import WIDTH, Stack
 from support.threads import on_ranks
-from support.workers import collectives
+from support.world import on_processes
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.testing import LocalComm, LocalWorld, LocalWorldError
+from fullshard.torch import fully_shard
+from fullshard.torch.comm import hierarchical as hierarchical_comm
 from fullshard.torch.comm.checked import CheckedComm
-from fullshard.torch.comm.hierarchical import HierarchicalComm, ranks_per_host
+from fullshard.torch.comm.hierarchical import (
+    HierarchicalComm,
+    hierarchical_between_hosts,
+    ranks_per_host,
+)
+from fullshard.torch.comm.process_group import ProcessGroupComm, witness_of
 from fullshard.torch.comm.protocol import Comm, rank_order_sum
+from fullshard.torch.comm.sibling_groups import sibling_group
+from fullshard.torch.comm.watch.watchdog import Standing
+from fullshard.torch.step.managed import managed_unit_of
+
+NUMEL = 320
+
+
+@contextmanager
+def set_ranks_per_host(count):
+    os.environ["FULLSHARD_RANKS_PER_HOST"] = str(count)
+    yield
+    del os.environ["FULLSHARD_RANKS_PER_HOST"]
+
+
+@contextmanager
+def sends_counted(counts):
+    """Within, ``counts[rank]`` grows by the bytes sent to it."""
+    isend = dist.isend
+
+    def counted(tensor, *, group, group_dst, tag):
+        target = dist.get_global_rank(group, group_dst)
+        counts[target] = counts.get(target, 0) + tensor.nbytes
+        return isend(tensor, group=group, group_dst=group_dst, tag=tag)
+
+    dist.isend = counted
+    yield
+    dist.isend = isend
+
+
+def part_of(rank, dtype):
+    """What ``rank`` brings into a reduce."""
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def gathered_and_reduced(group, dtype):
+    """A gather and a reduce in two stages, and what each rank was sent in either."""
+    comm = HierarchicalComm(ProcessGroupComm(group), 2)
+    mine = part_of(comm.rank, dtype)
+    full, shard = torch.empty(comm.size * NUMEL, dtype=dtype), torch.empty(NUMEL // 4, dtype=dtype)
+    gather_sent, reduce_sent = {}, {}
+    with sends_counted(gather_sent):
+        comm.all_gather([(full, mine)]).wait()
+    with sends_counted(reduce_sent):
+        comm.reduce_scatter([(shard, mine)]).wait()
+    return full, shard, gather_sent, reduce_sent, comm.reduce_scratch_bytes(full) / full.nbytes
+
+
+def trained(group, count):
+    """The gathers' communicator and parameters after steps with ``count`` ranks on a host."""
+    with set_ranks_per_host(count):
+        fresh = sibling_group(group, range(4), "trained")  # communicators are kept by group
+        return trained_over(fresh, group.rank())
+
+
+def trained_over(where, rank, **options):
+    """The type of the gathers' communicator and parameters after a few steps, in fp64."""
+    model, generator = Stack(3).double(), torch.Generator().manual_seed(0)
+    for param in model.parameters():  # the default generator is that of all threads
+        torch.nn.init.normal_(param, std=WIDTH**-0.5, generator=generator)
+    for each in (*model.blocks, model):
+        fully_shard(each, mesh=where, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    inputs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(rank)).double()
+    for _ in range(4):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gather = managed_unit_of(model.blocks[0]).unit.ranks.gather
+    return type(gather).__name__, [param.detach().full_tensor() for param in model.parameters()]
 
 
 def sum_by_hosts(parts, per_host):
@@ -217,11 +288,13 @@ def test_training_is_as_in_the_direct_form(comm, size, options):
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-13)
 
 
-def test_processes_choose_it_for_several_ranks_on_several_hosts(gloo_world):
-    direct, two_stages = "ProcessGroupComm", "HierarchicalComm"
-    expected = {None: direct, 1: direct, 2: two_stages, 4: direct}
-    assert gloo_world.run(4, chosen_forms) == [expected] * 4
-    assert gloo_world.run(2, chosen_forms) == [dict.fromkeys(expected, direct)] * 2
+@pytest.mark.parametrize("size", [2, 4])
+@on_processes("size")
+def test_processes_choose_it_for_several_ranks_on_several_hosts(group, size):
+    for count in ("", 1, 2, 4):  # ranks on a host; nothing is the truth, one host
+        with set_ranks_per_host(count):
+            chosen = type(hierarchical_between_hosts(ProcessGroupComm(group)))
+        assert chosen is (HierarchicalComm if (size, count) == (4, 2) else ProcessGroupComm)
 
 
 def test_a_wrong_number_of_ranks_is_refused(gloo_world):
@@ -246,12 +319,34 @@ def test_processes_send_each_slice_over_the_link_once(gloo_world, dtype):
         assert over_link == [full_bytes // 2] * 2  # the direct form: all of it
 
 
-def test_without_further_groups_it_is_direct(gloo_world):
-    assert gloo_world.run(4, without_further_groups) == LocalWorld(4).run(collectives)
+@on_processes(4)
+def test_without_further_groups_it_is_direct(group):
+    """With a torch in which no sibling of a group can be made."""
+    hierarchical_comm.sibling_group = lambda *args: None
+    try:
+        found = collectives(HierarchicalComm(ProcessGroupComm(group), 2))
+    finally:
+        hierarchical_comm.sibling_group = sibling_group
+    assert found == LocalWorld(4).run(collectives)[group.rank()]
 
 
-def test_a_call_counts_once_however_far_its_stages_are(gloo_world):
-    assert gloo_world.run(4, calls_counted) == [[2, 4, 6, 6]] * 4
+@on_processes(4)
+def test_a_call_counts_once_however_far_its_stages_are(group):
+    comm = HierarchicalComm(ProcessGroupComm(group), 2)
+    witness = witness_of(comm)
+    places, family = witness.watchdog.places, witness.family
+
+    def issued():
+        return places.get(family, Standing()).issued  # nothing yet, if this call is the first
+
+    before, works = issued(), []
+    for number in range(3):
+        works.append(comm.all_gather([(torch.empty(8), torch.ones(2))]))
+        works.append(comm.reduce_scatter([(torch.empty(2), torch.ones(8))]))
+        assert issued() - before == 2 * number + 2
+    for work in works:
+        work.wait()
+    assert issued() - before == 6
 
 
 def test_processes_train_as_in_the_direct_form(gloo_world):

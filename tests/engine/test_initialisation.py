@@ -6,14 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import values_workers as workers
-from support.models import GPT, loss_of, make_batches, seeded
+import torch.distributed as dist
+from support.beside import params_of, shard
+from support.models import GPT, Block, loss_of, make_batches, seeded
 from support.threads import on_ranks
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.testing import LocalWorld
-from fullshard.torch import FullyShardedDataParallel, ShardedParameter, fully_shard
+from fullshard.torch import (
+    FullyShardedDataParallel,
+    ShardedParameter,
+    any_rank,
+    fully_shard,
+    mark_optional,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -24,9 +32,7 @@ def on_meta(build):
 
 
 def by_function(comm, model):
-    for block in model.blocks:
-        fully_shard(block, mesh=comm)
-    return fully_shard(model, mesh=comm)
+    return shard(model, comm, units=[Block])
 
 
 def one_step(model, rank, size):
@@ -37,21 +43,15 @@ def one_step(model, rank, size):
     optimizer.step()
 
 
-def values(model):
-    return {name: param.full_tensor().detach() for name, param in model.named_parameters()}
-
-
 def expected(tied, world):
     model = seeded(lambda: GPT(tied=tied))
     one_step(model, None, world)
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return params_of(model)
 
 
 def assert_equal(found, wanted):
     for each in found:
-        assert each.keys() == wanted.keys()
-        for name, value in wanted.items():
-            torch.testing.assert_close(each[name], value, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(each, wanted, rtol=1e-4, atol=1e-6)
 
 
 class ForgetsItsBlocks(nn.Module):
@@ -99,7 +99,7 @@ def test_meta_then_to_empty_then_values(world, tied):
         assert all(type(p) is ShardedParameter and not p.is_meta for p in model.parameters())
         model.load_state_dict(state)
         one_step(model, comm.rank, comm.size)
-        return values(model)
+        return params_of(model)
 
     assert_equal(LocalWorld(world).run(body), expected(tied, world))
 
@@ -116,7 +116,7 @@ def test_assigned_state_dicts(meta):
         assert all(type(p) is ShardedParameter for p in after.values())
         assert meta or all(after[name] is before[name] for name in before)
         one_step(model, comm.rank, comm.size)
-        return values(model)
+        return params_of(model)
 
     assert_equal(LocalWorld(2).run(body), expected(False, 2))
 
@@ -136,11 +136,10 @@ def test_meta_then_initialisation_in_place_equals_one_process():
         model.to_empty(device="cpu")
         torch.manual_seed(3)  # one rank: nobody else draws
         initialise(model)
-        return values(model)
+        return params_of(model)
 
     found = LocalWorld(1).run(body)[0]
-    for name, param in plain.named_parameters():
-        assert torch.equal(found[name], param.detach()), name
+    torch.testing.assert_close(found, params_of(plain), rtol=0, atol=0)
 
 
 @on_ranks(3)
@@ -169,12 +168,7 @@ def test_the_wrapper_initialises_unit_by_unit(tied):
             real = [p for p in model.parameters() if not p.is_meta]
             alive.append(sum(p.numel() for p in real if type(p) is nn.Parameter))
 
-        wrapped = FullyShardedDataParallel(
-            model,
-            comm,
-            auto_wrap_policy=lambda module, recurse, **_: recurse or module in set(model.blocks),
-            param_init_fn=initialise,
-        )
+        wrapped = shard(model, comm, "wrapper", [Block], param_init_fn=initialise)
         one_step(wrapped, comm.rank, comm.size)
         return wrapped.module.head.weight.full_tensor()
 
@@ -220,15 +214,10 @@ def test_values_of_the_first_rank_with_the_others_on_meta(world, tied):
 
     def body(comm):
         model = seeded(build) if comm.rank == 0 else on_meta(build)
-        wrapped = FullyShardedDataParallel(
-            model,
-            comm,
-            auto_wrap_policy=lambda module, recurse, **_: recurse or module in set(model.blocks),
-            sync_module_states=True,
-        )
+        wrapped = shard(model, comm, "wrapper", [Block], sync_module_states=True)
         assert model.steps.tolist() == [7] * 3
         one_step(wrapped, comm.rank, comm.size)
-        return values(wrapped)
+        return params_of(wrapped)
 
     assert_equal(LocalWorld(world).run(body), expected(tied, world))
 
@@ -241,10 +230,32 @@ def test_a_sharded_model_is_not_moved_to_the_meta_device(comm):
     assert model(torch.zeros(1, 3, dtype=torch.int64)).isfinite().all().item()
 
 
+def train_with_another_default_device(group, default):
+    """Losses of a model whose calls find a default device on which nothing could be computed."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for number, param in enumerate(model.parameters()):
+        nn.init.constant_(param, 0.1 * number)
+    x, losses = torch.ones(2, 4), []
+    with torch.device(default):
+        for module in (*model, model):
+            fully_shard(module, mesh=group)
+        mark_optional(model[1])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(3):
+            loss = model(x).square().mean()
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            assert any_rank(step == dist.get_rank(group), group) == (step < group.size())
+        whole = model[0].weight.full_tensor().tolist()
+    return losses, whole
+
+
 def test_users_may_choose_another_default_device(gloo_world):
     """One on which what the engine sends could not be computed."""
     usual, other = (
-        gloo_world.run(4, workers.train_with_another_default_device, device)
-        for device in ("cpu", "meta")
+        gloo_world.run(4, train_with_another_default_device, device) for device in ("cpu", "meta")
     )
     assert other == usual

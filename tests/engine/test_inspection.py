@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from support import beside
 from support.stack import WIDTH, Stack, shard_stack, step
 from support.threads import on_ranks
 from torch import nn
@@ -28,7 +29,6 @@ from fullshard.torch.inspection import describe
 from fullshard.torch.inspection.memory import memory_of_rank, memory_of_ranks, memory_summary
 from fullshard.torch.inspection.traffic import communication
 from fullshard.torch.step.managed import managed_units
-from fullshard.wrap import ModuleWrapPolicy
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WORLD = 4
@@ -61,15 +61,11 @@ def train(model, optimizer=None):
 
 
 def by_wrapper(comm, **options):
-    policy = ModuleWrapPolicy({nn.Sequential})
-    return FullyShardedDataParallel(Model(), comm, auto_wrap_policy=policy, **options)
+    return beside.shard(Model(), comm, "wrapper", [nn.Sequential], **options)
 
 
 def by_function(comm, **options):
-    model = Model()
-    for block in model.blocks:
-        fully_shard(block, mesh=comm, **options)
-    return fully_shard(model, mesh=comm, **options)
+    return beside.shard(Model(), comm, units=[nn.Sequential], **options)
 
 
 def in_pairs(comm):
@@ -301,12 +297,8 @@ def test_a_plain_model_saves_nothing():
 @pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
 def test_the_transient_peak_is_the_traces(comm, name, prefetch):
-    model = FullyShardedDataParallel(
-        Stack(),
-        comm,
-        sharding_strategy=ShardingStrategy[name],
-        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-    )
+    chosen = ShardingStrategy[name]
+    model = beside.shard(Stack(), comm, "wrapper", [nn.Sequential], sharding_strategy=chosen)
     set_prefetch(model, prefetch, prefetch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.beside import DOORS, params_of, shard
 from support.models import GPT, Block, loss_of, make_batches, seeded
 from support.tensor_classes import Halved
 from support.threads import on_ranks
@@ -16,7 +17,6 @@ from fullshard.core.errors import NotSupportedError
 from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffloadPolicy,
-    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
     resting_bytes,
@@ -47,17 +47,6 @@ def lora_gpt(width):
     return model
 
 
-def by_function(comm, model, **options):
-    for block in model.blocks:
-        fully_shard(block, mesh=comm, **options)
-    return fully_shard(model, mesh=comm, **options)
-
-
-def by_wrapper(comm, model, **options):
-    policy = lambda module, recurse, **_: recurse or type(module) is Block  # noqa: E731
-    return FullyShardedDataParallel(model, comm, auto_wrap_policy=policy, **options)
-
-
 def train(model, rank, size, steps=2):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     for inputs, targets in make_batches("gpt", steps, 2 * size):
@@ -67,7 +56,7 @@ def train(model, rank, size, steps=2):
     return optimizer
 
 
-@pytest.mark.parametrize("door", [by_function, by_wrapper])
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("world", [2, 3])
 def test_lora_costs_what_its_trained_elements_cost(door, world):
     plain = lora_gpt(384)
@@ -75,8 +64,8 @@ def test_lora_costs_what_its_trained_elements_cost(door, world):
     trained_numel = sum(p.numel() for p in plain.parameters() if p.requires_grad)
 
     def body(comm):
-        align = {"align": "element"}  # rows of so narrow matrices cannot be dealt out evenly
-        model = door(comm, seeded(lambda: lora_gpt(384)), **align)
+        # rows of so narrow matrices cannot be dealt out evenly
+        model = shard(seeded(lambda: lora_gpt(384)), comm, door, [Block], align="element")
         optimizer = train(model, comm.rank, comm.size, steps=1)
         steps = sum(p.numel() for p in model.parameters() if p.requires_grad)
         layouts = [managed.unit.layout for managed in managed_units(model)]
@@ -97,26 +86,25 @@ def test_lora_costs_what_its_trained_elements_cost(door, world):
         assert spans == pytest.approx(trained_numel / world, rel=1e-2)
 
 
-@pytest.mark.parametrize("door", [by_function, by_wrapper])
+@pytest.mark.parametrize("door", DOORS)
 def test_lora_equals_one_process(door):
     expected = seeded(lambda: lora_gpt(12))
     train(expected, None, 2)
 
     def body(comm):
-        model = door(comm, seeded(lambda: lora_gpt(12)))
+        model = shard(seeded(lambda: lora_gpt(12)), comm, door, [Block])
         train(model, comm.rank, comm.size)
-        return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+        return params_of(model)
 
     for found in LocalWorld(2).run(body):
-        for name, param in expected.named_parameters():
-            torch.testing.assert_close(found[name], param.detach(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found, params_of(expected), rtol=1e-3, atol=1e-4)
 
 
 def test_a_unit_without_trained_parameters_is_not_reduced():
     def body(comm):
         model = seeded(GPT)
         model.blocks[0].requires_grad_(False)
-        by_function(comm, model)
+        shard(model, comm, units=[Block])
         with tracing(model) as trace:
             inputs, targets = make_batches("gpt", 1, 2)[0]
             loss_of(model(inputs), targets).backward()

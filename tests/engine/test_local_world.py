@@ -5,11 +5,13 @@ import threading
 
 import pytest
 import torch
+from support.collectives import collectives
 from support.threads import on_ranks
-from support.workers import collectives, collectives_on_group
+from support.world import on_processes
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.testing import LocalWorld, LocalWorldError
+from fullshard.torch.comm.process_group import ProcessGroupComm
 from fullshard.torch.comm.protocol import Comm, SoloComm, rank_order_sum
 
 
@@ -23,9 +25,9 @@ def test_values_of_collectives(eager):
         assert (extremes, sent) == ([2, 0], 2)
 
 
-def test_gloo_has_the_same_values(gloo_world):
-    for rank, result in enumerate(gloo_world.run(3, collectives_on_group)):
-        assert result == LocalWorld(3).run(collectives)[rank]
+@on_processes(3)
+def test_gloo_has_the_same_values(group):
+    assert collectives(ProcessGroupComm(group)) == LocalWorld(3).run(collectives)[group.rank()]
 
 
 def test_a_group_of_one_has_the_same_values():

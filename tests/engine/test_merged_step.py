@@ -2,7 +2,6 @@
 """Steps on runs of neighbouring spans: bit by bit those on each parameter, whatever users do."""
 
 import copy
-import gc
 import random
 import weakref
 from functools import partial
@@ -11,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from support.optimizers import CASES, FORMS, OPTIMIZERS
-from support.threads import on_ranks
+from support.spans import drawn, set_grads
+from support.threads import on_ranks, without_collector
 from torch import Tensor, nn
 
 from fullshard.core.layout import lay_out
@@ -43,8 +43,7 @@ def _optimizers_are_looked_at():
 
 
 def values(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]
+    return drawn(SHAPES, seed, dtype)
 
 
 class Flat:
@@ -116,8 +115,7 @@ def test_steps_are_those_of_one_process_bit_by_bit(comm, name, form):
         flat = Flat(comm, values(0, dtype))
         reference, optimizer = make(plain), make(flat.params)
         for step in range(1, 4):
-            for param, grad in zip(plain, values(step, dtype), strict=True):
-                param.grad = grad
+            set_grads(plain, values(step, dtype))
             flat.set_grads(values(step, dtype))
             before = flat.shard._version
             reference.step()
@@ -194,8 +192,7 @@ def test_an_optimizer_collects_again_only_what_has_changed(comm, form):
 
     def step(number, left_out=None):
         flat.set_grads(values(number))
-        for param, grad in zip(plain, values(number), strict=True):
-            param.grad = grad
+        set_grads(plain, values(number))
         if left_out is not None:
             flat.params[left_out].grad = plain[left_out].grad = None
         asked.clear()
@@ -287,8 +284,7 @@ def test_runs_that_overlap_take_turns(comm, name):
     optimizer, reference = OPTIMIZERS[name](flat.params), OPTIMIZERS[name](plain)
     for step in range(1, 7):
         flat.set_grads(values(step))
-        for param, grad in zip(plain, values(step), strict=True):
-            param.grad = grad
+        set_grads(plain, values(step))
         if step % 2 == 0:  # the first run begins later
             flat.params[0].grad = plain[0].grad = None
         optimizer.step()
@@ -352,8 +348,7 @@ def test_a_skipped_step_is_counted_for_none():
     plain = [nn.Parameter(value) for value in values(0)]
     reference = torch.optim.AdamW(plain, fused=True)
     for _ in range(2):
-        for param, grad in zip(plain, values(1), strict=True):
-            param.grad = grad
+        set_grads(plain, values(1))
         reference.step()
     for result in LocalWorld(2).run(body):
         assert all(map(torch.equal, result, [param.detach() for param in plain]))
@@ -404,11 +399,8 @@ def test_state_that_was_replaced_is_not_kept_alive():
         assert not MergedStep.of(optimizer)._plans
         assert storage() is None
 
-    gc.disable()
-    try:
+    with without_collector():
         LocalWorld(1).run(body)
-    finally:
-        gc.enable()
 
 
 def test_an_optimizer_goes_without_the_garbage_collector():
@@ -423,11 +415,8 @@ def test_an_optimizer_goes_without_the_garbage_collector():
         assert gone() is None
         assert state() is None
 
-    gc.disable()
-    try:
+    with without_collector():
         LocalWorld(1).run(body)
-    finally:
-        gc.enable()
 
 
 @on_ranks(1)

@@ -14,6 +14,7 @@ import threading
 
 import pytest
 import torch
+from support.beside import params_of
 from support.misuse import SEED_OF_CHANGES, SEED_OF_LAYOUTS, Misuser
 from support.random_models import build
 from support.sampling import FULL
@@ -22,7 +23,6 @@ from fullshard.core.errors import FullshardError
 from fullshard.testing import LocalWorld, LocalWorldError
 from fullshard.torch import (
     FullyShardedDataParallel,
-    ShardedParameter,
     ShardingStrategy,
     fully_shard,
     keep_for_double_backward,
@@ -82,10 +82,7 @@ def outcome(seed):
         model.load_state_dict(state)
         model = shard(model, units, comm, random.Random(seed + 1), seed)
         Misuser(model, random.Random(seed), seed).train(STEPS)
-        return {
-            name: p.full_tensor() if isinstance(p, ShardedParameter) else p.detach()
-            for name, p in model.named_parameters()
-        }
+        return params_of(model)
 
     try:
         found = LocalWorld(1 + seed % 3, eager=seed % 5 == 0).run(body)

@@ -13,7 +13,8 @@ from support.accumulation import (
     halves_overlapping,
     halves_without_communication,
 )
-from support.models import GPT, loss_of, make_batches, seeded
+from support.beside import params_of, shard
+from support.models import GPT, Block, loss_of, make_batches, seeded
 from support.threads import on_ranks
 from torch import nn
 
@@ -51,23 +52,12 @@ def hybrid(comm):
 
 
 def wrapper(comm, model, where=None, **options):
-    policy = {type(model.blocks[0])}
-    return FullyShardedDataParallel(
-        model,
-        where or comm,
-        auto_wrap_policy=lambda module, recurse, **_: recurse or type(module) in policy,
-        **options,
-    )
+    return shard(model, where or comm, "wrapper", [Block], **options)
 
 
 def function(comm, model, where=None, embed=False, **options):
-    if embed:
-        fully_shard(model.embed, mesh=where or comm, **options)
-    for block in model.blocks:
-        fully_shard(block, mesh=where or comm, **options)
-    if embed:
-        fully_shard(model.head, mesh=where or comm, **options)
-    return fully_shard(model, mesh=where or comm, **options)
+    units = (Block, "embed", "head") if embed else (Block,)
+    return shard(model, where or comm, units=units, **options)
 
 
 def train(model, rank, size, each_step):
@@ -98,26 +88,24 @@ def plain(world, tied=False):
         nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return params_of(model)
 
 
 def simply(model, number, backward):
     backward()
 
 
-def check(shard, worlds=(3,), *, tied=False, each_step=simply):
+def check(sharded, worlds=(3,), *, tied=False, each_step=simply):
     for world in worlds:
         expected = plain(world, tied)
 
         def body(comm):
-            model = shard(comm, build(tied))
+            model = sharded(comm, build(tied))
             train(model, comm.rank, comm.size, each_step)
-            return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+            return params_of(model)
 
         for found in LocalWorld(world).run(body):
-            assert found.keys() == expected.keys()
-            for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
 STRATEGY = ShardingStrategy
@@ -342,21 +330,21 @@ def replicated_with_hook(comm, model):
 
 
 @pytest.mark.parametrize(
-    "shard",
+    "sharded",
     [with_lists, without_gather_in_backward, with_methods, with_hook, replicated_with_hook],
-    ids=lambda shard: shard.__name__,
+    ids=lambda sharded: sharded.__name__,
 )
-def test_setters(shard):
-    check(shard)
+def test_setters(sharded):
+    check(sharded)
 
 
 def test_prefetch_of_nothing_is_equal_too():
-    def shard(comm, model):
+    def sharded(comm, model):
         function(comm, model)
         set_prefetch(model, 0, 0)
         return model
 
-    check(shard)
+    check(sharded)
 
 
 # ---- requires_grad changed between steps --------------------------------------------------------
@@ -398,11 +386,10 @@ def test_requires_grad_changed_between_steps(door):
             model = door(comm, half_frozen())
             train_some(model, comm.rank, comm.size)
             assert not any(p.grad is not None for p in model.parameters())
-            return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+            return params_of(model)
 
         for found in LocalWorld(world).run(body):
-            for name, param in expected.named_parameters():
-                torch.testing.assert_close(found[name], param.detach(), rtol=0, atol=1e-9)
+            torch.testing.assert_close(found, params_of(expected), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.optimizers import CASES, FORMS, OPTIMIZERS
+from support.spans import drawn, set_grads, sharded
 from support.threads import on_ranks
 from torch import Tensor, nn
 from torch.optim.optimizer import _default_to_fused_or_foreach
@@ -21,14 +22,11 @@ from fullshard.core.errors import (
     UnshardedOperationError,
     UsageError,
 )
-from fullshard.core.layout import lay_out
-from fullshard.core.spec import ParamSpec
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import fully_shard
 from fullshard.torch.optim.checks import optimizer_state_bytes, watch_optimizers
 from fullshard.torch.optim.clipping import clip_grad_norm_
 from fullshard.torch.state.optimizers import refuse_state_of_another
-from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.reductions import GlobalScalar, global_norms, global_sum
 from fullshard.torch.unit.guards.replaced import mark_replaced, name_of_replacement
@@ -39,30 +37,7 @@ SHAPES = [(5, 7), (), (33,), (1,), (16, 4), (3, 2, 5), (2, 50)]
 
 
 def values(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]
-
-
-def ownerships(comm: LocalComm) -> list[Ownership]:
-    """Those of parameters of SHAPES that lie in one unit."""
-    specs = [ParamSpec(f"p{i}", shape, "float32", True) for i, shape in enumerate(SHAPES)]
-    (segment,) = lay_out(specs, comm.size).segments
-    return [
-        Ownership(slot.spec.name, slot.spec.shape, segment.spans(slot), comm)
-        for slot in segment.slots
-    ]
-
-
-def sharded(comm: LocalComm, fulls: list[Tensor]) -> list[ShardedParameter]:
-    return [
-        ShardedParameter.parameter(own.cut(full).clone(), own)
-        for own, full in zip(ownerships(comm), fulls, strict=True)
-    ]
-
-
-def set_grads(params: list[ShardedParameter], grads: list[Tensor]) -> None:
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = ShardedParameter.value(param.ownership.cut(grad).clone(), param.ownership)
+    return drawn(SHAPES, seed, dtype)
 
 
 def rprop_aside(params: list[Tensor], make) -> list[Tensor]:
@@ -74,8 +49,7 @@ def train_plain(make, dtype: torch.dtype, steps: int) -> list[Tensor]:
     params = [nn.Parameter(value) for value in values(0, dtype)]
     optimizer = make(rprop_aside(params, make))
     for step in range(steps):
-        for param, grad in zip(params, values(step + 1, dtype), strict=True):
-            param.grad = grad
+        set_grads(params, values(step + 1, dtype))
         optimizer.step()
     return [param.detach() for param in params]
 
@@ -125,11 +99,7 @@ def test_a_mix_of_sharded_and_plain_parameters_steps(form):
         params[0::2] = [nn.Parameter(value) for value in values(0)[0::2]]
         optimizer = make(params)
         for step in (1, 2):
-            for param, grad in zip(params, values(step), strict=True):
-                if isinstance(param, ShardedParameter):
-                    set_grads([param], [grad])
-                else:
-                    param.grad = grad
+            set_grads(params, values(step))
             optimizer.step()
         return [p.full_tensor() if isinstance(p, ShardedParameter) else p for p in params]
 
@@ -193,8 +163,7 @@ def test_zero_grad_in_both_ways(comm):
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
 def test_clip_grad_norm_clips_the_global_norm(order, foreach):
     plain = [nn.Parameter(value) for value in values(0, torch.float64)]
-    for param, grad in zip(plain, values(1, torch.float64), strict=True):
-        param.grad = grad
+    set_grads(plain, values(1, torch.float64))
     want = nn.utils.clip_grad_norm_(plain, 0.5, order, foreach=foreach)
 
     def body(comm):

@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from support.optional_parts import (
     Residuals,
     add_gradients,
     as_recomputing,
+    check,
+    check_gradients,
     compare,
     mark_differently,
     of_one_process,
@@ -25,7 +28,6 @@ from support.optional_parts import (
     sharded,
     steps_on_gloo,
     texts,
-    train,
     train_on_gloo,
     update,
 )
@@ -49,14 +51,8 @@ from fullshard.torch import (
 from fullshard.wrap import ModuleWrapPolicy
 
 
-def check(ranks, steps, door, again=False, no_sync=False, announce=()):
-    expected = of_one_process(ranks, steps, again)
-
-    def body(comm):
-        return train(sharded(comm, door, again), comm.rank, ranks, steps, no_sync, announce)
-
-    for history in LocalWorld(ranks).run(body):
-        compare(history, expected)
+def by(door, **options):
+    return lambda comm: sharded(comm, door, **options)
 
 
 def hybrid(comm):
@@ -84,10 +80,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_with_optional_parts(mode):
-    steps = [[patterns(4, seed, most=2)] for seed in range(4)]
-    expected = of_one_process(4, steps)
-    for history in LocalWorld(4).run(lambda comm: train(MODES[mode](comm), comm.rank, 4, steps)):
-        compare(history, expected)
+    check(4, [[patterns(4, seed, most=2)] for seed in range(4)], MODES[mode])
 
 
 class Weighing(Model):
@@ -142,15 +135,8 @@ def test_compressed_gradients_are_those_of_ranks_that_run_everything():
     ],
 )
 def test_experts_of_a_list_run_in_any_order_on_any_rank(again, shared, announce):
-    steps = [[routes(3, seed)] for seed in range(6)]
-    expected = of_one_process(3, steps, model=MixtureOfExperts(again, shared))
-
-    def body(comm):
-        model = MixtureOfExperts(again, shared).shard(comm)
-        return train(model, comm.rank, 3, steps, announce=announce)
-
-    for history in LocalWorld(3).run(body):
-        compare(history, expected)
+    steps, make = [[routes(3, seed)] for seed in range(6)], partial(MixtureOfExperts, again, shared)
+    check(3, steps, lambda comm: make().shard(comm), make(), announce=announce)
 
 
 @pytest.fixture
@@ -207,7 +193,8 @@ def test_nothing_is_asked_of_layers_that_are_announced_too(questions):
 @pytest.mark.parametrize("announce", [(0, 1, 2), (1,)], ids=["all", "one"])
 @pytest.mark.parametrize("again", [False, True])
 def test_ranks_announce_what_they_will_run(announce, again):
-    check(3, [[patterns(3, s, most=2)] for s in range(8)], "wrapper", again, announce=announce)
+    steps = [[patterns(3, s, most=2)] for s in range(8)]
+    check(3, steps, by("wrapper", again=again), Model(again), announce=announce)
 
 
 @on_ranks(2)
@@ -248,18 +235,19 @@ def test_announcements_that_mean_nothing_are_refused(comm):
 @pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_pattern_of_parts_gives_what_one_process_has(ranks, door):
-    check(ranks, [[patterns(ranks, seed)] for seed in range(8)], door)
+    check(ranks, [[patterns(ranks, seed)] for seed in range(8)], by(door))
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_parts_run_different_numbers_of_times(again):
-    check(3, [[patterns(3, seed, most=2)] for seed in range(6)], "fully_shard", again=again)
+    steps = [[patterns(3, seed, most=2)] for seed in range(6)]
+    check(3, steps, by("fully_shard", again=again), Model(again))
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
 def test_micro_batches_use_different_parts(no_sync):
     steps = [[patterns(2, 10 * seed + batch) for batch in range(3)] for seed in range(4)]
-    check(2, steps, "fully_shard", no_sync=no_sync)
+    check(2, steps, by("fully_shard"), no_sync=no_sync)
 
 
 OF_USERS = {
@@ -274,7 +262,7 @@ OF_USERS = {
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_run_parts_with_gradients_and_without(ranks, door):
     steps = [[patterns(ranks, 2 * s + batch, least=-1) for batch in range(2)] for s in range(8)]
-    check(ranks, steps, door, again=ranks == 3)
+    check(ranks, steps, by(door, again=ranks == 3), Model(ranks == 3))
 
 
 @pytest.mark.parametrize(
@@ -282,13 +270,7 @@ def test_ranks_run_parts_with_gradients_and_without(ranks, door):
 )
 def test_gradients_are_means_over_users(way, no_sync):
     steps = [[patterns(4, 10 * s + batch, most=2) for batch in range(2)] for s in range(4)]
-    expected = of_one_process(4, steps, way == "recomputed", mean_over="users")
-
-    def body(comm):
-        return train(OF_USERS[way](comm), comm.rank, 4, steps, no_sync)
-
-    for history in LocalWorld(4).run(body):
-        compare(history, expected)
+    check(4, steps, OF_USERS[way], Model(way == "recomputed"), "users", no_sync=no_sync)
 
 
 def test_a_mean_over_users_is_refused_of_forwards_with_other_users():
@@ -356,21 +338,12 @@ BACKWARDS = {
 def test_two_forwards_before_their_backwards(backwards, seed):
     used = [patterns(3, 2 * seed + forward, most=2) for forward in range(2)]
 
-    def losses(model, rank):
-        return [model(texts(3, n)[rank], used[n][rank]).square().mean() for n in range(2)]
-
-    def body(comm):
-        model = sharded(comm, "fully_shard")
+    def backward(model, rank):
         for _ in range(2):
-            BACKWARDS[backwards](*losses(model, comm.rank))
-        return update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            losses = [model(texts(3, n)[rank], used[n][rank]).square().mean() for n in range(2)]
+            BACKWARDS[backwards](*losses)
 
-    model = Model()
-    for rank in range(3):
-        (2 * sum(losses(model, rank)) / 3).backward()
-    expected = update(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for grads in LocalWorld(3).run(body):
-        compare([grads], [expected])
+    check_gradients(3, backward, by("fully_shard"))
 
 
 @pytest.mark.parametrize("recomputing", [False, True])
@@ -388,19 +361,12 @@ def test_backward_goes_through_a_kept_graph_again(seed, recomputing):
             loss = ((place + 1) * outputs[n]).square().mean()
             loss.backward(retain_graph=n in turns[place + 1 :])
 
-    def body(comm):
+    def ahead(comm):
         model = as_recomputing(comm) if recomputing else sharded(comm, "fully_shard")
         set_prefetch(model, seed % 2, seed % 2)
-        backwards(model, comm.rank)
-        return update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return model
 
-    model = Recomputing() if recomputing else Model()
-    for rank in range(2):
-        backwards(model, rank)
-    grads = update(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    expected = {name: None if grad is None else grad / 2 for name, grad in grads.items()}
-    for history in LocalWorld(2).run(body):
-        compare([history], [expected])
+    check_gradients(2, backwards, ahead, Recomputing() if recomputing else Model())
 
 
 def test_what_would_be_recomputed_goes_with_its_graph():
@@ -425,36 +391,26 @@ def test_one_backward_goes_through_two_roots(seed, embed, beside):
     """One behind the other or side by side; a rank may leave out all that it would run first."""
     used = [[patterns(2, 4 * seed + 2 * step + n, most=2) for n in range(2)] for step in range(2)]
 
-    def backward(low, high, rank, step):
-        text = texts(2, 10 * seed + step)[rank]
-        below = low(text, used[step][0][rank])
-        above = high(text if beside else text + below[:, :3], used[step][1][rank])
-        (above.square().mean() + (below.mean() if beside else 0)).backward()
+    def backward(low, high, rank):
+        for step in range(2):
+            text = texts(2, 10 * seed + step)[rank]
+            below = low(text, used[step][0][rank])
+            above = high(text if beside else text + below[:, :3], used[step][1][rank])
+            (above.square().mean() + (below.mean() if beside else 0)).backward()
 
-    def body(comm):
+    def ahead(comm):
         roots = [sharded(comm, "fully_shard", embed=embed) for _ in range(2)]
         for root in roots:
             set_prefetch(root, seed % 2, seed % 2)
-        for step in range(2):
-            backward(*roots, comm.rank, step)
-        return [update(r, torch.optim.SGD(r.parameters(), lr=0.1)) for r in roots]
+        return roots
 
-    roots = [Model(), Model()]
-    for step in range(2):
-        for rank in range(2):
-            backward(*roots, rank, step)
-    for root in roots:
-        for param in root.parameters():
-            param.grad = None if param.grad is None else param.grad / 2
-    expected = [update(root, torch.optim.SGD(root.parameters(), lr=0.1)) for root in roots]
-    for history in LocalWorld(2).run(body):
-        compare(history, expected)
+    check_gradients(2, backward, ahead, Model(), Model())
 
 
 def test_all_patterns_of_two_parts_on_two_ranks():
     uses = [dict(zip(PARTS, use, strict=False)) for use in itertools.product((0, 1), repeat=2)]
     steps = [[[here, there]] for here in uses for there in uses]
-    check(2, steps, "fully_shard")
+    check(2, steps, by("fully_shard"))
 
 
 @pytest.mark.slow
@@ -468,37 +424,28 @@ def test_all_patterns_of_three_parts(ranks, batches):
     every = every if os.environ.get("FULLSHARD_TRIALS") == "full" else every[:12]
     steps = [every[start : start + batches] for start in range(0, len(every), batches)]
     for start in range(0, len(steps), 100):
-        check(ranks, steps[start : start + 100], "fully_shard")
+        check(ranks, steps[start : start + 100], by("fully_shard"))
 
 
 def test_a_frozen_model_behind_a_trained_part_is_reached_on_all_ranks():
-    def body(comm):
-        model = sharded(comm, "fully_shard")
+    def frozen(model):
         for name, param in model.named_parameters():
             param.requires_grad_(name.startswith("eye"))
-        for step in range(3):
-            used = {"eye": int(comm.rank == 1 or step == 1)}
-            model(texts(2, step)[comm.rank], used).square().mean().backward()
-        return update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return model
 
-    model = Model()
-    for name, param in model.named_parameters():
-        param.requires_grad_(name.startswith("eye"))
-    for step in range(3):
-        for rank in range(2):
+    def backward(model, rank):
+        for step in range(3):
             used = {"eye": int(rank == 1 or step == 1)}
-            loss = model(texts(2, step)[rank], used).square().mean() / 2
+            loss = model(texts(2, step)[rank], used).square().mean()
             if loss.requires_grad:
                 loss.backward()
-    expected = update(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for grads in LocalWorld(2).run(body):
-        compare([grads], [expected])
+
+    check_gradients(2, backward, lambda comm: frozen(sharded(comm, "fully_shard")), frozen(Model()))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_run_different_parts(gloo_world, ranks):
-    expected = of_one_process(ranks, steps_on_gloo(ranks))
-    for history in gloo_world.run(ranks, train_on_gloo):
+def test_processes_run_different_parts(gloo_world):
+    expected = of_one_process(3, steps_on_gloo(3))
+    for history in gloo_world.run(3, train_on_gloo):
         compare(history, expected)
 
 
@@ -527,41 +474,34 @@ def test_units_that_are_not_marked_must_run_on_all_ranks(comm):
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_parts_with_units_inside_are_recomputed_as_a_whole(frozen, prefetch):
     steps = [[patterns(3, seed, most=2)] for seed in range(6)]
-    expected = of_one_process(3, steps, model=Recomputing().freeze() if frozen else Recomputing())
 
-    def body(comm):
+    def ahead(comm):
         model = as_recomputing(comm, frozen)
         set_prefetch(model, prefetch, prefetch)
-        return train(model, comm.rank, 3, steps)
+        return model
 
-    for history in LocalWorld(3).run(body):
-        compare(history, expected)
+    check(3, steps, ahead, Recomputing().freeze() if frozen else Recomputing())
 
 
 def test_a_part_may_checkpoint_around_one_unit_and_evaluation_come_between():
     used = [[{"eye": 1}, {"ear": 1}], [{"eye": 1, "hand": 1}, {}]]
 
-    def body(comm):
+    def checkpointed(comm):
         model = sharded(comm, "fully_shard")
         for part in (model.eye, model.ear, model.hand):
             part.forward = lambda x, part=part: part.second(
                 checkpoint(lambda y: torch.tanh(part.first(y)), x, use_reentrant=False)
             )
-        for step in range(2):
-            loss = model(texts(2, step)[comm.rank], used[step][comm.rank]).square().mean()
-            with torch.no_grad():
-                model(texts(2, 7)[comm.rank], used[1 - step][comm.rank])
-            loss.backward()
-        return update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return model
 
-    model = Model()
-    for step in range(2):
-        for rank in range(2):
-            loss = model(texts(2, step)[rank], used[step][rank]).square().mean() / 2
+    def backward(model, rank):
+        for step in range(2):
+            loss = model(texts(2, step)[rank], used[step][rank]).square().mean()
+            with torch.no_grad():
+                model(texts(2, 7)[rank], used[1 - step][rank])
             loss.backward()
-    expected = update(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for history in LocalWorld(2).run(body):
-        compare([history], [expected])
+
+    check_gradients(2, backward, checkpointed)
 
 
 @on_ranks(2)
@@ -576,40 +516,32 @@ def test_ranks_recompute_a_part_alike(comm):
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(("saves", "prefetch"), [(False, 0), (True, 0), (True, 1)])
 def test_ranks_recompute_at_one_place_whatever_they_have_saved(saves, prefetch, together):
-    steps = [[routes(2, seed)] for seed in range(6)]
-    expected = of_one_process(2, steps, model=Residuals(saves, together))
-
-    def body(comm):
+    def ahead(comm):
         model = Residuals(saves, together).shard(comm)
         set_prefetch(model, prefetch, prefetch)
-        return train(model, comm.rank, 2, steps)
+        return model
 
-    for history in LocalWorld(2).run(body):
-        compare(history, expected)
+    check(2, [[routes(2, seed)] for seed in range(6)], ahead, Residuals(saves, together))
 
 
 def test_blocks_of_a_part_are_recomputed_one_by_one():
-    def body(comm):
+    def checkpointed(comm):
         model = sharded(comm, "fully_shard")
         model.eye.forward = lambda x: checkpoint(
             model.eye.second,
             checkpoint(model.eye.first, x, use_reentrant=False),
             use_reentrant=False,
         )
-        for step in range(3):
-            used = {"eye": int(comm.rank == step), "ear": int(comm.rank == 0)}
-            model(texts(2, step)[comm.rank], used).square().mean().backward()
-        return update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        return model
 
-    model = Model()
-    model.eye.forward = lambda x: model.eye.second(model.eye.first(x))
-    for step in range(3):
-        for rank in range(2):
+    def backward(model, rank):
+        for step in range(3):
             used = {"eye": int(rank == step), "ear": int(rank == 0)}
-            (model(texts(2, step)[rank], used).square().mean() / 2).backward()
-    expected = update(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for grads in LocalWorld(2).run(body):
-        compare([grads], [expected])
+            model(texts(2, step)[rank], used).square().mean().backward()
+
+    plain = Model()
+    plain.eye.forward = lambda x: plain.eye.second(plain.eye.first(x))
+    check_gradients(2, backward, checkpointed, plain)
 
 
 def test_both_doors_take_the_mark_when_they_shard():

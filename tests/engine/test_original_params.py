@@ -2,18 +2,23 @@
 """What training libraries expect of FSDP1: optimizers that follow, and flat parameters to cast."""
 
 import copy
+import sys
+import threading
 
 import pytest
 import torch
-from support.sharded_tensor_workers import as_dtensor, cut_otherwise
+import torch.distributed as dist
 from support.threads import on_ranks
+from support.world import on_processes
 from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard, init_from_local_shards
 
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel as FSDP
 from fullshard.torch import MixedPrecision, ShardedParameter
 from fullshard.torch.optim import original_params
+from fullshard.torch.state.dtensors import without_sharded_tensor
 from fullshard.wrap import ModuleWrapPolicy
 
 NET = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3), nn.Linear(3, 1))
@@ -65,13 +70,50 @@ def test_an_optimizer_from_before_goes_on():
 
 
 def test_optimizers_are_not_looked_for_in_vain(monkeypatch):
-    def look():
+    def look(params):
         raise AssertionError("somebody still holds parameters of before")
 
-    monkeypatch.setattr(original_params, "_living_optimizers", look)
+    monkeypatch.setattr(original_params, "_optimizers_over", look)
     LocalWorld(2).run(lambda comm: wrapped(net(), comm))
     with pytest.raises(AssertionError, match="somebody still holds"):
         LocalWorld(1).run(lambda comm: [(m := net()), list(m.parameters()), wrapped(m, comm)])
+
+
+@on_ranks(1)
+def test_every_group_is_found(comm):
+    """Groups of one parameter each, more than are looked for at once, also after a copy."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(80)))
+    optimizer = torch.optim.SGD([{"params": [param]} for param in model.parameters()], lr=0.1)
+    optimizer.__dict__["note"] = "attributes in a dict of their own"
+    model = FSDP(model, comm, use_orig_params=True)
+    found = [param for group in optimizer.param_groups for param in group["params"]]
+    assert [id(param) for param in found] == [id(param) for param in model.parameters()]
+
+
+@on_ranks(1)
+def test_tuples_that_another_thread_is_building_are_left_alone(comm):
+    errors, over = [], threading.Event()
+
+    def build():
+        while not over.is_set():
+            try:
+                tuple(number for number in range(40))
+            except SystemError as error:
+                errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=build)
+    thread.start()
+    for _ in range(8):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped(model, comm)
+        assert type(optimizer.param_groups[0]["params"][0]) is ShardedParameter
+    over.set()
+    thread.join()
+    sys.setswitchinterval(before)
+    assert errors == []
 
 
 @on_ranks(2)
@@ -149,12 +191,27 @@ def test_what_optimizers_shall_be_made_from_is_marked_unless_originals_do(comm, 
     ]
 
 
-def test_sharded_tensors_become_dtensors(gloo_world):
-    for shape in [(5, 3), (1, 4), (4,)]:
-        for full, expected in gloo_world.run(3, as_dtensor, shape):
-            assert full == expected
+def sharded_tensor(group, full, dim, chunk):
+    rank = dist.get_rank(group)
+    shards = []
+    if rank * chunk < full.shape[dim]:
+        piece = full.narrow(dim, rank * chunk, min(chunk, full.shape[dim] - rank * chunk))
+        offsets = [0] * full.dim()
+        offsets[dim] = rank * chunk
+        shards.append(Shard.from_tensor_and_offsets(piece.contiguous(), offsets, rank))
+    return init_from_local_shards(shards, *full.shape, process_group=group)
 
 
-def test_sharded_tensors_cut_otherwise_are_refused(gloo_world):
-    texts = gloo_world.run(2, cut_otherwise)
-    assert all("only whole rows" in text for text in texts)
+@pytest.mark.parametrize("shape", [(5, 3), (1, 4), (4,)])
+@on_processes(3)
+def test_sharded_tensors_become_dtensors(group, shape):
+    full = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    made = sharded_tensor(group, full, dim=0, chunk=-(-shape[0] // 3))
+    assert torch.equal(without_sharded_tensor(made, torch.device("cpu")).full_tensor(), full)
+
+
+@on_processes(2)
+def test_sharded_tensors_cut_otherwise_are_refused(group):
+    made = sharded_tensor(group, torch.zeros(4, 6), dim=1, chunk=3)
+    with pytest.raises(NotSupportedError, match="only whole rows"):
+        without_sharded_tensor(made, torch.device("cpu"))

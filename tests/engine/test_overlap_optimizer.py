@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps in backward: bit by bit the ordinary ones, with few gradients alive, or refused."""
 
-import gc
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -10,8 +9,9 @@ from importlib import import_module
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import GPT, seeded
-from support.threads import on_ranks
+from support.beside import shard
+from support.models import GPT, Block, seeded
+from support.threads import on_ranks, without_collector
 from torch import nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
@@ -36,19 +36,11 @@ def plain():
 
 
 def function(comm, model, **options):
-    for block in model.blocks:
-        fully_shard(block, mesh=comm, **options)
-    return fully_shard(model, mesh=comm, **options)
+    return shard(model, comm, units=[Block], **options)
 
 
 def wrapper(comm, model, **options):
-    blocks = type(model.blocks[0])
-    return FullyShardedDataParallel(
-        model,
-        comm,
-        auto_wrap_policy=lambda module, recurse, **_: recurse or type(module) is blocks,
-        **options,
-    )
+    return shard(model, comm, "wrapper", [Block], **options)
 
 
 def copy_of(plain):
@@ -118,12 +110,12 @@ OPTIMIZERS = {
     ],
 )
 def test_the_values_are_those_of_ordinary_steps(plain, case, name):
-    (world, shard, options), make = CASES[case], OPTIMIZERS[name]
+    (world, door, options), make = CASES[case], OPTIMIZERS[name]
 
     def body(comm):
         results = []
         for overlapped in (False, True):
-            model = shard(comm, copy_of(plain), **options)
+            model = door(comm, copy_of(plain), **options)
             optimizer = make(in_groups(model))
             if overlapped:
                 overlap_optimizer(model, optimizer)
@@ -297,11 +289,8 @@ def test_without_its_optimizer_a_model_has_gradients(plain):
         backward(model)
         assert all(type(param.grad) is ShardedParameter for param in model.parameters())
 
-    gc.disable()
-    try:
+    with without_collector():
         LocalWorld(2).run(body)
-    finally:
-        gc.enable()
 
 
 def clip(model, optimizer):

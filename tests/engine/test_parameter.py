@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.spans import drawn, sharded
 from support.threads import on_ranks
 from torch import Tensor, nn
 
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError
-from fullshard.core.layout import ALIGN_NUMEL, Span, lay_out
-from fullshard.core.spec import ParamSpec
+from fullshard.core.layout import ALIGN_NUMEL, Span
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
@@ -25,19 +25,7 @@ SHAPES = [(5, 7), (), (33,), (1,), (16, 4), (3, 2, 5), (2, 50), (4, 0)]
 
 
 def values(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]
-
-
-def sharded(comm: LocalComm, fulls: list[Tensor]) -> list[ShardedParameter]:
-    """Parameters as a unit that holds them all would cut them."""
-    specs = [ParamSpec(f"p{i}", tuple(x.shape), "float32", True) for i, x in enumerate(fulls)]
-    (segment,) = lay_out(specs, comm.size).segments
-    made = []
-    for slot, full in zip(segment.slots, fulls, strict=True):
-        own = Ownership(slot.spec.name, slot.spec.shape, segment.spans(slot), comm)
-        made.append(ShardedParameter.parameter(own.cut(full).clone(), own))
-    return made
+    return drawn(SHAPES, seed, dtype)
 
 
 def one(comm: LocalComm, full: Tensor) -> ShardedParameter:

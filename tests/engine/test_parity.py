@@ -32,14 +32,11 @@ def compare(name, dtype, runs):
     assert len({tuple(run.norms) for run in runs}) == 1, "every rank must see the same norms"
     if dtype is torch.float64:
         assert runs[0].norms == pytest.approx(whole.norms, abs=1e-9)
-        assert runs[0].params.keys() == whole.params.keys()
-        for key, expected in whole.params.items():
-            torch.testing.assert_close(runs[0].params[key], expected, rtol=0, atol=1e-9)
+        torch.testing.assert_close(runs[0].params, whole.params, rtol=0, atol=1e-9)
         return
     reference = split(name, dtype, world)
     assert runs[0].norms == reference.norms
-    for key, expected in reference.params.items():
-        assert torch.equal(runs[0].params[key], expected), key
+    torch.testing.assert_close(runs[0].params, reference.params, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-from support.models import loss_of, make, make_batches, seeded
+from support.beside import params_of, shard
+from support.models import Block, loss_of, make, make_batches, seeded
 from support.threads import on_ranks
-from support.training import shard
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError
@@ -52,7 +52,7 @@ def reference(name, world, compute, reduce, *, replicas=1):
             rank_order_sum(sums, total)
             param.grad = total.float() / (world / before if reduce is FP16 else world)
         optimizer.step()
-    return dict(model.named_parameters())
+    return params_of(model)
 
 
 def train(comm, model, name):
@@ -64,25 +64,26 @@ def train(comm, model, name):
         optimizer.step()
         optimizer.zero_grad()
     assert all(p.dtype is FP32 for p in model.parameters())
-    return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+    return params_of(model)
 
 
-def by_wrapper(comm, model, name, param, reduce, **options):
-    units = {model.get_submodule(path) for path in ("blocks.0", "blocks.1")}
-    return FullyShardedDataParallel(
-        model,
-        comm,
-        auto_wrap_policy=lambda module, recurse, **_: recurse or module in units,
-        mixed_precision=MixedPrecision(param, reduce),
-        **options,
+def by_wrapper(comm, param, reduce, **options):
+    options["mixed_precision"] = MixedPrecision(param, reduce)
+    return shard(make("gpt"), comm, "wrapper", [Block], **options)
+
+
+def by_function(comm, param, reduce, **options):
+    options["mp_policy"] = MixedPrecisionPolicy(param, reduce)
+    return shard(make("gpt"), comm, units=[Block], **options)
+
+
+def check(world, compute, reduce, door, **options):
+    """Bit by bit."""
+    expected = reference("gpt", world, compute or FP32, reduce or compute)
+    found = LocalWorld(world).run(
+        lambda comm: train(comm, door(comm, compute, reduce, **options), "gpt")
     )
-
-
-def by_function(comm, model, name, param, reduce, **options):
-    policy = MixedPrecisionPolicy(param, reduce)
-    for block in model.blocks:
-        fully_shard(block, mesh=comm, mp_policy=policy, **options)
-    return fully_shard(model, mesh=comm, mp_policy=policy, **options)
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("door", [by_wrapper, by_function])
@@ -91,12 +92,7 @@ def by_function(comm, model, name, param, reduce, **options):
 )
 def test_equal_to_the_same_arithmetic(door, param, reduce):
     for world in (2, 3, 4):
-        expected = reference("gpt", world, param or FP32, reduce or param)
-        found = LocalWorld(world).run(
-            lambda comm: train(comm, door(comm, make("gpt"), "gpt", param, reduce), "gpt")
-        )
-        for name, value in expected.items():
-            assert torch.equal(found[0][name], value), (world, name)
+        check(world, param, reduce, door)
 
 
 @pytest.mark.parametrize(
@@ -110,25 +106,11 @@ def test_equal_to_the_same_arithmetic(door, param, reduce):
     ids=str,
 )
 def test_with_other_options(options):
-    expected = reference("gpt", 3, BF16, BF16)
-    found = LocalWorld(3).run(
-        lambda comm: train(comm, by_wrapper(comm, make("gpt"), "gpt", BF16, None, **options), "gpt")
-    )
-    for name, value in expected.items():
-        assert torch.equal(found[0][name], value), name
+    check(3, BF16, None, by_wrapper, **options)
 
 
 def test_reshard_to_a_smaller_group_in_low_precision():
-    expected = reference("gpt", 4, BF16, BF16)
-    found = LocalWorld(4).run(
-        lambda comm: train(
-            comm,
-            by_function(comm, make("gpt"), "gpt", BF16, None, reshard_after_forward=2),
-            "gpt",
-        )
-    )
-    for name, value in expected.items():
-        assert torch.equal(found[0][name], value), name
+    check(4, BF16, None, by_function, reshard_after_forward=2)
 
 
 def test_what_is_gathered_and_reduced_has_half_the_bytes():
@@ -276,7 +258,7 @@ def test_gradients_held_back_add_up_in_the_reduce_dtype(comm):
 
 @on_ranks(2)
 def test_a_low_precision_model_rests_in_low_precision(comm):
-    model = shard(make("gpt", BF16), "gpt", comm, door="function")
+    model = shard(make("gpt", BF16), comm, units=[Block])
     assert {p.dtype for p in model.parameters()} == {BF16}
 
 

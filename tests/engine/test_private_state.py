@@ -5,27 +5,23 @@ import copy
 
 import pytest
 import torch
+from support.beside import shard
 from support.models import GPT, Block, loss_of, make_batches, seeded
 from support.threads import on_ranks
 from torch import nn
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from fullshard.core.errors import NotSupportedError, UsageError
-from fullshard.torch import FullyShardedDataParallel, MixedPrecision, fully_shard
+from fullshard.torch import FullyShardedDataParallel, MixedPrecision
 from fullshard.torch.step.managed import managed_units
-from fullshard.wrap import ModuleWrapPolicy
 
 
-def wrapped(comm, **options):
-    policy = ModuleWrapPolicy({Block})
-    return FullyShardedDataParallel(seeded(GPT), comm, auto_wrap_policy=policy, **options)
+def wrapped(comm):
+    return shard(seeded(GPT), comm, "wrapper", [Block])
 
 
 def functional(comm):
-    model = seeded(GPT)
-    for block in model.blocks:
-        fully_shard(block, mesh=comm)
-    return fully_shard(model, mesh=comm)
+    return shard(seeded(GPT), comm, units=[Block])
 
 
 def move_by_handles(model, device):

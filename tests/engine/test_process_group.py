@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from support import workers
+from support.world import on_processes
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 from fullshard.core.errors import NotSupportedError
@@ -197,11 +197,16 @@ def test_a_call_takes_the_equal_slices_of_one_dtype_and_unequal_ones_go_alone(ga
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_extremes_are_those_of_all_ranks(gloo_world, size):
-    for found in gloo_world.run(size, workers.extremes):
-        for numel, (most, *least) in zip((1, 5, 0), found, strict=True):
-            assert most == [number + size - 1 for number in range(numel)]
-            assert least == [list(range(numel))] * 2
+@on_processes("size")
+def test_extremes_are_those_of_all_ranks(group, size):
+    comm = ProcessGroupComm(group)
+    for numel, dtype in ((1, torch.float32), (5, torch.int64), (0, torch.float32)):
+        values = torch.arange(numel).add(comm.rank).to(dtype)
+        most, least = values.clone(), values.clone()
+        comm.all_reduce([most], "max").wait()
+        comm.all_reduce([least, values], "min").wait()
+        assert most.tolist() == [number + size - 1 for number in range(numel)]
+        assert least.tolist() == values.tolist() == list(range(numel))
 
 
 def test_a_group_without_a_backend_is_refused_by_name():

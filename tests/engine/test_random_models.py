@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from support.beside import params_of
 from support.random_models import WIDTH, build
 from support.sampling import FULL
 from torch.distributed.tensor import Shard
@@ -138,8 +139,7 @@ def test_random_model(seed, monkeypatch):
             micro_batches,
             lambda held: model.set_requires_gradient_sync(not held),
         )
-        return {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+        return params_of(model)
 
     for found in LocalWorld(world, eager=seed % 5 == 0).run(body):
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(found[name], param.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, params_of(plain), rtol=1e-4, atol=1e-5)

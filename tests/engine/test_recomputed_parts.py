@@ -7,14 +7,12 @@ import pytest
 import torch
 from support.optional_parts import (
     Residuals,
-    compare,
-    of_one_process,
+    check,
+    check_gradients,
     patterns,
     routes,
     sharded,
     texts,
-    train,
-    update,
 )
 from support.recomputed_parts import InFunctions, RandomParts, WrappedInside, as_in_functions
 from support.sampling import FULL
@@ -37,21 +35,17 @@ def test_random_trees_of_parts_and_checkpoints(seed, frozen):
         [reference.patterns(ranks, 100 * seed + 10 * step + batch) for batch in range(batches)]
         for step in range(2)
     ]
-    expected = of_one_process(ranks, steps, model=reference)
 
-    def body(comm):
+    def ahead(comm):
         model = RandomParts(seed, frozen).shard(comm)
         set_prefetch(model, seed % 3, seed % 3)
-        return train(model, comm.rank, ranks, steps, no_sync=seed % 5 == 0)
+        return model
 
     try:
-        histories = LocalWorld(ranks).run(body)
+        check(ranks, steps, ahead, reference, no_sync=seed % 5 == 0)
     except NotSupportedError as refused:
         assert "also runs a unit with optional units inside" in str(refused)  # noqa: PT017
         assert seed not in SEEDS or FULL
-        return
-    for history in histories:
-        compare(history, expected)
 
 
 SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
@@ -60,16 +54,12 @@ SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.
 @pytest.mark.parametrize("options", [{}, {"context_fn": SELECTIVE}], ids=["all", "selective"])
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_unit_around_a_checkpoint_wrapper_has_experts_inside(saves, options):
-    steps = [[routes(3, seed)] for seed in range(6)]
-    expected = of_one_process(3, steps, model=Residuals(saves, together=False))
-
-    def body(comm):
+    def wrapped(comm):
         model = WrappedInside(saves, together=False)
         model.options = options
-        return train(model.shard(comm), comm.rank, 3, steps)
+        return model.shard(comm)
 
-    for history in LocalWorld(3).run(body):
-        compare(history, expected)
+    check(3, [[routes(3, seed)] for seed in range(6)], wrapped, Residuals(saves, together=False))
 
 
 @pytest.mark.parametrize("way", ["all", "by part", "blocks"])
@@ -77,23 +67,15 @@ def test_functions_of_the_root_run_parts_and_evaluation_comes_between(way):
     used = [patterns(2, seed, most=2) for seed in range(4)]
     reference = InFunctions()
     reference.way = way
-    for step in range(4):
-        for rank in range(2):
-            loss = reference(texts(2, step)[rank], used[step][rank]).square().mean() / 2
-            loss.backward()
-    expected = update(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
 
-    def body(comm):
-        model = as_in_functions(comm, way)
+    def backward(model, rank):
         for step in range(4):
-            loss = model(texts(2, step)[comm.rank], used[step][comm.rank]).square().mean()
+            loss = model(texts(2, step)[rank], used[step][rank]).square().mean()
             with torch.no_grad():
-                model(texts(2, 7)[comm.rank], used[3 - step][comm.rank])
+                model(texts(2, 7)[rank], used[3 - step][rank])
             loss.backward()
-        return update(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
-    for grads in LocalWorld(2).run(body):
-        compare([grads], [expected])
+    check_gradients(2, backward, lambda comm: as_in_functions(comm, way), reference)
 
 
 @on_ranks(2)

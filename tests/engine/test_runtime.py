@@ -8,7 +8,9 @@ from itertools import groupby
 
 import pytest
 import torch
-from support.models import CASES, loss_of, make, make_batches
+from support import beside
+from support.beside import grads_of
+from support.models import CASES, Made, loss_of, make, make_batches
 from support.stack import WIDTH, shard_stack, step
 from support.threads import on_ranks
 from support.training import shard
@@ -120,9 +122,7 @@ def test_modules_show_sharded_parameters_outside_of_forward_and_backward(comm):
 
 
 def gradients(model):
-    return {
-        name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None
-    }
+    return {name: grad for name, grad in grads_of(model).items() if grad is not None}
 
 
 def plain_gradients(name, forwards):
@@ -130,13 +130,11 @@ def plain_gradients(name, forwards):
     model = make(name)
     for inputs, targets in forwards:
         loss_of(model(inputs), targets).backward()
-    return {key: p.grad for key, p in model.named_parameters()}
+    return gradients(model)
 
 
 def assert_equal_gradients(found, expected):
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def run_sharded(name, body, world=2, **how):
@@ -324,107 +322,77 @@ def test_units_that_one_rank_does_not_use_are_reduced_in_the_order_of_the_other(
 
 @on_ranks(2)
 def test_a_unit_run_without_gradients_inside_a_step_gets_none(comm):
-    class Teacher(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.teacher, self.pupil = nn.Linear(4, 4), nn.Linear(4, 4)
+    def run(m, x):
+        with torch.no_grad():
+            wanted = m.teacher(x)
+        return (m.pupil(x) - wanted).square().mean()
 
-        def forward(self, x):
-            with torch.no_grad():
-                wanted = self.teacher(x)
-            return (self.pupil(x) - wanted).square().mean()
-
-    model = Teacher()
-    for child in (model.teacher, model.pupil):
-        fully_shard(child, mesh=comm)
-    fully_shard(model, mesh=comm)
+    model = Made(run, teacher=nn.Linear(4, 4), pupil=nn.Linear(4, 4))
+    beside.shard(model, comm, units=("teacher", "pupil"))
     for _ in range(2):
         model(torch.ones(1, 4)).backward()
     trained = [name for name, p in model.named_parameters() if p.grad is not None]
     assert trained == ["pupil.weight", "pupil.bias"]
 
 
-class Views(nn.Module):
+def view(m, x):
     """The output of a unit is a view that is changed in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.block = (
-            nn.Linear(4, 4),
-            nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2))),
-        )
-
-    def forward(self, x):
-        y = self.block(self.first(x))
-        y += 1.0
-        return (y * y).flatten(1)
+    y = m.block(m.first(x))
+    y += 1.0
+    return (y * y).flatten(1)
 
 
-class Recursive(nn.Module):
+def recurse(m, x, depth=2):
     """A unit calls itself."""
-
-    class Step(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x, depth=2):
-            return torch.tanh(self.linear(self(x, depth - 1) if depth else x))
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.block = nn.Linear(4, 4), Recursive.Step()
-
-    def forward(self, x):
-        return self.block(self.first(x))
+    return torch.tanh(m.linear(m(x, depth - 1) if depth else x))
 
 
-class Hidden(nn.Module):
+def hide(m, x):
     """The output of a unit is an object of a class that nobody knows."""
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            result = type("Result", (), {})()
-            result.y = self.after(torch.tanh(self.before(x)))
-            return result
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.block = nn.Linear(4, 4), Hidden.Block()
-
-    def forward(self, x):
-        return self.block(self.first(x)).y
+    result = type("Result", (), {})()
+    result.y = m.after(torch.tanh(m.before(x)))
+    return result
 
 
-class Grouped(nn.Module):
-    """Of the modules of one unit some are not called."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.block, self.other = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x):
-        return self.block(self.first(x))
+def hidden_block():
+    return Made(hide, before=nn.Linear(4, 4), after=nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("cls", [Views, Recursive, Hidden, Grouped])
-def test_unusual_calls(cls):
+def in_turn(m, x):
+    return m.block(m.first(x))
+
+
+UNUSUAL = {
+    "view": lambda: Made(
+        view, first=nn.Linear(4, 4), block=nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)))
+    ),
+    "recursive": lambda: Made(
+        in_turn, first=nn.Linear(4, 4), block=Made(recurse, linear=nn.Linear(4, 4))
+    ),
+    "hidden": lambda: Made(
+        lambda m, x: in_turn(m, x).y, first=nn.Linear(4, 4), block=hidden_block()
+    ),
+    # Of the modules of one unit some are not called.
+    "grouped": lambda: Made(
+        in_turn, first=nn.Linear(4, 4), block=nn.Linear(4, 4), other=nn.Linear(4, 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_calls(name):
     inputs = torch.linspace(0, 1, 12).view(3, 4)
     torch.manual_seed(0)
-    plain = cls()
+    plain = UNUSUAL[name]()
     state = {name: value.clone() for name, value in plain.state_dict().items()}
     for _ in range(3):
         plain(inputs).square().sum().backward()
     expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
 
     def body(comm):
-        model = cls()
+        model = UNUSUAL[name]()
         model.load_state_dict(state)
-        fully_shard([model.first, model.other] if cls is Grouped else model.first, mesh=comm)
+        fully_shard([model.first, model.other] if name == "grouped" else model.first, mesh=comm)
         fully_shard(model.block, mesh=comm)
         fully_shard(model, mesh=comm)
         for number in range(3):
@@ -443,14 +411,6 @@ def test_unusual_calls(cls):
 @pytest.mark.parametrize("backward", [True, False])
 @on_ranks(2)
 def test_graphs_are_not_kept(comm, backward):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x, y):
-            return self.linear(x) + y
-
     class Mark(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, mark):
@@ -464,7 +424,7 @@ def test_graphs_are_not_kept(comm, backward):
     class Token:
         pass
 
-    model = fully_shard(Two(), mesh=comm)
+    model = fully_shard(Made(lambda m, x, y: m.linear(x) + y, linear=nn.Linear(4, 4)), mesh=comm)
     alive = []
     x = torch.ones(2, 4, requires_grad=True)
     for _ in range(3):
@@ -478,24 +438,20 @@ def test_graphs_are_not_kept(comm, backward):
 
 
 def test_an_ignored_parameter_behind_frozen_weights():
-    class Prompted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.prompt = nn.Parameter(torch.ones(1, 4))
-            self.a.requires_grad_(False)
-            self.b.requires_grad_(False)
+    def prompted():
+        def run(m, x):
+            return m.a(x) + torch.tanh(m.b(torch.tanh(m.prompt)))
 
-        def forward(self, x):
-            return self.a(x) + torch.tanh(self.b(torch.tanh(self.prompt)))
+        a, b = (nn.Linear(4, 4).requires_grad_(False) for _ in range(2))
+        return Made(run, a=a, b=b, prompt=nn.Parameter(torch.ones(1, 4)))
 
     inputs = torch.linspace(0, 1, 8).view(2, 4)
-    plain = Prompted()
+    plain = prompted()
     plain(inputs).square().sum().backward()
     state = plain.state_dict()
 
     def body(comm):
-        model = Prompted()
+        model = prompted()
         model.load_state_dict(state)
         fully_shard(model, mesh=comm, reshard_after_forward=True, ignored_params={model.prompt})
         model(inputs.clone().requires_grad_()).square().sum().backward()
@@ -507,7 +463,7 @@ def test_an_ignored_parameter_behind_frozen_weights():
 
 @on_ranks(2)
 def test_a_root_whose_output_is_unknown_is_reduced(comm):
-    model = fully_shard(Hidden.Block(), mesh=comm)
+    model = fully_shard(hidden_block(), mesh=comm)
     model(torch.ones(1, 4)).y.sum().backward()
     assert [p.grad is not None for p in model.parameters()] == [True] * 4
 
@@ -570,33 +526,20 @@ def test_a_sharded_child_used_alone_joins_a_larger_model_later():
     assert LocalWorld(2).run(body) == [expected] * 2
 
 
-class TiedThroughFrozen(nn.Module):
-    """A path from the loss to a tied weight leads through a unit's frozen scale."""
-
-    class Inner(nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight = weight
-            self.scale = nn.Parameter(torch.full((5,), 2.0), requires_grad=False)
-            self.bias = nn.Parameter(torch.zeros(5))
-
-        def forward(self, x):
-            return (x @ self.weight) * self.scale + self.bias
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(5))
-        self.inner = TiedThroughFrozen.Inner(self.weight)
-
-    def forward(self, x):
-        return self.inner(torch.ones_like(x)) + x @ self.weight
-
-
 @on_ranks(2)
 def test_a_unit_stays_full_while_a_tied_parameter_is_reached_through_it(comm):
-    model = TiedThroughFrozen()
-    fully_shard(model.inner, mesh=comm)
-    model = fully_shard(model, mesh=comm)
+    """A path from the loss to a tied weight leads through a unit's frozen scale."""
+    weight = nn.Parameter(torch.eye(5))
+    inner = Made(
+        lambda m, x: (x @ m.weight) * m.scale + m.bias,
+        weight=weight,
+        scale=nn.Parameter(torch.full((5,), 2.0), requires_grad=False),
+        bias=nn.Parameter(torch.zeros(5)),
+    )
+    model = Made(
+        lambda m, x: m.inner(torch.ones_like(x)) + x @ m.weight, weight=weight, inner=inner
+    )
+    beside.shard(model, comm, units=("inner",))
     model(torch.ones(2, 5)).sum().backward()
     grad = model.weight.grad.full_tensor()
     assert torch.equal(grad, torch.full((5, 5), 6.0))
@@ -606,29 +549,19 @@ def test_a_unit_stays_full_while_a_tied_parameter_is_reached_through_it(comm):
 def test_an_output_that_is_an_input_recomputed(comm):
     """Reentrant checkpointing returns a view of what it passes through: the unit's output."""
 
-    class Passes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(5))
+    def passes(m, x):
+        return checkpoint(lambda y: y, x * m.scale, use_reentrant=True)
 
-        def forward(self, x):
-            return checkpoint(lambda y: y, x * self.scale, use_reentrant=True)
+    def part(m, x):
+        return m.inner(x + m.bias)
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bias = nn.Parameter(torch.zeros(5))
-            self.inner = Passes()
-
-        def forward(self, x):
-            return checkpoint(self.part, x, use_reentrant=False)
-
-        def part(self, x):
-            return self.inner(x + self.bias)
-
-    model = Outer()
-    fully_shard(model.inner, mesh=comm)
-    model = fully_shard(model, mesh=comm)
+    inner = Made(passes, scale=nn.Parameter(torch.ones(5)))
+    model = Made(
+        lambda m, x: checkpoint(part, m, x, use_reentrant=False),
+        bias=nn.Parameter(torch.zeros(5)),
+        inner=inner,
+    )
+    beside.shard(model, comm, units=("inner",))
     for _ in range(3):
         model.zero_grad()
         model(torch.ones(2, 5)).sum().backward()
@@ -638,31 +571,21 @@ def test_an_output_that_is_an_input_recomputed(comm):
 def test_units_that_share_an_input_are_freed_one_by_one():
     """A decoder's layers all read the encoder's output, whose gradient is complete at the end."""
 
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mix = nn.Linear(WIDTH, WIDTH)
+    def layer(m, x, memory, extra=None):
+        assert extra["again"] is memory
+        return torch.tanh(m.mix(x + memory))
 
-        def forward(self, x, memory, extra=None):
-            assert extra["again"] is memory
-            return torch.tanh(self.mix(x + memory))
-
-    class Decoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encode = nn.Linear(WIDTH, WIDTH)
-            self.layers = nn.ModuleList(Layer() for _ in range(8))
-
-        def forward(self, x):
-            memory = self.encode(x)
-            for layer in self.layers:
-                x = layer(x, memory, extra={"again": memory})
-            return x
+    def decode(m, x):
+        memory = m.encode(x)
+        for each in m.layers:
+            x = each(x, memory, extra={"again": memory})
+        return x
 
     def body(comm):
-        model = Decoder()
-        for layer in model.layers:
-            fully_shard(layer, mesh=comm)
+        layers = nn.ModuleList(Made(layer, mix=nn.Linear(WIDTH, WIDTH)) for _ in range(8))
+        model = Made(decode, encode=nn.Linear(WIDTH, WIDTH), layers=layers)
+        for each in layers:
+            fully_shard(each, mesh=comm)
         model = fully_shard(model, mesh=comm)
         set_prefetch(model, 0, 0)
         for _ in range(2):
@@ -678,20 +601,11 @@ def test_units_that_share_an_input_are_freed_one_by_one():
 
 @on_ranks(2)
 def test_gradients_held_back_are_reduced_though_the_last_micro_batch_does_not_use_their_unit(comm):
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.always = nn.Linear(3, 3)
-            self.sometimes = nn.Linear(3, 3)
+    def run(m, x, use):
+        return m.sometimes(m.always(x)) if use else m.always(x)
 
-        def forward(self, x, use):
-            x = self.always(x)
-            return self.sometimes(x) if use else x
-
-    model = Sometimes()
-    fully_shard(model.always, mesh=comm)
-    fully_shard(model.sometimes, mesh=comm)
-    model = fully_shard(model, mesh=comm)
+    model = Made(run, always=nn.Linear(3, 3), sometimes=nn.Linear(3, 3))
+    beside.shard(model, comm, units=[nn.Linear])
     found = []
     for _ in range(2):
         model.set_requires_gradient_sync(False)

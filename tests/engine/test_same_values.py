@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that start with different values."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import values_workers as workers
+from support.beside import DOORS, shard
 from support.models import GPT, make, seeded
 from support.threads import on_ranks
+from support.world import on_processes
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError
@@ -19,16 +22,34 @@ from fullshard.wrap import ModuleWrapPolicy
 pytestmark = pytest.mark.usefixtures("checked_values")
 
 
-@pytest.mark.parametrize("door", ["wrapper", "function"])
-def test_rank_0_loads_and_the_others_forget(gloo_world, door):
-    for text, loaded in gloo_world.run(2, workers.different_values, door):
-        assert "different values of 1 of 4 parameters" in text
-        assert "1.weight" in text
-        assert "0.weight" not in text
-        assert "on rank 0; " in text
-        assert "sync_module_states=True" in text
-        assert "check_values=False" in text
-        assert sorted(map(tuple, loaded)) != [(1.0,) * 5] * 2  # each rank's own slice
+@pytest.mark.parametrize("door", DOORS)
+@on_processes(2)
+def test_rank_0_loads_and_the_others_forget(group, door):
+    def build():
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(1.0)
+            model[1].weight.fill_(float(group.rank() == 0))
+        return model
+
+    os.environ["FULLSHARD_CHECK_VALUES"] = "1"
+    untouched = build()
+    with pytest.raises(ConfigurationError) as told:
+        shard(untouched, group, door)
+    for text in ("different values of 1 of 4 parameters", "1.weight", "on rank 0; "):
+        assert text in str(told.value)
+    for text in ("sync_module_states=True", "check_values=False"):
+        assert text in str(told.value)
+    assert "0.weight" not in str(told.value)
+    assert type(untouched[1].weight) is nn.Parameter
+    off = shard(build(), group, door, check_values=False)
+    assert not off.get_parameter("1.weight").full_tensor().all()  # a slice is rank 1's own
+    os.environ["FULLSHARD_CHECK_VALUES"] = "0"
+    shard(build(), group, door)
+    if door == "wrapper":
+        synced = shard(build(), group, door, sync_module_states=True)
+        assert bool((synced.module[1].weight.full_tensor() == 1).all())
 
 
 def linear(comm, **change):

@@ -8,29 +8,30 @@ from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
+from support.beside import grads_of, params_of, shard
 from support.models import seeded
-from support.settings_workers import compiled_state, dtensors_put_into_summoned
 from support.threads import on_ranks
+from support.world import on_processes
 from torch import nn
-from torch.distributed.checkpoint.state_dict import _get_fqns
+from torch.distributed.checkpoint.state_dict import _get_fqns, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.testing import LocalWorld
-from fullshard.torch import FullyShardedDataParallel, fully_shard, summon_full_params
-
-X = torch.arange(6.0).view(2, 3) / 6
+from fullshard.torch import summon_full_params
 
 
 def net():
     return seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)))
 
 
+X = torch.arange(6.0).view(2, 3) / 6
+
+
 def sharded(comm, door, align, model=None):
-    model = net() if model is None else model
-    if door == "wrapper":
-        return FullyShardedDataParallel(model, comm, align=align)
-    return fully_shard(model, mesh=comm, align=align)
+    return shard(net() if model is None else model, comm, door, align=align)
 
 
 both_doors = pytest.mark.parametrize("door", ["wrapper", "function"])
@@ -61,18 +62,14 @@ def keep_until_last(head, last):
 @on_ranks(2)
 def test_resharding_may_be_chosen_in_the_step_of_others(comm, align):
     model, plain = Chunked(keep_until_last), Chunked()
-    for part in (model.body, model.head):
-        fully_shard(part, mesh=comm, align=align)
-    fully_shard(model, mesh=comm, align=align)
+    shard(model, comm, units=("body", "head"), align=align)
     for _ in range(3):
         loss = model(X)
         model.head.set_reshard_after_backward(False)
         model.head.set_reshard_after_forward(False)
         loss.backward()
         plain(X).backward()
-        expected = dict(plain.named_parameters())
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(param.grad.full_tensor(), expected[name].grad, msg=name)
+        torch.testing.assert_close(grads_of(model), grads_of(plain))
     model.choose = lambda head, last: head.set_reshard_after_forward(True)
     model.head.register_forward_pre_hook(lambda head, _: head.set_reshard_after_forward(False))
     with pytest.raises(UsageError, match="unit 'head' cannot be changed while"):
@@ -182,22 +179,45 @@ def test_optimizers_that_wrap_others_step_as_on_one_process(comm, door, align):
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    expected = dict(plain.named_parameters())
-    for name, param in model.named_parameters():
-        torch.testing.assert_close(param.detach().full_tensor(), expected[name].detach())
+    torch.testing.assert_close(params_of(model), params_of(plain))
     assert ours.optimizer.state_dict()["state"]
 
 
 @both_layouts
-@pytest.mark.parametrize("whole", [False, True], ids=["a part", "all"])
-def test_state_of_compiled_models_goes_by_pytorchs_names(gloo_world, align, whole):
-    for weights, state, alike in gloo_world.run(2, compiled_state, align, whole):
-        assert alike
-        assert state == ["0.bias", "0.weight", "2.bias", "2.weight"]
-        assert [name.replace("_orig_mod.", "") for name in weights] == state
+@pytest.mark.parametrize("all_of_it", [False, True], ids=["a part", "all"])
+@on_processes(2)
+def test_state_of_compiled_models_goes_by_pytorchs_names(group, align, all_of_it):
+    model = net()
+    if all_of_it:
+        model = torch.compile(model, backend="eager")
+    else:
+        model[0] = torch.compile(model[0], backend="eager")
+    model = sharded(group, "function", align, model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    names = ["0.bias", "0.weight", "2.bias", "2.weight"]
+    moments = {name: state["state"][name]["exp_avg"].full_tensor() for name in names}
+    assert sorted(state["state"]) == names
+    assert sorted(name.replace("_orig_mod.", "") for name in weights) == names
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    again = get_state_dict(model, optimizer)[1]["state"]
+    assert again.keys() == set(names)
+    assert all(torch.equal(again[name]["exp_avg"].full_tensor(), moments[name]) for name in names)
 
 
 @both_doors
 @both_layouts
-def test_dtensors_put_into_a_summoned_model_are_written_back(gloo_world, door, align):
-    assert all(gloo_world.run(2, dtensors_put_into_summoned, door, align))
+@on_processes(2)
+def test_dtensors_put_into_a_summoned_model_are_written_back(group, door, align):
+    inner = net()
+    model = sharded(group, door, align, inner)
+    with summon_full_params(model):
+        weight = inner[0].weight.detach() * 2
+        mesh = init_device_mesh("cpu", (2,))
+        inner[0].weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)]))
+        inner[2].bias = nn.Parameter(inner[2].bias.detach() + 1)
+    assert torch.equal(inner[0].weight.full_tensor(), net()[0].weight * 2)
+    assert torch.equal(inner[2].bias.full_tensor(), net()[2].bias + 1)
+    model(X).sum().backward()

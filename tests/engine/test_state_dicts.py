@@ -10,12 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from support import state_dict_workers as workers
 from support.models import seeded
 from support.threads import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import Replicate, Shard
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.layout import Span, SpansOfRanks
@@ -89,81 +87,7 @@ def test_overlaps_by_division_are_those_by_comparison(numel, shards, start, data
     assert longest(by_division) >= longest(list(by_division))
 
 
-# ---- modules ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_entries_are_dtensors(gloo_world, size, door):
-    gloo_world.run(size, workers.odd_entries, door)
-
-
-def test_a_wrapper_inside_a_plain_module(gloo_world):
-    gloo_world.run(2, workers.inside_a_plain_module)
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_hybrid_sharding(gloo_world, door):
-    found = gloo_world.run(4, workers.placements, door)
-    assert found == [(Replicate(), Shard(0))] * 4
-
-
-def test_the_meta_device(gloo_world):
-    gloo_world.run(2, workers.on_the_meta_device)
-
-
-# ---- PyTorch's functions, and PyTorch's engines -------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("door", "name"),
-    [
-        *zip(itertools.cycle(DOORS), workers.OPTIONS),
-        ("function", "sharded"),
-        ("function", "whole"),
-        ("wrapper", "flat"),
-    ],
-)
-def test_states_are_pytorchs(gloo_world, door, name):
-    # What the first rank has is sent to the whole world.
-    gloo_world.run(
-        4 if name == "from the first rank" else 3, workers.both_ways, door, "function", name
-    )
-
-
-def test_states_are_those_of_the_older_engine(gloo_world):
-    gloo_world.run(2, workers.both_ways, "wrapper", "wrapper", "whole")
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_what_is_left_out_and_named_otherwise(gloo_world, door):
-    gloo_world.run(2, workers.other_options, door)
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_files_are_read_by_another_number_of_ranks(gloo_world, tmp_path, door):
-    saved = gloo_world.run(4, workers.save_files, str(tmp_path))[0]
-    for size in (2, 3):
-        loaded = gloo_world.run(size, workers.load_files, str(tmp_path), door)
-        for each in loaded:
-            workers._compare(list(each), list(saved))
-
-
-# ---- FSDP1's functions --------------------------------------------------------------------------
-
-
-def test_states_by_name(gloo_world):
-    two = gloo_world.run(2, workers.by_name)
-    assert "blocks.0.attention.qkv.weight" in two[0]["state"]
-
-
-def test_forms_of_states(gloo_world):
-    first, *others = gloo_world.run(3, workers.chosen_forms)
-    names = first["FULL", True][0]
-    assert first["FULL", False] == (names, 2)
-    for other in others:
-        assert other["FULL", False] == (0, 0)
-        assert other["SHARDED", True] == other["LOCAL", True] == (names, 2)
+# ---- entries ------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -225,10 +149,6 @@ def test_spans_are_not_saved_as_if_they_were_copies_of_one_tensor(comm, tmp_path
             assert torch.equal(value, kept[name])
 
 
-def test_plain_models_and_optimizers(gloo_world):
-    gloo_world.run(2, workers.to_and_from_plain)
-
-
 @on_ranks(2)
 def test_a_state_of_another_optimizer_is_refused(comm):
     model = FSDP(nn.Linear(3, 2), comm)
@@ -287,26 +207,6 @@ def test_states_of_nested_wrappers_and_of_parameters_that_none_has(comm, ignored
         step(again, fresh)
         fresh.load_state_dict(load(full, again, optim=fresh))
         assert [step(again, fresh) for _ in range(3)] == went_on
-
-
-# ---- at odd times, of odd optimizers ------------------------------------------------------------
-
-
-def test_pytorchs_functions_get_rows_whatever_is_chosen(gloo_world):
-    gloo_world.run(2, workers.chosen_otherwise)
-
-
-def test_what_is_shown_by_hand_is_no_entry(gloo_world):
-    gloo_world.run(2, workers.after_unshard)
-
-
-@pytest.mark.parametrize("kind", ["Adam", "NAdam", "ASGD"])
-def test_numbers_of_an_optimizer_are_not_cut(gloo_world, kind):
-    gloo_world.run(2, workers.numbers_of_optimizers, kind)
-
-
-def test_loaded_spans_do_not_follow_steps(gloo_world):
-    gloo_world.run(2, workers.loaded_spans_stay)
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from support.beside import DOORS, shard
 from support.models import seeded
 from support.sampling import pairwise
 from support.threads import on_ranks
@@ -13,7 +14,6 @@ from torch import nn
 
 from fullshard.core.errors import UsageError
 from fullshard.torch import (
-    FullyShardedDataParallel,
     ShardingStrategy,
     fully_shard,
     summon_full_params,
@@ -52,19 +52,6 @@ UNITS = {
 }
 
 
-def shard(model, comm, door, align, units, strategy=ShardingStrategy.FULL_SHARD):
-    if door == "wrapper":
-        chosen = {model.get_submodule(path) for path in units}
-
-        def policy(module, recurse, nonwrapped_numel):
-            return True if recurse else module in chosen
-
-        return FullyShardedDataParallel(model, comm, strategy, auto_wrap_policy=policy, align=align)
-    for path in units:
-        fully_shard(model.get_submodule(path), mesh=comm, align=align)
-    return fully_shard(model, mesh=comm, align=align)
-
-
 def trains_as(model, plain, comm, inner=None):
     assert len(list(model.parameters())) == len(list(plain.parameters())) == 4
     ours = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -100,7 +87,7 @@ def trains_as(model, plain, comm, inner=None):
 @on_ranks(2)
 def test_with_values_from_the_start(comm, door, align, units, between):
     inner, plain = language(), language()
-    model = shard(inner, comm, door, align, units)
+    model = shard(inner, comm, door, units, align=align)
     tie(inner)
     tie(plain)
     if between == "state_dict":
@@ -164,7 +151,7 @@ def assigned(model, plain):
 @on_ranks(2)
 def test_an_optimizer_from_before_the_tie_trains_what_is_tied(comm, strategy, align, units):
     inner, plain = language(), language()
-    model = shard(inner, comm, "wrapper", align, units, strategy)
+    model = shard(inner, comm, "wrapper", units, align=align, sharding_strategy=strategy)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, plain)]
     tie(inner)
     tie(plain)
@@ -190,18 +177,18 @@ def test_from_the_meta_device(comm, align, units, put):
     tie(plain)
     with torch.device("meta"):
         inner = Language().double()
-    model = shard(inner, comm, "function", align, units)
+    model = shard(inner, comm, units=units, align=align)
     put(model, plain)
     trains_as(model, plain, comm, inner)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
+@pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("use", ["emb", "head"])
 def test_loading_does_not_take_in_a_parameter_put_at_one_use(comm, door, use):
     model = language()
     tie(model)
-    model = shard(model, comm, door, "row", ())
+    model = shard(model, comm, door, align="row")
     model(TOKENS).sum().backward()
     mine = nn.Parameter(torch.ones(5, 3, dtype=torch.float64))
     part = getattr(model, use)
@@ -220,7 +207,7 @@ def test_without_a_unit_around_both_and_after_the_first_forward_it_is_named(comm
     tie(model)
     with pytest.raises(UsageError, match="before the first forward, below one sharded module"):
         model(TOKENS)
-    model = shard(language(), comm, "function", "row", UNITS["a unit each"])
+    model = shard(language(), comm, units=UNITS["a unit each"])
     model(TOKENS).sum().backward()
     tie(model)
     with pytest.raises(UsageError, match=r"'head\.weight' was tied to 'emb\.weight'"):

@@ -3,10 +3,11 @@
 
 import pytest
 import torch
+from support.beside import params_of
 from support.models import loss_of, make, make_batches
 from support.threads import on_ranks
 from support.training import shard
-from support.workers import turns
+from support.world import on_processes
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.testing import LocalWorld
@@ -41,15 +42,10 @@ def train(model, steps):
     return model
 
 
-def whole(model):
-    return {key: p.full_tensor() for key, p in model.named_parameters()}
-
-
 def compare(runs, steps):
     plain = train(make("nested", DTYPE), [(step, 1.0) for step in steps])
     for found in runs:
-        for key, expected in plain.named_parameters():
-            torch.testing.assert_close(found[key], expected.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(found, params_of(plain), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("door", ["wrapper", "function"])
@@ -60,7 +56,7 @@ def test_stop_together(counts, door):
     def body(comm):
         model = shard(make("nested", DTYPE), "nested", comm, door=door)
         mine = batches[comm.rank][: counts[comm.rank]]
-        return whole(train(model, [(step, 1.0) for step in stop_together(mine, comm)]))
+        return params_of(train(model, [(step, 1.0) for step in stop_together(mine, comm)]))
 
     fewest = [min(counts)] * len(counts)
     compare(LocalWorld(len(counts)).run(body), steps_of_one_process(batches, fewest))
@@ -78,7 +74,7 @@ def test_pad_to_longest(sizes, counts, door):
         model = shard(make("nested", DTYPE), "nested", comm, door=door)
         mine = batches[comm.rank][: counts[comm.rank]]
         spare = batches[comm.rank][0]
-        return whole(train(model, pad_to_longest(mine, comm, size_of=size_of, spare=spare)))
+        return params_of(train(model, pad_to_longest(mine, comm, size_of=size_of, spare=spare)))
 
     compare(LocalWorld(len(counts)).run(body), steps_of_one_process(batches, counts))
 
@@ -171,9 +167,12 @@ def test_generation_whose_sequences_end_apart():
         assert calls == 8
 
 
-def test_gloo_processes(gloo_world):
-    assert gloo_world.run(3, turns) == [
-        (["a"], [("a", 1.0), ("a", 0.0)], True),
-        (["a"], [("a", 1.0), ("a", 0.0)], True),
-        (["a"], [("a", 1.0), ("b", 3.0)], True),
-    ]
+@on_processes(3)
+def test_gloo_processes(group):
+    """The last rank has two batches, the others one."""
+    last = group.rank() == 2
+    mine = ["a", "b"] if last else ["a"]
+    assert list(stop_together(mine, group)) == ["a"]
+    second = ("b", 3.0) if last else ("a", 0.0)
+    assert list(pad_to_longest(mine, group)) == [("a", 1.0), second]
+    assert any_rank(last, group)

@@ -3,16 +3,18 @@
 
 import copy
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import safetensors
 import safetensors.torch
 import torch
-from support import weights_file_workers as workers
 from support.models import GPT, make, seeded
 from support.stack import shard_stack
 from support.training import shard
+from support.world import on_processes
 from torch import nn
 
 from fullshard.core.errors import ConfigurationError
@@ -25,6 +27,47 @@ from fullshard.torch import (
     save_full_weights,
 )
 from fullshard.torch.state import weights_file as module
+
+LAYERS, WIDTH = 16, 2048
+ROWS = 4096  # of the largest parameter
+SAVING_BYTES = 68 * 10**6  # a quarter of the whole, for two units
+LOADING_BYTES = 28 * 10**6  # less than the largest parameter
+MODULUS = 65_521
+
+
+def build(group):
+    """A model of which no rank has ever had more than its shard."""
+    with torch.device("meta"):
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+        model = nn.Sequential(nn.Embedding(ROWS, WIDTH), *layers)
+        model.register_buffer("scale", torch.ones(5))
+    for layer in model:
+        fully_shard(layer, mesh=group)
+    fully_shard(model, mesh=group)
+    model.to_empty(device="cpu")
+    model.scale.fill_(3.0)
+    for name, param in model.named_parameters():
+        param.local.copy_(expected(name, param.span.start, param.span.stop))
+    return model
+
+
+def expected(name, start, stop):
+    """The elements [start, stop) of a parameter."""
+    number = sum(name.encode())
+    return ((torch.arange(start, stop) + number) % MODULUS).float()
+
+
+def extra_bytes_of(action):
+    """How far the process's memory rises above where it is before ``action``; Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _status("VmRSS")
+    action()
+    return _status("VmHWM") - before
+
+
+def _status(field):
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(rf"^{field}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024
 
 
 @pytest.fixture
@@ -43,24 +86,28 @@ def plain_values(name, seed):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
-def test_memory_stays_below_a_quarter_of_the_model(gloo_world, tmp_path):
+@on_processes(4)
+def test_memory_stays_below_a_quarter_of_the_model(group, tmp_path):
     path = tmp_path / "weights.safetensors"
-    answers = gloo_world.run(4, workers.stream, path)
+    model = build(group)
+    whole_bytes = sum(4 * param.numel() for param in model.parameters())
+    assert whole_bytes >= 4 * SAVING_BYTES
+    assert 4 * model[0].weight.numel() > LOADING_BYTES
+    assert extra_bytes_of(lambda: save_full_weights(model, path)) <= SAVING_BYTES
     with safetensors.safe_open(path, "pt") as file:
-        sizes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-        whole_bytes = 4 * sum(torch.Size(shape).numel() for shape in sizes.values())
         for name in ("0.weight", "7.weight", "12.bias"):
             found = file.get_tensor(name).flatten()
-            assert torch.equal(found, workers.expected(name, 0, found.numel()))
+            assert torch.equal(found, expected(name, 0, found.numel()))
         assert file.get_tensor("scale").tolist() == [3.0] * 5
-    path.unlink()
-    assert whole_bytes >= 4 * workers.SAVING_BYTES
-    assert 4 * torch.Size(sizes["0.weight"]).numel() > workers.LOADING_BYTES
-    for saving, loading, gathering, right in answers:
-        assert saving <= workers.SAVING_BYTES
-        assert loading <= workers.LOADING_BYTES
-        assert gathering > workers.LOADING_BYTES, "the measurement does not see what it must"
-        assert right
+    for param in model.parameters():
+        param.local.zero_()
+    assert extra_bytes_of(lambda: load_full_weights(model, path)) <= LOADING_BYTES
+    for name, param in model.named_parameters():
+        assert torch.equal(param.local, expected(name, param.span.start, param.span.stop)), name
+    gathering = extra_bytes_of(lambda: model[0].weight.full_tensor())
+    assert gathering > LOADING_BYTES, "the measurement does not see what it must"
+    torch.distributed.barrier(group)
+    path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -107,14 +154,6 @@ def test_a_unit_goes_to_the_file_by_one_call(tmp_path, monkeypatch, align):
     LocalWorld(3).run(body)
     assert sorted(calls) == [0, 0, 1, 1, 2, 2]
     loaded = safetensors.torch.load_file(path)
-    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
-
-
-def test_parameters_on_two_axes_go_through_the_file(gloo_world, tmp_path):
-    path = tmp_path / "weights.safetensors"
-    answers = gloo_world.run(4, workers.through_a_file_on_two_axes, path)
-    assert [same for same, _ in answers] == [True] * 4
-    loaded, (_, wanted) = safetensors.torch.load_file(path), answers[0]
     assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
 
 
@@ -176,66 +215,42 @@ def test_loaded_weights_are_computed_with(tmp_path):
     assert LocalWorld(2).run(body) == [(True, False)] * 2
 
 
-def header_of(path):
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + size]), data[8 + size :]
-
-
-def with_header(path, header, data):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
-def renamed(header):
-    header["other"] = header.pop("weight")
-
-
-def reshaped(header):
-    header["weight"]["shape"].reverse()
-
-
-def of_another_dtype(header):
-    header["weight"]["dtype"] = "I32"
-
-
-def beyond_the_end(header):
-    header["weight"]["data_offsets"] = [each + 4 for each in header["weight"]["data_offsets"]]
-
-
-def before_the_beginning(header):
-    header["bias"]["data_offsets"] = [-12, 0]
-
-
-def too_short(header):
-    header["weight"]["data_offsets"][1] -= 4
-
-
-def no_offsets(header):
-    header["bias"]["data_offsets"] = None
+HEADER = {
+    "bias": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]},
+    "weight": {"dtype": "F32", "shape": [3, 40], "data_offsets": [12, 492]},  # the last in the file
+}
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("name", "change", "told"),
     [
-        (renamed, r"model's \['weight'\] are not in it, its \['other'\] not in the model"),
-        (reshaped, r"'weight' is F32 of shape \[3, 40\] in the model, F32 of shape \[40, 3\]"),
-        (of_another_dtype, r"'weight' is F32 of shape .* I32 of shape"),
-        (beyond_the_end, r"'weight' has 480 bytes, which cannot be those at"),
-        (before_the_beginning, r"'bias' has 12 bytes, which cannot be those at"),
-        (too_short, r"'weight' has 480 bytes, which cannot be those at"),
-        (no_offsets, r"'bias' has 12 bytes, which cannot be those at None"),
+        (
+            "weight",
+            {"shape": [40, 3]},
+            r"F32 of shape \[3, 40\] in the model, F32 of shape \[40",
+        ),
+        ("weight", {"dtype": "I32"}, r"'weight' is F32 of shape .* I32 of shape"),
+        (
+            "weight",
+            {"data_offsets": [16, 496]},
+            r"'weight' has 480 bytes, which cannot be",
+        ),
+        (
+            "weight",
+            {"data_offsets": [12, 488]},
+            r"'weight' has 480 bytes, which cannot be",
+        ),
+        ("bias", {"data_offsets": [-12, 0]}, r"'bias' has 12 bytes, which cannot be those at"),
+        ("bias", {"data_offsets": None}, r"'bias' has 12 bytes, which cannot be those at None"),
     ],
 )
-def test_a_file_that_does_not_fit_changes_nothing(tmp_path, spoil, told):
-    path = tmp_path / "weights.safetensors"
-    plain = nn.Linear(40, 3)
-    # The weight is the last in the file.
-    safetensors.torch.save_file({"bias": plain.bias.data, "weight": plain.weight.data}, path)
-    header, data = header_of(path)
-    spoil(header)
-    with_header(path, header, data)
-    refused_by_two_ranks(path, told)
+def test_a_file_that_does_not_fit_changes_nothing(tmp_path, name, change, told):
+    refused_by_two_ranks(tmp_path, HEADER | {name: HEADER[name] | change}, told)
+
+
+def test_a_file_of_other_names_changes_nothing(tmp_path):
+    told = r"model's \['weight'\] are not in it, its \['other'\] not in the model"
+    refused_by_two_ranks(tmp_path, {"bias": HEADER["bias"], "other": HEADER["weight"]}, told)
 
 
 @pytest.mark.parametrize(
@@ -249,32 +264,38 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path, spoil, told):
     ],
 )
 def test_what_is_no_weights_file_is_refused(tmp_path, content, told):
-    path = tmp_path / "weights.safetensors"
+    refused_by_two_ranks(tmp_path, content, told)
+
+
+def refused_by_two_ranks(folder, content, told):
+    """``content`` is that of the file, or its header in front of the bytes of two tensors."""
+    if isinstance(content, dict):
+        header = json.dumps(content).encode()
+        content = len(header).to_bytes(8, "little") + header + bytes(492)
+    path = folder / "weights.safetensors"
     path.write_bytes(content)
-    refused_by_two_ranks(path, told)
 
-
-def refused_by_two_ranks(path, told):
     def body(comm):
         model = fully_shard(nn.Linear(40, 3), mesh=comm)
         before = model.weight.local.clone()
         with pytest.raises(ConfigurationError, match=told):
             load_full_weights(model, path)
-        return torch.equal(model.weight.local, before)
+        assert torch.equal(model.weight.local, before)
 
-    assert LocalWorld(2).run(body) == [True] * 2
+    LocalWorld(2).run(body)
 
 
-def test_a_rank_without_the_file_stops_all(gloo_world, tmp_path):
+@on_processes(2)
+def test_a_rank_without_the_file_stops_all(group, tmp_path):
     path = tmp_path / "weights.safetensors"
-    safetensors.torch.save_file(dict(nn.Linear(40, 3).state_dict()), path)
-    (first, kept), (second, kept_too) = gloo_world.run(
-        2, workers.load_from_own_paths, [path, tmp_path / "nowhere"]
-    )
-    assert "the error is on another rank" in first
-    assert "No such file" in second
-    assert kept
-    assert kept_too
+    if group.rank() == 0:
+        safetensors.torch.save_file(dict(nn.Linear(40, 3).state_dict()), path)
+    model = fully_shard(nn.Linear(40, 3), mesh=group)
+    before = [param.local.clone() for param in model.parameters()]
+    told = ("the error is on another rank", "No such file")[group.rank()]
+    with pytest.raises(ConfigurationError, match=told):
+        load_full_weights(model, path if group.rank() == 0 else tmp_path / "nowhere")
+    assert all(map(torch.equal, before, [param.local for param in model.parameters()]))
 
 
 def test_weights_on_the_meta_device_are_refused(tmp_path):

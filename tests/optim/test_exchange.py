@@ -20,6 +20,7 @@ from support.owned_matrices import (
     train,
     wrapped,
 )
+from support.threads import on_ranks
 from torch import nn
 
 import fullshard.torch as fs
@@ -220,15 +221,13 @@ def test_what_is_counted_for_all_is_saved(align, way, tmp_path):
         assert count == 5
 
 
-def test_fsdp1s_state_dicts_do_not_know_what_is_counted_for_all():
-    def body(comm):
-        model = wrapped(comm, align="element")
-        optimizer = CountingForAll(model.parameters(), lr=0.1)
-        train(model, [optimizer], comm.rank, steps=range(1))
-        with pytest.raises(NotSupportedError, match="'k' of CountingForAll belongs to no param"):
-            fs.FullyShardedDataParallel.optim_state_dict(model, optimizer)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_fsdp1s_state_dicts_do_not_know_what_is_counted_for_all(comm):
+    model = wrapped(comm, align="element")
+    optimizer = CountingForAll(model.parameters(), lr=0.1)
+    train(model, [optimizer], comm.rank, steps=range(1))
+    with pytest.raises(NotSupportedError, match="'k' of CountingForAll belongs to no param"):
+        fs.FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -327,33 +326,29 @@ def test_adafactor_steps_vectors_beside_matrices_on_more_ranks_than_there_are():
                 assert torch.equal(values[name], value), (world, name)
 
 
-def test_refused_is_what_owners_cannot_step():
-    def body(comm):
-        model = wrapped(comm, align="element")
-        params = list(model.parameters())
-        with pytest.raises(ConfigurationError, match="needs no whole matrices"):
-            fs.exchange_matrices(torch.optim.AdamW(params))
-        with pytest.raises(NotSupportedError, match="on their owners: it takes dot products"):
-            fs.exchange_matrices(torch.optim.LBFGS(params))
-        muon = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))[0]
-        with pytest.raises(NotSupportedError, match=r"exchange_matrices\(optimizer\)"):
-            muon.step()
-        fs.exchange_matrices(muon)
-        with pytest.raises(UsageError, match="call backward"):
-            muon.step(lambda: None)
-        loss_of(model, batch(0, comm.rank)).backward()
+@on_ranks(2)
+def test_refused_is_what_owners_cannot_step(comm):
+    model = wrapped(comm, align="element")
+    params = list(model.parameters())
+    with pytest.raises(ConfigurationError, match="needs no whole matrices"):
+        fs.exchange_matrices(torch.optim.AdamW(params))
+    with pytest.raises(NotSupportedError, match="on their owners: it takes dot products"):
+        fs.exchange_matrices(torch.optim.LBFGS(params))
+    muon = muon_and_adamw(model, lambda name: name.replace("_fsdp_wrapped_module.", ""))[0]
+    with pytest.raises(NotSupportedError, match=r"exchange_matrices\(optimizer\)"):
         muon.step()
+    fs.exchange_matrices(muon)
+    with pytest.raises(UsageError, match="call backward"):
+        muon.step(lambda: None)
+    loss_of(model, batch(0, comm.rank)).backward()
+    muon.step()
 
-    LocalWorld(2).run(body)
 
-
-def test_ranks_that_give_other_parameters_are_refused():
-    def body(comm):
-        model = sharded(comm, align="row")
-        muon = muon_and_adamw(model)[0]
-        if comm.rank:
-            del muon.param_groups[0]["params"][3]
-        with pytest.raises(ConfigurationError, match="exchange_matrices"):
-            fs.exchange_matrices(muon)
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_ranks_that_give_other_parameters_are_refused(comm):
+    model = sharded(comm, align="row")
+    muon = muon_and_adamw(model)[0]
+    if comm.rank:
+        del muon.param_groups[0]["params"][3]
+    with pytest.raises(ConfigurationError, match="exchange_matrices"):
+        fs.exchange_matrices(muon)

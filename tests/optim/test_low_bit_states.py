@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.owned_matrices import kind_of
 from support.tensor_classes import Rows8
+from support.threads import on_ranks
 from torch import nn
 
 import fullshard.torch as fs
@@ -280,12 +281,10 @@ def test_a_checkpoint_of_such_state_is_refused_where_matrices_are_cut(tmp_path):
 
 
 @pytest.mark.usefixtures("_listed")
-def test_state_of_a_class_that_is_not_listed_is_refused_on_all_ranks():
-    def body(comm):
-        model = sharded(comm)
-        optimizer = Momentum8(matrices(model), lr=1e-2, kept=Unlisted)
-        step(model, optimizer, 0)
-        with pytest.raises(NotSupportedError, match=r"is a Unlisted.*add_safe_globals"):
-            optimizer.state_dict()
-
-    LocalWorld(2).run(body)
+@on_ranks(2)
+def test_state_of_a_class_that_is_not_listed_is_refused_on_all_ranks(comm):
+    model = sharded(comm)
+    optimizer = Momentum8(matrices(model), lr=1e-2, kept=Unlisted)
+    step(model, optimizer, 0)
+    with pytest.raises(NotSupportedError, match=r"is a Unlisted.*add_safe_globals"):
+        optimizer.state_dict()

@@ -20,6 +20,7 @@ from support.owned_matrices import (
     train,
     wrapped,
 )
+from support.threads import on_ranks
 from torch import nn
 
 import fullshard.torch as fs
@@ -208,23 +209,21 @@ def test_norms_are_those_of_all_ranks_outside_of_steps():
     assert LocalWorld(3).run(body) == pytest.approx([expected] * 3, rel=1e-5)
 
 
-def test_refused_is_what_needs_equal_slices():
-    def body(comm):
-        with pytest.raises(NotSupportedError, match="needs equal slices"):
-            sharded(comm, reshard_after_forward=2)
-        with pytest.raises(ConfigurationError, match="matrix"):
-            fs.fully_shard(copy.deepcopy(TEMPLATE), mesh=comm, align="columns")
-        model = sharded(comm)
-        with pytest.raises(NotSupportedError, match="sends equal slices"):
-            model.blocks[0].set_custom_all_gather(None)
-        with pytest.raises(NotSupportedError, match="LBFGS needs whole tensors"):
-            torch.optim.LBFGS(model.blocks.parameters()).step(lambda: 0.0)
-        cut = fs.fully_shard(copy.deepcopy(TEMPLATE), mesh=comm, align="element")
-        optimizer = torch.optim.Muon([p for p in cut.parameters() if p.dim() == 2])
-        with pytest.raises(NotSupportedError, match='align="matrix"'):
-            optimizer.step()
-
-    LocalWorld(4).run(body)
+@on_ranks(4)
+def test_refused_is_what_needs_equal_slices(comm):
+    with pytest.raises(NotSupportedError, match="needs equal slices"):
+        sharded(comm, reshard_after_forward=2)
+    with pytest.raises(ConfigurationError, match="matrix"):
+        fs.fully_shard(copy.deepcopy(TEMPLATE), mesh=comm, align="columns")
+    model = sharded(comm)
+    with pytest.raises(NotSupportedError, match="sends equal slices"):
+        model.blocks[0].set_custom_all_gather(None)
+    with pytest.raises(NotSupportedError, match="LBFGS needs whole tensors"):
+        torch.optim.LBFGS(model.blocks.parameters()).step(lambda: 0.0)
+    cut = fs.fully_shard(copy.deepcopy(TEMPLATE), mesh=comm, align="element")
+    optimizer = torch.optim.Muon([p for p in cut.parameters() if p.dim() == 2])
+    with pytest.raises(NotSupportedError, match='align="matrix"'):
+        optimizer.step()
 
 
 def test_a_placement_by_hand_keeps_a_matrix_cut_at_rows():

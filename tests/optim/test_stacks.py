@@ -5,18 +5,20 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.expert_workers import (
     MAX_NORM,
     StackedMuon,
     batches,
     muon_for_experts,
-    refused_optimizers,
-    stack_of_an_owner,
+    sharded,
     train,
     train_and_save,
     whole,
 )
+from support.world import on_processes
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 import fullshard.torch as fs
 from fullshard.testing import LocalWorld
@@ -48,9 +50,7 @@ def in_one_process(kind, ranks, micro_batches=1):
 
 def check(of_ranks, expected):
     for found in of_ranks:
-        assert found.params.keys() == expected.keys()
-        for name, value in found.params.items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-11)
+        torch.testing.assert_close(found.params, expected, rtol=0, atol=1e-11)
 
 
 MUON = {"make": muon_for_experts, "align": "matrix"}
@@ -73,18 +73,54 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(gloo_world, tmp_path,
     check(of_ranks, in_one_process("stacked", 4))
 
 
-def test_one_rank_has_a_stack_and_its_state(gloo_world):
-    of_ranks = gloo_world.run_joined(4, stack_of_an_owner)
-    owned = [numels for numels, _ in of_ranks]
-    assert [sum(column) for column in zip(*owned, strict=True)] == [8 * 8 * 16] * 2
-    assert all(numel in (0, 4 * 8 * 16) for numels in owned for numel in numels)
-    assert {calls for _, calls in of_ranks} == {0}
+class NormOfStack(torch.optim.SGD):
+    """Looks at all experts of a stack together."""
+
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.sub_(param.grad / param.grad.norm())
 
 
-def test_what_looks_at_all_experts_of_a_stack_is_refused(gloo_world):
-    for together, rows in gloo_world.run_joined(4, refused_optimizers):
-        assert "steps each in another way if all are there" in together
-        assert "of a stack of matrices (3, 48, 64) it keeps a Tensor (3, 48, 1)" in rows
+class Rows(torch.optim.SGD):
+    """Keeps a number for each row, as Adafactor."""
+
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    rows = self.state[param]["rows"] = param.grad.square().mean(-1, keepdim=True)
+                    param.data.sub_(param.grad / rows.sqrt())
+
+
+@on_processes(4, joined=True)
+def test_one_rank_has_a_stack_and_its_state():
+    model, _ = sharded("stacked", 2, 2, align="matrix")
+    optimizer, _ = muon_for_experts(model)
+    model(batches(4, 1)[0, 0, dist.get_rank()]).backward()
+    with CommDebugMode() as counted:
+        optimizer.step()
+    assert counted.get_total_counts() == 0
+    stacks = optimizer.param_groups[0]["params"]
+    state = [optimizer.state.get(param, {}).get("momentum") for param in stacks]
+    owned = torch.tensor([0 if each is None else each.local.numel() for each in state])
+    assert all(numel in (0, 4 * 8 * 16) for numel in owned.tolist())
+    dist.all_reduce(owned)
+    assert owned.tolist() == [8 * 8 * 16] * 2
+
+
+LOOKING = {
+    NormOfStack: "steps each in another way if all are there",
+    Rows: "of a stack of matrices (3, 48, 64) it keeps a Tensor (3, 48, 1)",
+}
+
+
+@on_processes(4, joined=True)
+def test_what_looks_at_all_experts_of_a_stack_is_refused():
+    model, _ = sharded("stacked", 2, 2, align="matrix")
+    for kind, told in LOOKING.items():
+        assert told in looks_beyond(kind([p for p in model.parameters() if p.dim() == 3], lr=0.1))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worlds that come to a bad end: training in which one rank dies, hangs or goes its own way."""
 
-import contextlib
-import io
 import json
 import multiprocessing
 import os
@@ -11,20 +9,15 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from support.limits import PEERS_S, PROCESS_S
+from support.limits import PROCESS_S
 from support.world import loopback
 from torch import nn
 
 from fullshard.report import recording
 from fullshard.torch import fully_shard
-from fullshard.torch.comm.process_group import ProcessGroupComm
-from fullshard.torch.comm.protocol import Done
-from fullshard.torch.comm.sibling_groups import timeout_s_of
-from fullshard.torch.comm.watch.watchdog import Witness
 
 RANKS = 3
 TIMEOUT_S = 10.0
@@ -164,63 +157,3 @@ def _store(case, rank, folder):
     while not told.exists():
         time.sleep(0.01)
     return dist.TCPStore("127.0.0.1", int(told.read_text()), RANKS, is_master=False)
-
-
-def siblings(world):
-    """Ranks 0 and 1, and 2 and 3, derive communicators alone, knowing different numbers of groups.
-
-    Ranks 2 and 3 do already, as one of them is in a group of three.
-    """
-    rank = dist.get_rank(world)
-    pairs = [dist.new_group(each, timeout=timedelta(seconds=7)) for each in ([0, 1], [2, 3])]
-    more = [dist.new_group([0], use_local_synchronization=True)] if rank == 0 else []
-    comm = ProcessGroupComm(pairs[rank // 2])
-    derived = [comm.duplicate(), comm.duplicate(), comm.block(1)]
-    derived += [ProcessGroupComm(world).block(2)]
-    found = []
-    for each in derived:
-        value = torch.tensor([float(rank)])
-        each.all_reduce([value]).wait()
-        found.append((each.members, each.rank, value.item(), timeout_s_of(each.group)))
-    names = {each.group.group_name for each in (comm, *derived)}
-    for group in [each.group for each in derived] + more + pairs[rank // 2 :][:1]:
-        dist.destroy_process_group(group)
-    return found, len(names)
-
-
-def late_collective(group, wanted):
-    """What the watchdog prints on rank 0 about a collective that its device does not complete."""
-    comm = ProcessGroupComm(group)
-    comm.all_reduce([torch.ones(1)], label="all-reduce of unit 'a'").wait()
-    if comm.rank > 0:
-        dist.barrier(group)
-        return ""
-    witness = Witness("late", comm.members, timeout_s=3.0)  # others tell once a second
-    printed, told = io.StringIO(), []
-    witness.watchdog.listeners.append(told.append)
-    with contextlib.redirect_stderr(printed):
-        witness.leaves_pending("gather of unit 'b'", [Done()])
-        witness.leaves_pending("gather of unit 'c'", [Done(), SimpleNamespace(is_completed=bool)])
-        deadline = time.monotonic() + PEERS_S / 2
-        while wanted not in printed.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(1.2)  # it is not printed twice
-    witness.watchdog.listeners.clear()
-    dist.barrier(group)
-    assert [f"{text}\n" for text in told] == [printed.getvalue()]
-    return printed.getvalue()
-
-
-def many_under_way(group):
-    """Gathers and reduces that overlap, and are waited for in another order, keep apart."""
-    comm = ProcessGroupComm(group)
-    fulls = [torch.empty(comm.size * 4) for _ in range(6)]
-    works = [
-        comm.all_gather([(full, torch.full((4,), 10.0 * index + comm.rank))], label="gather")
-        for index, full in enumerate(fulls)
-    ]
-    shard, full = torch.empty(4), torch.ones(comm.size * 4)
-    works.append(comm.reduce_scatter([(shard, full)], label="reduce"))
-    for work in reversed(works):
-        work.wait()
-    return [full[::4].tolist() for full in fulls], shard.tolist()

@@ -137,6 +137,19 @@ class Odd(nn.Module):
         return self.part2(self.middle(self.part1(x)))
 
 
+class Made(nn.Module):
+    """Parts by name, and ``run(module, *args)``, which computes with them."""
+
+    def __init__(self, run, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.run = run
+
+    def forward(self, *args, **kwargs):
+        return self.run(self, *args, **kwargs)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its units bottom-up (the root comes last and is not named), and its data."""

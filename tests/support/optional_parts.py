@@ -2,10 +2,12 @@
 """A model of which ranks run different parts, trained in one process and by ranks."""
 
 import torch
+from support.beside import grads_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, fully_shard, mark_optional, using
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -122,21 +124,12 @@ def clean(name):
 
 def compare(history, expected):
     """Assert that gradients are those of one process, and None where that has none."""
-    for grads, others in zip(history, expected, strict=True):
-        assert grads.keys() == others.keys()
-        for name, grad in grads.items():
-            assert (grad is None) == (others[name] is None), name
-            if grad is not None:
-                torch.testing.assert_close(grad, others[name], rtol=0, atol=1e-12)
+    torch.testing.assert_close(history, expected, rtol=0, atol=1e-12)
 
 
 def update(model, optimizer):
     """The gradients by name, whole, of before the step."""
-    grads = {}
-    for name, param in model.named_parameters():
-        grad = param.grad
-        full = getattr(grad, "full_tensor", lambda grad=grad: grad)() if grad is not None else None
-        grads[clean(name)] = None if full is None else full.detach().clone()
+    grads = {clean(name): grad for name, grad in grads_of(model).items()}
     optimizer.step()
     optimizer.zero_grad()
     return grads
@@ -155,9 +148,9 @@ def add_gradients(model, loss, weights):
             param.grad = grad if param.grad is None else param.grad + grad
 
 
-def of_one_process(ranks, steps, again=False, model=None, mean_over="ranks"):
+def of_one_process(ranks, steps, model=None, mean_over="ranks"):
     """Return the gradients that `train` has to give, trained in one process."""
-    model = Model(again) if model is None else model
+    model = Model() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     history = []
     for number, patterns in enumerate(steps):
@@ -194,6 +187,40 @@ def train(model, rank, ranks, steps, no_sync=False, announce=()):
             loss.backward()
         history.append(update(model, optimizer))
     return history
+
+
+def check(ranks, steps, shard, model=None, mean_over="ranks", **how):
+    """Ranks that train what ``shard(comm)`` gives have the gradients of one process."""
+
+    def body(comm):
+        return train(shard(comm), comm.rank, ranks, steps, **how)
+
+    expected = of_one_process(ranks, steps, model, mean_over)
+    for history in LocalWorld(ranks).run(body):
+        compare(history, expected)
+
+
+def check_gradients(ranks, backward, shard, *models):
+    """Gradients after ``backward(*models, rank)`` on ranks are means of those of one process.
+
+    ``shard(comm)`` gives their models, or one; ``models`` are those of one process.
+    """
+
+    def body(comm):
+        sharded = shard(comm)
+        sharded = sharded if isinstance(sharded, list) else [sharded]
+        backward(*sharded, comm.rank)
+        return [update(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in sharded]
+
+    models = models or (Model(),)
+    for rank in range(ranks):
+        backward(*models, rank)
+    expected = [
+        {name: None if grad is None else grad / ranks for name, grad in grads_of(each).items()}
+        for each in models
+    ]
+    for history in LocalWorld(ranks).run(body):
+        compare(history, expected)
 
 
 def patterns(ranks, seed, most=1, least=0):

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.nn.functional as F
+from support.beside import params_of, shard
 from torch import nn
 from torch.optim import _muon
 
@@ -128,7 +129,7 @@ def alone(world, parts=1, make=muon_and_adamw, steps=STEPS, model=None, optimize
             param.grad = grad
         for optimizer in optimizers:
             optimizer.step()
-    return {name: param.detach() for name, param in model.named_parameters()}
+    return params_of(model)
 
 
 def sharded(comm, align="matrix", **options):
@@ -138,14 +139,10 @@ def sharded(comm, align="matrix", **options):
     return fs.fully_shard(model, mesh=comm, **options)
 
 
-def is_unit(module, recurse, nonwrapped_numel):
-    return recurse or isinstance(module, Block)
-
-
 def wrapped(comm, align="matrix", **options):
-    return fs.FullyShardedDataParallel(
-        copy.deepcopy(TEMPLATE), process_group=comm, auto_wrap_policy=is_unit, align=align,
-        use_orig_params=True, **options,
+    return shard(
+        copy.deepcopy(TEMPLATE), comm, "wrapper", [Block], align=align, use_orig_params=True,
+        **options,
     )  # fmt: skip
 
 
@@ -188,10 +185,7 @@ def train(model, optimizers, rank, parts=1, steps=range(STEPS), step_by=None):
 
 
 def full(model):
-    return {
-        name.replace("_fsdp_wrapped_module.", ""): param.full_tensor()
-        for name, param in model.named_parameters()
-    }
+    return {name.replace("_fsdp_wrapped_module.", ""): x for name, x in params_of(model).items()}
 
 
 def assert_equal(values, expected):

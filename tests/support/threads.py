@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests whose ranks are threads."""
 
+import contextlib
 import functools
+import gc
 import inspect
 
 from fullshard.testing import LocalWorld
@@ -24,3 +26,13 @@ def on_ranks(size, **options):
         return run
 
     return decorate
+
+
+@contextlib.contextmanager
+def without_collector():
+    """Within, what is not referred to goes at once or stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

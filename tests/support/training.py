@@ -4,10 +4,12 @@
 from dataclasses import dataclass
 
 import torch
+from support import beside
+from support.beside import params_of
 from support.models import CASES, loss_of, make, make_batches, place_of
 from torch import nn
 
-from fullshard.torch import FullyShardedDataParallel, ShardingStrategy, fully_shard, set_prefetch
+from fullshard.torch import ShardingStrategy, set_prefetch
 from fullshard.torch.comm.protocol import rank_order_sum
 
 STEPS = 5
@@ -25,27 +27,12 @@ class Run:
 def shard(model, name, comm, strategy="FULL_SHARD", door="wrapper", prefetch=1):
     """Shard ``model`` over the ranks of ``comm`` (a Comm or process group) by one of the doors."""
     if door == "wrapper":
-        chosen = {model.get_submodule(path) for path in CASES[name].units}
-        wrapped = FullyShardedDataParallel(
-            model,
-            comm,
-            ShardingStrategy[strategy],
-            auto_wrap_policy=_choose(chosen),
-        )
+        options = {"sharding_strategy": ShardingStrategy[strategy]}
     else:
-        reshard = None if strategy == "FULL_SHARD" else False
-        for path in CASES[name].units:
-            fully_shard(model.get_submodule(path), mesh=comm, reshard_after_forward=reshard)
-        wrapped = fully_shard(model, mesh=comm, reshard_after_forward=reshard)
+        options = {"reshard_after_forward": None if strategy == "FULL_SHARD" else False}
+    wrapped = beside.shard(model, comm, door, CASES[name].units, **options)
     set_prefetch(wrapped, prefetch, prefetch)
     return wrapped
-
-
-def _choose(chosen):
-    def policy(module, recurse, nonwrapped_numel):
-        return True if recurse else module in chosen
-
-    return policy
 
 
 def train_sharded(comm, name, dtype, **how):
@@ -62,8 +49,7 @@ def train_sharded(comm, name, dtype, **how):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    params = {key: p.detach().full_tensor().detach().clone() for key, p in model.named_parameters()}
-    return Run(losses, norms, params)
+    return Run(losses, norms, params_of(model))
 
 
 def mean_losses(runs):
@@ -83,7 +69,7 @@ def train_plain(name, dtype, world):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Run(losses, norms, {key: p.detach() for key, p in model.named_parameters()})
+    return Run(losses, norms, params_of(model))
 
 
 def train_split(name, dtype, world):
@@ -111,7 +97,7 @@ def train_split(name, dtype, world):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum(step_losses) / world)
-    return Run(losses, norms, {key: p.detach() for key, p in model.named_parameters()})
+    return Run(losses, norms, params_of(model))
 
 
 def _clip(model):

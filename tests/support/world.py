@@ -2,8 +2,10 @@
 """Processes as a launcher starts them, kept for the tests of a file, to run functions on demand."""
 
 import contextlib
+import functools
 import gc
 import importlib
+import inspect
 import io
 import multiprocessing
 import os
@@ -13,6 +15,8 @@ import sys
 import traceback
 import warnings
 from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -23,6 +27,8 @@ CALLS_OF_PROCESSES = 40
 TIMEOUT = timedelta(seconds=PEERS_S)
 # The last is what the first step of any optimizer of torch's loads: half a second in each rank.
 PRELOADED = [
+    "hypothesis",
+    "pytest",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "fullshard.torch",
@@ -31,7 +37,7 @@ PRELOADED = [
 
 
 class World:
-    """``ranks`` processes that call functions, which must be importable by name.
+    """``ranks`` processes that call functions, which must be importable by name, of tests too.
 
     `run` gives a function the group of the first ranks among all that have joined, `run_joined` a
     default group of so many ranks, and with `launch` it finds a launcher's environment and joins by
@@ -47,17 +53,17 @@ class World:
         self._joined = 0  # so many ranks
         self._calls = 0  # of these processes
 
-    def run(self, size, function, *args, **kwargs):
+    def run(self, size, function, /, *args, **kwargs):
         """Return what ``function(group, *args, **kwargs)`` does on each of ``size`` ranks."""
         self._join(self._ranks)
         return self._call(size, _in_group, (size, self._calls), function, args, kwargs)
 
-    def run_joined(self, size, function, *args, **kwargs):
+    def run_joined(self, size, function, /, *args, **kwargs):
         """Return what ``function(*args, **kwargs)`` does where a world of ``size`` is joined."""
         self._join(size)
         return self._call(size, _as_joined, self._calls, function, args, kwargs)
 
-    def launch(self, size, function, *args, **kwargs):
+    def launch(self, size, function, /, *args, **kwargs):
         """The same on ranks that nobody has joined, and that have left at the end."""
         self._leave()
         return self._call(size, _launched, self._environment(size), function, args, kwargs)
@@ -152,6 +158,28 @@ class World:
             self._processes.append(process)
 
 
+def on_processes(size, *, joined=False):
+    """Run the test on processes of ``gloo_world``, with their process group first.
+
+    ``size`` is a number, or the name of the test's own parameter that has it. With ``joined`` the
+    processes are all of the world, and the test gets no group.
+    """
+
+    def decorate(test):
+        @functools.wraps(test)
+        def run(gloo_world, **values):
+            ranks = values[size] if isinstance(size, str) else size
+            (gloo_world.run_joined if joined else gloo_world.run)(ranks, run, **values)
+
+        world = inspect.Parameter("gloo_world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        others = list(inspect.signature(test).parameters.values())[not joined :]
+        run.__signature__ = inspect.Signature([world, *others])  # what pytest fills in
+        run.on_rank = test
+        return run
+
+    return decorate
+
+
 def ranks_context():
     """Return a multiprocessing context whose processes are forked from one that imports torch."""
     context = multiprocessing.get_context("forkserver")
@@ -192,6 +220,8 @@ _groups = {}  # of the ranks that have joined, by size
 
 def _rank_main(rank, drop_in, pipe, path):
     sys.path[:] = path
+    tests = sys.modules["tests"] = ModuleType("tests")  # as pytest imports the tests themselves
+    tests.__path__ = [str(Path(__file__).parents[1])]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     # The server that ranks are forked from keeps what was set for the test that started it.
@@ -229,6 +259,10 @@ def _leave():
     gc.freeze()  # what a function has imported
 
 
+def _of_a_rank(function):
+    return getattr(function, "on_rank", function)
+
+
 def _name_groups_alike(call):
     # Groups are named by a count of each rank's own: a call on fewer ranks, or one that failed in
     # the middle, must not let the next call's ranks wait for each other under different names.
@@ -237,7 +271,7 @@ def _name_groups_alike(call):
 
 def _as_joined(call, function, args, kwargs):
     _name_groups_alike(call)
-    return function(*args, **kwargs)
+    return _of_a_rank(function)(*args, **kwargs)
 
 
 def _in_group(numbers, function, args, kwargs):
@@ -246,7 +280,7 @@ def _in_group(numbers, function, args, kwargs):
     # Each rank has a generator of its own, which has drawn what its worlds wanted.
     os.environ["FULLSHARD_CHECK_VALUES"] = "0"
     try:
-        return function(_groups[size], *args, **kwargs)
+        return _of_a_rank(function)(_groups[size], *args, **kwargs)
     finally:
         del os.environ["FULLSHARD_CHECK_VALUES"]
 
@@ -254,6 +288,6 @@ def _in_group(numbers, function, args, kwargs):
 def _launched(environment, function, args, kwargs):
     os.environ.update(environment)
     try:
-        return function(*args, **kwargs)
+        return _of_a_rank(function)(*args, **kwargs)
     finally:
         _leave()

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 
+import torch.distributed as dist
+
 __all__ = ["main", "run_script"]
 
 
@@ -25,13 +27,29 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("script", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
     chosen = parser.parse_args(argv)
-    sys.argv = [chosen.script, *chosen.arguments]
-    if chosen.module:
-        runpy.run_module(chosen.script, run_name="__main__", alter_sys=True)
-    elif not Path(chosen.script).is_file():
+    if not (chosen.module or Path(chosen.script).is_file()):
         parser.error(f"there is no file {chosen.script!r}")
-    else:
-        run_script(chosen.script)
+    sys.argv = [chosen.script, *chosen.arguments]
+    try:
+        if chosen.module:
+            runpy.run_module(chosen.script, run_name="__main__", alter_sys=True)
+        else:
+            run_script(chosen.script)
+    except SystemExit as end:
+        if not end.code:
+            _leave()
+        raise
+    _leave()
+
+
+def _leave() -> None:
+    """Destroy the process group if the script has left it open.
+
+    A collective of Gloo that is still under way while the interpreter goes ends the process by
+    SIGABRT ("terminate called without an active exception"). After an error nobody waits for it.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def run_script(script: str) -> None:

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State dicts of sharded models and optimizers, ours and PyTorch's, on ranks of a Gloo world."""
+"""State dicts of ranks that are processes: their entries, files, and PyTorch's own beside."""
 
 import copy
+import itertools
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as theirs
-from support.models import GPT
+from support.beside import DOORS, shard
+from support.models import GPT, Block
+from support.world import on_processes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,10 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TheirPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 import fullshard.torch as ours
 from fullshard.torch import ShardedParameter, StateDictType
-from fullshard.wrap import ModuleWrapPolicy
 
 
 class Odd(nn.Module):
@@ -44,10 +48,13 @@ class Odd(nn.Module):
         self.register_buffer("count", torch.tensor([3, 4]))
 
 
-def odd_entries(group, door):
-    """What the entries of the state dict are, by name, and if loading each kind gives it back."""
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@on_processes("size")
+def test_entries_are_dtensors(group, size, door):
+    """And loading each kind of them gives it back."""
     plain = Odd().state_dict()
-    model = _shard(Odd(), group, door)
+    model = shard(Odd(), group, door)
     state = get_model_state_dict(model)
     assert list(state) == list(plain)
     for name, value in state.items():
@@ -81,24 +88,17 @@ def odd_entries(group, door):
     assert torch.equal(state["conv.weight"].full_tensor(), now)
 
 
-def inside_a_plain_module(group):
+@on_processes(2)
+def test_a_wrapper_inside_a_plain_module(group):
     """Whole for a script, DTensors for PyTorch's functions, also through a module around it."""
     plain = Odd().state_dict()
-    outer = nn.Sequential(_shard(Odd(), group, "wrapper"))
+    outer = nn.Sequential(shard(Odd(), group, "wrapper"))
     assert torch.equal(outer.state_dict()["0.conv.weight"], plain["conv.weight"])
     state = get_model_state_dict(outer)
     assert list(state) == [f"0.{name}" for name in plain]
     assert type(state["0.conv.weight"]) is DTensor
     set_model_state_dict(outer, {name: value + 1 for name, value in state.items()})
     assert torch.equal(outer.state_dict()["0.conv.weight"], plain["conv.weight"] + 1)
-
-
-def _shard(model, group, door, where=None, **options):
-    if door == "function":
-        return ours.fully_shard(model, mesh=group if where is None else where, **options)
-    if where is None:
-        return ours.FullyShardedDataParallel(model, group, **options)
-    return ours.FullyShardedDataParallel(model, device_mesh=where, **options)
 
 
 # ---- ours and theirs ----------------------------------------------------------------------------
@@ -112,13 +112,7 @@ def _gpt():
 
 
 def train_ours(group, door):
-    model = _gpt()
-    if door == "function":
-        for block in model.blocks:
-            ours.fully_shard(block, mesh=group)
-        return _trained(group, ours.fully_shard(model, mesh=group))
-    policy = ModuleWrapPolicy({type(model.blocks[0])})
-    return _trained(group, ours.FullyShardedDataParallel(model, group, auto_wrap_policy=policy))
+    return _trained(group, shard(_gpt(), group, door, [Block]))
 
 
 def train_theirs(group, door):
@@ -133,7 +127,7 @@ def train_theirs(group, door):
         theirs.FullyShardedDataParallel(
             model,
             group,
-            auto_wrap_policy=TheirPolicy({type(model.blocks[0])}),
+            auto_wrap_policy=TheirPolicy({Block}),
             device_id=torch.device("cpu"),
             use_orig_params=True,
         ),
@@ -164,31 +158,29 @@ def step(group, model, optimizer, number):
 
 def _whole(values):
     """Any state dict with plain tensors in place of DTensors. Collective."""
-    if isinstance(values, dict):
-        return {key: _whole(value) for key, value in values.items()}
-    if isinstance(values, (list, tuple)):
-        return [_whole(value) for value in values]
-    if isinstance(values, DTensor):
-        return values.detach().full_tensor()
-    if isinstance(values, ShardedParameter):
-        raise AssertionError("a sharded value leaked out")
-    return values
+
+    def plain(value):
+        assert not isinstance(value, ShardedParameter) or isinstance(value, DTensor), "leaked out"
+        return value.detach().full_tensor() if isinstance(value, DTensor) else value
+
+    return tree_map(plain, values)
 
 
-def _compare(mine, other, at=""):
-    assert type(mine) is type(other), at
-    if isinstance(mine, dict):
-        assert set(mine) == set(other), (at, set(mine) ^ set(other))
-        for key in mine:
-            _compare(mine[key], other[key], f"{at}.{key}")
-    elif isinstance(mine, list):
-        assert len(mine) == len(other), at
-        for number, pair in enumerate(zip(mine, other, strict=True)):
-            _compare(*pair, f"{at}.{number}")
-    elif isinstance(mine, torch.Tensor):
-        torch.testing.assert_close(mine, other, atol=1e-9, rtol=1e-9, msg=lambda text: at + text)
-    else:
-        assert mine == other, at
+def _compare(mine, other):
+    """Of any form, tensors within 1e-9."""
+    mine, other = (tree_flatten_with_path(each)[0] for each in (mine, other))
+    mine, other = (sorted((keystr(path), leaf) for path, leaf in each) for each in (mine, other))
+    torch.testing.assert_close(
+        *(
+            {path: leaf for path, leaf in each if isinstance(leaf, torch.Tensor)}
+            for each in (mine, other)
+        ),
+        atol=1e-9,
+        rtol=1e-9,
+    )
+    assert [each for each in mine if not isinstance(each[1], torch.Tensor)] == [
+        each for each in other if not isinstance(each[1], torch.Tensor)
+    ]
 
 
 OPTIONS = {
@@ -202,7 +194,22 @@ OPTIONS = {
 }
 
 
-def both_ways(group, door, their_door, name):
+@pytest.mark.parametrize(
+    ("door", "their_door", "name", "size"),
+    [
+        # What the first rank has is sent to the whole world.
+        *(
+            (door, "function", name, 4 if name == "from the first rank" else 3)
+            for door, name in (
+                *zip(itertools.cycle(DOORS), OPTIONS),
+                *(("function", "sharded"), ("function", "whole"), ("wrapper", "flat")),
+            )
+        ),
+        ("wrapper", "wrapper", "whole", 2),
+    ],
+)
+@on_processes("size")
+def test_states_are_pytorchs(group, size, door, their_door, name):
     """With these options ours and theirs are the same, and each goes on from the other's."""
     options = StateDictOptions(**OPTIONS[name])
     pairs = {"ours": train_ours(group, door), "theirs": train_theirs(group, their_door)}
@@ -235,8 +242,10 @@ def both_ways(group, door, their_door, name):
         assert abs(again[0] - again[1]) < 1e-5
 
 
-def other_options(group, door):
-    """What is left out and how submodules are named, as with PyTorch's."""
+@pytest.mark.parametrize("door", DOORS)
+@on_processes(2)
+def test_what_is_left_out_and_named_otherwise(group, door):
+    """As with PyTorch's."""
     found = []
     for train, which in ((train_ours, door), (train_theirs, "function")):
         model, _ = train(group, which)
@@ -263,7 +272,8 @@ def other_options(group, door):
 # ---- FSDP1's own functions ----------------------------------------------------------------------
 
 
-def by_name(group):
+@on_processes(2)
+def test_states_by_name(group):
     """FSDP1's state dicts of optimizers: ours, theirs, each loaded by the other."""
     found = {}
     for who, package, train in (("ours", ours, train_ours), ("theirs", theirs, train_theirs)):
@@ -297,7 +307,7 @@ def by_name(group):
             state["exp_avg"].fill_(float("nan")) if name != "flatten" else None
         optimizer.load_state_dict(way())
         again = api.full_optim_state_dict(model, optimizer, rank0_only=False)
-        _compare(again["state"], mine["state"], name)
+        _compare(again["state"], mine["state"])
         assert again["param_groups"][1]["betas"] == (0.8, 0.9), name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -310,10 +320,11 @@ def by_name(group):
     their_optimizer.load_state_dict(back)
     losses = [step(group, found[who][0], found[who][1], 8) for who in found]
     assert abs(losses[0] - losses[1]) < 1e-5
-    return mine
+    assert "blocks.0.attention.qkv.weight" in mine["state"]
 
 
-def chosen_forms(group):
+@on_processes(3)
+def test_forms_of_states(group):
     """`optim_state_dict` and `state_dict` in each form that can be chosen, saved and loaded."""
     api = ours.FullyShardedDataParallel
     model, optimizer = train_ours(group, "wrapper")
@@ -337,7 +348,7 @@ def chosen_forms(group):
             state, named = model.state_dict(), api.optim_state_dict(model, optimizer)
             counts[kind, config is None] = len(state), len(named)
             if kind != "LOCAL" and state:
-                _compare(_whole(named)["state"], expected["state"], kind)
+                _compare(_whole(named)["state"], expected["state"])
             for param in model.parameters():
                 param.data.fill_(float("nan"))
             for each in optimizer.state.values():
@@ -345,17 +356,24 @@ def chosen_forms(group):
             if not state:
                 state = weights  # as a script would send it from the first rank
             model.load_state_dict(state)
-            everywhere = [named]
-            loaded = api.optim_state_dict_to_load(model, optimizer, *everywhere, group=group)
+            loaded = api.optim_state_dict_to_load(model, optimizer, named, group=group)
             optimizer.load_state_dict(loaded)
         again = _whole(api.full_optim_state_dict(model, optimizer, rank0_only=False))
-        _compare(again["state"], expected["state"], kind)
+        _compare(again["state"], expected["state"])
         for name, param in model.named_parameters():
             assert torch.equal(param.full_tensor(), weights[name]), (kind, name)
-    return counts
+    all_of_it, nothing = (len(weights), 2), (0, 0)
+    assert counts == {
+        ("FULL", True): all_of_it,
+        ("FULL", False): nothing if group.rank() else all_of_it,
+        ("SHARDED", True): all_of_it,
+        ("SHARDED", False): all_of_it,
+        ("LOCAL", True): all_of_it,
+    }
 
 
-def to_and_from_plain(group):
+@on_processes(2)
+def test_plain_models_and_optimizers(group):
     """The state of an ordinary optimizer of the plain model, by number, both ways."""
     api, key = ours.FullyShardedDataParallel, ours.OptimStateKeyType
     model, optimizer = train_ours(group, "wrapper")
@@ -387,12 +405,13 @@ def to_and_from_plain(group):
 # ---- meshes, files ------------------------------------------------------------------------------
 
 
-def placements(_group, door):
-    """Where entries lie for hybrid sharding, and that they are what they should be."""
+@pytest.mark.parametrize("door", DOORS)
+@on_processes(4)
+def test_hybrid_sharding(group, door):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     hybrid = {"sharding_strategy": ours.ShardingStrategy.HYBRID_SHARD}
     plain = Odd().state_dict()
-    model = _shard(Odd(), None, door, mesh, **(hybrid if door == "wrapper" else {}))
+    model = shard(Odd(), mesh, door, **(hybrid if door == "wrapper" else {}))
     state = get_model_state_dict(model)
     for name, value in state.items():
         if isinstance(value, DTensor):
@@ -400,12 +419,13 @@ def placements(_group, door):
     model.load_state_dict({name: value + 1 for name, value in state.items()})
     weight = model.get_parameter("conv.weight").detach().full_tensor()
     assert torch.equal(weight, plain["conv.weight"] + 1)
-    return state["conv.weight"].placements
+    assert state["conv.weight"].placements == (Replicate(), Shard(0))
 
 
-def on_the_meta_device(group):
+@on_processes(2)
+def test_the_meta_device(group):
     with torch.device("meta"):
-        model = _shard(Odd(), group, "function")
+        model = shard(Odd(), group, "function")
     state = model.state_dict()
     assert all(value.is_meta for value in state.values())
     assert isinstance(state["conv.weight"], DTensor)
@@ -440,11 +460,19 @@ def load_files(group, folder, door):
     return tuple(_whole(each) for each in get_state_dict(model, optimizer))
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_files_are_read_by_another_number_of_ranks(gloo_world, tmp_path, door):
+    saved = gloo_world.run(4, save_files, tmp_path)[0]
+    for size in (2, 3):
+        for loaded in gloo_world.run(size, load_files, tmp_path, door):
+            _compare(loaded, saved)
+
+
 # ---- at odd times, of odd optimizers ------------------------------------------------------------
 
 
-def chosen_otherwise(group):
-    """What `get_model_state_dict` gives is rows, whatever the user has chosen for himself."""
+@on_processes(2)
+def test_pytorchs_functions_get_rows_whatever_is_chosen(group):
     model, _ = train_ours(group, "wrapper")
     weights = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
     api = ours.FullyShardedDataParallel
@@ -454,17 +482,18 @@ def chosen_otherwise(group):
     ):
         api.set_state_dict_type(model, kind, config)
         state = get_model_state_dict(model)
-        _compare({name: _whole(state[name]) for name in weights}, weights, str(kind))
+        _compare({name: _whole(state[name]) for name in weights}, weights)
         set_model_state_dict(model, {name: value + 1 for name, value in state.items()})
         for name, param in model.named_parameters():
             assert torch.equal(param.full_tensor(), weights[name] + 1), (kind, name)
         set_model_state_dict(model, state)
 
 
-def after_unshard(group):
-    """Full parameters shown by hand are neither handed out nor loaded into."""
+@on_processes(2)
+def test_what_is_shown_by_hand_is_no_entry(group):
+    """Nor is it loaded into."""
     plain = Odd().state_dict()
-    model = _shard(Odd(), group, "function")
+    model = shard(Odd(), group, "function")
     model.unshard()
     state = model.state_dict()
     assert isinstance(state["conv.weight"], DTensor)
@@ -487,7 +516,9 @@ class Scaled(nn.Module):
         return (self.linear(x) * self.scale).square().sum()
 
 
-def numbers_of_optimizers(group, kind):
+@pytest.mark.parametrize("kind", ["Adam", "NAdam", "ASGD"])
+@on_processes(2)
+def test_numbers_of_an_optimizer_are_not_cut(group, kind):
     """An ordinary optimizer's state, loaded into one over sharded parameters, goes on alike."""
 
     def train(model, optimizer, steps):
@@ -504,7 +535,7 @@ def numbers_of_optimizers(group, kind):
     plain = Scaled()
     alone = make(plain.parameters(), lr=0.01)
     train(plain, alone, 2)
-    model = _shard(Scaled(), group, "function")
+    model = shard(Scaled(), group, "function")
     model.load_state_dict(plain.state_dict())
     optimizer = make(model.parameters(), lr=0.01)
     train(model, optimizer, 1)  # it is looked at when it steps
@@ -515,8 +546,9 @@ def numbers_of_optimizers(group, kind):
     assert type(optimizer.state[model.get_parameter("scale")]["step"]) is torch.Tensor
 
 
-def loaded_spans_stay(group):
-    """What is loaded in the local form does not follow the optimizer's steps."""
+@on_processes(2)
+def test_loaded_spans_do_not_follow_steps(group):
+    """Those of the local form."""
     api = ours.FullyShardedDataParallel
     model, optimizer = train_ours(group, "wrapper")
     with api.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy
 import pytest
-from support.checkpoint_cases import FaultyFiles, whole_box
+from support.checkpoint_cases import ArraySource, FaultyFiles, whole_box
 from support.sampling import FULL
 
 from fullshard.checkpoint import Checkpoint, Files, Keep, RunFolder, SoloRanks, steps_in
 from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.format.values import to_json
 from fullshard.checkpoint.session import Content, Loaded, SaveSession
-from fullshard.checkpoint.shards import ArraySource, Piece
+from fullshard.checkpoint.shards import Piece
 from fullshard.core.errors import CheckpointError
 
 HISTORIES = 2000 if FULL else 60

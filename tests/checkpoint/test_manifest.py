@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoint_cases import (
+    ArraySource,
     arrays,
     assert_holds,
     load_span,
@@ -49,7 +50,7 @@ from fullshard.checkpoint.format.tiling import (
 )
 from fullshard.checkpoint.planning import Plans
 from fullshard.checkpoint.saving import save
-from fullshard.checkpoint.shards import ArraySource, Piece
+from fullshard.checkpoint.shards import Piece
 from fullshard.core.boxes import Box, boxes_of_interval, intersection
 from fullshard.core.errors import CheckpointError
 

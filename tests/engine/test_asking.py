@@ -66,8 +66,9 @@ ASKING_UNITS = {
         "reset_iter_state": lambda module: refused_or_not(module.reset_iter_state),
     },
 }
-# They are called in order to change something: schedules, modules, or what optimizers do.
+# They are called in order to do or change something: steps, schedules, modules, optimizers.
 ACTING = {
+    "capture_step",
     "fully_shard",
     "keep_for_double_backward",
     "overlap_optimizer",

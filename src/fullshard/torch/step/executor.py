@@ -19,6 +19,7 @@ __all__ = ["Executor", "policy_of"]
 _STEP_END = Moment.STEP_END  # a member of an Enum is slow to look up
 _REDUCE, _AWAIT_REDUCE = OpKind.REDUCE, OpKind.AWAIT_REDUCE
 _ENDS_OF_REDUCES = (OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
+_NAMES = {kind: kind.value for kind in OpKind}  # to ask a member of an Enum is slow, too
 _NAMED = frozenset(OpKind) - {OpKind.SHRINK, OpKind.FREE}  # ranges in a profile
 
 _MOST_EVENTS = 64
@@ -211,7 +212,7 @@ class Executor:
                     continue
                 act = self._await_reduce
             if kind in named:
-                with self._marks.around(kind.value, unit):
+                with self._marks.around(_NAMES[kind], unit):
                     self._show(kind, unit, act, asked_by)
             elif kind in recorded:
                 self._show(kind, unit, act, asked_by)
@@ -233,7 +234,7 @@ class Executor:
         if act(unit):  # else there was nothing to do
             end = mark()
             for recorder in recorders:
-                recorder.note(kind._value_, unit, begin, end, asked_by)
+                recorder.note(_NAMES[kind], unit, begin, end, asked_by)
 
     def _take_completed_reduces(self) -> None:
         # A reduce that has completed gives its memory back now, not when the schedule asks for it.

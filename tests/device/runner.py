@@ -95,9 +95,15 @@ def report(name, wanted, rank, kind):
 
 
 def in_order(collectives):
-    """Collectives with their groups numbered as they come: names differ between ranks."""
+    """Collectives with their groups numbered as they come: names differ between ranks.
+
+    Without the sizes of an all-to-all, in which each rank sends what others have of its own.
+    """
     numbers = {}
-    return [(numbers.setdefault(group, len(numbers)), *rest) for group, *rest in collectives]
+    return [
+        (numbers.setdefault(group, len(numbers)), kind, what, *(rest[kind == "all_to_all" :]))
+        for group, kind, what, *rest in collectives
+    ]
 
 
 def by_priority(machine):

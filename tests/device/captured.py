@@ -11,7 +11,7 @@ import gc
 import itertools
 import os
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 from weakref import WeakKeyDictionary
 
@@ -28,6 +28,7 @@ from fullshard import torch as ours
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.report import recording
 from fullshard.torch.comm import ranks
+from fullshard.torch.step.managed import managed_units
 
 BLOCKS, TOKENS = 3, 16
 
@@ -235,3 +236,30 @@ def _(job):
     step()
     model.zero_grad()
     job.at_rest(model)
+
+
+@program("a replay after a step that was put off", syncs=("agreement.py",))
+def _(job):
+    model = _stack(job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ours.overlap_optimizer(model, optimizer, beside="forward")
+
+    def step():
+        model(torch.zeros(2, 64, device="cuda")).sum().backward()
+
+    def late():
+        return [managed.number for managed in managed_units(model) if managed.unit.put_off]
+
+    names = {"CUDAGraph": _Graph, "graph": lambda _: nullcontext()}
+    with mock.patch.multiple(torch.cuda, **names):
+        graphed = ours.capture_step(model, step)
+    for _ in range(2):  # the first step is made at once
+        graphed.replay()
+        optimizer.step()
+    assert late()
+    graphed.replay()
+    if late():
+        job.machine.find(f"a graph reads the parameters of units {late()}, whose step is put off")
+    optimizer.zero_grad()
+    del graphed
+    job.at_rest(model, optimizer)

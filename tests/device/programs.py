@@ -616,7 +616,7 @@ _ALL = (0, 1, 2, 3, 4)
 ORDERS = [_ALL, (0, 2, 3), _ALL, (4, 1, 0, 3), (3, 4), _ALL, (0, 1, 2, 3), (0, 1, 2, 4)]
 
 
-def _changing(name, *, shape=(4,), syncs=(), kept_bytes=0, device="cuda", **options):
+def _changing(name, *, shape=(4,), syncs=(), kept_bytes=0, device="cuda", beside="", **options):
     @program(name, shape=shape, steps=len(ORDERS), syncs=syncs, kept_bytes=kept_bytes)
     def body(job):
         with torch.device(device):
@@ -624,6 +624,8 @@ def _changing(name, *, shape=(4,), syncs=(), kept_bytes=0, device="cuda", **opti
             model = Stack([nn.Linear(256, 256) for _ in range(5)])
         shard(model, job.mesh, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if beside:
+            ours.overlap_optimizer(model, optimizer, beside=beside)
 
         def each_step(number):
             model.order = ORDERS[number]
@@ -638,7 +640,15 @@ _changing(
     "changing order, gathers in int8", compression=ours.CommunicationCompression(gather="int8")
 )
 _changing("changing order, blocks of 2", reshard_after_forward=2)
+_changing("changing order, optimizer beside forward", beside="forward")
 _changing("changing order, offloaded", **_offload, offload_policy=ours.CPUOffloadPolicy())
+for _beside in ("forward", "backward"):
+    _changing(
+        f"changing order, optimizer beside {_beside}, offloaded",
+        **_offload,
+        beside=_beside,
+        offload_policy=ours.CPUOffloadPolicy(),
+    )
 _changing(
     "changing order, offloaded in bf16",
     **_offload,

@@ -50,7 +50,7 @@ SAMPLE = (
     *("optimizer in backward", "clipping at the first door", "forwards and backwards crossed"),
     *("an exception in a hybrid backward", "frozen parameters"),
     *("full parameters between steps", "scaled losses", "FSDP2 bf16", "recorded"),
-    "clipped, optimizer beside forward, offloaded",
+    *("clipped, optimizer beside forward, offloaded", "a replay after a step that was put off"),
 )
 AS_TWO = (
     *("bf16 hybrid", "blocks of 2", "offload"),

@@ -353,7 +353,7 @@ def test_process_groups_and_meshes_name_the_ranks(group):
 
 
 def train_where_nobody_has_joined(environment=()):
-    """What is told of it, and the number of ranks that were found."""
+    """Train a step; return what is printed on stderr, and the number of ranks then joined."""
     for name in environment:
         os.environ.pop(name, None)
     told = io.StringIO()

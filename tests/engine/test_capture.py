@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be captured as a CUDA graph is refused by name, before anything runs."""
+"""`capture_step` names what a CUDA graph cannot hold, and refuses it before anything runs."""
 
 import threading
 import weakref

@@ -193,7 +193,7 @@ def test_replicas_of_experts(gloo_world):
 
 
 class _CopyToTensorRanks(torch.autograd.Function):
-    """What goes into a product that is cut over ``group``: its gradient is a sum over the ranks."""
+    """Pass on the input of a product cut over ``group``; sum its gradient over the ranks."""
 
     @staticmethod
     def forward(ctx, rows, group):
@@ -207,7 +207,7 @@ class _CopyToTensorRanks(torch.autograd.Function):
 
 
 class _SumOfTensorRanks(torch.autograd.Function):
-    """What comes out of it is a sum, whose gradient all ranks have."""
+    """Sum what comes out of such a product; all ranks have the gradient of the sum."""
 
     @staticmethod
     def forward(ctx, rows, group):

@@ -14,7 +14,7 @@ from fullshard.torch.comm.process_group import ProcessGroupComm
 
 
 def in_child(function, timeout_s=PEERS_S):
-    """What ``function`` raises in a forked child, as text; None if it does not end in time."""
+    """Run ``function`` in a forked child; return as text its answer or error, None if it hangs."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -59,7 +59,7 @@ def sends_counted(counts):
 
 
 def part_of(rank, dtype):
-    """What ``rank`` brings into a reduce."""
+    """Return the tensor that ``rank`` brings into a reduce."""
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 

@@ -237,7 +237,7 @@ IN_PLACE = {
 @pytest.mark.parametrize("name", IN_PLACE)
 @on_processes(2, joined=True)
 def test_operations_in_place_return_and_change_the_parameter(name):
-    """What they return is what they wrote to, with PyTorch's values; the next forward sees it."""
+    """They return what they wrote to, with PyTorch's values; the next forward sees it."""
     mesh, found = init_device_mesh("cpu", (2,)), []
     for function in (ours, theirs):
         torch.manual_seed(1)

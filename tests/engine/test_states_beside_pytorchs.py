@@ -167,7 +167,7 @@ def _whole(values):
 
 
 def _compare(mine, other):
-    """Of any form, tensors within 1e-9."""
+    """Assert that two states of any form are equal, tensors within 1e-9."""
     mine, other = (tree_flatten_with_path(each)[0] for each in (mine, other))
     mine, other = (sorted((keystr(path), leaf) for path, leaf in each) for each in (mine, other))
     torch.testing.assert_close(

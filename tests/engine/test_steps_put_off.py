@@ -235,7 +235,7 @@ def test_the_first_step_is_made_at_once_and_others_unit_by_unit(comm):
 
 
 def test_a_step_is_made_while_the_gather_before_it_is_under_way(monkeypatch):
-    """Of all but the first unit; so the link has work while the host steps."""
+    """The first unit is stepped before any gather; for the others, the link works meanwhile."""
     told = {}
 
     def body(comm):

@@ -234,7 +234,7 @@ def drawn(model):
 @pytest.mark.parametrize(("plan", "door"), [("embedding", "wrapper"), ("sequence", "function")])
 @on_processes(4)
 def test_values_are_whole_outside_of_steps(group, plan, door, tmp_path):
-    """What loading, summoning, drawing and saving find and leave behind."""
+    """Loading, summoning, drawing and saving find what they should, and leave nothing behind."""
     model, _ = build(plan, door)
     raised = {name: value + 1 for name, value in unsharded().state_dict().items()}
     model.load_state_dict(raised)

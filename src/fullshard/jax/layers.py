@@ -205,7 +205,9 @@ def _call_module(method: Any, module: nnx.Module, remat: Any, *args: Any, **kwar
             raise NotSupportedError("it changes its own state, as of statistics or random numbers")
         return result
 
-    plain = lambda _, *args, **kwargs: method(module, *args, **kwargs)  # noqa: E731
+    def plain(_: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(module, *args, **kwargs)
+
     return _called(pure, type(module).__name__, remat, plain, parts, args, kwargs)
 
 

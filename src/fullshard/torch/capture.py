@@ -61,6 +61,8 @@ class CapturedStep(Generic[T]):
                     "was captured (moved, cast, or given more trained parameters), and the graph "
                     "reads the old ones: capture it again"
                 )
+        for managed in self._units:
+            managed.unit.catch_up()  # the graph asks for no step that was put off
         self._graph.replay()
         for param, grad in self._grads:
             param.grad = grad

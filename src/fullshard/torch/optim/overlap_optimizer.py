@@ -27,6 +27,7 @@ put off when a gather has been started.
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -120,7 +121,7 @@ def overlap_optimizer(
         overlap.watch(managed)
 
 
-class _Overlap:
+class _Overlap(ABC):
     """The steps of one optimizer, which owns this, unit by unit."""
 
     beside: str
@@ -140,13 +141,13 @@ class _Overlap:
             self._watched.add(managed)
             self.listen(managed)
 
+    @abstractmethod
     def listen(self, managed: ManagedUnit) -> None:
         """Hear of what happens to a unit that is watched from now on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prepare(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return what is left of ``group`` for a step of the optimizer that begins now."""
-        raise NotImplementedError
 
     def put_off(self, managed: ManagedUnit, groups: list[dict[str, Any]]) -> PutOff:
         """Step ``groups`` of the unit's parameters when it is used. See [Note: Steps put off]."""

@@ -315,6 +315,41 @@ def go_back_again(model, optimizer):
     backward(model)
 
 
+class Branches(nn.Module):
+    """A unit of which each step runs some branches."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, chosen):
+        return sum(self.branches[number](x) for number in chosen)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}])
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_that_no_rank_uses_are_passed_over(size, options):
+    """As by `step`: momentum and weight decay leave them alone, though zeros were reduced."""
+    by_rank = [[(0, 1, 2), (0,), (0, 2), (1,)], [(0, 1, 2), (0, 1), (0,), (1,)]]
+
+    def body(comm):
+        results = []
+        for overlapped in (False, True):
+            model = fully_shard(seeded(Branches), mesh=comm, **options)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+            if overlapped:
+                overlap_optimizer(model, optimizer)
+            for chosen in by_rank[comm.rank]:
+                model(torch.ones(2, 8), chosen).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append([param.full_tensor() for param in model.parameters()])
+        return results
+
+    for ordinary, beside in LocalWorld(size).run(body):
+        assert all(map(torch.equal, ordinary, beside))
+
+
 @pytest.mark.parametrize(
     ("use", "fused"),
     [

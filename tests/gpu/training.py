@@ -11,8 +11,8 @@ STEPS = 4
 TOLERANCE = 1e-9  # of fp64, after steps of AdamW
 
 
-def build(device, dtype=torch.float64):
-    return seeded(lambda: GPT(width=12, blocks=3)).to(device, dtype)
+def build(device, dtype=torch.float64, kind=GPT, **options):
+    return seeded(lambda: kind(**{"width": 12, "blocks": 3} | options)).to(device, dtype)
 
 
 def shard(model, where, **options):
@@ -49,12 +49,19 @@ def full_parameters(model):
     return {name: p.full_tensor().detach().cpu() for name, p in model.named_parameters()}
 
 
-def plain(size, device, dtype=torch.float64):
-    """The parameters after the same steps without shards, on the batches of all ranks."""
-    model = build(device, dtype)
+def plain(size, device, dtype=torch.float64, model=None, before=lambda model, number, rank: None):
+    """The parameters after the same steps without shards, on the batches of all ranks.
+
+    ``before(model, number, rank)`` is called before the part of each rank in each step.
+    """
+    model = build(device, dtype) if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for inputs, targets in make_batches("gpt", STEPS, 2 * size):
-        loss_of(model(inputs.to(device)), targets.to(device)).backward()
+    for number, (inputs, targets) in enumerate(make_batches("gpt", STEPS, 2 * size)):
+        for rank in range(size):
+            part = slice(2 * rank, 2 * rank + 2)
+            before(model, number, rank)
+            output = model(inputs[part].to(device))
+            (loss_of(output, targets[part].to(device)) / size).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         optimizer.step()
         optimizer.zero_grad()

@@ -44,7 +44,7 @@ class ReduceSettings:
         self.hook: Callable[[Tensor, Tensor], None] | None = None  # (full, shard) -> fills shard
         self.all_reduce_hook: Callable[[Tensor], None] | None = None  # changes a reduced slice
         self.reduce_scatter: Callable[[Tensor, Tensor], Any] | None = None  # (shard, full) -> work
-        self.on_delivered: list[Callable[[], None]] = []  # called when ``.grad`` has the result
+        self.on_delivered: list[Callable[[], None]] = []  # called when ``.grad`` stays as it is
 
 
 class Gradients:
@@ -74,6 +74,7 @@ class Gradients:
         self.trained: list[int] = self.full.trained
         self.absent: set[int] | None = None  # in no reduce since `settle` was called
         self._zeroed: list[int] = []  # of those, the ones whose ``.grad`` was None until then
+        self._to_tell = False  # ``on_delivered`` waits for `settle`, which may take zeros away
         self._reduced: FlatBuffer | None = None
         self._work: Work | None = None
         self._scattered = False  # the first of the two sums is there
@@ -104,6 +105,7 @@ class Gradients:
         if self._work is not None:
             self._work.wait()
         self._work, self._reduced, self._scattered, self._kept = None, None, False, None
+        self._to_tell = False
         self.full.drop()
 
     def settle(self, used: list[float] | None) -> None:
@@ -117,6 +119,13 @@ class Gradients:
                 self._shards.sharded[index].grad = None
         self.absent = None
         self._zeroed.clear()
+        if self._to_tell:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._to_tell = False
+        for tell in self.settings.on_delivered:
+            tell()
 
     # ---- the reduce -----------------------------------------------------------------------------
 
@@ -235,8 +244,10 @@ class Gradients:
             for param, local in zip(params, flat.split_with_sizes(numels), strict=True):
                 if param is not None:
                     _accumulate(param, local, keeps_dtype=keeps_dtype)
-        for tell in self.settings.on_delivered:
-            tell()
+        if self._zeroed:
+            self._to_tell = True
+        else:
+            self._tell()
         return True
 
     def _divisors(self) -> tuple[float, float]:

@@ -83,11 +83,12 @@ class Running:
         return time.perf_counter() - begin
 
 
-def measure(options):
+def measure(options, wire):
     """A row for each way to step."""
     ways = {name: Running(options, beside) for name, beside in WAYS.items()}
     for running in ways.values():
         running.turn_s(WARM_UP_STEPS)
+    wire.fills = False
     alone = ways["after backward"]
     seconds = {name: [] for name in (*WAYS, "updates", "copies")}
     for _ in range(options.rounds):
@@ -127,8 +128,9 @@ def main(arguments=None):
         print("offload_step: torch sees no GPU here; --device cpu tries the logic", file=sys.stderr)
         sys.exit(2)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.world)
-    with Wire().patched():
-        rows = measure(options)
+    wire = Wire()
+    with wire.patched():
+        rows = measure(options, wire)
     dist.destroy_process_group()
     table = Table(*(name.replace("_", " ") for name in rows[0]))
     for row in rows:

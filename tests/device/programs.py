@@ -563,6 +563,45 @@ def _(job):
     torch.cuda.current_stream().wait_stream(stream)
 
 
+class OnTwoStreams(nn.Module):
+    """Runs its first layer on a stream of its own, beside the others."""
+
+    def __init__(self, layers):
+        super().__init__()
+        with torch.device("cuda"):
+            self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(layers))
+        self.stream = torch.cuda.Stream()
+
+    def forward(self, x):
+        first, *others = self.layers
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            beside = first(x)
+        for layer in others:
+            x = layer(x)
+        current.wait_stream(self.stream)
+        return x + beside
+
+
+def _on_two_streams(job, **options):
+    model = OnTwoStreams(4)
+    for layer in model.layers:
+        ours.fully_shard(layer, mesh=job.mesh, check_values=False, **options)
+    ours.fully_shard(model, mesh=job.mesh, check_values=False, **options)
+    job.train(model, loss=lambda model: model(torch.zeros(2, 96, device="cuda")).square().mean())
+
+
+@program("a part on another stream", steps=4)
+def _(job):
+    _on_two_streams(job)
+
+
+@program("a part on another stream, in blocks", steps=4)
+def _(job):
+    _on_two_streams(job, reshard_after_forward=2)
+
+
 def _units(model, names, mesh, **options):
     for name in names:
         ours.fully_shard(model.get_submodule(name), mesh=mesh, check_values=False, **options)

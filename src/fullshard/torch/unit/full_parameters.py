@@ -22,7 +22,7 @@ from fullshard.torch.unit.packing import PackedArrival
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Place, Shards
 from fullshard.torch.unit.sites import notes_on
-from fullshard.torch.unit.streams import CopyStream, EarlyStream
+from fullshard.torch.unit.streams import CopyStream, EarlyStream, Lenders
 
 __all__ = ["CustomGather", "FullParameters", "GradientWatch", "view_of"]
 
@@ -73,7 +73,7 @@ class FullParameters:
         self._gathering: Work | None = None
         self._version = -1  # of the shards, when they were gathered
         self._version_begun = -1  # of the shards, when the root's forward began
-        self._early: EarlyStream | None = None  # that has the memory
+        self._lenders = Lenders(plan.device)
         self.part: FlatBuffer | None = None  # kept from forward to backward, of several slices
         self._packed: PackedArrival | None = None
         self.working: FlatBuffer | None = None  # the shard on the device, if it rests elsewhere
@@ -183,6 +183,7 @@ class FullParameters:
 
     def gather(self, custom: CustomGather | None) -> None:
         """Start to gather, as ``custom`` does it if it is given (collective)."""
+        self._lenders.lend()
         if self._buffer.bytes:
             self._buffer.allocate()
         if self._freed.marked:
@@ -230,7 +231,6 @@ class FullParameters:
             return
         with early.beside_compute():
             self.gather(None)
-        self._early = early
 
     def _all_gather(
         self, pairs: Sequence[tuple[Full, Tensor]], custom: CustomGather | None
@@ -275,8 +275,7 @@ class FullParameters:
                 self._fetch.join()
             if self._packed is not None and self.part is None:
                 self._packed.unpack()
-            if self._early is not None:
-                self._early.follow()  # what the gather held beside the buffer is free again
+            self._lenders.follow()  # what the gather held beside the buffer is free again
             self._gathering = self.part = None
             if self._extensions:
                 self._receive()
@@ -320,6 +319,7 @@ class FullParameters:
         for part, full in zip(self.part.flats, flats, strict=True):
             part.copy_(full[block.rank * part.numel() : (block.rank + 1) * part.numel()])
         self._release()
+        self._lenders.lend()  # for the part
         self._freed.mark()
 
     def drop(self) -> bool:
@@ -336,9 +336,8 @@ class FullParameters:
         return True
 
     def _release(self) -> None:
-        if self._early is not None:
-            self._early.follow()
-            self._early = None
+        self._lenders.follow()
+        self._lenders.forget()
         if self._buffer.bytes:
             self._buffer.release()
         if self._packed is not None:

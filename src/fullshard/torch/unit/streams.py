@@ -6,6 +6,12 @@ stream has been given so far, and ``wait()`` puts the current stream behind the 
 are allocated and released on the compute stream. So nothing outlives its owner, and no buffer needs
 ``record_stream``. The engine's own streams are for copies between host and device.
 
+[Note: Whose memory]
+The allocator gives what was freed to the stream that had taken it, in that stream's order alone.
+That is not always the stream that used it last: gathers may begin early, on a stream of their own,
+and a model may run parts of itself on streams of its own. So units know whose memory they have, and
+put these streams behind the current one before the memory goes back.
+
 [Note: Other accelerators]
 The streams are those of the module that torch has for the kind of device (``torch.cuda``,
 ``torch.xpu``, ``torch.npu`` of its plugin, ...), which have the same names everywhere. A device
@@ -20,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["CopyStream", "DeviceClock", "EarlyStream", "has_streams"]
+__all__ = ["CopyStream", "DeviceClock", "EarlyStream", "Lenders", "has_streams"]
 
 
 Direction = Literal["to the device", "to the host", "gathers"]
@@ -84,9 +90,7 @@ class CopyStream:
 class EarlyStream:
     """The stream from which gathers are issued that must not wait for queued computation.
 
-    Their memory is of this stream, too: the allocator gives it to no other, and `follow` puts the
-    stream behind the computation that has used it before it is given back. What they read was
-    there when `begin` was called last.
+    Their memory is of this stream, too. What they read was there when `begin` was called last.
     """
 
     def __init__(self, device: torch.device):
@@ -106,9 +110,34 @@ class EarlyStream:
         with self._module.stream(self._stream):
             yield
 
+
+class Lenders:
+    """The streams whose memory a unit has. See [Note: Whose memory]."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._module = torch.get_device_module(device) if has_streams(device) else None
+        self._streams: list[Any] = []
+
+    def lend(self) -> None:
+        """Note that memory is taken on the current stream."""
+        if self._module is not None:
+            current = self._module.current_stream(self._device)
+            if current not in self._streams:
+                self._streams.append(current)
+
     def follow(self) -> None:
-        """Put later gathers behind what the compute stream has been given so far."""
-        self._stream.wait_stream(self._module.current_stream(self._device))
+        """Put them behind what the current stream, which lends too, has been given so far."""
+        if self._module is not None:
+            current = self._module.current_stream(self._device)
+            others = [stream for stream in self._streams if stream != current]
+            for stream in others:
+                stream.wait_stream(current)
+            self._streams = [current, *others]
+
+    def forget(self) -> None:
+        """Note that everything has been given back."""
+        self._streams.clear()
 
 
 class DeviceClock:

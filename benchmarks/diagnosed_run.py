@@ -28,6 +28,7 @@ from fullshard.report.findings import CAUSES
 from fullshard.report.summary import report_of
 from fullshard.testing import LocalWorld
 from fullshard.torch import fully_shard, set_prefetch
+from fullshard.torch.comm.protocol import WrappedComm
 
 LIMIT = "fullshard.torch.inspection.run_record._limit_bytes"
 HEALTHY = "healthy"
@@ -129,28 +130,25 @@ class Link:
                 self.done_s[key] = self._free_s = begin + self._latency_s + size / self._rate
 
 
-class OverLink:
+class OverLink(WrappedComm):
     """A rank's communicator over a `Link`."""
 
-    def __init__(self, comm, link, name="0"):
-        self._comm, self._link, self._name = comm, link, name
-        self.rank, self.size = comm.rank, comm.size
+    def __init__(self, inner, link, name="0"):
+        super().__init__(inner)
+        self._link, self._name = link, name
         self._calls = self._made = 0
-
-    def __getattr__(self, name):
-        return getattr(self._comm, name)
 
     def duplicate(self):
         self._made += 1
-        return OverLink(self._comm.duplicate(), self._link, f"{self._name}.{self._made}")
+        return OverLink(self.inner.duplicate(), self._link, f"{self._name}.{self._made}")
 
     def all_gather(self, pairs, label=""):
         size = sum(shard.nbytes for _, shard in pairs) * self.size
-        return self._over(size, self._comm.all_gather, pairs, label)
+        return self._over(size, self.inner.all_gather, pairs, label)
 
     def reduce_scatter(self, pairs, label=""):
         size = sum(shard.nbytes for shard, _ in pairs) * self.size
-        return self._over(size, self._comm.reduce_scatter, pairs, label)
+        return self._over(size, self.inner.reduce_scatter, pairs, label)
 
     def _over(self, size, issue, pairs, label):
         self._calls += 1

@@ -74,11 +74,14 @@ def build(options, dtype=torch.float32):
 
 
 def make_inputs(tokens, options):
-    """A batch of sequences, the rotary tables, and the gradient that backward begins with."""
+    """A batch of sequences, the rotary tables, and the gradient that backward begins with.
+
+    It is small: what a benchmark takes for weights may be gradients of an earlier step.
+    """
     generator = torch.Generator(options.device).manual_seed(1)
     length = min(tokens, SEQUENCE)
     draw = partial(torch.randn, generator=generator, device=options.device, dtype=COMPUTE)
     x, grad = (draw(tokens // length, length, options.width) for _ in range(2))
     frequency = 500_000.0 ** -torch.arange(0, 1, 2 * options.heads / options.width)
     angles = torch.outer(torch.arange(length), frequency).to(options.device)
-    return (x, angles.cos().to(COMPUTE), angles.sin().to(COMPUTE)), grad / tokens
+    return (x, angles.cos().to(COMPUTE), angles.sin().to(COMPUTE)), 1e-6 * grad / tokens

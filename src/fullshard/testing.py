@@ -20,7 +20,7 @@ or ends, the ranks that wait for it fail too.
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -184,8 +184,10 @@ class LocalWorld:
             for event in exchange.ready:
                 event.wait()
             if exchange.results is None:
+                _keep(each for inputs in exchange.inputs.values() for each in inputs)
                 exchange.results = combine([exchange.inputs[r] for r in range(comm.size)])
                 exchange.ready = _marks(exchange.results[0])
+            _keep(exchange.results[comm.rank])
             return exchange.results[comm.rank]
 
 
@@ -237,7 +239,7 @@ class LocalComm:
         self._check_sizes("all_gather", [(shard, full) for full, shard in pairs])
         # A shard may lie inside the output, which holds NaN until the gather is waited for.
         shards = [
-            _unseen_copy(shard)
+            self._copied(shard)
             if shard.untyped_storage().data_ptr() == flat_of(full).untyped_storage().data_ptr()
             else shard
             for full, shard in pairs
@@ -289,7 +291,7 @@ class LocalComm:
                 reduced = [extreme(torch.stack(column), 0) for column in columns]
             return [reduced] * self.size
 
-        inputs = [_unseen_copy(tensor) for tensor in tensors]
+        inputs = [self._copied(tensor) for tensor in tensors]
         return self._issue(f"all_reduce {op}", label, inputs, list(tensors), combine)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
@@ -298,7 +300,7 @@ class LocalComm:
         def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
             return [inputs[source]] * self.size
 
-        inputs = [_unseen_copy(tensor) for tensor in tensors]
+        inputs = [self._copied(tensor) for tensor in tensors]
         return self._issue(f"broadcast from {source}", "", inputs, list(tensors), combine)
 
     def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
@@ -314,6 +316,10 @@ class LocalComm:
     def reduce_scratch_bytes(self, full: Tensor) -> int:
         """Return 0: threads read each other's memory."""
         return 0
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """Return what is left of an input when outputs are written that lie in its memory."""
+        return _unseen_copy(tensor)
 
     @staticmethod
     def _sum(column: Sequence[Tensor]) -> Tensor:
@@ -394,6 +400,16 @@ def _marks(tensors: Sequence[Tensor]) -> list[torch.cuda.Event]:
     if not any(tensor.is_cuda for tensor in tensors):
         return []
     return [torch.cuda.current_stream().record_event()]
+
+
+def _keep(tensors: Iterable[Tensor]) -> None:
+    """Let nobody have the memory of ``tensors`` before the current CUDA stream is done with it.
+
+    They come from the streams of other ranks, and may be freed as soon as those have read them.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _unseen_empty(shape: Sequence[int], like: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ LINKS = Links(
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(measuring, "_SHAPES", {"cpu": ((64, 64, 64), (8, 64, 64))})
-    monkeypatch.setattr(measuring, "_BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(measuring, "_BUFFER_BYTES", {"cpu": 1 << 16})
     monkeypatch.setattr(measuring, "_LINK_BYTES", (1 << 10, 1 << 14))
 
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.testing import LocalWorld
 from fullshard.torch import FullyShardedDataParallel, fully_shard, set_prefetch, tracing
+from fullshard.torch.comm.protocol import WrappedComm
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.unit.unit import UnitState
 
@@ -58,24 +59,28 @@ def test_ops_of_a_step_are_pinned(comm, depth):
     assert ops_of(trace) == PINNED[depth]
 
 
-class CountingComm:
+class CountingComm(WrappedComm):
     """A comm that counts the collectives issued through it and its duplicates."""
 
-    def __init__(self, comm, counts):
-        self.__dict__.update(comm=comm, counts=counts, rank=comm.rank, size=comm.size)
+    def __init__(self, inner, counts):
+        super().__init__(inner)
+        self.counts = counts
 
     def duplicate(self):
-        return CountingComm(self.comm.duplicate(), self.counts)
+        return CountingComm(super().duplicate(), self.counts)
 
-    def __getattr__(self, name):
-        method = getattr(self.comm, name)
+    def all_gather(self, *args, **kwargs):
+        self.counts["all_gather"] += 1
+        return super().all_gather(*args, **kwargs)
 
-        def counted(*args, **kwargs):
-            if kwargs.get("label") != "what the backward used":  # 2 numbers, and 1 a parameter
-                self.counts[name] += 1
-            return method(*args, **kwargs)
+    def reduce_scatter(self, *args, **kwargs):
+        self.counts["reduce_scatter"] += 1
+        return super().reduce_scatter(*args, **kwargs)
 
-        return counted if name in ("all_gather", "reduce_scatter", "all_reduce") else method
+    def all_reduce(self, *args, **kwargs):
+        if kwargs.get("label") != "what the backward used":  # 2 numbers, and 1 a parameter
+            self.counts["all_reduce"] += 1
+        return super().all_reduce(*args, **kwargs)
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,9 @@ class StreamComm(LocalComm):
         own = super().subgroup(ranks)
         return StreamComm(self.world, own.members, own.rank, own._number)
 
+    def _copied(self, tensor):
+        return tensor  # an exchange copies, on its own stream and when it is carried out
+
     def _issue(self, name, label, inputs, outputs, combine, alike=()):
         inputs = [tensor.detach() for tensor in inputs]
         outputs = [tensor.detach() for tensor in outputs]

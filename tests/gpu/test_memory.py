@@ -68,8 +68,10 @@ def test_one_rank_gathers_and_frees(device):
     unit = managed_unit_of(model.blocks[0]).unit
     assert not unit.resident
     assert trace.count("gather") == 2 * LAYERS - 1  # the last stays for its backward
-    # Two units and the gradients of one.
-    assert trace.peak_bytes == 2 * unit.layout.full_bytes + unit.layout.grad_full_bytes
+    # Two units and the gradients of one, and on a GPU, which is not asked whether a reduce is
+    # over, the first gradient of the next: that of a bias in bf16.
+    held = 2 * unit.layout.full_bytes + unit.layout.grad_full_bytes
+    assert trace.peak_bytes == held + (0 if device.type == "cpu" else 2 * WIDTH)
     assert trace.records[-1].live_bytes == 0
 
 
@@ -79,10 +81,11 @@ def test_at_rest_and_when_deleted(gpu, warm):
     for _ in range(2):
         step(model, gpu, optimizer)
     rest = resting_bytes(model, optimizer)
-    held = requested(gpu) - warm
+    stubs = 4 * len(list(model.parameters()))  # of what users had before: a number each
+    held = requested(gpu) - warm - stubs
     assert held == rest.parameters_bytes + rest.gradients_bytes + rest.optimizer_bytes
     optimizer.zero_grad()
-    assert requested(gpu) - warm == rest.parameters_bytes + rest.optimizer_bytes
+    assert requested(gpu) - warm - stubs == rest.parameters_bytes + rest.optimizer_bytes
     del model, optimizer
     gc.collect()
     assert requested(gpu) == warm
@@ -164,6 +167,7 @@ def test_allocations_of_a_units_size(gpu, warm):
         with torch.no_grad():
             model(torch.ones(1, WIDTH, dtype=torch.bfloat16, device=gpu))
 
+    evaluate()  # its order is another than that of a step
     assert allocations(evaluate, gpu, size) == (2, 0)
     assert allocations(lambda: step(model, gpu), gpu, size) == (3, 0)
 
@@ -173,7 +177,7 @@ def test_offload_leaves_no_shards_on_the_device(gpu, warm):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(2):
         step(model, gpu, optimizer)
-    assert requested(gpu) == warm
+    assert requested(gpu) == warm + 4 * len(list(model.parameters()))  # stubs
 
 
 def test_offload_holds_the_gradients_of_a_few_units_only(gpu, warm):

@@ -24,6 +24,7 @@ from fullshard.prove.claims import Claim, Section
 from fullshard.prove.processes import ask_python
 from fullshard.torch import fully_shard, set_prefetch
 from fullshard.torch.comm.process_group import ProcessGroupComm
+from fullshard.torch.comm.protocol import Comm, Work, WrappedComm
 from fullshard.train.torch.models import Block, Rotary
 
 __all__ = [
@@ -78,21 +79,43 @@ class CountedBytes:
     unit_bytes: int
 
 
-class Paced:
+class Paced(WrappedComm):
     """A communicator all of whose works are complete when issued, or only when waited for."""
 
-    def __init__(self, comm: Any, at_once: bool):
-        self._comm, self._at_once = comm, at_once
-        self.rank: int = comm.rank
-        self.size: int = comm.size
+    def __init__(self, inner: Comm, at_once: bool):
+        super().__init__(inner)
+        self._at_once = at_once
 
-    def __getattr__(self, name: str) -> Any:
-        call = getattr(self._comm, name)
-        if name in ("duplicate", "block"):
-            return lambda *args: Paced(call(*args), self._at_once)
-        if name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"):
-            return lambda *args, **kwargs: _PacedWork(call(*args, **kwargs), self._at_once)
-        return call
+    def duplicate(self) -> Comm:
+        """Return one over the same ranks that is paced, too."""
+        return Paced(super().duplicate(), self._at_once)
+
+    def block(self, size: int) -> Comm:
+        """Return one over a block of ranks that is paced, too."""
+        return Paced(super().block(size), self._at_once)
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Work:
+        """See `Comm.all_gather`."""
+        return self._paced(super().all_gather(*args, **kwargs))
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Work:
+        """See `Comm.reduce_scatter`."""
+        return self._paced(super().reduce_scatter(*args, **kwargs))
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Work:
+        """See `Comm.all_reduce`."""
+        return self._paced(super().all_reduce(*args, **kwargs))
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Work:
+        """See `Comm.broadcast`."""
+        return self._paced(super().broadcast(*args, **kwargs))
+
+    def all_to_all(self, *args: Any, **kwargs: Any) -> Work:
+        """See `Comm.all_to_all`."""
+        return self._paced(super().all_to_all(*args, **kwargs))
+
+    def _paced(self, work: Work) -> Work:
+        return _PacedWork(work, self._at_once)
 
 
 class _PacedWork:

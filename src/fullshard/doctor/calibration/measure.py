@@ -12,14 +12,15 @@ from torch.nn import functional as F
 from fullshard.doctor.links.measure import Links, RankClock, measure_links
 from fullshard.host_memory import host_total_bytes
 from fullshard.plan.cluster.cluster import Device, Link
-from fullshard.plan.cluster.devices import fitted_constants
+from fullshard.plan.cluster.devices import device_of_driver, fitted_constants
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.unit.buffers import FlatBuffer
 
 __all__ = ["calibrate", "link_of"]
 
 _LINK_BYTES = (1 << 20, 1 << 24)
-_BUFFER_BYTES = 1 << 26
+_BUFFER_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # more than a GPU's cache holds
+_PRODUCTS = {"cpu": 1, "cuda": 10}  # in a timed piece: a GPU takes a while to begin the first
 _MEASURED_SHARES = [
     f"{part}_share" for part in ("matmul", "attention", "memory", "inside", "between")
 ]
@@ -42,28 +43,26 @@ def calibrate(device: torch.device, comm: Comm | None = None, backend: str = "")
     rates = [flops, _attention(clock, getattr(torch, dtype)), _bandwidth(clock)]
     rates = clock.slowest([*rates, 1 / _kernel_s(clock), _fresh(clock) if cpu else 0.0])
     flops, attention, bandwidth, kernels, fresh = rates
-    link, contention = Link(1e9, 1e-4), 0.0
+    link, contention = None, 0.0
     if comm is not None:
         link = link_of(measure_links(comm, device, backend, _LINK_BYTES))
         contention = -clock.slowest([-_contention(clock, comm)])[0]
-    return Device(
-        key="this-machine",
+    base = _bare_device() if cpu else _listed_device(device, clock)
+    share = base.peak(dtype) / flops if dtype in base.flops else 1.0  # to shares of what is reached
+    attention *= 1 + base.attention_ramp / _attention_shape(device)[1]
+    return replace(
+        base,
         title="this host's CPU" if cpu else torch.cuda.get_device_name(device),
-        flops={dtype: flops},
+        flops={name: rate / share for name, rate in base.flops.items()} | {dtype: flops},
         sustained=1.0,
-        attention={"flash2": attention / flops},
-        memory_bytes=host_total_bytes() if cpu else torch.cuda.mem_get_info(device)[1],
+        attention={name: share * part for name, part in base.attention.items()}
+        | {base.sdpa: attention / flops},
         bandwidth=bandwidth,
-        power_w=100,
-        host_link=bandwidth,
+        host_link=bandwidth if cpu else base.host_link,
         per_host=1 if comm is None else comm.size,
-        inside=link,
-        between=link,
-        context_bytes=0,
-        assumed=() if comm is not None else ("inside", "between"),
-        origin="measured by fullshard calibrate",
-        cpu=cpu,
-        fresh=fresh or None,
+        inside=link or base.inside,
+        between=link or base.between,
+        assumed=() if link else ("inside", "between"),
         constants=replace(
             fitted_constants(),
             **dict.fromkeys(_MEASURED_SHARES, 1.0),
@@ -73,6 +72,46 @@ def calibrate(device: torch.device, comm: Comm | None = None, backend: str = "")
             step_s=20 / kernels,
             straggle_s=0.0,
         ),
+        fresh=fresh or None,
+    )
+
+
+def _bare_device() -> Device:
+    """Return a CPU of which nothing is known but its memory."""
+    link = Link(1e9, 1e-4)
+    return Device(
+        key="this-machine",
+        title="",
+        flops={},
+        sustained=1.0,
+        attention={},
+        memory_bytes=host_total_bytes(),
+        bandwidth=1.0,
+        power_w=100,
+        host_link=1.0,
+        per_host=1,
+        inside=link,
+        between=link,
+        context_bytes=0,
+        assumed=(),
+        origin="measured by fullshard calibrate",
+        cpu=True,
+    )
+
+
+def _listed_device(device: torch.device, clock: "_StepClock") -> Device:
+    """Return what the planner's list says of such GPUs, with this one's memory and host link."""
+    bare = replace(_bare_device(), cpu=False)
+    known = device_of_driver(torch.cuda.get_device_name(device)) or bare
+    free, total = torch.cuda.mem_get_info(device)
+    return replace(
+        known,
+        key=bare.key,
+        driver="",
+        origin=bare.origin,
+        memory_bytes=total,
+        host_link=clock.slowest([_host_link(clock)])[0],
+        context_bytes=total - free - torch.cuda.memory_reserved(device),
     )
 
 
@@ -103,7 +142,12 @@ def _matmuls(clock: _StepClock, dtype: torch.dtype) -> tuple[float, float]:
         a = torch.randn(m, k, device=clock.device, dtype=dtype)
         b = torch.randn(k, n, device=clock.device, dtype=dtype)
         out = a @ b
-        seconds = clock.median_s(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))  # type: ignore[misc]
+
+        def products(a: Tensor = a, b: Tensor = b, out: Tensor = out) -> None:
+            for _ in range(_PRODUCTS[clock.device.type]):
+                torch.mm(a, b, out=out)
+
+        seconds = clock.median_s(products) / _PRODUCTS[clock.device.type]
         points.append(((1 / m + 1 / n + 1 / k) / 3, seconds / (2.0 * m * n * k)))
     mean_x = statistics.fmean(x for x, _ in points)
     mean_y = statistics.fmean(y for _, y in points)
@@ -115,29 +159,47 @@ def _matmuls(clock: _StepClock, dtype: torch.dtype) -> tuple[float, float]:
     return 1 / each, slope / each
 
 
+def _attention_shape(device: torch.device) -> tuple[int, int, int]:
+    """Return heads, tokens and width of a head."""
+    return (4, 256, 64) if device.type == "cpu" else (32, 4096, 128)
+
+
 def _attention(clock: _StepClock, dtype: torch.dtype) -> float:
-    heads, length, width = (4, 256, 64) if clock.device.type == "cpu" else (32, 4096, 128)
-    query = torch.randn(1, heads, length, width, device=clock.device, dtype=dtype)
-    query.requires_grad_()
+    heads, length, width = _attention_shape(clock.device)
+    query, key, value = (
+        torch.randn(1, heads, length, width, device=clock.device, dtype=dtype, requires_grad=True)
+        for _ in range(3)
+    )
+    grad = torch.randn_like(query)
 
     def both() -> None:
-        mixed: Tensor = F.scaled_dot_product_attention(query, query, query, is_causal=True)
-        mixed.sum().backward()  # type: ignore[no-untyped-call]
+        for _ in range(_PRODUCTS[clock.device.type]):
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            torch.autograd.grad(mixed, (query, key, value), grad)
 
-    flops = 3.5 * 2.0 * heads * length * length * width
+    flops = 3.5 * 2.0 * heads * length * length * width * _PRODUCTS[clock.device.type]
     return flops / clock.median_s(both, 5)
 
 
 def _bandwidth(clock: _StepClock) -> float:
     """Return bytes read and written by an element-wise operation, a second."""
-    a = torch.ones(_BUFFER_BYTES // 4, device=clock.device)
+    size = _BUFFER_BYTES[clock.device.type]
+    a = torch.ones(size // 4, device=clock.device)
     b = torch.empty_like(a)
-    return 2 * _BUFFER_BYTES / clock.median_s(lambda: torch.mul(a, 2.0, out=b), 5)
+    return 2 * size / clock.median_s(lambda: torch.mul(a, 2.0, out=b), 5)
+
+
+def _host_link(clock: _StepClock) -> float:
+    """Return bytes a second from page-locked memory of the host to the device."""
+    a = torch.ones(_BUFFER_BYTES["cpu"] // 4, pin_memory=True)
+    b = torch.empty_like(a, device=clock.device)
+    return a.nbytes / clock.median_s(lambda: b.copy_(a, non_blocking=True), 5)
 
 
 def _fresh(clock: _StepClock) -> float:
     """Measure the bytes a second that the system hands out, beyond the time of writing."""
-    buffer = FlatBuffer([(_BUFFER_BYTES // 4, torch.float32)], clock.device)
+    size = _BUFFER_BYTES[clock.device.type]
+    buffer = FlatBuffer([(size // 4, torch.float32)], clock.device)
     kept_s = clock.median_s(lambda: buffer.flats[0].fill_(1.0), 5)
 
     def anew() -> None:
@@ -145,7 +207,7 @@ def _fresh(clock: _StepClock) -> float:
         buffer.allocate()
         buffer.flats[0].fill_(1.0)
 
-    return _BUFFER_BYTES / max(clock.median_s(anew, 5) - kept_s, 0.05 * kept_s)
+    return size / max(clock.median_s(anew, 5) - kept_s, 0.05 * kept_s)
 
 
 def _kernel_s(clock: _StepClock) -> float:

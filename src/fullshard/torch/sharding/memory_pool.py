@@ -71,10 +71,16 @@ def _register(units: Sequence[Unit], device: torch.device) -> None:
         raise NotSupportedError(
             "register_with_nccl=True, but one rank alone communicates with nobody; leave it out"
         )
+    try:
+        allocator = backends[0].mem_allocator
+    except RuntimeError as error:  # of a driver or machine that cannot share memory so
+        raise NotSupportedError(
+            f"register_with_nccl=True, but NCCL has no memory to give here: {error}; leave it out"
+        ) from error
     for comm in comms:
         # NCCL makes its communicators at their first collective, and registers with one it has.
         comm.all_reduce([torch.zeros(1, device=device)]).wait()
-    source = _source(device, backends[0].mem_allocator)
+    source = _source(device, allocator)
     for backend in backends:
         backend.register_mem_pool(source.pool)
     for unit in units:

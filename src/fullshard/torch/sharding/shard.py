@@ -74,7 +74,9 @@ def shardable_parameters(
     """Find what is to be sharded of ``modules``; nothing is changed yet."""
     params, tied = find_parameters(modules, ignored)
     check_modules(modules, params)
-    device = device_of(params) or torch.device("cpu")
+    # A root whose parameters are all in units below computes where these do.
+    below = (managed.unit.device for module in modules for managed in managed_units(module))
+    device = device_of(params) or next(below, torch.device("cpu"))
     return ToShard(params, tied, compute_device(where, device, device_id))
 
 

@@ -322,10 +322,13 @@ MUTANTS = {
         *_CHANGING,
     ),
     "memory of early gathers is not known as theirs": _edit(
-        _LENDERS + "lend", "self._streams.append(current)", "pass", *_CHANGING,
+        _UNIT + "gather", "self._lenders.lend()", "pass", *_CHANGING,
     ),
     "who uses memory is taken for who lends it": _edit(
-        _LENDERS + "lend", "self._streams.append(current)", "pass", "a part on another stream",
+        _UNIT + "gather", "self._lenders.lend()", "pass", "a part on another stream",
+    ),
+    "nobody waits for casts that no communicator follows": _edit(
+        _UNIT + "wait", "self._lenders.join()", "pass", "changing order, NO_SHARD in bf16",
     ),
     "what was kept of a unit is not known as lent": _edit(
         _UNIT + "shrink", "self._lenders.lend()", "pass", "a part on another stream, in blocks",

@@ -696,6 +696,22 @@ _changing(
 )
 
 
+@program("changing order, NO_SHARD in bf16", steps=len(ORDERS))
+def _(job):
+    """One slice is cast by nobody but this rank, and no communicator follows the casts."""
+    with torch.device("cuda"):
+        stack = Stack([nn.Linear(256, 256) for _ in range(5)])
+    precision = ours.MixedPrecision(torch.bfloat16, torch.bfloat16)
+    strategy = ours.ShardingStrategy.NO_SHARD
+    model = wrapped(stack, job.mesh, sharding_strategy=strategy, mixed_precision=precision)
+
+    def each_step(number):
+        stack.order = ORDERS[number]
+        model(torch.zeros(2, 256, device="cuda")).sum().backward()
+
+    job.train(model, torch.optim.SGD(model.parameters(), lr=0.1), each_step=each_step)
+
+
 class Following(Stack):
     """Each layer's weights follow the first one's, before any but the first runs."""
 

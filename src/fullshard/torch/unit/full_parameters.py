@@ -271,14 +271,15 @@ class FullParameters:
         """Wait until what was gathered is there."""
         if self._gathering is not None:
             self._gathering.wait()
+            self._lenders.join()  # casts that no communicator follows
             if self._copies:
                 self._fetch.join()
             if self._packed is not None and self.part is None:
                 self._packed.unpack()
-            self._lenders.follow()  # what the gather held beside the buffer is free again
             self._gathering = self.part = None
             if self._extensions:
                 self._receive()
+            self._lenders.follow()  # what the gather held beside the buffer is free again
 
     def _receive(self) -> None:
         for index, place in enumerate(self._shards.places):

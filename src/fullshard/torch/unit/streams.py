@@ -9,8 +9,9 @@ are allocated and released on the compute stream. So nothing outlives its owner,
 [Note: Whose memory]
 The allocator gives what was freed to the stream that had taken it, in that stream's order alone.
 That is not always the stream that used it last: gathers may begin early, on a stream of their own,
-and a model may run parts of itself on streams of its own. So units know whose memory they have, and
-put these streams behind the current one before the memory goes back.
+and a model may run parts of itself on streams of its own, where backward follows. So a unit knows
+the streams that its memory came from, and puts them behind the current one before the memory goes
+back; and it puts the current one behind those on which its gradients were made.
 
 [Note: Other accelerators]
 The streams are those of the module that torch has for the kind of device (``torch.cuda``,
@@ -34,6 +35,7 @@ Direction = Literal["to the device", "to the host", "gathers"]
 # One stream for each way: a device has one copy engine for it, and what the allocator caches for a
 # stream no other stream gets. One for gathers that begin early.
 _streams: dict[tuple[torch.device, Direction], Any] = {}
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # builds for CUDA have it
 
 
 def has_streams(device: torch.device) -> bool:
@@ -117,23 +119,35 @@ class Lenders:
     def __init__(self, device: torch.device):
         self._device = device
         self._module = torch.get_device_module(device) if has_streams(device) else None
-        self._streams: list[Any] = []
+        self._streams: dict[Any, Any] = {}  # by what tells them apart
+
+    def _key(self) -> Any:
+        if self._device.type == "cuda" and _raw_stream is not None:
+            return _raw_stream(self._device.index or 0)  # twenty times faster than a Stream
+        return self._module.current_stream(self._device)  # type: ignore[union-attr]
 
     def lend(self) -> None:
         """Note that memory is taken on the current stream."""
-        if self._module is not None:
-            current = self._module.current_stream(self._device)
-            if current not in self._streams:
-                self._streams.append(current)
+        if self._module is not None and (key := self._key()) not in self._streams:
+            self._streams[key] = self._module.current_stream(self._device)
 
     def follow(self) -> None:
-        """Put them behind what the current stream, which lends too, has been given so far."""
-        if self._module is not None:
-            current = self._module.current_stream(self._device)
-            others = [stream for stream in self._streams if stream != current]
-            for stream in others:
-                stream.wait_stream(current)
-            self._streams = [current, *others]
+        """Put all behind what the current stream, which lends too, has been given so far."""
+        self.lend()
+        if len(self._streams) > 1:
+            current = self._streams[key := self._key()]
+            for other, stream in self._streams.items():
+                if other != key:
+                    stream.wait_stream(current)
+
+    def join(self) -> None:
+        """Put the current stream, which lends too, behind what all have been given so far."""
+        self.lend()
+        if len(self._streams) > 1:
+            current = self._streams[key := self._key()]
+            for other, stream in self._streams.items():
+                if other != key:
+                    current.wait_stream(stream)
 
     def forget(self) -> None:
         """Note that everything has been given back."""

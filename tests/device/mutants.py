@@ -330,9 +330,6 @@ MUTANTS = {
     "nobody waits for casts that no communicator follows": _edit(
         _UNIT + "wait", "self._lenders.join()", "pass", "changing order, NO_SHARD in bf16",
     ),
-    "what was kept of a unit is not known as lent": _edit(
-        _UNIT + "shrink", "self._lenders.lend()", "pass", "a part on another stream, in blocks",
-    ),
     "early gathers do not see what forward writes": _edit(
         _UNIT + "gather_early", "self._version_begun != self.at_rest._version", "False",
         "changing order, weights written in forward",

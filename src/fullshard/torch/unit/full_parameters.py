@@ -320,7 +320,6 @@ class FullParameters:
         for part, full in zip(self.part.flats, flats, strict=True):
             part.copy_(full[block.rank * part.numel() : (block.rank + 1) * part.numel()])
         self._release()
-        self._lenders.lend()  # for the part
         self._freed.mark()
 
     def drop(self) -> bool:
@@ -335,6 +334,14 @@ class FullParameters:
         for extension in self._extensions.values():
             extension.release()
         return True
+
+    def abandon(self) -> None:
+        """Drop what a gather that has failed has taken."""
+        self._gathering = self.part = None
+        self._release()
+        self._freed.mark()
+        if self._packed is not None:
+            self._packed.arriving.release()
 
     def _release(self) -> None:
         self._lenders.follow()

@@ -35,7 +35,10 @@ Direction = Literal["to the device", "to the host", "gathers"]
 # One stream for each way: a device has one copy engine for it, and what the allocator caches for a
 # stream no other stream gets. One for gathers that begin early.
 _streams: dict[tuple[torch.device, Direction], Any] = {}
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # builds for CUDA have it
+try:
+    _raw_stream: Any = torch._C._cuda_getCurrentRawStream
+except AttributeError:  # not a build for CUDA
+    _raw_stream = None
 
 
 def has_streams(device: torch.device) -> bool:

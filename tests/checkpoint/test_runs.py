@@ -41,7 +41,7 @@ from fullshard.checkpoint.ranks import FolderRanks
 from fullshard.checkpoint.runs.commit import is_verified
 from fullshard.checkpoint.runs.folder import RunFolder
 from fullshard.checkpoint.runs.retention import apply_retention, steps_to_remove
-from fullshard.checkpoint.saving import WrittenStep, save
+from fullshard.checkpoint.saving import WrittenStep, save, versions_of
 from fullshard.checkpoint.shards import Piece
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks
 from fullshard.core.errors import CheckpointError, ConfigurationError
@@ -361,3 +361,9 @@ def test_a_rank_that_waits_in_a_folder_does_not_wait_for_ever(tmp_path, leaves):
         first.gather(b"")
     first.leave()
     assert list(tmp_path.iterdir()) == ([] if leaves else [tmp_path / f".ranks-{'0' * 32}"])
+
+
+def test_what_is_on_the_path_without_being_installed_has_no_version():
+    versions = versions_of("numpy", "no-such-distribution")
+    assert versions["numpy"] == numpy.__version__
+    assert versions["no-such-distribution"] == "not installed"

@@ -157,7 +157,8 @@ def captured(reduces):
 # Edits of the engine after which a step cannot be captured, or is captured wrong.
 FAULTS = {
     "the stream of early gathers follows each forward": (
-        "unit.streams:EarlyStream.begin", "self._begun =", "self.follow(); self._begun =",
+        "unit.streams:EarlyStream.begin", "self._begun =",
+        "self._stream.wait_stream(self._module.current_stream()); self._begun =",
     ),
     "reduces are not joined": (
         "unit.gradients:Gradients.all_reduce", "self._work.wait()", "pass",

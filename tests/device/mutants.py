@@ -75,6 +75,7 @@ _OFFLOAD = ("offload", "offload replicas")
 _HYBRID = ("hybrid", "bf16 hybrid", "hybrid accumulation")
 _BACKWARDS = ("an exception in backward", "an exception in a hybrid backward")
 _EARLY = "unit.streams:EarlyStream."
+_LENDERS = "unit.streams:Lenders."
 _CHANGING = ("changing order in bf16", "blocks dropped and in changing order")
 _CHANGING += ("changing order, gathers in int8",)
 _ORDERS = ("blocks dropped and in changing order", "optimizer in backward, units gathered ahead")
@@ -315,17 +316,23 @@ MUTANTS = {
         _EARLY + "begin", "self._begun = self", "self._begun = self._begun or self", *_CHANGING,
     ),
     "memory of early gathers is given back while it is used": _edit(
-        _UNIT + "_release", "self._early.follow()", "pass", *_CHANGING,
+        _UNIT + "_release", "self._lenders.follow()", "pass", *_CHANGING,
     ),
     "what an early gather holds beside is given back while it is used": _edit(
-        _UNIT + "wait", "self._early.follow()", "pass", *_CHANGING[::-1],
+        _UNIT + "wait", "self._lenders.follow()", "pass", *_CHANGING[::-1],
     ),
     "early gathers follow computation at their begin alone": _edit(
-        _EARLY + "follow", "self._stream.wait_stream(", "self._module.Stream().wait_stream(",
+        _LENDERS + "follow", "stream.wait_stream(", "self._module.Stream().wait_stream(",
         *_CHANGING,
     ),
     "memory of early gathers is not known as theirs": _edit(
-        _UNIT + "gather_early", "self._early = early", "pass", *_CHANGING,
+        _UNIT + "gather", "self._lenders.lend()", "pass", *_CHANGING,
+    ),
+    "who uses memory is taken for who lends it": _edit(
+        _UNIT + "gather", "self._lenders.lend()", "pass", "a part on another stream",
+    ),
+    "nobody waits for casts that no communicator follows": _edit(
+        _UNIT + "wait", "self._lenders.join()", "pass", "changing order, NO_SHARD in bf16",
     ),
     "early gathers do not see what forward writes": _edit(
         _UNIT + "gather_early", "self._version_begun != self.at_rest._version", "False",

@@ -563,6 +563,37 @@ def _(job):
     torch.cuda.current_stream().wait_stream(stream)
 
 
+class OnTwoStreams(nn.Module):
+    """Runs its first layer on a stream of its own, beside the others."""
+
+    def __init__(self, layers):
+        super().__init__()
+        with torch.device("cuda"):
+            self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(layers))
+        self.stream = torch.cuda.Stream()
+
+    def forward(self, x):
+        first, *others = self.layers
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            beside = first(x)
+        for layer in others:
+            x = layer(x)
+        current.wait_stream(self.stream)
+        return x + beside
+
+
+@program("a part on another stream", steps=4)
+def _(job):
+    model = OnTwoStreams(4)
+    for layer in model.layers:
+        ours.fully_shard(layer, mesh=job.mesh, check_values=False)
+    ours.fully_shard(model, mesh=job.mesh, check_values=False)
+    x = torch.zeros(2, 96, device="cuda")
+    job.train(model, loss=lambda model: model(x).square().mean())
+
+
 def _units(model, names, mesh, **options):
     for name in names:
         ours.fully_shard(model.get_submodule(name), mesh=mesh, check_values=False, **options)
@@ -655,6 +686,22 @@ _changing(
     offload_policy=ours.CPUOffloadPolicy(),
     mp_policy=ours.MixedPrecisionPolicy(**BF16),
 )
+
+
+@program("changing order, NO_SHARD in bf16", steps=len(ORDERS))
+def _(job):
+    """One slice is cast by nobody but this rank, and no communicator follows the casts."""
+    with torch.device("cuda"):
+        stack = Stack([nn.Linear(256, 256) for _ in range(5)])
+    precision = ours.MixedPrecision(torch.bfloat16, torch.bfloat16)
+    strategy = ours.ShardingStrategy.NO_SHARD
+    model = wrapped(stack, job.mesh, sharding_strategy=strategy, mixed_precision=precision)
+
+    def each_step(number):
+        stack.order = ORDERS[number]
+        model(torch.zeros(2, 256, device="cuda")).sum().backward()
+
+    job.train(model, torch.optim.SGD(model.parameters(), lr=0.1), each_step=each_step)
 
 
 class Following(Stack):

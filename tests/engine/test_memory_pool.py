@@ -4,6 +4,8 @@
 Real pools are in tests/gpu/test_memory_pool.py.
 """
 
+import threading
+import time
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -13,6 +15,7 @@ from support.stack import Stack
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.testing import LocalWorld
 from fullshard.torch import fully_shard, use_memory_pool
 from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.sharding import memory_pool
@@ -32,10 +35,14 @@ def entered(monkeypatch):
     """The pools that allocations went to, one entry for each time."""
     found = []
 
+    inside = threading.Lock()
+
     @contextmanager
     def use_mem_pool(pool, device=None):
         found.append(pool)
+        assert inside.acquire(blocking=False), "two threads are in a pool, which CUDA refuses"
         yield
+        inside.release()
 
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
     monkeypatch.setattr(torch.cuda, "MemPool", Pool)
@@ -63,6 +70,27 @@ def test_memory_that_comes_and_goes_comes_from_the_pool(entered):
     full.allocate()
     full.allocate()
     assert entered == ["pool"]
+
+
+def test_threads_take_turns_in_a_pool(entered, monkeypatch):
+    """As ranks that are threads do, and whoever trains two models in threads."""
+    MemorySource("pool", everything=False).serve(CPU)
+    resize = torch.UntypedStorage.resize_
+
+    def slowly(storage, size):
+        time.sleep(1e-4 if size else 0)
+        return resize(storage, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", slowly)
+
+    def body(comm):
+        full = buffer()
+        for _ in range(20):
+            full.release()
+            full.allocate()
+
+    LocalWorld(3).run(body)
+    assert len(entered) == 60
 
 
 def test_everything_comes_from_a_registered_pool(entered):

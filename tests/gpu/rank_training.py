@@ -3,9 +3,9 @@
 
 import torch
 import torch.distributed as dist
-from gpu.training import build, full_parameters, shard, train
+from gpu.training import build, shard, train
 
-from fullshard.torch import CPUOffloadPolicy, MixedPrecisionPolicy
+from fullshard.torch import CPUOffloadPolicy, MixedPrecisionPolicy, summon_full_params
 from fullshard.torch.comm.process_group import ProcessGroupComm
 
 OPTIONS = {
@@ -20,7 +20,10 @@ def train_over(group, device, option):
     """Losses and parameters of a model on ``device``, sharded over ``group``."""
     model = shard(build(device), group, **OPTIONS[option])
     losses = train(model, dist.get_rank(group), dist.get_world_size(group), torch.device(device))
-    return losses.tolist(), full_parameters(model)
+    # Not by DTensor.full_tensor(), which in torch 2.11 ends the process over Gloo on CUDA.
+    with summon_full_params(model, writeback=False):
+        whole = {name: param.detach().cpu() for name, param in model.named_parameters()}
+    return losses.tolist(), whole
 
 
 def every_collective(group, device):

@@ -28,16 +28,20 @@ def sleep_on(device, cycles=SLEEP_CYCLES):
 
 
 @contextmanager
-def own_stream(device):
-    """Within, a new stream is the current one, behind the one before, which is behind it after."""
+def own_stream(device, *, join=True):
+    """Within, a new stream is the current one, behind the one before, which is behind it after.
+
+    Without ``join`` only when the function that it yields is called.
+    """
     if device.type != "cuda":
-        yield
+        yield lambda: None
         return
     before, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     stream.wait_stream(before)
     with torch.cuda.stream(stream):
-        yield
-    before.wait_stream(stream)
+        yield lambda: before.wait_stream(stream)
+    if join:
+        before.wait_stream(stream)
 
 
 class StreamWorld(LocalWorld):

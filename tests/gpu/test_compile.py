@@ -120,7 +120,7 @@ def test_blocks_as_cuda_graphs(kept, gpu):
 
     def losses(compiled):
         model = build(gpu, torch.float32, width=96)
-        policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(torch.bfloat16)
         model = shard(model, SoloComm(), mp_policy=policy, reshard_after_forward=not kept)
         for block in model.blocks if compiled else ():
             as_graphs(block, None)

@@ -79,17 +79,6 @@ def by_wrapper(comm, model, **options):
     return FullyShardedDataParallel(model, comm, auto_wrap_policy=policy, **options)
 
 
-def on_meta(comm, model):
-    """Sharded without values, which come from a state dict."""
-    values = model.state_dict()
-    with torch.device("meta"):
-        empty = Routed(width=WIDTH, blocks=3).to(torch.float64)
-    shard(empty, comm)
-    empty.to_empty(device=model.embed.weight.device)
-    empty.load_state_dict(values)
-    return empty
-
-
 def optional(comm, model):
     shard(model, comm)
     mark_optional(*model.blocks)
@@ -141,7 +130,7 @@ def looked_at(model, number, backward):
         before = [param.full_tensor().clone() for param in model.parameters()]
         with summon_full_params(model, writeback=True):
             for param, value in zip(model.parameters(), before, strict=True):
-                assert torch.equal(param, value)
+                assert torch.equal(param.cpu(), value.cpu())  # offloaded ones are on the device
         tokens = make_batches("gpt", 1, 2)[0][0].to(before[0].device)
         assert model(tokens).isfinite().all()
 
@@ -181,7 +170,6 @@ WAYS = {
     "recomputed, reentrant": Way(partial(recomputing, reentrant=True)),
     "recomputed, offload": Way(partial(recomputing, offload_policy=OFFLOAD)),
     "activations on the host": Way(around=activations_on_the_host),
-    "meta device": Way(on_meta),
     "frozen and thawed": Way(before=freezing),
     "frozen and thawed, offload": Way(
         partial(by_function, offload_policy=OFFLOAD), before=freezing

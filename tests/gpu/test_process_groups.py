@@ -7,7 +7,7 @@ import torch.distributed as dist
 from gpu.rank_training import OPTIONS, every_collective, train_over
 from gpu.stream_world import LateCopies, poison_buffers, sleep_on
 from gpu.training import assert_same, build, full_parameters, plain, shard, train
-from support.models import loss_of, make_batches
+from support.models import GPT, loss_of, make_batches
 
 from fullshard.torch import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fullshard.torch.step.managed import managed_unit_of
@@ -106,6 +106,15 @@ def test_a_model_on_the_host_moves_to_where_nccl_is(one_rank, device):
     assert {param.device.type for param in model.parameters()} == {device.type}
     tokens, targets = make_batches("gpt", 1, 2)[0]
     loss_of(model(tokens.to(device)), targets.to(device)).backward()
+
+
+def test_a_model_from_the_meta_device(one_rank, device):
+    with torch.device("meta"):
+        model = shard(GPT(width=12, blocks=3), one_rank, **WAYS["bf16"])
+    model.to_empty(device=device)
+    model.load_state_dict(build(device, torch.float32).state_dict())
+    expected = train(shard(build(device, torch.float32), one_rank, **WAYS["bf16"]), 0, 1, device)
+    torch.testing.assert_close(train(model, 0, 1, device), expected, rtol=0, atol=0)
 
 
 def test_offloaded_values_can_be_asked_for(one_rank, device):

@@ -81,7 +81,7 @@ def test_a_record_adds_up_and_changes_nothing(size, options, device, tmp_path):
 def test_the_time_of_a_layer_is_the_devices(gpu, tmp_path):
     """A block that takes long on the device takes long in the record, though the host goes on."""
     model = sharded(SoloComm(), gpu)
-    model.blocks[2].register_forward_hook(lambda *_: torch.cuda._sleep(30_000_000))
+    model.blocks[2][1].register_forward_hook(lambda *_: torch.cuda._sleep(30_000_000))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with recording(tmp_path, model, optimizer, detailed_every=1) as run:
         train(model, optimizer, gpu, run)

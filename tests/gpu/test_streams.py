@@ -167,6 +167,89 @@ def test_backward_on_another_stream_than_forward(device):
         assert_same(found, expected)
 
 
+class Slowly(torch.autograd.Function):
+    """Passes on what it gets, late, on the stream where it is called and in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        sleep_on(x.device)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        sleep_on(grad.device)
+        return grad.clone()
+
+
+class OnTwoStreams(nn.Module):
+    """Runs some of its layers on a stream of its own, beside the others, which are faster."""
+
+    def __init__(self, beside, after):
+        super().__init__()
+        self.layers = nn.ModuleList(Saving(64) for _ in range(5))
+        self.beside, self.after = beside, after
+
+    def forward(self, x):
+        apart = [layer for n, layer in enumerate(self.layers) if n in self.beside]
+        here = [layer for n, layer in enumerate(self.layers) if n not in self.beside]
+        y = z = x
+        if self.after:
+            y = run(here, y)
+        with own_stream(x.device, join=False) as join:
+            z = Slowly.apply(run(apart, Slowly.apply(z)))
+        if not self.after:
+            y = run(here, y)
+        join()
+        return y + z
+
+
+def run(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("beside", [(0,), (2,), (0, 3)], ids=str)
+@pytest.mark.parametrize("option", ["plain", "offload", "no units", "two backwards"])
+def test_parts_on_a_stream_of_their_own(option, beside, after, device, monkeypatch):
+    """Memory of a unit goes back behind whoever used it, and reduces come behind all gradients."""
+    x = torch.linspace(-1, 1, 4 * 64, dtype=torch.float64).view(4, 64).to(device)
+
+    def trained(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(4):
+            if option == "two backwards" and number % 2 and hasattr(model, "unshard"):
+                model.set_requires_gradient_sync(False)
+                (0.5 * model(x).square().mean()).backward()
+                model.set_requires_gradient_sync(True)
+                (0.5 * model(x).square().mean()).backward()
+            else:
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return model
+
+    def make():
+        return seeded(lambda: OnTwoStreams(beside, after)).double().to(device)
+
+    expected = {name: param.detach().cpu() for name, param in trained(make()).named_parameters()}
+    poison_buffers(monkeypatch)
+    LateCopies(monkeypatch, device)
+    options = {"offload_policy": CPUOffloadPolicy()} if option == "offload" else {}
+
+    def body(comm):
+        model = make()
+        for layer in model.layers if option != "no units" else ():
+            fully_shard(layer, mesh=comm, **options)
+        return full_parameters(trained(fully_shard(model, mesh=comm, **options)))
+
+    for found in StreamWorld(2, device).run(body):
+        assert_same(found, expected)
+
+
 # ---- copies between host and device -------------------------------------------------------------
 
 

@@ -5,7 +5,6 @@ Who writes what is decided before: [Note: Who writes what] in `planning.py`.
 """
 
 import contextlib
-import importlib.metadata
 import json
 import platform
 import time
@@ -31,6 +30,7 @@ from fullshard.checkpoint.runs.retention import Keep, apply_retention, remove_en
 from fullshard.checkpoint.shards import Piece, ShardWriter
 from fullshard.checkpoint.streaming import stream
 from fullshard.core.errors import CheckpointError
+from fullshard.core.tested import installed_version
 
 __all__ = [
     "WrittenStep",
@@ -52,8 +52,12 @@ class WrittenStep:
 
 @cache
 def versions_of(*packages: str) -> dict[str, str]:
-    """Return the versions of fullshard, of ``packages`` and of Python, for a manifest."""
-    versions = {name: importlib.metadata.version(name) for name in ("fullshard", *packages)}
+    """Return the versions of fullshard, of ``packages`` and of Python, for a manifest.
+
+    A source tree that is on the path without being installed has none.
+    """
+    names = ("fullshard", *packages)
+    versions = {name: installed_version(name) or "not installed" for name in names}
     return {**versions, "python": platform.python_version()}
 
 

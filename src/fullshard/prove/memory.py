@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.autograd.profiler import record_function
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard.core.presets import Transformer
@@ -147,10 +148,11 @@ class _BlockStack(nn.Module):
 
 
 def _fsdp2(model: _BlockStack) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # also where there is a GPU
     blocks: list[Any] = list(model.blocks)
     for block in blocks:
-        torch_fsdp.fully_shard(block)
-    torch_fsdp.fully_shard(model)
+        torch_fsdp.fully_shard(block, mesh=mesh)
+    torch_fsdp.fully_shard(model, mesh=mesh)
     for earlier, later in pairwise(blocks):
         earlier.set_modules_to_forward_prefetch([later])
         later.set_modules_to_backward_prefetch([earlier])

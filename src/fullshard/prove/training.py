@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,7 +69,10 @@ def _ddp(model: nn.Module, training: Training) -> nn.Module:
 
 def _by_blocks(shard: Callable[..., Any], policy: Any) -> Callable[..., nn.Module]:
     def make(model: nn.Module, training: Training) -> nn.Module:
-        options = {"mp_policy": policy(torch.bfloat16, torch.float32)} if training.bf16 else {}
+        # Where there is a GPU PyTorch's would take it, and the batches are on the host.
+        options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
+        if training.bf16:
+            options["mp_policy"] = policy(torch.bfloat16, torch.float32)
         for module in model.modules():
             if isinstance(module, Block):
                 shard(module, **options)

@@ -118,6 +118,8 @@ OPTIONAL = _found_in(
     torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._fsdp_param_groups
     torch.nn: Parameter._is_param Parameter._fsdp_flattened
     torch.distributed._shard.sharded_tensor.api: ShardedTensor._process_group
+    # In builds for CUDA alone; without it streams are compared as objects.
+    torch: _C._cuda_getCurrentRawStream
     """,
 )
 

@@ -12,8 +12,9 @@ to it.
 
 import ctypes
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -50,7 +51,8 @@ class MemorySource:
     asked for, because all that travels has to lie in the pool.
 
     A thread's allocations go to a pool while `torch.cuda.use_mem_pool` is entered: also those of
-    ``resize_``, which asks the allocator that made the storage, on the current stream.
+    ``resize_``, which asks the allocator that made the storage, on the current stream. Two threads
+    cannot enter one pool at a time.
     """
 
     _of: "dict[torch.device, MemorySource]" = {}  # noqa: RUF012 - the devices' own, not a default
@@ -77,7 +79,16 @@ class MemorySource:
         source = cls.of(device)
         if source is None or (anew and not source.everything):
             return nullcontext()
-        return torch.cuda.use_mem_pool(source.pool, device)
+        return _entered(source.pool, device)
+
+
+_entering = threading.Lock()
+
+
+@contextmanager
+def _entered(pool: Any, device: torch.device) -> Iterator[None]:
+    with _entering, torch.cuda.use_mem_pool(pool, device):
+        yield
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -22,6 +22,7 @@ from fullshard.torch.unit.buffers import FlatBuffer, MemorySource, dtype_of
 from fullshard.torch.unit.packing import pieces_of, travelling_pieces
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
+from fullshard.torch.unit.streams import Lenders
 
 __all__ = ["FullGradients"]
 
@@ -60,6 +61,7 @@ class FullGradients:
         self._most_bytes = 0 if plan.device.type == "cpu" else total_bytes // 8
         self._waiting_bytes = 0  # to be copied, with one slice
         self.sent: list[Tensor] = []  # what `send` gave, until it is released
+        self.lenders: Lenders = Lenders(plan.device)
         self._forget_buffer()
 
     def _forget_buffer(self) -> None:
@@ -94,6 +96,7 @@ class FullGradients:
                 f"parameter {self._shards.sharded[index].ownership.name!r} got a {grad.layout} "
                 "gradient; only dense gradients can be reduced (use sparse=False in embeddings)"
             )
+        self._join()
         if index in self._came:
             self._add(index, grad)
             return
@@ -103,6 +106,12 @@ class FullGradients:
             self._waiting_bytes += grad.nbytes
             if self._waiting_bytes >= self._most_bytes:
                 self._copy()
+
+    def _join(self) -> None:
+        """Put the current stream behind those on which gradients were made."""
+        if not self._came:
+            self.lenders.forget()  # of the backward before
+        self.lenders.join()
 
     def _add(self, index: int, grad: Tensor) -> None:
         """Add a further part, in the dtype in which gradients travel."""
@@ -191,6 +200,7 @@ class FullGradients:
                 parts = [part for index in here for part in self._parts(index, made.pop(index))]
             if views:
                 torch._foreach_copy_(views, parts)
+        self.lenders.follow()
         self._waiting_bytes = 0
         return buffer
 
@@ -201,6 +211,7 @@ class FullGradients:
 
         That counts as zero. ``written``: somebody may write to what travels.
         """
+        self._join()
         came, sizes = self._came, self._sizes
         flats = [_NOTHING] * len(sizes)
         absent = set(self.trained) - came if len(came) < len(self.trained) else set()
@@ -251,6 +262,7 @@ class FullGradients:
 
     def release(self) -> None:
         """Let go of what was sent; gradients may have come since."""
+        self.lenders.follow()
         self.sent = []
         if self._buffer is not None and self._is_open:
             self._is_open = False

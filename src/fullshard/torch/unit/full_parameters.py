@@ -22,7 +22,7 @@ from fullshard.torch.unit.packing import PackedArrival
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Place, Shards
 from fullshard.torch.unit.sites import notes_on
-from fullshard.torch.unit.streams import CopyStream, EarlyStream
+from fullshard.torch.unit.streams import CopyStream, EarlyStream, Lenders
 
 __all__ = ["CustomGather", "FullParameters", "GradientWatch", "view_of"]
 
@@ -74,7 +74,7 @@ class FullParameters:
         self._gathering: Work | None = None
         self._version = -1  # of the shards, when they were gathered
         self._version_begun = -1  # of the shards, when the root's forward began
-        self._early: EarlyStream | None = None  # that has the memory
+        self._lenders = Lenders(plan.device)
         self.part: FlatBuffer | None = None  # kept from forward to backward, of several slices
         self._packed: PackedArrival | None = None
         self.working: FlatBuffer | None = None  # the shard on the device, if it rests elsewhere
@@ -188,6 +188,7 @@ class FullParameters:
 
     def gather(self, custom: CustomGather | None) -> None:
         """Start to gather, as ``custom`` does it if it is given (collective)."""
+        self._lenders.lend()
         if self._buffer.bytes:
             self._buffer.allocate()
         if self._freed.marked:
@@ -239,7 +240,6 @@ class FullParameters:
             return
         with early.beside_compute():
             self.gather(None)
-        self._early = early
 
     def _all_gather(
         self, pairs: Sequence[tuple[Full, Tensor]], custom: CustomGather | None
@@ -294,15 +294,15 @@ class FullParameters:
         """Wait until what was gathered is there."""
         if self._gathering is not None:
             self._gathering.wait()
+            self._lenders.join()  # casts that no communicator follows
             if self._copies:
                 self._fetch.join()
             if self._packed is not None and self.part is None:
                 self._packed.unpack()
-            if self._early is not None:
-                self._early.follow()  # what the gather held beside the buffer is free again
             self._gathering = self.part = None
             if self._extensions:
                 self._receive()
+            self._lenders.follow()  # what the gather held beside the buffer is free again
 
     def _receive(self) -> None:
         for index, place in enumerate(self._shards.places):
@@ -358,10 +358,17 @@ class FullParameters:
             extension.release()
         return True
 
+    def abandon(self) -> None:
+        """Drop what a gather that has failed has taken."""
+        self._gathering = self.part = None
+        self._release()
+        self._freed.mark()
+        if self._packed is not None:
+            self._packed.arriving.release()
+
     def _release(self) -> None:
-        if self._early is not None:
-            self._early.follow()
-            self._early = None
+        self._lenders.follow()
+        self._lenders.forget()
         if self._buffer.bytes:
             self._buffer.release()
         if self._packed is not None:

@@ -6,6 +6,13 @@ stream has been given so far, and ``wait()`` puts the current stream behind the 
 are allocated and released on the compute stream. So nothing outlives its owner, and no buffer needs
 ``record_stream``. The engine's own streams are for copies between host and device.
 
+[Note: Whose memory]
+The allocator gives what was freed to the stream that had taken it, in that stream's order alone.
+That is not always the stream that used it last: gathers may begin early, on a stream of their own,
+and a model may run parts of itself on streams of its own, where backward follows. So a unit knows
+the streams that its memory came from, and puts them behind the current one before the memory goes
+back; and it puts the current one behind those on which its gradients were made.
+
 [Note: Other accelerators]
 The streams are those of the module that torch has for the kind of device (``torch.cuda``,
 ``torch.xpu``, ``torch.npu`` of its plugin, ...), which have the same names everywhere. A device
@@ -20,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["CopyStream", "DeviceClock", "EarlyStream", "has_streams"]
+__all__ = ["CopyStream", "DeviceClock", "EarlyStream", "Lenders", "has_streams"]
 
 
 Direction = Literal["to the device", "to the host", "gathers"]
@@ -28,6 +35,10 @@ Direction = Literal["to the device", "to the host", "gathers"]
 # One stream for each way: a device has one copy engine for it, and what the allocator caches for a
 # stream no other stream gets. One for gathers that begin early.
 _streams: dict[tuple[torch.device, Direction], Any] = {}
+try:
+    _raw_stream: Any = torch._C._cuda_getCurrentRawStream
+except AttributeError:  # not a build for CUDA
+    _raw_stream = None
 
 
 def has_streams(device: torch.device) -> bool:
@@ -84,9 +95,7 @@ class CopyStream:
 class EarlyStream:
     """The stream from which gathers are issued that must not wait for queued computation.
 
-    Their memory is of this stream, too: the allocator gives it to no other, and `follow` puts the
-    stream behind the computation that has used it before it is given back. What they read was
-    there when `begin` was called last.
+    Their memory is of this stream, too. What they read was there when `begin` was called last.
     """
 
     def __init__(self, device: torch.device):
@@ -106,9 +115,46 @@ class EarlyStream:
         with self._module.stream(self._stream):
             yield
 
+
+class Lenders:
+    """The streams whose memory a unit has. See [Note: Whose memory]."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._module = torch.get_device_module(device) if has_streams(device) else None
+        self._streams: dict[Any, Any] = {}  # by what tells them apart
+
+    def _key(self) -> Any:
+        if self._device.type == "cuda" and _raw_stream is not None:
+            return _raw_stream(self._device.index or 0)  # twenty times faster than a Stream
+        return self._module.current_stream(self._device)  # type: ignore[union-attr]
+
+    def lend(self) -> None:
+        """Note that memory is taken on the current stream."""
+        if self._module is not None and (key := self._key()) not in self._streams:
+            self._streams[key] = self._module.current_stream(self._device)
+
     def follow(self) -> None:
-        """Put later gathers behind what the compute stream has been given so far."""
-        self._stream.wait_stream(self._module.current_stream(self._device))
+        """Put all behind what the current stream, which lends too, has been given so far."""
+        self.lend()
+        if len(self._streams) > 1:
+            current = self._streams[key := self._key()]
+            for other, stream in self._streams.items():
+                if other != key:
+                    stream.wait_stream(current)
+
+    def join(self) -> None:
+        """Put the current stream, which lends too, behind what all have been given so far."""
+        self.lend()
+        if len(self._streams) > 1:
+            current = self._streams[key := self._key()]
+            for other, stream in self._streams.items():
+                if other != key:
+                    current.wait_stream(stream)
+
+    def forget(self) -> None:
+        """Note that everything has been given back."""
+        self._streams.clear()
 
 
 class DeviceClock:

@@ -281,10 +281,11 @@ class Unit:
     def end_forward(self, *, show_sharded: bool) -> None:
         """Raise `UsageError` if forward has written to the full parameters."""
         writes = self._writes
-        if writes is not None and not self._lent:
+        if writes is not None and writes.versions is not None and not self._lent:
             versions = list(map(_version, self.full.params))
             if writes.is_first or versions != writes.versions:
                 writes.check(versions, [param.ownership.name for param in self.sharded])
+            writes.versions = None  # an error in a gather ends a forward that has not begun
         if show_sharded:
             self._show(self.sharded)
 
@@ -315,10 +316,15 @@ class Unit:
         if is_full or (full.part is not None and full.outdated):
             self.free()
         self._move("gather")
-        if early is not None and self.custom_gather is None:
-            full.gather_early(early)
-        else:
-            full.gather(self.custom_gather)
+        try:
+            if early is not None and self.custom_gather is None:
+                full.gather_early(early)
+            else:
+                full.gather(self.custom_gather)
+        except BaseException:  # out of memory, for one
+            full.abandon()
+            self._move("free")
+            raise
         for tell in self.on_gather:
             tell()
         return True

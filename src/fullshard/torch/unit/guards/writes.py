@@ -25,7 +25,7 @@ class Writes:
 
     def __init__(self, params: Sequence[Tensor]):
         self._params = params
-        self.versions: list[int] = [param._version for param in params]  # as forward began
+        self.versions: list[int] | None = None  # as forward began, while it runs
         self.is_first: bool = True  # no forward has ended whose values were looked at
         self._sums: list[Tensor] | None = None
 
@@ -39,6 +39,7 @@ class Writes:
 
         ``versions`` are those at its end.
         """
+        assert self.versions is not None
         pairs = zip(names, versions, self.versions, strict=True)
         written = {name for name, now, before in pairs if now != before}
         if self._sums is not None:

@@ -463,6 +463,19 @@ def used_outside(jaxpr: Any, names: Sequence[str]) -> dict[str, str]:
     return outside
 
 
+def _constants_of(scan: Any, body: Any) -> int:
+    """Count the first operands of a scan: what is neither carried nor has a row for each turn.
+
+    By the shapes inside and outside, since its parameters differ between versions of JAX.
+    """
+    carried = sum(map(_same_rank, scan.outvars, body.outvars))
+    return sum(map(_same_rank, scan.invars, body.invars)) - carried
+
+
+def _same_rank(outside: Any, inside: Any) -> bool:
+    return len(outside.aval.shape) == len(inside.aval.shape)
+
+
 def _walk(jaxpr: Any, named: dict[Any, str], outside: dict[str, str]) -> list[str | None]:
     """Go through a jaxpr whose variables ``named`` are weights; the names of its results."""
 
@@ -482,8 +495,9 @@ def _walk(jaxpr: Any, named: dict[Any, str], outside: dict[str, str]) -> list[st
                 theirs = weights[max(0, len(weights) - len(one.invars)) :]
                 pairs = zip(one.invars, theirs, strict=False)
                 results = _walk(one, {a: b for a, b in pairs if b}, outside)
-            constants = weights[: eqn.params["num_consts"]] if kind == "scan" else ()
-            outside.update((each, AROUND_LOOP) for each in constants if each in outside)
+            if kind == "scan":
+                constants = weights[: _constants_of(eqn, inner[0])]
+                outside.update((each, AROUND_LOOP) for each in constants if each in outside)
         elif not any(x.aval.shape for x in eqn.invars if not name(x)):
             results = [next(filter(None, weights))] * len(eqn.outvars)
         named.update((x, n) for x, n in zip(eqn.outvars, results, strict=False) if n)

@@ -6,13 +6,14 @@ emitters that write fusions by way of MLIR, 0.5 with one module for LLVM instead
 these changes a program's collectives or more than half a percent of its temporary memory.
 """
 
+import importlib.metadata
+
 __all__ = ["flags"]
 
-_QUICK = (
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_use_fusion_emitters=false",
-    "--xla_cpu_parallel_codegen_split_count=1",
-)
+_QUICK = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+# From 0.12 on there are no other emitters, and XLA ends a process that has an unknown flag.
+if importlib.metadata.version("jaxlib") < "0.12":
+    _QUICK.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def flags(devices):

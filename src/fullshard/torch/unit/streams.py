@@ -136,8 +136,7 @@ class Lenders:
 
     def follow(self) -> None:
         """Put all behind what the current stream, which lends too, has been given so far."""
-        self.lend()
-        if len(self._streams) > 1:
+        if self._module is not None and self._are_several():
             current = self._streams[key := self._key()]
             for other, stream in self._streams.items():
                 if other != key:
@@ -145,12 +144,15 @@ class Lenders:
 
     def join(self) -> None:
         """Put the current stream, which lends too, behind what all have been given so far."""
-        self.lend()
-        if len(self._streams) > 1:
+        if self._module is not None and self._are_several():
             current = self._streams[key := self._key()]
             for other, stream in self._streams.items():
                 if other != key:
                     current.wait_stream(stream)
+
+    def _are_several(self) -> bool:
+        self.lend()
+        return len(self._streams) > 1
 
     def forget(self) -> None:
         """Note that everything has been given back."""
